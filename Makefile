@@ -1,0 +1,60 @@
+# Every target works as the first command on a fresh clone: each makes what it needs.
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -q
+
+.PHONY: setup demo test test-fast test-ray test-real check format proto bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "[1/4] creating the virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version)'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check "pip>=24"
+	@echo "[2/4] installing torch (a few hundred MB, or more where only CUDA builds are offered)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) "$$(grep '^torch==' constraints.txt)"
+	@echo "[3/4] installing outrider and its development tools"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@echo "[4/4] ready"
+	@touch $@
+
+demo: setup
+	@$(BIN)/outrider models pull smollm2-135m
+	@$(BIN)/outrider generate --prompts deploy/demo-prompts.jsonl --max-tokens 96
+
+# All test layers but `gpu`: unit, statistical, wire, integration, chaos; then the transports over Ray.
+test: setup
+	@$(BIN)/outrider models pull smollm2-135m
+	$(PYTEST) -m "not gpu" tests
+	$(PYTEST) --transport ray tests/integration/test_transport_contract.py
+
+test-fast: setup
+	$(PYTEST) -m "not gpu and not slow" tests/unit tests/wire
+
+test-ray: setup
+	$(PYTEST) --transport ray tests/integration/test_transport_contract.py
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy outrider drafter/outrider_drafter verifier/outrider_verifier router/outrider_router
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+	$(BIN)/buf lint proto
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: setup
+	PYTHON=$(BIN)/python sh proto/generate.sh
+
+bench: setup
+	$(BIN)/outrider bench local
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Benchmarks that anyone can run: `outrider bench NAME` is `python -m outrider_bench NAME`."""

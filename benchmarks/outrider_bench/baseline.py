@@ -1,0 +1,36 @@
+"""transformers' `generate` as the baseline of plain decoding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class TransformersBaseline:
+    """The target in transformers with the same weights, dtype and number of threads."""
+
+    def __init__(self, model: Path, *, dtype: str, threads: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        self._model.eval()
+
+    def generate(self, token_ids: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
+        """Greedy continuation up to the end of turn or `max_tokens`, and its seconds."""
+        inputs = torch.tensor([list(token_ids)])
+        began = time.perf_counter()
+        with torch.inference_mode():
+            output = self._model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                pad_token_id=0,
+            )
+        seconds = time.perf_counter() - began
+        return output[0, inputs.shape[1] :].tolist(), seconds

@@ -1,0 +1,48 @@
+"""What a result must be stored with: commit, versions, machine, date."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "ray", "numpy", "triton")
+
+
+def describe() -> dict[str, object]:
+    """Commit, date, versions and processor; what is not known is left out."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "python": platform.python_version(),
+        "versions": versions,
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,44 @@
+"""Which model, head and processes a benchmark runs; shared flags."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from outrider.client.local import LocalConfig
+from outrider.client.modelfiles import DEFAULT_MODEL, find_model
+from outrider.errors import InvalidRequestError
+from outrider.spec.plan import DraftMethod
+from outrider_bench.prompts import DEFAULT_PROMPTS
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that every benchmark takes."""
+    add = parser.add_argument
+    add("--model", default=DEFAULT_MODEL, help=f"name or directory; default: {DEFAULT_MODEL}")
+    add("--head", type=Path, help="draft head; default: the one that ships for the model")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--threads", type=int, default=2, help="compute threads of each process; default: 2")
+    add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSONL; default: the bundled 40")
+    add("--limit", type=int, help="number of prompts; default: all")
+    add("--out", type=Path, help="also write the result as JSON here")
+    add("--json", action="store_true", help="last line of the output is one JSON object")
+
+
+def local_config(
+    args: argparse.Namespace, *, max_sessions: int | None = None, queue_limit: int | None = None
+) -> LocalConfig:
+    """The processes to start for these flags."""
+    files = find_model(args.model, head=args.head)
+    if files.head is None:
+        raise InvalidRequestError(f"no head ships for {args.model}: give --head DIR")
+    return LocalConfig(
+        model=files.path,
+        model_name=files.name,
+        head=files.head,
+        methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
+        dtype=args.dtype,
+        threads=args.threads,
+        max_sessions=max_sessions,
+        queue_limit=queue_limit,
+    )

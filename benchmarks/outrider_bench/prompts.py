@@ -1,0 +1,48 @@
+"""Prompts of the benchmarks, and which answers to leave out of acceptance figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_PROMPTS = Path(__file__).parent / "prompts" / "eval40.jsonl"
+LOOP_NGRAM = 8
+LOOP_SHARE = 0.25
+"""An answer is a loop if more than this share of its 8-grams occurred before in it: a small
+model repeats itself at temperature 0, and drafts of a loop are nearly always right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchPrompt:
+    """One user message and the task that it belongs to."""
+
+    task: str
+    text: str
+
+
+def load_prompts(path: Path = DEFAULT_PROMPTS, limit: int | None = None) -> list[BenchPrompt]:
+    """Read a JSONL file of {"task"?, "prompt"} or {"category"?, "turns": [..]} objects; only the
+    first turn is used. Tasks are interleaved, so that a limit keeps the mixture."""
+    by_task: dict[str, list[BenchPrompt]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        text = row["turns"][0] if "turns" in row else row["prompt"]
+        task = str(row.get("task", row.get("category", path.stem)))
+        by_task.setdefault(task, []).append(BenchPrompt(task=task, text=text))
+    columns = list(by_task.values())
+    longest = max(len(column) for column in columns)
+    mixed = [column[i] for i in range(longest) for column in columns if i < len(column)]
+    return mixed[:limit]
+
+
+def repeated_share(token_ids: Sequence[int], n: int = LOOP_NGRAM) -> float:
+    """Share of n-grams that occurred earlier in the same sequence; 0 for short ones."""
+    grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def is_loop(token_ids: Sequence[int]) -> bool:
+    """Whether an answer repeats itself (see LOOP_SHARE)."""
+    return repeated_share(token_ids) > LOOP_SHARE

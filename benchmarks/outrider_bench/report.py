@@ -1,0 +1,34 @@
+"""Output of the benchmarks: progress on stderr, a table on stdout, JSON where it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+
+def say(line: str) -> None:
+    """A progress line."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def finish(args: argparse.Namespace, result: dict[str, object]) -> None:
+    """Print the result (a table; with --json one object as the last line) and store it."""
+    flat = [(key, value) for key, value in result.items() if not isinstance(value, dict | list)]
+    print(table(("figure", "value"), flat))
+    for key, value in result.items():
+        if isinstance(value, dict | list):
+            print(f"\n{key}: {json.dumps(value)}")
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if args.json:
+        print(json.dumps(result), flush=True)

@@ -1,0 +1,1 @@
+"""Outrider on Ray: the three processes as actors."""

@@ -1,0 +1,110 @@
+"""Command line of the drafter process.
+
+Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout when it serves; logs go to
+stderr. Heavy imports follow the parsing of the flags, so that --help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from outrider.config import load_config
+from outrider.errors import OutriderError
+from outrider.logs import setup_logging
+from outrider_drafter.config import DTYPES, DrafterConfig
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+logger = logging.getLogger(__name__)
+
+_EXIT_MISUSE = 2
+
+
+def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
+    """Configuration from --config FILE.toml, overridden by flags. Raises InvalidRequestError."""
+    parser = argparse.ArgumentParser(
+        prog="outrider-drafter", description="Propose draft trees for a verifier's sessions."
+    )
+    parser.add_argument("--config", metavar="FILE.toml", help="configuration file")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="address of the control service")
+    parser.add_argument("--model", metavar="DIR|NAME", help="the target: vocabulary and embedding")
+    parser.add_argument("--head", metavar="DIR", help="EAGLE head")
+    parser.add_argument("--draft-model", metavar="DIR|NAME", help="small model, same tokenizer")
+    parser.add_argument("--methods", metavar="A,B", help="eagle3, eagle, ngram, model")
+    parser.add_argument("--dtype", choices=DTYPES, help="element type of the draft models")
+    parser.add_argument("--device", help="torch device")
+    parser.add_argument("--threads", type=int, help="threads of CPU operators")
+    parser.add_argument("--drafter-id", metavar="NAME", help="stable name of this drafter")
+    parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
+    parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
+    flags = vars(parser.parse_args(argv))
+    path = flags.pop("config")
+    if flags["methods"] is not None:
+        flags["methods"] = [name for name in flags["methods"].split(",") if name]
+    return load_config(DrafterConfig, path, flags)
+
+
+async def serve(config: DrafterConfig) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    from outrider.transport.grpc import GrpcDialer, GrpcServer, drafter_services
+    from outrider_drafter.build import build_service, tune_interpreter
+
+    dialer = GrpcDialer()
+    service = await asyncio.to_thread(build_service, config, dialer)
+    tune_interpreter()
+    metrics_address = _serve_metrics(config, service.metrics.registry)
+    server = GrpcServer(config.listen, drafter_services(service))
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        address = await server.start()
+        ready = {"event": "ready", "address": address}
+        if metrics_address:
+            ready["metrics"] = metrics_address
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+        await stop.wait()
+        logger.info("stopping")
+    finally:
+        await server.stop(1.0)
+        await service.close()
+        await dialer.close()
+
+
+def _serve_metrics(config: DrafterConfig, registry: CollectorRegistry) -> str:
+    """Start the Prometheus endpoint on the host of the control service; its address, or ""."""
+    if config.metrics_port < 0:
+        return ""
+    from prometheus_client import start_http_server
+
+    host = config.listen.rpartition(":")[0]
+    server, _ = start_http_server(config.metrics_port, addr=host, registry=registry)
+    return f"{host}:{server.server_port}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; the exit status."""
+    try:
+        config = parse_args(argv)
+        setup_logging(config.log_level)
+        asyncio.run(serve(config))
+    except OutriderError as error:
+        sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")
+        return _EXIT_MISUSE
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""From a configuration to loaded draft sources and a service (torch is imported here)."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from outrider.engine.config import load_model_config
+from outrider.engine.heads import DraftHead, load_head, load_head_config
+from outrider.engine.linear import make_linear
+from outrider.engine.loading import load_embedding, load_lm_head, load_target
+from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.models import resolve
+from outrider.spec.plan import DraftMethod
+from outrider.text.tokenizer import tokenizer_hash
+from outrider.transport.base import Dialer
+from outrider_drafter.config import DrafterConfig
+from outrider_drafter.head_source import HeadSource
+from outrider_drafter.ngram import NgramSource
+from outrider_drafter.service import DrafterService, Identity
+from outrider_drafter.small_model import SmallModelSource
+from outrider_drafter.source import DraftSource
+
+SWITCH_INTERVAL_S = 0.0005
+"""Python's own 5 ms is longer than a draft step: the thread that sends proposals would wait that
+long for the interpreter lock while the next batch is drafted."""
+
+
+def build_service(config: DrafterConfig, dialer: Dialer) -> DrafterService:
+    """Load everything that `config` names. Raises InvalidRequestError, NotFoundError or
+    FailedPreconditionError where the parts do not fit together."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    config = with_paths(config)
+    identity = load_identity(config)
+    sources = [_load_source(method, config, identity) for method in config.methods]
+    return DrafterService(config, sources, dialer, identity=identity)
+
+
+def tune_interpreter() -> None:
+    """Settings for a process that does nothing but serve; call it once the models are loaded."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # The models stay for the life of the process: keep the collector from walking over them.
+    gc.collect()
+    gc.freeze()
+
+
+def with_paths(config: DrafterConfig) -> DrafterConfig:
+    """The configuration with names of pulled models replaced by their directories."""
+    if not config.model:
+        raise InvalidRequestError("`model`, the target, must be given", reason="INVALID_CONFIG")
+    draft_model = str(resolve(config.draft_model)) if config.draft_model else ""
+    return replace(config, model=str(resolve(config.model)), draft_model=draft_model)
+
+
+def load_identity(config: DrafterConfig) -> Identity:
+    """Vocabulary size and tokenizer hash of the target."""
+    return Identity(
+        vocab_size=load_model_config(config.model).vocab_size,
+        tokenizer_hash=tokenizer_hash(config.model),
+    )
+
+
+def _load_source(method: DraftMethod, config: DrafterConfig, identity: Identity) -> DraftSource:
+    if method is DraftMethod.NGRAM:
+        ngram = config.ngram
+        return NgramSource(max_match=ngram.max_match, min_match=ngram.min_match)
+    if method is DraftMethod.MODEL:
+        return _load_small_model(config, identity)
+    return _load_head(method, config, identity)
+
+
+def _load_head(method: DraftMethod, config: DrafterConfig, identity: Identity) -> HeadSource:
+    dtype = getattr(torch, config.dtype)
+    try:
+        head = _read_head(config, dtype)
+    except (ValueError, OSError) as error:
+        raise InvalidRequestError(f"head {config.head}: {error}", reason="INVALID_HEAD") from error
+    source = HeadSource(
+        head,
+        max_rows=config.head_kv_rows,
+        max_context=config.head_max_context,
+        dtype=dtype,
+        device=config.device,
+    )
+    if source.method is not method:
+        raise FailedPreconditionError(f"{config.head} holds an {source.method} head, not {method}")
+    if head.config.vocab_size != identity.vocab_size:
+        raise FailedPreconditionError(
+            f"{config.head} is for a vocabulary of {head.config.vocab_size} ids, "
+            f"the target has {identity.vocab_size}"
+        )
+    return source
+
+
+def _read_head(config: DrafterConfig, dtype: torch.dtype) -> DraftHead:
+    num_layers = load_model_config(config.model).num_layers
+    shape = load_head_config(config.head, num_target_layers=num_layers)
+    # Only a head over the whole vocabulary can be without an output projection of its own.
+    borrows = shape.draft_vocab_size == shape.vocab_size
+    return load_head(
+        config.head,
+        embedding=load_embedding(config.model, dtype=dtype),
+        lm_head=load_lm_head(config.model, dtype=dtype) if borrows else None,
+        num_target_layers=num_layers,
+        dtype=dtype,
+        device=config.device,
+        make_linear=make_linear,
+    )
+
+
+def _load_small_model(config: DrafterConfig, identity: Identity) -> SmallModelSource:
+    own = tokenizer_hash(Path(config.draft_model))
+    if own and identity.tokenizer_hash and own != identity.tokenizer_hash:
+        raise FailedPreconditionError(
+            f"{config.draft_model} has another tokenizer than {config.model}",
+            reason="TOKENIZER_MISMATCH",
+        )
+    model = load_target(
+        config.draft_model,
+        dtype=getattr(torch, config.dtype),
+        device=config.device,
+        kv_tokens=config.draft_model_kv_tokens,
+    )
+    return SmallModelSource(model, vocab_size=identity.vocab_size)

@@ -1,0 +1,116 @@
+"""Configuration of a drafter process; each field is a key of its TOML file."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from outrider.spec.plan import DraftMethod
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReconnectConfig:
+    """How a lost verifier is dialled again."""
+
+    first_s: float = 0.1
+    """Pause before the first new attempt; doubled at each further one, with jitter."""
+    max_s: float = 5.0
+    """Longest pause."""
+    handshake_timeout_s: float = 5.0
+    """Longest wait for the verifier's answer to `Hello`."""
+    attach_wait_s: float = 1.0
+    """How long `attach` waits for the outcome of the first attempt; it goes on in any case."""
+
+    def __post_init__(self) -> None:
+        _require(0.0 < self.first_s <= self.max_s, "0 < first_s <= max_s must hold")
+        _require(self.handshake_timeout_s > 0.0, "handshake_timeout_s must be positive")
+        _require(self.attach_wait_s >= 0.0, "attach_wait_s must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramConfig:
+    """Prompt lookup."""
+
+    max_match: int = 4
+    """Longest suffix that is looked up, tokens."""
+    min_match: int = 2
+    """Shortest suffix that counts as a match, tokens."""
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.min_match <= self.max_match, "1 <= min_match <= max_match must hold")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterConfig:
+    """Everything a drafter process is told."""
+
+    listen: str = "127.0.0.1:0"
+    """HOST:PORT of the control service; port 0 takes a free one."""
+    model: str = ""
+    """The target, a directory or a pulled model's name: vocabulary, tokenizer hash, embedding."""
+    head: str = ""
+    """Directory of an EAGLE head; needed by the methods eagle3 and eagle."""
+    draft_model: str = ""
+    """A small model (directory or name) with the target's tokenizer; needed by the method model."""
+    methods: tuple[DraftMethod, ...] = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
+    """Ways of drafting to offer."""
+    dtype: str = "float32"
+    """Element type of the draft models: float32, bfloat16 or float16."""
+    device: str = "cpu"
+    """torch device of the draft models."""
+    threads: int = 0
+    """Threads of torch's CPU operators; 0 leaves torch's own choice."""
+    drafter_id: str = field(default_factory=lambda: f"drafter-{secrets.token_hex(4)}")
+    """Stable name; give one, so that a restarted drafter is recognised."""
+    metrics_port: int = -1
+    """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
+    log_level: str = "INFO"
+    max_sessions: int = 1024
+    """Sessions followed at most; the least recently used one makes room."""
+    max_context: int = 131072
+    """Longest session followed, tokens."""
+    head_kv_rows: int = 131072
+    """Rows of draft K/V that all sessions of a head may hold together."""
+    head_max_context: int = 0
+    """Longest context of a head, draft positions; 0 takes the head's own limit."""
+    draft_model_kv_tokens: int = 16384
+    """Tokens of K/V that all sessions of the small model may reserve together."""
+    max_backlog: int = 4096
+    """Messages that may wait for the drafting thread before a connection is read no further."""
+    max_outbox: int = 1024
+    """Proposals that may wait for a slow connection; beyond it the oldest are dropped."""
+    ngram: NgramConfig = NgramConfig()
+    reconnect: ReconnectConfig = ReconnectConfig()
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}")
+        _require(bool(self.methods), "methods must name at least one way of drafting")
+        _require(DraftMethod.NONE not in self.methods, "methods: none is not a way of drafting")
+        _require(len(set(self.methods)) == len(self.methods), "methods must not repeat")
+        _require(
+            not {DraftMethod.EAGLE, DraftMethod.EAGLE3} <= set(self.methods),
+            "methods: one head serves, eagle or eagle3",
+        )
+        if {DraftMethod.EAGLE, DraftMethod.EAGLE3} & set(self.methods):
+            _require(bool(self.head), "the methods eagle3 and eagle need `head`, a directory")
+        if DraftMethod.MODEL in self.methods:
+            _require(bool(self.draft_model), "the method model needs `draft_model`, a directory")
+        for name in (
+            "max_sessions",
+            "max_context",
+            "head_kv_rows",
+            "draft_model_kv_tokens",
+            "max_backlog",
+            "max_outbox",
+        ):
+            _require(getattr(self, name) > 0, f"{name} must be positive")
+        _require(self.threads >= 0, "threads must not be negative")
+        _require(self.head_max_context >= 0, "head_max_context must not be negative")
+        _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")

@@ -1,0 +1,207 @@
+"""Messages in, proposals out: the drafter without threads, clocks of its own, or I/O."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from outrider.ids import SessionId
+from outrider.spec.plan import DraftMethod
+from outrider.wire.messages import PlanChange, Proposal, SessionEnd, SessionStart, Verdict
+from outrider_drafter.growth import Draft
+from outrider_drafter.metrics import Metrics
+from outrider_drafter.sessions import (
+    Limits,
+    Session,
+    SessionKey,
+    SessionTable,
+    apply_step,
+    check_verdict,
+    open_session,
+)
+from outrider_drafter.source import DraftSource
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionClosed:
+    """A connection ended: its sessions are gone."""
+
+
+SessionMessage = SessionStart | Verdict | PlanChange | SessionEnd | ConnectionClosed
+
+
+class DraftEngine:
+    """Follows sessions and drafts for them. Every method is called from one thread."""
+
+    def __init__(
+        self,
+        sources: Sequence[DraftSource],
+        *,
+        limits: Limits,
+        max_sessions: int,
+        metrics: Metrics,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._sources: Mapping[DraftMethod, DraftSource] = {s.method: s for s in sources}
+        self._fed = [s for s in sources if s.feature_size]
+        self._limits = limits
+        self._table = SessionTable(max_sessions)
+        self.metrics = metrics
+        self._now = now
+        self._wanting: dict[SessionKey, Session] = {}
+        self._behind: dict[SessionKey, Session] = {}
+        """Sessions with news that no source has taken in."""
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions followed now."""
+        return len(self._table)
+
+    @property
+    def wants_drafting(self) -> bool:
+        """Whether a draft is wanted."""
+        return bool(self._wanting)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is catch-up work that nobody waits for."""
+        return bool(self._behind)
+
+    def handle(self, connection: int, message: SessionMessage) -> None:
+        """Take in one message. Never raises for anything that a peer may have sent."""
+        match message:
+            case SessionStart():
+                self._start(connection, message)
+            case Verdict():
+                self._verdict(SessionKey(connection, message.session_id), message)
+            case PlanChange():
+                session = self._find(SessionKey(connection, message.session_id))
+                if session is not None:
+                    session.plan = message.plan
+            case SessionEnd():
+                self._forget(self._table.remove(SessionKey(connection, message.session_id)))
+            case ConnectionClosed():
+                for session in self._table.of_connection(connection):
+                    self._forget(self._table.remove(session.key))
+        self.metrics.sessions.set(len(self._table))
+
+    def draft(self) -> Iterator[tuple[int, Proposal]]:
+        """Draft for every session that wants it; yields (connection, proposal) as they are made."""
+        wanting, self._wanting = self._wanting, {}
+        by_method: dict[DraftMethod, list[Session]] = {}
+        for session in wanting.values():
+            session.wants_draft = False
+            by_method.setdefault(session.plan.method, []).append(session)
+        for method, sessions in by_method.items():
+            source = self._sources.get(method)
+            if source is None:
+                self.metrics.no_proposal.labels(method).inc(len(sessions))
+                continue
+            self.metrics.batch_sessions.observe(len(sessions))
+            yield from self._draft_batch(source, sessions)
+
+    def catch_up(self) -> None:
+        """Let the sources take in the news of one session."""
+        key, session = next(iter(self._behind.items()))
+        del self._behind[key]
+        own = self._sources.get(session.plan.method)
+        for source in {*self._fed, *([own] if own else [])}:
+            try:
+                source.catch_up([session])
+            except Exception:
+                logger.exception("catch-up failed", extra={"session": session.key.session_id})
+                self._lose(session, "error")
+                return
+
+    def _draft_batch(
+        self, source: DraftSource, sessions: Sequence[Session]
+    ) -> Iterator[tuple[int, Proposal]]:
+        started = self._now()
+        waiting = {session.key: session for session in sessions}
+        try:
+            for session, draft in source.drafts(sessions):
+                del waiting[session.key]
+                if len(draft.tree):
+                    yield session.key.connection, self._proposal(session, draft, started)
+                else:
+                    self.metrics.no_proposal.labels(source.method).inc()
+        except Exception:
+            # State half-way through a batch cannot be trusted: these sessions decode plainly.
+            logger.exception("drafting failed", extra={"sessions": len(sessions)})
+            for session in sessions:
+                self._lose(session, "error")
+            return
+        self.metrics.no_proposal.labels(source.method).inc(len(waiting))
+        if all(fed is source for fed in self._fed):
+            for session in sessions:
+                if session.key not in waiting:
+                    self._behind.pop(session.key, None)
+
+    def _proposal(self, session: Session, draft: Draft, started: float) -> Proposal:
+        seconds = self._now() - started
+        self.metrics.proposal(session.plan.method, len(draft.tree), seconds)
+        return Proposal(
+            session_id=session.key.session_id,
+            prefix_digest=session.digest,
+            prefix_len=len(session.tokens),
+            tree=draft.tree,
+            law=draft.law,
+            draft_us=int(seconds * 1e6),
+        )
+
+    def _start(self, connection: int, message: SessionStart) -> None:
+        session = open_session(connection, message, self._limits)
+        if isinstance(session, str):
+            self._ignore(session, message.session_id)
+            return
+        for gone in self._table.add(session):
+            self._forget(gone)
+
+    def _verdict(self, key: SessionKey, verdict: Verdict) -> None:
+        self.metrics.verdicts.inc()
+        session = self._find(key)
+        if session is None or session.lost:
+            return
+        if verdict.epoch != session.epoch:
+            self._ignore("epoch", key.session_id)
+            return
+        step = check_verdict(session, verdict, self._limits)
+        if isinstance(step, str):
+            self._lose(session, step)
+            return
+        apply_step(session, step)
+        self._behind[key] = session
+        if session.wants_draft and session.plan.speculative:
+            self._wanting[key] = session
+        else:
+            self._wanting.pop(key, None)
+
+    def _find(self, key: SessionKey) -> Session | None:
+        session = self._table.get(key)
+        if session is None:
+            self._ignore("unknown_session", key.session_id)
+        return session
+
+    def _ignore(self, reason: str, session_id: SessionId) -> None:
+        logger.debug("message ignored", extra={"session": session_id, "reason": reason})
+        self.metrics.ignored_messages.labels(reason).inc()
+
+    def _lose(self, session: Session, reason: str) -> None:
+        """Stop drafting a session that cannot be followed; it decodes plainly from here on."""
+        logger.warning("session lost", extra={"session": session.key.session_id, "reason": reason})
+        self.metrics.lost_sessions.labels(reason).inc()
+        session.lost = reason
+        self._forget(session)
+
+    def _forget(self, session: Session | None) -> None:
+        if session is None:
+            return
+        self._wanting.pop(session.key, None)
+        self._behind.pop(session.key, None)
+        session.pending.clear()
+        for source in self._sources.values():
+            source.release(session)

@@ -1,0 +1,154 @@
+"""Drives the growths of many sessions through one draft model, one batched pass per level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from outrider.engine.draft_sampling import propose_children
+from outrider.engine.warper import EMPTY_HISTORY, TokenHistory
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider_drafter.growth import Children, Draft, Frontier, Growth, make_growth
+from outrider_drafter.sessions import Session
+
+
+class DraftModel(Protocol):
+    """A draft model in mid-growth: it has seen the prefix of every slot of the batch.
+
+    R rows, Vd draft vocabulary. Slots are numbered as the jobs of `grow`.
+    """
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """Target id of every draft id, int64 [Vd]; None if the vocabulary is the target's."""
+        ...
+
+    def root_logits(self) -> Tensor:
+        """Logits [slots, Vd] below each slot's root."""
+        ...
+
+    def step(self, frontiers: Sequence[tuple[int, Frontier]]) -> Tensor:
+        """Run one level: rows of (slot, frontier) in order; logits [R, Vd].
+
+        A frontier's parents index the rows that its slot had in the step before.
+        """
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """One session's tree in the making."""
+
+    slot: int
+    growth: Growth
+    sampling: SamplingParams
+    prefix_len: int
+    history: TokenHistory | None
+    """Prompt and output so far; None unless a penalty is set."""
+
+
+def make_job(slot: int, session: Session) -> Job | None:
+    """The job of a session that wants a draft; None if there is nothing to draft."""
+    with_law = session.sampling.effective_rule is Rule.REJECTION
+    growth = make_growth(session.plan, room=session.room, with_law=with_law)
+    if growth is None:
+        return None
+    history = None
+    if _has_penalty(session.sampling):
+        tokens = session.tokens.view
+        history = TokenHistory(
+            prompt_ids=tokens[: session.prompt_len].copy(),
+            output_ids=tokens[session.prompt_len :].copy(),
+        )
+    return Job(
+        slot=slot,
+        growth=growth,
+        sampling=session.sampling,
+        prefix_len=len(session.tokens),
+        history=history,
+    )
+
+
+def _has_penalty(sampling: SamplingParams) -> bool:
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )
+
+
+def grow(model: DraftModel, jobs: Sequence[Job]) -> Iterator[tuple[int, Draft]]:
+    """Grow all trees; yields (slot, draft) as soon as each is complete."""
+    active = [(job, Frontier((0,), (0,))) for job in jobs]
+    logits = model.root_logits()
+    level = 0
+    while active:
+        following: list[tuple[Job, Frontier]] = []
+        for (job, _), children in zip(active, _children(model, logits, active, level), strict=True):
+            frontier = job.growth.extend(children)
+            if frontier.tokens:
+                following.append((job, frontier))
+            else:
+                yield job.slot, job.growth.draft()
+        active, level = following, level + 1
+        if active:
+            logits = model.step([(job.slot, frontier) for job, frontier in active])
+
+
+def _children(
+    model: DraftModel, logits: Tensor, active: Sequence[tuple[Job, Frontier]], level: int
+) -> list[Children]:
+    """Candidates of each active job's rows: one call per distinct top_k."""
+    starts = np.cumsum([0] + [len(frontier.tokens) for _, frontier in active]).tolist()
+    found: dict[int, Children] = {}
+    for top_k in {job.growth.top_k for job, _ in active}:
+        members = [i for i, (job, _) in enumerate(active) if job.growth.top_k == top_k]
+        rows = [row for i in members for row in range(starts[i], starts[i + 1])]
+        part = logits if len(rows) == logits.shape[0] else logits[rows]
+        candidates = _propose(model, part, [active[i] for i in members], level, top_k)
+        offset = 0
+        for i in members:
+            count = starts[i + 1] - starts[i]
+            found[i] = Children(
+                tokens=candidates.tokens[offset : offset + count],
+                logprobs=candidates.logprobs[offset : offset + count],
+                laws=candidates.laws[offset : offset + count],
+            )
+            offset += count
+    return [found[i] for i in range(len(active))]
+
+
+def _propose(
+    model: DraftModel,
+    logits: Tensor,
+    members: Sequence[tuple[Job, Frontier]],
+    level: int,
+    top_k: int,
+) -> Children:
+    sampling: list[SamplingParams] = []
+    positions: list[int] = []
+    histories: list[TokenHistory] = []
+    for job, frontier in members:
+        rows = len(frontier.tokens)
+        sampling += [job.sampling] * rows
+        # A child of a node at depth d becomes the token at prefix_len + d.
+        positions += [job.prefix_len + level] * rows
+        histories += _histories(job, rows, level)
+    found = propose_children(logits, model.target_ids, sampling, positions, top_k, histories)
+    return Children(
+        tokens=found.tokens.cpu().numpy(),
+        logprobs=found.logprobs.cpu().numpy(),
+        laws=found.laws,
+    )
+
+
+def _histories(job: Job, rows: int, level: int) -> list[TokenHistory]:
+    if job.history is None:
+        return [EMPTY_HISTORY] * rows
+    if level == 0:
+        return [job.history]
+    return [replace(job.history, path_ids=job.growth.path(row)) for row in range(rows)]

@@ -1,0 +1,91 @@
+"""Prometheus metrics of a drafter, and the figures of `DrafterInfo`."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_WINDOW = 256
+
+
+class Metrics:
+    """All metrics of one drafter in one registry; written by one thread each."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._recent_ms: deque[float] = deque(maxlen=_WINDOW)
+        registry = self.registry
+        self.sessions = Gauge(
+            "outrider_drafter_sessions", "Sessions followed now", registry=registry
+        )
+        self.connections = Gauge(
+            "outrider_drafter_connections", "Verifiers connected now", registry=registry
+        )
+        self.kv_rows = Gauge(
+            "outrider_drafter_kv_rows", "Draft K/V rows reserved now", ["method"], registry=registry
+        )
+        self.verdicts = Counter("outrider_drafter_verdicts", "Verdicts received", registry=registry)
+        self.proposals = Counter(
+            "outrider_drafter_proposals", "Proposals made", ["method"], registry=registry
+        )
+        self.draft_tokens = Counter(
+            "outrider_drafter_draft_tokens", "Nodes of all proposals", ["method"], registry=registry
+        )
+        self.no_proposal = Counter(
+            "outrider_drafter_no_proposal",
+            "Wanted drafts that could not be made",
+            ["method"],
+            registry=registry,
+        )
+        self.lost_sessions = Counter(
+            "outrider_drafter_lost_sessions",
+            "Sessions no longer drafted, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self.ignored_messages = Counter(
+            "outrider_drafter_ignored_messages",
+            "Messages without effect, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self.connects = Counter(
+            "outrider_drafter_connects",
+            "Attempts to connect, by outcome",
+            ["outcome"],
+            registry=registry,
+        )
+        self.dropped_proposals = Counter(
+            "outrider_drafter_dropped_proposals",
+            "Proposals dropped because the connection was slow or gone",
+            registry=registry,
+        )
+        self.draft_seconds = Histogram(
+            "outrider_drafter_draft_seconds",
+            "Time from taking up a verdict to its proposal",
+            ["method"],
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self.batch_sessions = Histogram(
+            "outrider_drafter_batch_sessions",
+            "Sessions drafted in one batch",
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128),
+            registry=registry,
+        )
+
+    def proposal(self, method: str, nodes: int, seconds: float) -> None:
+        """Count one proposal."""
+        self.proposals.labels(method).inc()
+        self.draft_tokens.labels(method).inc(nodes)
+        self.draft_seconds.labels(method).observe(seconds)
+        self._recent_ms.append(seconds * 1e3)
+
+    @property
+    def draft_ms_p50(self) -> float:
+        """Median drafting time over the recent window, milliseconds; 0 before the first."""
+        recent = tuple(self._recent_ms)
+        return statistics.median(recent) if recent else 0.0

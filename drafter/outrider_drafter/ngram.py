@@ -1,0 +1,82 @@
+"""Prompt lookup: what followed the last time these tokens were seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.spec.plan import DraftMethod
+from outrider.spec.tree import DraftTree
+from outrider.wire.messages import FeatureLayout
+from outrider_drafter.growth import Draft
+from outrider_drafter.sessions import Session
+
+
+def lookup(
+    tokens: NDArray[np.int32], count: int, *, max_match: int, min_match: int
+) -> NDArray[np.int32]:
+    """Up to `count` tokens that continue `tokens` as an earlier occurrence of its end did.
+
+    The longest suffix (of max_match .. min_match tokens) that occurred before decides, at its most
+    recent occurrence. A continuation that runs into the end goes on with what it has produced: a
+    period is continued, not cut. Empty if nothing matches.
+    """
+    last = len(tokens) - 1
+    if last < 1 or count <= 0:
+        return tokens[:0]
+    ends = np.flatnonzero(tokens[:last] == tokens[last])
+    matched = 1
+    while matched < max_match and len(ends):
+        longer = ends[ends >= matched]
+        longer = longer[tokens[longer - matched] == tokens[last - matched]]
+        if not len(longer):
+            break
+        ends, matched = longer, matched + 1
+    if not len(ends) or matched < min_match:
+        return tokens[:0]
+    end = int(ends[-1])
+    period = last - end
+    return tokens[end + 1 + np.arange(count) % period]
+
+
+class NgramSource:
+    """Prompt lookup as a draft source; keeps nothing beside the session's own tokens."""
+
+    method = DraftMethod.NGRAM
+    feature_layout = FeatureLayout.NONE
+    feature_size = 0
+    feature_fingerprint = ""
+
+    def __init__(self, *, max_match: int = 4, min_match: int = 2) -> None:
+        if not 1 <= min_match <= max_match:
+            raise ValueError(f"1 <= min_match <= max_match, not {min_match} and {max_match}")
+        self._max_match = max_match
+        self._min_match = min_match
+
+    def catch_up(self, sessions: Sequence[Session]) -> None:
+        """Nothing to do."""
+
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, Draft]]:
+        """A chain for each session whose end occurred before."""
+        for session in sessions:
+            found = lookup(
+                session.tokens.view,
+                min(session.plan.draft_tokens, session.room),
+                max_match=self._max_match,
+                min_match=self._min_match,
+            )
+            if len(found):
+                yield session, Draft(tree=_chain(found))
+
+    def release(self, session: Session) -> None:
+        """Nothing is held."""
+
+
+def _chain(tokens: NDArray[np.int32]) -> DraftTree:
+    return DraftTree(
+        tokens=tokens.astype(np.int32),
+        parents=np.arange(-1, len(tokens) - 1, dtype=np.int32),
+        logprobs=np.zeros(len(tokens), dtype=np.float32),
+    )

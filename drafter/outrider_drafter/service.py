@@ -1,0 +1,288 @@
+"""The drafter as a service: connections to verifiers, and what a router may ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.errors import (
+    FailedPreconditionError,
+    InvalidMessageError,
+    InvalidRequestError,
+    OutriderError,
+    UnavailableError,
+)
+from outrider.ids import DrafterId
+from outrider.spec.plan import DraftMethod
+from outrider.transport.base import Dialer, DrafterConnection
+from outrider.wire.messages import (
+    PROTOCOL_VERSION,
+    DrafterInfo,
+    FeatureLayout,
+    Heartbeat,
+    Hello,
+    Proposal,
+    Welcome,
+)
+from outrider_drafter.config import DrafterConfig
+from outrider_drafter.engine import ConnectionClosed, DraftEngine
+from outrider_drafter.metrics import Metrics
+from outrider_drafter.sessions import Limits
+from outrider_drafter.source import DraftSource
+from outrider_drafter.worker import DraftWorker
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG_POLL_S = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What must agree with a verifier."""
+
+    vocab_size: int
+    tokenizer_hash: str = ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Link:
+    """One attached verifier."""
+
+    address: str
+    first_outcome: asyncio.Future[None]
+    """Done when the first attempt succeeded or failed; carries a misfit as its exception."""
+    connected: bool = False
+    task: asyncio.Task[None] | None = None
+
+
+class DrafterService:
+    """Implements `DrafterControl`; constructible over any transport's dialer."""
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        sources: Sequence[DraftSource],
+        dialer: Dialer,
+        *,
+        identity: Identity,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.metrics = metrics or Metrics()
+        self._config = config
+        self._dialer = dialer
+        self._identity = identity
+        self._incarnation = secrets.token_hex(8)
+        self._methods: tuple[DraftMethod, ...] = tuple(s.method for s in sources)
+        fed = [s for s in sources if s.feature_layout is not FeatureLayout.NONE]
+        self._feature_layout = fed[0].feature_layout if fed else FeatureLayout.NONE
+        self._fingerprint = fed[0].feature_fingerprint if fed else ""
+        limits = Limits(
+            vocab_size=identity.vocab_size,
+            feature_size=fed[0].feature_size if fed else 0,
+            max_context=config.max_context,
+        )
+        engine = DraftEngine(
+            sources, limits=limits, max_sessions=config.max_sessions, metrics=self.metrics
+        )
+        self._worker = DraftWorker(engine, self._deliver)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._links: dict[str, _Link] = {}
+        self._outboxes: dict[int, asyncio.Queue[Proposal]] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions followed now."""
+        return self._worker.num_sessions
+
+    def connected_to(self, verifier_address: str) -> bool:
+        """Whether an attached verifier has answered and is still there."""
+        link = self._links.get(verifier_address)
+        return link is not None and link.connected
+
+    async def info(self) -> DrafterInfo:
+        """Identity and load."""
+        return DrafterInfo(
+            protocol_version=PROTOCOL_VERSION,
+            drafter_id=DrafterId(self._config.drafter_id),
+            incarnation=self._incarnation,
+            vocab_size=self._identity.vocab_size,
+            tokenizer_hash=self._identity.tokenizer_hash,
+            methods=self._methods,
+            feature_layout=self._feature_layout,
+            feature_fingerprint=self._fingerprint,
+            sessions=self._worker.num_sessions,
+            verifiers=tuple(a for a, link in self._links.items() if link.connected),
+            draft_ms_p50=self.metrics.draft_ms_p50,
+        )
+
+    async def attach(self, verifier_address: str) -> None:
+        """Connect to a verifier and keep connecting until detached; idempotent.
+
+        Waits a moment for the first attempt: a verifier that does not fit raises
+        FailedPreconditionError and is not tried again; one that is not there is.
+        """
+        if not verifier_address:
+            raise InvalidRequestError("verifier_address must not be empty")
+        link = self._links.get(verifier_address)
+        if link is None:
+            self._start_worker()
+            outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            link = _Link(address=verifier_address, first_outcome=outcome)
+            self._links[verifier_address] = link
+            link.task = asyncio.create_task(self._follow(link), name=f"verifier {verifier_address}")
+        done, _ = await asyncio.wait(
+            [link.first_outcome], timeout=self._config.reconnect.attach_wait_s
+        )
+        if done and (misfit := link.first_outcome.exception()) is not None:
+            raise misfit
+
+    async def detach(self, verifier_address: str) -> None:
+        """Drop the connection to a verifier; idempotent."""
+        link = self._links.pop(verifier_address, None)
+        if link is None or link.task is None:
+            return
+        link.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await link.task
+
+    async def close(self) -> None:
+        """Detach from every verifier and end the drafting thread."""
+        for address in tuple(self._links):
+            await self.detach(address)
+        await asyncio.to_thread(self._worker.stop)
+
+    def _start_worker(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._worker.start()
+
+    async def _follow(self, link: _Link) -> None:
+        """Serve a verifier, connection after connection, until detached or refused at first."""
+        reconnect = self._config.reconnect
+        pause = reconnect.first_s
+        while True:
+            try:
+                await self._serve(link)
+            except FailedPreconditionError as error:
+                self._attempt(link, "refused", error)
+                if not link.first_outcome.done():
+                    self._links.pop(link.address, None)
+                    link.first_outcome.set_exception(error)
+                    # Read once here, so that an attach that gave up waiting leaves no complaint.
+                    link.first_outcome.exception()
+                    return
+            except OutriderError as error:
+                self._attempt(link, "lost" if link.connected else "unreachable", error)
+            except Exception as error:
+                logger.exception("connection failed", extra={"verifier": link.address})
+                self._attempt(link, "failed", error)
+            if link.connected:
+                pause = reconnect.first_s
+            link.connected = False
+            if not link.first_outcome.done():
+                link.first_outcome.set_result(None)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2.0 * pause, reconnect.max_s)
+
+    def _attempt(self, link: _Link, outcome: str, error: Exception) -> None:
+        self.metrics.connects.labels(outcome).inc()
+        logger.warning(
+            "verifier connection ended",
+            extra={"verifier": link.address, "outcome": outcome, "reason": str(error)},
+        )
+
+    async def _serve(self, link: _Link) -> None:
+        """One connection, from the handshake to its end (always by an exception)."""
+        connection = await self._dialer.exchange(link.address)
+        number = next(self._numbers)
+        sender: asyncio.Task[None] | None = None
+        try:
+            await self._shake_hands(connection)
+            link.connected = True
+            if not link.first_outcome.done():
+                link.first_outcome.set_result(None)
+            self.metrics.connects.labels("connected").inc()
+            self.metrics.connections.inc()
+            logger.info("verifier connected", extra={"verifier": link.address})
+            outbox: asyncio.Queue[Proposal] = asyncio.Queue(self._config.max_outbox)
+            self._outboxes[number] = outbox
+            sender = asyncio.create_task(_send_all(connection, outbox), name="proposals")
+            await self._read(connection, number)
+        finally:
+            if sender is not None:
+                sender.cancel()
+                del self._outboxes[number]
+                self._worker.submit(number, ConnectionClosed())
+                self.metrics.connections.dec()
+            with contextlib.suppress(OutriderError):
+                await connection.close()
+
+    async def _shake_hands(self, connection: DrafterConnection) -> None:
+        await connection.send(
+            Hello(
+                protocol_version=PROTOCOL_VERSION,
+                drafter_id=DrafterId(self._config.drafter_id),
+                incarnation=self._incarnation,
+                vocab_size=self._identity.vocab_size,
+                tokenizer_hash=self._identity.tokenizer_hash,
+                methods=self._methods,
+                feature_layout=self._feature_layout,
+                feature_fingerprint=self._fingerprint,
+            )
+        )
+        try:
+            async with asyncio.timeout(self._config.reconnect.handshake_timeout_s):
+                answer = await connection.receive()
+        except TimeoutError:
+            raise UnavailableError("the verifier did not answer Hello in time") from None
+        if not isinstance(answer, Welcome):
+            raise UnavailableError(f"the verifier began with {type(answer).__name__}, not Welcome")
+        if answer.protocol_version != PROTOCOL_VERSION:
+            raise FailedPreconditionError(
+                f"the verifier speaks protocol {answer.protocol_version}, not {PROTOCOL_VERSION}",
+                reason="PROTOCOL_MISMATCH",
+            )
+
+    async def _read(self, connection: DrafterConnection, number: int) -> None:
+        while True:
+            try:
+                message = await connection.receive()
+            except InvalidMessageError as error:
+                self.metrics.ignored_messages.labels("malformed").inc()
+                logger.warning("malformed message", extra={"reason": error.message})
+                continue
+            if isinstance(message, Heartbeat | Welcome):
+                continue
+            self._worker.submit(number, message)
+            while self._worker.backlog > self._config.max_backlog:
+                await asyncio.sleep(_BACKLOG_POLL_S)
+
+    def _deliver(self, number: int, proposal: Proposal) -> None:
+        """Called on the drafting thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._enqueue, number, proposal)
+
+    def _enqueue(self, number: int, proposal: Proposal) -> None:
+        outbox = self._outboxes.get(number)
+        if outbox is None:
+            self.metrics.dropped_proposals.inc()
+            return
+        if outbox.full():
+            outbox.get_nowait()
+            self.metrics.dropped_proposals.inc()
+        outbox.put_nowait(proposal)
+
+
+async def _send_all(connection: DrafterConnection, outbox: asyncio.Queue[Proposal]) -> None:
+    """Send proposals in order; the reader notices when the connection is lost."""
+    with contextlib.suppress(OutriderError):
+        while True:
+            await connection.send(await outbox.get())

@@ -1,0 +1,189 @@
+"""Drafts from a separate small model with the target's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.kvcache import KVSequence
+from outrider.engine.target import ForwardBatch, Segment, TargetModel
+from outrider.errors import ResourceExhaustedError
+from outrider.spec.plan import DraftMethod
+from outrider.wire.messages import FeatureLayout
+from outrider_drafter.ancestry import Ancestry
+from outrider_drafter.grow import Job, grow, make_job
+from outrider_drafter.growth import Draft, Frontier
+from outrider_drafter.sessions import Session, SessionKey
+
+_MAX_ROWS_PER_FORWARD = 512
+_MIN_ROWS_AHEAD = 32
+"""Fewer rows are left to the next draft, whose batch runs them at hardly any extra cost."""
+DRAFT_SLOTS = 128
+"""K/V slots kept for draft rows beside a session's own tokens; larger trees are not drafted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Prefix:
+    """A slot's K/V and its tokens that have none yet, the root last."""
+
+    sequence: KVSequence
+    token_ids: Tensor
+
+
+class SmallModelBatch:
+    """Sessions whose trees grow together; a `DraftModel`.
+
+    Levels are committed one by one behind the real tokens; a mask over the draft rows keeps the
+    branches apart, and `finish` forgets them.
+    """
+
+    def __init__(self, model: TargetModel, vocab_size: int, prefixes: Sequence[_Prefix]) -> None:
+        self.target_ids: Tensor | None = None
+        self._model = model
+        self._vocab_size = vocab_size
+        self._sequences = [p.sequence for p in prefixes]
+        self._real = [p.sequence.len + p.token_ids.shape[0] for p in prefixes]
+        self._ancestry = Ancestry()
+        self._level = 0
+        ends = np.cumsum([p.token_ids.shape[0] for p in prefixes])
+        self._root_logits = _run(
+            model,
+            torch.cat([p.token_ids for p in prefixes]),
+            [_causal(p) for p in prefixes],
+            torch.from_numpy(ends - 1),
+        )
+
+    def root_logits(self) -> Tensor:
+        """Logits [slots, V] below the roots."""
+        return self._root_logits[:, : self._vocab_size]
+
+    def step(self, frontiers: Sequence[tuple[int, Frontier]]) -> Tensor:
+        """Run one level; logits [R, V]."""
+        tokens: list[int] = []
+        segments = []
+        for slot, frontier in frontiers:
+            tokens += frontier.tokens
+            visible = self._ancestry.extend(slot, frontier)
+            rows = len(frontier.tokens)
+            segments.append(
+                Segment(
+                    sequence=self._sequences[slot],
+                    num_rows=rows,
+                    positions=torch.full((rows,), self._real[slot] + self._level),
+                    mask=None if visible is None else torch.from_numpy(visible),
+                )
+            )
+        self._level += 1
+        logits = _run(self._model, torch.tensor(tokens), segments, None)
+        return logits[:, : self._vocab_size]
+
+    def finish(self, slot: int) -> None:
+        """Forget the draft rows of a slot."""
+        self._sequences[slot].truncate(self._real[slot])
+
+
+class SmallModelSource:
+    """A small language model as a draft source; its K/V can be rebuilt from tokens at any time."""
+
+    method = DraftMethod.MODEL
+    feature_layout = FeatureLayout.NONE
+    feature_size = 0
+    feature_fingerprint = ""
+
+    def __init__(self, model: TargetModel, *, vocab_size: int) -> None:
+        """`vocab_size` is the target's; ids beyond it (padding of the model's own) are cut off."""
+        self._model = model
+        self._vocab_size = vocab_size
+        self._sequences: dict[SessionKey, KVSequence] = {}
+
+    @torch.inference_mode()
+    def catch_up(self, sessions: Sequence[Session]) -> None:
+        """Run the tokens of sessions that draft by this model, but for the newest of each."""
+        for session in sessions:
+            if session.plan.method is self.method:
+                self._run_ahead(session)
+
+    @torch.inference_mode()
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, Draft]]:
+        """Catch up, then grow the trees of all sessions in one batch."""
+        ready: list[Session] = []
+        jobs: list[Job] = []
+        prefixes: list[_Prefix] = []
+        for session in sessions:
+            job = make_job(len(jobs), session)
+            prefix = self._prefix(session, slots=job.growth.max_rows) if job else None
+            if job and prefix:
+                ready.append(session)
+                jobs.append(job)
+                prefixes.append(prefix)
+        if not jobs:
+            return
+        batch = SmallModelBatch(self._model, self._vocab_size, prefixes)
+        for slot, draft in grow(batch, jobs):
+            batch.finish(slot)
+            yield ready[slot], draft
+
+    def release(self, session: Session) -> None:
+        """Free the session's K/V."""
+        sequence = self._sequences.pop(session.key, None)
+        if sequence is not None:
+            sequence.release()
+
+    def _prefix(self, session: Session, *, slots: int) -> _Prefix | None:
+        """What is left to run, the root last, with room for `slots` draft rows; None if none."""
+        sequence = self._run_ahead(session)
+        if sequence is None or len(session.tokens) + slots > sequence.capacity:
+            return None
+        sequence.truncate(min(sequence.len, len(session.tokens) - 1))
+        return _Prefix(sequence=sequence, token_ids=_ids(session.tokens.view[sequence.len :]))
+
+    def _run_ahead(self, session: Session) -> KVSequence | None:
+        """Run whole passes of tokens short of the newest; None if the session does not fit."""
+        ids = session.tokens.view
+        sequence = self._sequences.get(session.key)
+        if sequence is None:
+            sequence = self._allocate(session)
+        if sequence is None or not len(ids):
+            return None
+        if int(ids[sequence.len :].max(initial=0)) >= self._model.vocab_size:
+            return None
+        while len(ids) - 1 - sequence.len >= _MIN_ROWS_AHEAD:
+            end = min(sequence.len + _MAX_ROWS_PER_FORWARD, len(ids) - 1)
+            part = _Prefix(sequence=sequence, token_ids=_ids(ids[sequence.len : end]))
+            _run(self._model, part.token_ids, [_causal(part)], torch.empty(0, dtype=torch.int64))
+        return sequence
+
+    def _allocate(self, session: Session) -> KVSequence | None:
+        if session.max_len > self._model.config.max_position_embeddings:
+            return None
+        try:
+            sequence = self._model.pool.allocate(session.max_len + DRAFT_SLOTS)
+        except ResourceExhaustedError:
+            return None
+        self._sequences[session.key] = sequence
+        return sequence
+
+
+def _ids(tokens: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> Tensor:
+    return torch.from_numpy(tokens.astype(np.int64))
+
+
+def _causal(prefix: _Prefix) -> Segment:
+    start, rows = prefix.sequence.len, prefix.token_ids.shape[0]
+    return Segment(
+        sequence=prefix.sequence, num_rows=rows, positions=torch.arange(start, start + rows)
+    )
+
+
+def _run(
+    model: TargetModel, token_ids: Tensor, segments: Sequence[Segment], logit_rows: Tensor | None
+) -> Tensor:
+    """Forward, and commit every row."""
+    out = model.forward(ForwardBatch(token_ids=token_ids, segments=segments, logit_rows=logit_rows))
+    for segment in segments:
+        segment.sequence.commit(range(segment.num_rows))
+    return out.logits

@@ -1,0 +1,82 @@
+"""The Python SDK: `Client` and `AsyncClient` for the router's API. Needs neither torch nor models.
+
+    with Client("127.0.0.1:50050") as client:
+        print(client.generate("Once upon a time", max_tokens=32).text)
+        with client.stream([user("Name a colour.")], temperature=0.8) as stream:
+            for delta in stream:
+                print(delta.text, end="")
+
+A prompt is a text (used as it stands), a sequence of token ids, or a conversation of
+`ChatMessage`s (rendered with the model's chat template). Every error is an `OutriderError`.
+"""
+
+from outrider.client.aio import AsyncClient, AsyncStream
+from outrider.client.options import GenerateOptions, PromptLike, assistant, system, user
+from outrider.client.retry import RetryPolicy
+from outrider.client.sync import Client, Stream
+from outrider.errors import (
+    AlreadyExistsError,
+    CancelledRequestError,
+    ConnectionLostError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    OutriderError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from outrider.spec.plan import DraftMethod
+from outrider.spec.sampling import Rule
+from outrider.wire.inference import (
+    ChatMessage,
+    Delta,
+    DrafterSummary,
+    FinishInfo,
+    GenerateResult,
+    ModelInfo,
+    PromptInfo,
+    ServerInfo,
+    Usage,
+    VerifierSummary,
+)
+from outrider.wire.messages import FinishReason, SpecStats
+
+__all__ = [
+    "AlreadyExistsError",
+    "AsyncClient",
+    "AsyncStream",
+    "CancelledRequestError",
+    "ChatMessage",
+    "Client",
+    "ConnectionLostError",
+    "DeadlineExceededError",
+    "Delta",
+    "DraftMethod",
+    "DrafterSummary",
+    "FailedPreconditionError",
+    "FinishInfo",
+    "FinishReason",
+    "GenerateOptions",
+    "GenerateResult",
+    "InternalError",
+    "InvalidRequestError",
+    "ModelInfo",
+    "NotFoundError",
+    "OutriderError",
+    "PromptInfo",
+    "PromptLike",
+    "ResourceExhaustedError",
+    "RetryPolicy",
+    "Rule",
+    "ServerInfo",
+    "SpecStats",
+    "Stream",
+    "UnavailableError",
+    "Usage",
+    "VerifierSummary",
+    "assistant",
+    "system",
+    "user",
+]

@@ -1,0 +1,41 @@
+"""Runs a module as a child that ends with its parent: `python -m outrider.client.child MODULE ...`.
+
+The parent holds the other end of this process's stdin. When the parent is gone, however it died,
+stdin ends: this process is asked to stop (SIGTERM) and, if it does not, killed.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+GRACE_S = 3.0
+"""Time between being asked to stop and being killed."""
+_STDIN = 0
+
+
+def _watch_parent() -> None:
+    try:
+        while os.read(_STDIN, 4096):
+            pass
+    except OSError:
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the module argv[0] with the arguments that follow it."""
+    threading.Thread(target=_watch_parent, name="outrider-watch-parent", daemon=True).start()
+    sys.argv[:] = list(argv)
+    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,90 @@
+"""The `outrider` command.
+
+Exit status: 0 done; 2 bad flags, files or requests; 1 any other error; 130 interrupted. An error
+is one line on stderr, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import outrider
+from outrider.client.modules import run_module
+from outrider.errors import (
+    FailedPreconditionError,
+    InvalidRequestError,
+    NotFoundError,
+    OutriderError,
+)
+
+EXIT_FAILED = 1
+EXIT_MISUSE = 2
+EXIT_INTERRUPTED = 130
+
+BENCH_MODULE = "outrider_bench"
+TRAINING_MODULE = "outrider.engine.training"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except OutriderError as error:
+        sys.stderr.write(f"outrider: {error.message}\n")
+        misuse = (InvalidRequestError, NotFoundError, FailedPreconditionError)
+        return EXIT_MISUSE if isinstance(error, misuse) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output is gone; there is nobody left to tell.
+        sys.stderr.close()
+        return EXIT_FAILED
+
+
+def _dispatch(arguments: list[str]) -> int:
+    # These two have parsers of their own: everything after their name is theirs, --help too.
+    if arguments[:1] == ["train-head"]:
+        return run_module(TRAINING_MODULE, arguments[1:])
+    if arguments[:1] == ["bench"]:
+        return run_module(BENCH_MODULE, arguments[1:])
+    args = make_parser().parse_args(arguments)
+    match args.command:
+        case "generate":
+            from outrider.client import generate
+
+            return generate.run(args)
+        case "serve":
+            from outrider.client import serve
+
+            return serve.run(args)
+        case _:
+            from outrider.client import models_command
+
+            return models_command.run(args)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    from outrider.client import generate, models_command, serve
+
+    parser = argparse.ArgumentParser(
+        prog="outrider", description="Speculative decoding in separate processes."
+    )
+    parser.add_argument("--version", action="version", version=outrider.__version__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module, text in (
+        ("serve", serve, "run router, verifier and drafter"),
+        ("generate", generate, "answer prompts"),
+        ("models", models_command, "pull and list models"),
+    ):
+        module.add_arguments(commands.add_parser(name, help=text, allow_abbrev=False))
+    commands.add_parser("train-head", help="train a draft head for a model", add_help=False)
+    commands.add_parser("bench", help="run a benchmark of this checkout", add_help=False)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""What a stream has said so far; shared by both clients."""
+
+from __future__ import annotations
+
+from outrider.errors import InternalError
+from outrider.wire.inference import (
+    Delta,
+    FinishInfo,
+    GenerateResult,
+    PromptInfo,
+    StreamEvent,
+)
+
+
+class Collected:
+    """The messages of one stream, put together."""
+
+    def __init__(self) -> None:
+        self.info: PromptInfo | None = None
+        self.finish: FinishInfo | None = None
+        self.token_ids: list[int] = []
+        self._text: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """Text so far."""
+        return "".join(self._text)
+
+    @property
+    def heard_tokens(self) -> bool:
+        """Whether anything was emitted; from then on a retry would repeat it."""
+        return bool(self.token_ids or self._text)
+
+    def add(self, event: StreamEvent) -> Delta | None:
+        """Take a message in; the delta if it is one."""
+        match event:
+            case PromptInfo():
+                self.info = event
+            case FinishInfo():
+                self.finish = event
+            case Delta():
+                self.token_ids.extend(event.token_ids)
+                self._text.append(event.text)
+                return event
+        return None
+
+    def result(self) -> GenerateResult:
+        """The complete answer; InternalError if the stream ended without its last message."""
+        if self.info is None or self.finish is None:
+            raise InternalError("the stream ended without a finish", reason="BAD_RESPONSE")
+        return GenerateResult(
+            request_id=self.info.request_id,
+            model=self.info.model,
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            finish=self.finish,
+        )

@@ -1,0 +1,240 @@
+"""`outrider generate`: answers prompts, through a running router or processes of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from outrider.client.aio import AsyncClient
+from outrider.client.flags import at_least, seed
+from outrider.client.local import LocalCluster, LocalConfig, say
+from outrider.client.modelfiles import DEFAULT_MODEL, ModelFiles, find_model
+from outrider.client.options import GenerateOptions, assistant, user
+from outrider.client.prompts import Turns, read_prompts
+from outrider.spec.plan import DraftMethod
+from outrider.spec.sampling import Rule
+from outrider.wire.inference import ChatMessage, GenerateResult
+
+DEFAULT_MAX_TOKENS = 256
+KV_TOKENS_PER_PROMPT = 2560
+MIN_KV_TOKENS = 8448
+DRAFTERS = ("eagle3", "ngram", "model", "none")
+LOCAL_ONLY = ("model", "head", "draft_model", "dtype")
+
+OnText = Callable[[str], None]
+Answers = list[GenerateResult]
+"""One for each turn of a conversation."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="a user message")
+    source.add_argument(
+        "--prompts",
+        metavar="FILE.jsonl",
+        type=Path,
+        help='one {"prompt": TEXT} or {"turns": [TEXT, ...]} a line',
+    )
+    add("--max-tokens", metavar="N", type=at_least(1), default=DEFAULT_MAX_TOKENS)
+    add("--temperature", metavar="T", type=float, default=0.0, help="0 (default) is greedy")
+    add("--top-p", metavar="P", type=float)
+    add("--seed", metavar="N", type=seed)
+    add("--rule", choices=[rule.value for rule in Rule], help="default: coupled")
+    add("--drafter", choices=DRAFTERS, help="default: eagle3; ngram for a model without a head")
+    add("--draft-tokens", metavar="N", type=at_least(0), default=4, help="a round; default: 4")
+    add("--draft-topk", metavar="K", type=at_least(1), default=1, help="1 (default) is a chain")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: float32")
+    add("--router", metavar="HOST:PORT", help="use this router instead of starting processes")
+    add("--json", action="store_true", help="one JSON object a prompt, in input order")
+    add("--concurrency", metavar="N", type=at_least(1), default=1, help="prompts at a time")
+    add("--model", metavar="NAME|DIR", help=f"default: {DEFAULT_MODEL}")
+    add("--head", metavar="DIR", type=Path, help="default: the one that ships for the model")
+    add("--draft-model", metavar="NAME|DIR", help="for --drafter model; default: the model itself")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer every prompt; the exit status. Raises OutriderError."""
+    prompts = [(args.prompt,)] if args.prompts is None else read_prompts(args.prompts)
+    if args.router is not None:
+        ignored = [name for name in LOCAL_ONLY if getattr(args, name) is not None]
+        for name in ignored:
+            say(f"--{name.replace('_', '-')} is ignored: it is the router's own choice")
+        return asyncio.run(_answer_all(args, prompts, args.router))
+    concurrency = min(args.concurrency, len(prompts))
+    files = find_model(args.model or DEFAULT_MODEL, head=args.head)
+    if args.drafter is None and files.head is None:
+        say(f"no draft head ships for {files.name}; drafting by n-gram")
+        args.drafter = DraftMethod.NGRAM.value
+    with LocalCluster(local_config(args, files, concurrency)) as cluster:
+        return asyncio.run(_answer_all(args, prompts, cluster.address))
+
+
+def local_config(args: argparse.Namespace, files: ModelFiles, concurrency: int) -> LocalConfig:
+    """The processes that these flags ask for."""
+    method = DraftMethod(args.drafter or DraftMethod.EAGLE3)
+    draft_model = None
+    if method is DraftMethod.MODEL:
+        draft_model = files.path
+        if args.draft_model is not None:
+            draft_model = find_model(args.draft_model).path
+    return LocalConfig(
+        model=files.path,
+        model_name=files.name,
+        methods=() if method is DraftMethod.NONE else (method,),
+        head=files.head,
+        draft_model=draft_model,
+        dtype=args.dtype or "float32",
+        kv_tokens=max(MIN_KV_TOKENS, concurrency * KV_TOKENS_PER_PROMPT),
+        max_sessions=max(8, concurrency),
+        queue_limit=max(256, concurrency),
+    )
+
+
+def options_of(args: argparse.Namespace) -> GenerateOptions:
+    """What every request asks for."""
+    options: GenerateOptions = {
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "drafter": args.drafter or DraftMethod.EAGLE3,
+        "draft_tokens": args.draft_tokens,
+        "draft_top_k": args.draft_topk,
+    }
+    if args.top_p is not None:
+        options["top_p"] = args.top_p
+    if args.seed is not None:
+        options["seed"] = args.seed
+    if args.rule is not None:
+        options["rule"] = args.rule
+    return options
+
+
+async def ask(
+    client: AsyncClient,
+    history: list[ChatMessage],
+    turn: str,
+    options: GenerateOptions,
+    on_text: OnText = lambda text: None,
+) -> GenerateResult:
+    """Ask one turn of a conversation; turn and answer join its history."""
+    history.append(user(turn))
+    async with client.stream(history, **options) as stream:
+        async for delta in stream:
+            on_text(delta.text)
+        answer = await stream.result()
+    history.append(assistant(answer.text))
+    return answer
+
+
+async def converse(client: AsyncClient, turns: Turns, options: GenerateOptions) -> Answers:
+    """Ask the turns one after the other in one conversation; the answer to each."""
+    history: list[ChatMessage] = []
+    return [await ask(client, history, turn, options) for turn in turns]
+
+
+def describe(answers: Answers) -> dict[str, object]:
+    """The JSON object of a prompt: its last answer, and all of them if there were several."""
+    described = [_describe_one(answer) for answer in answers]
+    if len(described) == 1:
+        return described[0]
+    return described[-1] | {"turns": described}
+
+
+def _describe_one(answer: GenerateResult) -> dict[str, object]:
+    stats = answer.finish.stats
+    return {
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": answer.finish.reason.value,
+        "stats": {
+            "rounds": stats.rounds,
+            "emitted": stats.emitted,
+            "proposed": stats.proposed,
+            "accepted": stats.accepted,
+            "mean_emitted_per_round": mean_emitted(stats.emitted, stats.rounds),
+            "fallback_rounds": stats.fallback_rounds,
+        },
+    }
+
+
+def mean_emitted(emitted: int, rounds: int) -> float:
+    """Tokens a round; 0 without rounds (a single token comes from prefill)."""
+    return round(emitted / rounds, 4) if rounds else 0.0
+
+
+async def _answer_all(args: argparse.Namespace, prompts: Sequence[Turns], address: str) -> int:
+    options = options_of(args)
+    started = time.monotonic()
+    async with AsyncClient(address) as client:
+        if args.concurrency == 1 and not args.json:
+            done = [await _show_live(client, turns, options) for turns in prompts]
+        else:
+            done = await _answer_concurrently(client, prompts, options, args)
+    _summarize(done, time.monotonic() - started)
+    return 0
+
+
+async def _show_live(client: AsyncClient, turns: Turns, options: GenerateOptions) -> Answers:
+    """Answer one prompt and show the text as it comes."""
+    answers: Answers = []
+    history: list[ChatMessage] = []
+    for turn in turns:
+        _write(f"> {turn}\n")
+        answer = await ask(client, history, turn, options, _write)
+        answers.append(answer)
+        _write("\n\n")
+    return answers
+
+
+async def _answer_concurrently(
+    client: AsyncClient,
+    prompts: Sequence[Turns],
+    options: GenerateOptions,
+    args: argparse.Namespace,
+) -> list[Answers]:
+    """Answer with bounded concurrency; print in input order, each as soon as its turn comes."""
+    bound = asyncio.Semaphore(args.concurrency)
+
+    async def one(turns: Turns) -> Answers:
+        async with bound:
+            return await converse(client, turns, options)
+
+    done: list[Answers] = []
+    tasks = [asyncio.create_task(one(turns)) for turns in prompts]
+    try:
+        for turns, task in zip(prompts, tasks, strict=True):
+            answers = await task
+            done.append(answers)
+            if args.json:
+                _write(json.dumps(describe(answers)) + "\n")
+            else:
+                pairs = zip(turns, answers, strict=True)
+                _write("".join(f"> {turn}\n{answer.text}\n\n" for turn, answer in pairs))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return done
+
+
+def _summarize(done: Sequence[Answers], seconds: float) -> None:
+    answers = [answer for answers in done for answer in answers]
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    emitted = sum(answer.finish.stats.emitted for answer in answers)
+    rounds = sum(answer.finish.stats.rounds for answer in answers)
+    say(
+        f"{len(answers)} answers, {tokens} tokens in {seconds:.1f} s "
+        f"({tokens / max(seconds, 1e-9):.1f} tokens/s), "
+        f"{mean_emitted(emitted, rounds):.2f} tokens a round"
+    )
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

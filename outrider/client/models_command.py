@@ -1,0 +1,44 @@
+"""`outrider models`: pull a model into the user's cache, list those that are known."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from outrider.models import builtin_head, is_pulled, list_models, resolve
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    commands = parser.add_subparsers(dest="models_command", metavar="COMMAND", required=True)
+    pull = commands.add_parser("pull", help="fetch and convert a model, once")
+    pull.add_argument("model", metavar="NAME|DIR|FILE.gguf|HUB-ID")
+    listing = commands.add_parser("list", help="list the known models")
+    listing.add_argument("--json", action="store_true", help="one JSON object a model")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status. Raises OutriderError."""
+    if args.models_command == "pull":
+        sys.stdout.write(f"{resolve(args.model)}\n")
+        return 0
+    for entry in list_models():
+        facts = {
+            "name": entry.name,
+            "title": entry.title,
+            "size_mb": round(entry.size_bytes / 1e6),
+            "licence": entry.licence,
+            "pulled": is_pulled(entry.name),
+            "head": builtin_head(entry.name) is not None,
+        }
+        if args.json:
+            sys.stdout.write(json.dumps(facts) + "\n")
+        else:
+            state = "pulled" if facts["pulled"] else "not pulled"
+            head = "with a draft head" if facts["head"] else "without a draft head"
+            sys.stdout.write(
+                f"{entry.name}  {entry.title}, {facts['size_mb']} MB, {entry.licence}, "
+                f"{state}, {head}\n"
+            )
+    return 0

@@ -1,0 +1,166 @@
+"""From keyword arguments to a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TypedDict, TypeVar
+
+from outrider.errors import InvalidRequestError
+from outrider.ids import RequestId
+from outrider.spec.plan import DraftMethod
+from outrider.spec.sampling import Rule
+from outrider.wire.inference import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    SamplingOptions,
+    SpeculationOptions,
+    StoppingOptions,
+    TextPrompt,
+    TokenPrompt,
+)
+
+PromptLike = str | Sequence[int] | Sequence[ChatMessage] | Prompt
+"""A text, token ids, or a conversation."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Everything that may be said about a request; what is left out is the server's choice."""
+
+    max_tokens: int
+    """Most tokens to emit."""
+    min_tokens: int
+    """Tokens before which no stop token ends the text."""
+    stop: Sequence[str]
+    """The text ends before the first of these."""
+    stop_token_ids: Sequence[int]
+    """Ids that end the text beside the model's own."""
+    ignore_eos: bool
+    """Go on past the model's end-of-turn ids."""
+    temperature: float
+    """0 decodes greedily."""
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    """The same seed gives the same text."""
+    rule: Rule | str
+    """Acceptance rule at temperature > 0: coupled, rejection, target-only or greedy."""
+    banned_token_ids: Sequence[int]
+    """Ids that are never emitted."""
+    speculate: bool
+    """False decodes plainly."""
+    drafter: DraftMethod | str
+    """Draft source: eagle3, eagle, ngram, model or none."""
+    draft_tokens: int
+    """Draft nodes a round."""
+    draft_top_k: int
+    """Children per expanded node; 1 drafts a chain."""
+    model: str
+    """Name of a served model."""
+    request_id: str
+    """Unique among running requests; for `abort`."""
+
+
+EnumT = TypeVar("EnumT", bound=StrEnum)
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+
+
+def user(content: str) -> ChatMessage:
+    """A turn of the user."""
+    return ChatMessage(role="user", content=content)
+
+
+def system(content: str) -> ChatMessage:
+    """A system message."""
+    return ChatMessage(role="system", content=content)
+
+
+def assistant(content: str) -> ChatMessage:
+    """An earlier answer of the model."""
+    return ChatMessage(role="assistant", content=content)
+
+
+def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateRequest:
+    """The request that a prompt and its options mean; InvalidRequestError for what cannot be one.
+
+    Ranges are checked by the server, which knows the model.
+    """
+    unknown = set(options) - set(GenerateOptions.__annotations__)
+    if unknown:
+        raise InvalidRequestError(
+            f"unknown options: {', '.join(sorted(unknown))}", reason="UNKNOWN_OPTION"
+        )
+    drafter = options.get("drafter")
+    request_id = options.get("request_id")
+    rule = options.get("rule")
+    return GenerateRequest(
+        prompt=make_prompt(prompt),
+        request_id=None if request_id is None else RequestId(request_id),
+        model=options.get("model"),
+        sampling=SamplingOptions(
+            **{name: options[name] for name in _SAMPLING if name in options},  # type: ignore[literal-required]
+            rule=None if rule is None else _member(Rule, rule),
+            banned_token_ids=tuple(options.get("banned_token_ids", ())),
+        ),
+        stopping=StoppingOptions(
+            max_tokens=options.get("max_tokens"),
+            min_tokens=options.get("min_tokens"),
+            stop=_strings(options.get("stop", ())),
+            stop_token_ids=tuple(options.get("stop_token_ids", ())),
+            ignore_eos=options.get("ignore_eos"),
+        ),
+        speculation=SpeculationOptions(
+            enabled=options.get("speculate"),
+            method=None if drafter is None else _member(DraftMethod, drafter),
+            draft_tokens=options.get("draft_tokens"),
+            draft_top_k=options.get("draft_top_k"),
+        ),
+    )
+
+
+def make_prompt(prompt: PromptLike) -> Prompt:
+    """The prompt that was meant: by the type of a sequence's items."""
+    match prompt:
+        case TextPrompt() | TokenPrompt() | ChatPrompt():
+            return prompt
+        case str():
+            return TextPrompt(prompt)
+    items = list(prompt)
+    if items and all(isinstance(item, ChatMessage) for item in items):
+        return ChatPrompt(tuple(item for item in items if isinstance(item, ChatMessage)))
+    if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        return TokenPrompt(tuple(item for item in items if isinstance(item, int)))
+    raise InvalidRequestError(
+        "a prompt is a text, a non-empty sequence of token ids or one of ChatMessages",
+        reason="INVALID_PROMPT",
+    )
+
+
+def _strings(stop: Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _member(kind: type[EnumT], value: str) -> EnumT:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(member.value for member in kind)
+        raise InvalidRequestError(
+            f"{value!r} is not one of {allowed}", reason="INVALID_OPTION"
+        ) from None

@@ -1,0 +1,143 @@
+"""`outrider serve`: router, verifier and drafter on this machine, restarted when one dies."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+import time
+from pathlib import Path
+
+from outrider.client.flags import at_least
+from outrider.client.local import LocalCluster, LocalConfig, say
+from outrider.client.modelfiles import DEFAULT_MODEL, find_model
+from outrider.client.modules import run_module
+from outrider.client.processes import ChildProcess
+from outrider.errors import InvalidRequestError
+from outrider.spec.plan import DraftMethod
+
+LOOK_S = 0.2
+"""Time between two looks at the processes."""
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
+STEADY_S = 60.0
+"""A process that ran for this long is restarted after the first pause again."""
+RAY_MODULE = "outrider_ray"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    add("--runtime", choices=("processes", "ray"), default="processes", help="default: processes")
+    add("--model", metavar="NAME|DIR", default=DEFAULT_MODEL, help=f"default: {DEFAULT_MODEL}")
+    add("--head", metavar="DIR", type=Path, help="default: the one that ships for the model")
+    add("--draft-model", metavar="NAME|DIR", help="for the draft method `model`")
+    add("--drafter-methods", metavar="A,B", help="eagle3, eagle, ngram, model; or none")
+    add("--host", default="127.0.0.1", help="default: 127.0.0.1")
+    add("--port", type=at_least(0), default=50050, help="of the router; default: 50050")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--kv-tokens", type=at_least(1), metavar="N", help="KV budget of the verifier")
+    add("--max-sessions", type=at_least(1), metavar="N", help="sessions served at once")
+    add("--queue-limit", type=at_least(0), metavar="N", help="requests that may wait")
+    add("--threads", type=at_least(1), metavar="N", help="of verifier and drafter each")
+    add("--metrics-port", type=at_least(0), metavar="P", help="of the router")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status. Raises OutriderError."""
+    config = make_config(args)
+    if args.runtime == "ray":
+        # Ray's launcher is a process of its own: this one imports no Ray.
+        return run_module(RAY_MODULE, ray_args(config))
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with LocalCluster(config) as cluster:
+        keepers = [Keeper(process) for process in cluster.processes]
+        while not stop.wait(LOOK_S):
+            for keeper in keepers:
+                keeper.look(time.monotonic())
+        say("stopping")
+    return 0
+
+
+def make_config(args: argparse.Namespace) -> LocalConfig:
+    """The processes that these flags ask for; pulls the model if it is missing."""
+    files = find_model(args.model, head=args.head)
+    methods = parse_methods(args.drafter_methods, has_head=files.head is not None)
+    draft_model = None if args.draft_model is None else find_model(args.draft_model).path
+    return LocalConfig(
+        model=files.path,
+        model_name=files.name,
+        methods=methods,
+        head=files.head,
+        draft_model=draft_model,
+        dtype=args.dtype,
+        listen=f"{args.host}:{args.port}",
+        kv_tokens=args.kv_tokens,
+        max_sessions=args.max_sessions,
+        queue_limit=args.queue_limit,
+        threads=args.threads,
+        metrics_port=args.metrics_port,
+        inherit_logs=True,
+    )
+
+
+def parse_methods(text: str | None, *, has_head: bool) -> tuple[DraftMethod, ...]:
+    """Draft methods from a flag; without one, all that the files at hand allow."""
+    if text is None:
+        own = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
+        return own if has_head else (DraftMethod.NGRAM,)
+    try:
+        methods = tuple(DraftMethod(name.strip()) for name in text.split(",") if name.strip())
+    except ValueError:
+        allowed = ", ".join(method.value for method in DraftMethod)
+        raise InvalidRequestError(
+            f"--drafter-methods: {text!r} must be a list of {allowed}", reason="INVALID_FLAG"
+        ) from None
+    return tuple(method for method in methods if method is not DraftMethod.NONE)
+
+
+class Keeper:
+    """Restarts one process when it died, after a pause that grows while it keeps dying."""
+
+    def __init__(self, process: ChildProcess) -> None:
+        self._process = process
+        self._pause_s = FIRST_PAUSE_S
+        self._started = time.monotonic()
+        self._restart_at: float | None = None
+
+    def look(self, now: float) -> None:
+        """Notice a death; restart when its pause is over. `now` is monotonic, in seconds."""
+        if self._restart_at is None:
+            status = self._process.exit_status
+            if status is None:
+                return
+            if now - self._started > STEADY_S:
+                self._pause_s = FIRST_PAUSE_S
+            say(f"the {self._process.name} ended with status {status}; starting it again")
+            self._restart_at = now + self._pause_s
+            self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
+        elif now >= self._restart_at:
+            self._process.start()
+            self._started, self._restart_at = now, None
+
+
+def ray_args(config: LocalConfig) -> list[str]:
+    """Flags of the Ray launcher."""
+    values: dict[str, object] = {
+        "model": config.model,
+        "model-name": config.model_name,
+        "head": config.head,
+        "draft-model": config.draft_model,
+        "methods": ",".join(config.methods) or DraftMethod.NONE.value,
+        "dtype": config.dtype,
+        "listen": config.listen,
+        "kv-tokens": config.kv_tokens,
+        "max-sessions": config.max_sessions,
+        "queue-limit": config.queue_limit,
+        "threads": config.threads,
+        "metrics-port": config.metrics_port,
+    }
+    flags = ((f"--{name}", str(value)) for name, value in values.items() if value is not None)
+    return [part for flag in flags for part in flag]

@@ -1,0 +1,320 @@
+"""Acceptance: which draft nodes stand and what token follows, for rows of all rules at once.
+
+target_probs (p) is the target's law after the warper, draft_probs (q) the law a draft token was
+drawn from. Every row walks down its tree from the root; at the node it stands on:
+
+greedy, coupled   y = argmax(z / T + G); the child whose token is y is accepted, otherwise y is
+                  emitted. G is the TARGET noise of the position; greedy has G = 0 and T = 1.
+rejection         Children were drawn from q without replacement, in node order. Child c stands if
+                  u < p(c) / q(c), u its ACCEPT coin; else p <- max(p - q, 0) and q <- q without c,
+                  both renormalised. After the last one a token is drawn from p (RECOVER noise).
+target-only       The siblings share one coin u: child c_j stands for the first j with
+                  u < p(c_1) + .. + p(c_j); otherwise p without the children is sampled.
+
+A node without children emits a sample of p: the bonus token. Only visited nodes are evaluated,
+so the cost follows accepted_len and not the size of the tree; a residual that is zero everywhere
+(p = q and a rejection by rounding) falls back to p. A row's result depends on that row only.
+
+The positions' noise is used once however often a position is proposed again: a position that
+was drafted but not reached has used none of its coins.
+
+Shape suffixes: R rows of the target's forward, A rows of one level, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.noise import noise_keys, perturbed_argmax
+from outrider.engine.residual import ResidualWalk
+from outrider.engine.warper import TokenHistory, needs_edits, plain_argmax, warp
+from outrider.spec.law import DraftLaw
+from outrider.spec.noise import SHARED_COIN_ID, Stream, uniform
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.tree import DraftTree
+
+CHUNK_ELEMENTS = 1 << 18
+"""Logits handled in one piece on a CPU: more rows at once would fall out of its caches."""
+
+
+def _no_ids() -> NDArray[np.int32]:
+    return np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AcceptRow:
+    """One session's part of a verify forward. The tree and the law have been validated."""
+
+    logits_start: int
+    """Row of the root in the logits; node i is at logits_start + 1 + i."""
+    tree: DraftTree | None = None
+    law: DraftLaw | None = None
+    """The law that the tree was drawn from; only the rejection rule looks at it."""
+    sampling: SamplingParams
+    position: int
+    """Absolute position of the token that follows the root: the length of the prefix."""
+    prompt_ids: NDArray[np.int32] = field(default_factory=_no_ids)
+    """Only needed for penalties, as are output_ids."""
+    output_ids: NDArray[np.int32] = field(default_factory=_no_ids)
+    banned_now: tuple[int, ...] = ()
+    """Ids banned in this round only (stop tokens before min_new_tokens)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """The outcome of one row."""
+
+    accepted_nodes: tuple[int, ...]
+    """Nodes on the accepted path, first level first."""
+    tokens: tuple[int, ...]
+    """Their tokens and the final one: accepted_len + 1 ids."""
+    resampled: bool
+    """Whether the final token follows a rejection; else it is the bonus token."""
+    used_target_only_fallback: bool
+    """Whether the rejection rule was judged target-only because the law was missing."""
+
+
+class _Walk:
+    """A row on its way down."""
+
+    __slots__ = ("below", "fallback", "law", "nodes", "result", "row", "rule", "tokens")
+
+    below: dict[int, list[tuple[int, int]]]
+    """(node, token) by parent; a node whose children are all out of range has an empty list."""
+
+    def __init__(self, row: AcceptRow, vocab_size: int) -> None:
+        self.row = row
+        self.rule = row.sampling.effective_rule
+        self.law = row.law
+        self.below = _children_in_range(row.tree, vocab_size)
+        self.fallback = self.rule is Rule.REJECTION and bool(self.below) and row.law is None
+        self.nodes: list[int] = []
+        self.tokens: list[int] = []
+        self.result: Acceptance | None = None
+
+    @property
+    def node(self) -> int:
+        return self.nodes[-1] if self.nodes else -1
+
+    @property
+    def position(self) -> int:
+        return self.row.position + len(self.nodes)
+
+    def children(self) -> list[tuple[int, int]]:
+        """(node, token) of the current node's children, in order."""
+        return self.below.get(self.node, [])
+
+    def history(self) -> TokenHistory:
+        row = self.row
+        return TokenHistory(
+            prompt_ids=row.prompt_ids,
+            output_ids=row.output_ids,
+            path_ids=tuple(self.tokens),
+            banned_now=row.banned_now,
+        )
+
+    def descend(self, node: int, token: int) -> None:
+        self.nodes.append(node)
+        self.tokens.append(token)
+
+    def finish(self, token: int) -> None:
+        self.result = Acceptance(
+            accepted_nodes=tuple(self.nodes),
+            tokens=(*self.tokens, token),
+            resampled=self.node in self.below,
+            used_target_only_fallback=self.fallback,
+        )
+
+
+def _children_in_range(tree: DraftTree | None, vocab_size: int) -> dict[int, list[tuple[int, int]]]:
+    """Children by parent, without placeholders and ids out of range: these never stand."""
+    below: dict[int, list[tuple[int, int]]] = {}
+    if tree is not None:
+        tokens = tree.tokens.tolist()
+        for node, parent in enumerate(tree.parents.tolist()):
+            siblings = below.setdefault(parent, [])
+            if 0 <= tokens[node] < vocab_size:
+                siblings.append((node, tokens[node]))
+    return below
+
+
+def accept(logits: Tensor, rows: Sequence[AcceptRow]) -> list[Acceptance]:
+    """Judge the drafts of all rows against the target's logits, float32 [R, V].
+
+    Rules mix freely. Rejection rows without a law are judged target-only, which is lossless for
+    any draft that does not depend on the coins. Never emits an id outside [0, V).
+    """
+    walks = [_Walk(row, logits.shape[1]) for row in rows]
+    active = walks
+    while active:
+        for rules, judge in _JUDGES:
+            members = [walk for walk in active if walk.rule in rules]
+            for chunk in _chunks(members, logits):
+                judge(logits, chunk)
+        active = [walk for walk in active if walk.result is None]
+    return [walk.result for walk in walks if walk.result is not None]
+
+
+def _chunks(walks: list[_Walk], logits: Tensor) -> Iterator[list[_Walk]]:
+    size = max(len(walks), 1)
+    if logits.device.type == "cpu":
+        size = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    for begin in range(0, len(walks), size):
+        yield walks[begin : begin + size]
+
+
+def _rows_of(logits: Tensor, walks: list[_Walk]) -> Tensor:
+    """Logits [A, V] at the node that each walk stands on."""
+    indices = [walk.row.logits_start + 1 + walk.node for walk in walks]
+    if len(indices) == 1:
+        return logits[indices[0] : indices[0] + 1]
+    return logits[torch.tensor(indices, device=logits.device)]
+
+
+def _warped(logits_AV: Tensor, walks: list[_Walk]) -> Tensor:
+    params = [walk.row.sampling for walk in walks]
+    return warp(logits_AV, params, [walk.history() for walk in walks])
+
+
+def _keys(walks: list[_Walk], stream: Stream, device: torch.device) -> Tensor:
+    seeds = [walk.row.sampling.seed for walk in walks]
+    return noise_keys(seeds, stream, [walk.position for walk in walks], device)
+
+
+def _judge_greedy(logits: Tensor, walks: list[_Walk]) -> None:
+    """One level of greedy rows."""
+    rows_AV = _rows_of(logits, walks)
+    edits = [i for i, w in enumerate(walks) if needs_edits(w.row.sampling, w.history())]
+    chosen = plain_argmax(rows_AV)
+    if edits:
+        edited = _warped(rows_AV[edits], [walks[i] for i in edits])
+        chosen[edits] = plain_argmax(edited)
+    _follow(walks, chosen)
+
+
+def _judge_coupled(logits: Tensor, walks: list[_Walk]) -> None:
+    """One level of coupled rows."""
+    warped_AV = _warped(_rows_of(logits, walks), walks)
+    _follow(walks, perturbed_argmax(warped_AV, _keys(walks, Stream.TARGET, logits.device)))
+
+
+def _follow(walks: list[_Walk], chosen_A: Tensor) -> None:
+    """Descend to the child that carries the chosen token, or emit it."""
+    for walk, wanted in zip(walks, chosen_A.tolist(), strict=True):
+        for node, token in walk.children():
+            if token == wanted:
+                walk.descend(node, token)
+                break
+        else:
+            walk.finish(wanted)
+
+
+def _judge_by_coins(logits: Tensor, walks: list[_Walk]) -> None:
+    """One level of rejection and target-only rows."""
+    logprobs_AV = _warped(_rows_of(logits, walks), walks).log_softmax(dim=-1)
+    probs, coins = _candidate_probs(logprobs_AV, walks), _coins(walks)
+    unfinished: list[tuple[_Walk, int]] = []
+    changes: list[tuple[int, NDArray[np.int64], NDArray[np.float64]]] = []
+    for index, walk in enumerate(walks):
+        candidates = walk.children()
+        row_probs, row_coins = probs[index], coins[index]
+        if walk.rule is Rule.TARGET_ONLY or walk.law is None:
+            winner, change = _target_only(candidates, row_probs, row_coins[-1])
+        else:
+            slot = walk.law.entries(walk.node + 1)
+            residual = ResidualWalk(logprobs_AV[index], *slot)
+            winner, change = residual.run(candidates, row_probs, row_coins)
+        if winner is not None:
+            walk.descend(*winner)
+            continue
+        if change is not None:
+            changes.append((len(unfinished), *change))
+        unfinished.append((walk, index))
+    if unfinished:
+        _finish_sampled(logprobs_AV, unfinished, changes)
+
+
+def _candidate_probs(logprobs_AV: Tensor, walks: list[_Walk]) -> list[list[float]]:
+    """target_probs of each walk's children, float64."""
+    pairs = [(i, token) for i, walk in enumerate(walks) for _, token in walk.children()]
+    if not pairs:
+        return [[] for _ in walks]
+    index = torch.tensor(pairs, device=logprobs_AV.device)
+    flat = logprobs_AV[index[:, 0], index[:, 1]].to(torch.float64).exp().tolist()
+    return _split(flat, [len(walk.children()) for walk in walks])
+
+
+def _coins(walks: list[_Walk]) -> list[list[float]]:
+    """ACCEPT coins of each walk's children, then the coin that they share."""
+    sizes = [len(walk.children()) + 1 for walk in walks]
+    ids = [[*(t for _, t in walk.children()), SHARED_COIN_ID] for walk in walks]
+    seeds = np.array([walk.row.sampling.seed for walk in walks], dtype=np.uint64)
+    flat = uniform(
+        np.repeat(seeds, sizes),
+        Stream.ACCEPT,
+        np.repeat([walk.position for walk in walks], sizes),
+        np.array([i for row in ids for i in row], dtype=np.int64),
+    )
+    return _split(flat.tolist(), sizes)
+
+
+def _split(flat: list[float], sizes: list[int]) -> list[list[float]]:
+    result, begin = [], 0
+    for size in sizes:
+        result.append(flat[begin : begin + size])
+        begin += size
+    return result
+
+
+Change = tuple[NDArray[np.int64], NDArray[np.float64]]
+"""New log-probs (up to a constant) of some ids of a row, before its last token is drawn."""
+
+
+def _target_only(
+    candidates: list[tuple[int, int]], probs: list[float], coin: float
+) -> tuple[tuple[int, int] | None, Change | None]:
+    """The child that stands, or what to take out of p."""
+    mass, seen = 0.0, set()
+    for candidate, prob in zip(candidates, probs, strict=True):
+        if candidate[1] not in seen:
+            seen.add(candidate[1])
+            mass += prob
+        if coin < mass:
+            return candidate, None
+    if not candidates:
+        return None, None
+    ids = np.array(sorted(seen), dtype=np.int64)
+    return None, (ids, np.full(len(ids), -np.inf))
+
+
+def _finish_sampled(
+    logprobs_AV: Tensor,
+    unfinished: list[tuple[_Walk, int]],
+    changes: list[tuple[int, NDArray[np.int64], NDArray[np.float64]]],
+) -> None:
+    """Draw the last token of each walk from its row, changed where a rejection changed it."""
+    walks = [walk for walk, _ in unfinished]
+    indices = torch.tensor([index for _, index in unfinished], device=logprobs_AV.device)
+    scores = logprobs_AV[indices]
+    for row, ids, values in changes:
+        where = torch.from_numpy(ids).to(scores.device)
+        scores[row, where] = torch.from_numpy(values.astype(np.float32)).to(scores.device)
+    empty = scores.amax(dim=-1) == -torch.inf
+    if bool(empty.any()):
+        scores[empty] = logprobs_AV[indices[empty]]
+    chosen = perturbed_argmax(scores, _keys(walks, Stream.RECOVER, scores.device))
+    for walk, token in zip(walks, chosen.tolist(), strict=True):
+        walk.finish(token)
+
+
+_JUDGES = (
+    (frozenset({Rule.GREEDY}), _judge_greedy),
+    (frozenset({Rule.COUPLED}), _judge_coupled),
+    (frozenset({Rule.REJECTION, Rule.TARGET_ONLY}), _judge_by_coins),
+)

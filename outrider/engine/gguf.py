@@ -1,0 +1,172 @@
+"""GGUF files: configuration, tensors under Hugging Face names, tokenizer metadata."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from outrider.engine.config import ModelConfig, config_from_hf
+from outrider.errors import FailedPreconditionError, InvalidRequestError, NotFoundError
+
+_BLOCK_NAMES: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GLOBAL_NAMES: Final = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_PERMUTED: Final = ("attn_q", "attn_k")
+_NOT_WEIGHTS: Final = ("rope_freqs",)
+"""Derived from the config; not part of a checkpoint."""
+
+
+class GGUFSource:
+    """The tensors of a GGUF file, dequantised on reading to float32."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader = _open_reader(path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._hf_names = {
+            hf: name for name in self._tensors if (hf := _to_hf_name(name)) is not None
+        }
+        self.config = self._config()
+
+    @functools.cached_property
+    def metadata(self) -> Mapping[str, Any]:
+        """All key-value pairs of the file, as Python values."""
+        return {key: field.contents() for key, field in self._reader.fields.items()}
+
+    def names(self) -> list[str]:
+        """Hugging Face names of all tensors."""
+        return sorted(self._hf_names)
+
+    def has(self, name: str) -> bool:
+        """Whether the file holds the tensor."""
+        return name in self._hf_names
+
+    def get(self, name: str) -> Tensor:
+        """The tensor in float32, query and key projections in Hugging Face order."""
+        import gguf
+
+        stored_name = self._hf_names.get(name)
+        if stored_name is None:
+            raise InvalidRequestError(f"{self._path}: the checkpoint has no tensor {name!r}")
+        stored = self._tensors[stored_name]
+        try:
+            values = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        except (NotImplementedError, ValueError) as error:
+            raise InvalidRequestError(
+                f"{self._path}: cannot dequantise {stored_name} ({stored.tensor_type.name})"
+            ) from error
+        tensor = torch.from_numpy(values.copy()).to(torch.float32)
+        kind = stored_name.split(".")[2] if stored_name.startswith("blk.") else ""
+        if kind in _PERMUTED and self.config.architecture in ("llama", "mistral"):
+            tensor = separate_pairs(tensor, self.config.head_dim)
+        return tensor
+
+    def _config(self) -> ModelConfig:
+        try:
+            raw = self._hf_config()
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidRequestError(f"{self._path}: missing or odd metadata: {error}") from error
+        return config_from_hf(raw)
+
+    def _hf_config(self) -> dict[str, Any]:
+        """The metadata as a Hugging Face `config.json` would say it."""
+        arch = self._value("general.architecture")
+        hidden = self._value(f"{arch}.embedding_length")
+        heads = self._value(f"{arch}.attention.head_count")
+        return {
+            "model_type": arch,
+            "hidden_size": hidden,
+            "intermediate_size": self._value(f"{arch}.feed_forward_length"),
+            "num_hidden_layers": self._value(f"{arch}.block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._value(f"{arch}.attention.head_count_kv", heads),
+            "head_dim": self._value(f"{arch}.attention.key_length", hidden // heads),
+            # Stored as float32: 1e-5 reads as 9.99999975e-06.
+            "rms_norm_eps": float(f"{self._value(f'{arch}.attention.layer_norm_rms_epsilon'):.6g}"),
+            "rope_theta": self._value(f"{arch}.rope.freq_base", 10000.0),
+            "rope_scaling": self._rope_scaling(arch),
+            "max_position_embeddings": self._value(f"{arch}.context_length"),
+            "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self._tensors,
+            "bos_token_id": self._value("tokenizer.ggml.bos_token_id", None),
+            "eos_token_id": self._value("tokenizer.ggml.eos_token_id", None),
+        }
+
+    def _rope_scaling(self, arch: str) -> dict[str, Any] | None:
+        if any(name.startswith(_NOT_WEIGHTS) for name in self._tensors):
+            # llama3 scaling survives in a GGUF only as a table of factors, not as its parameters.
+            raise InvalidRequestError(
+                f"{self._path}: rope scaling by a factor table is not supported in GGUF files; "
+                "use the safetensors checkpoint"
+            )
+        kind = self._value(f"{arch}.rope.scaling.type", "none")
+        if kind == "none":
+            return None
+        return {"rope_type": kind, "factor": self._value(f"{arch}.rope.scaling.factor")}
+
+    def _value(self, key: str, *default: Any) -> Any:
+        field = self._reader.fields.get(key)
+        if field is not None:
+            return field.contents()
+        if default:
+            return default[0]
+        raise KeyError(key)
+
+
+def open_gguf(path: str | Path) -> GGUFSource:
+    """Open a `.gguf` file. Raises NotFoundError or InvalidRequestError."""
+    path = Path(path)
+    if not path.is_file():
+        raise NotFoundError(f"{path}: no such file")
+    return GGUFSource(path)
+
+
+def separate_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """Undo the order in which GGUF keeps Llama's q and k rows (rotary pairs as neighbours)."""
+    pairs = weight.reshape(-1, head_dim // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+def _to_hf_name(name: str) -> str | None:
+    stem, _, suffix = name.rpartition(".")
+    if stem in _GLOBAL_NAMES:
+        return f"{_GLOBAL_NAMES[stem]}.{suffix}"
+    parts = stem.split(".")
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
+        return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}.{suffix}"
+    return None
+
+
+def _open_reader(path: Path) -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise FailedPreconditionError(
+            "reading GGUF files needs the gguf package: pip install 'outrider[engine]'"
+        ) from error
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, KeyError, IndexError, OSError, OverflowError, struct.error) as error:
+        raise InvalidRequestError(f"{path}: not a readable GGUF file: {error}") from error

@@ -1,0 +1,78 @@
+"""Draft heads (EAGLE-3, EAGLE-1/2), split so that dead rows cost only their K/V.
+
+A draft step over rows N with features g, next tokens e and draft positions:
+
+    a = head.inputs(token_ids, g)
+    k, v = head.kv(a, g, positions)            # every row: K/V must be written
+    live = a[idx], head.residual(a, g)[idx]    # rows whose prediction is wanted
+    q = head.query(live_a, live_positions)
+    o = attention(q, cached k, cached v)       # the caller's
+    x = head.finish(live_residual, o)          # the feature of the next draft step
+    ids = head.to_target_ids(head.logits(x).argmax(-1))
+
+`FeatureProjection` is the part that runs on the verifier's side; both carry one `fingerprint`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from outrider.engine.heads.config import (
+    FINAL_NORM,
+    HeadConfig,
+    default_tap_layers,
+    load_head_config,
+)
+from outrider.engine.heads.loading import load_feature_projection, load_head
+from outrider.engine.heads.projection import FeatureProjection
+
+__all__ = [
+    "FINAL_NORM",
+    "DraftHead",
+    "FeatureProjection",
+    "HeadConfig",
+    "default_tap_layers",
+    "load_feature_projection",
+    "load_head",
+    "load_head_config",
+]
+
+
+class DraftHead(Protocol):
+    """One-layer draft model over target features. N rows, H hidden, Vd draft vocabulary."""
+
+    config: HeadConfig
+    fingerprint: str
+    """Equal to `FeatureProjection.fingerprint` of the same checkpoint."""
+    target_ids: Tensor
+    """Target id of every draft id, int64 [Vd]."""
+
+    def inputs(self, token_ids_N: Tensor, features_NH: Tensor) -> Tensor:
+        """Attention input of the block: [N, 2H] for eagle3, [N, H] for eagle."""
+        ...
+
+    def residual(self, inputs: Tensor, features_NH: Tensor) -> Tensor:
+        """Start [N, H] of the residual branch that `finish` takes: it differs by kind."""
+        ...
+
+    def kv(self, inputs: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, nkv, hd], RoPE applied to the keys."""
+        ...
+
+    def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
+        """Queries [N, nq, hd], RoPE applied."""
+        ...
+
+    def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
+        """Output projection, residuals and MLP: x [N, H], the feature of the next draft step."""
+        ...
+
+    def logits(self, x_NH: Tensor) -> Tensor:
+        """Logits [N, Vd], fp32, of the feature that `finish` returned."""
+        ...
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Map draft ids to target ids, any shape, int64. Apply exactly once."""
+        ...

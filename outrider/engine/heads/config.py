@@ -1,0 +1,225 @@
+"""Configuration of a draft head, read from a checkpoint's `config.json`.
+
+Two file formats are understood: the original EAGLE one (a flat Llama config) and the `speculators`
+one (the Llama config nested in `transformer_layer_config`). Layer ids are normalised to one
+meaning: a tap is the 0-based id of the target layer whose OUTPUT residual stream is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+logger = logging.getLogger(__name__)
+
+FINAL_NORM: Final = -1
+"""Tap id of the target's final-normed hidden state, the feature of EAGLE-1/2 heads."""
+
+_ROPE_TYPES: Final = ("default", "linear", "llama3")
+_DEFAULT_ROPE_THETA: Final = 10000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """Everything about a head that its tensors do not say."""
+
+    kind: Literal["eagle3", "eagle"]
+    """`eagle3`: several tapped layers, own vocabulary. `eagle`: EAGLE-1/2, the target's lm_head."""
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    vocab_size: int
+    """Size of the target's vocabulary."""
+    draft_vocab_size: int
+    """Number of rows of the head's lm_head; equal to `vocab_size` when nothing is mapped."""
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None = None
+    max_position_embeddings: int
+    tap_layers: tuple[int, ...]
+    """0-based ids of the target layers whose output residual stream feeds the head."""
+    fc_norm: bool = False
+    """One RMSNorm for each tapped feature, before the concatenation."""
+    norm_before_fc: bool = False
+    """One RMSNorm over the concatenated features (`input_norm` in checkpoints)."""
+    norm_output: bool = False
+    """The final-normed output, not the raw one, is the feature of the next draft step."""
+    norm_before_residual: bool = False
+    """The residual branch of the block starts from the normed feature."""
+    has_input_norm: bool = True
+    """Whether the block norms its attention input (EAGLE-1/2 blocks usually do not)."""
+    fc_bias: bool = False
+    qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind == "eagle" and self.tap_layers != (FINAL_NORM,):
+            raise ValueError(f"an eagle head taps ({FINAL_NORM},) only, not {self.tap_layers}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, "
+                f"not {self.num_heads} and {self.num_kv_heads}"
+            )
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc exclude each other: set at most one")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size must be within 1..{self.vocab_size}, not {self.draft_vocab_size}"
+            )
+
+    @property
+    def num_taps(self) -> int:
+        """Number of target features concatenated for one position."""
+        return len(self.tap_layers)
+
+
+def default_tap_layers(num_target_layers: int) -> tuple[int, int, int]:
+    """Outputs of layers (1, L//2-1, L-4): the low, middle and high features of EAGLE-3."""
+    if num_target_layers < 6:
+        raise ValueError(
+            f"the default taps need a target of at least 6 layers, not {num_target_layers}: "
+            "name them in eagle_config.eagle_aux_hidden_state_layer_ids"
+        )
+    return (1, num_target_layers // 2 - 1, num_target_layers - 4)
+
+
+def load_head_config(path: str | Path, *, num_target_layers: int | None = None) -> HeadConfig:
+    """Read `config.json` (or the directory holding it) of a head in either format.
+
+    `num_target_layers` supplies the default taps when the file names none.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file}: expected a JSON object")
+    if "transformer_layer_config" in raw:
+        return _from_speculators(raw, num_target_layers)
+    return _from_original(raw, num_target_layers)
+
+
+def _from_speculators(raw: dict[str, Any], num_target_layers: int | None) -> HeadConfig:
+    kind = raw.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise ValueError(f"speculators_model_type must be 'eagle3', not {kind!r}")
+    layer = dict(raw["transformer_layer_config"])
+    if "norm_before_residual" not in raw:
+        logger.warning("norm_before_residual is missing from the speculators config: taking False")
+    ids = raw.get("eagle_aux_hidden_state_layer_ids")
+    # This format counts residual streams: id j is the output of layer j - 1, and 0 the embedding.
+    taps = tuple(int(i) - 1 for i in ids) if ids else _default_taps(num_target_layers)
+    if any(t < 0 for t in taps):
+        raise ValueError(f"eagle_aux_hidden_state_layer_ids must all be at least 1, not {ids}")
+    merged = {**layer, **{k: raw[k] for k in _FLAGS if k in raw}}
+    merged["draft_vocab_size"] = raw.get("draft_vocab_size")
+    merged["target_hidden_size"] = raw.get("target_hidden_size")
+    return _build(merged, "eagle3", taps[:3])
+
+
+_FLAGS: Final = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+
+
+def _from_original(raw: dict[str, Any], num_target_layers: int | None) -> HeadConfig:
+    eagle = raw.get("eagle_config") or {}
+    kind = _original_kind(raw)
+    if kind == "eagle":
+        return _build(raw, "eagle", (FINAL_NORM,))
+    if eagle.get("use_aux_hidden_state") is False:
+        raise ValueError("eagle_config.use_aux_hidden_state must be true for an EAGLE-3 head")
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids")
+    if not ids and raw.get("eagle_aux_hidden_state_layer_ids"):
+        raise ValueError(
+            "eagle_aux_hidden_state_layer_ids at the top level has two meanings in the wild: put "
+            "it under eagle_config (0-based layers whose output is recorded)"
+        )
+    taps = tuple(int(i) for i in ids) if ids else _default_taps(num_target_layers)
+    if any(t < 0 for t in taps):
+        raise ValueError(f"tap layers must be 0-based layer ids, not {taps}")
+    merged = {**raw, **{k: eagle[k] for k in _FLAGS if k in eagle}}
+    return _build(merged, "eagle3", taps)
+
+
+def _original_kind(raw: dict[str, Any]) -> Literal["eagle3", "eagle"]:
+    name = " ".join(str(a) for a in raw.get("architectures") or ()).lower()
+    if "eagle3" in name or "eagle_config" in raw or raw.get("draft_vocab_size"):
+        return "eagle3"
+    return "eagle"
+
+
+def _default_taps(num_target_layers: int | None) -> tuple[int, ...]:
+    if num_target_layers is None:
+        raise ValueError(
+            "the config names no tap layers: pass num_target_layers to take the default ones"
+        )
+    return default_tap_layers(num_target_layers)
+
+
+def _build(
+    raw: dict[str, Any], kind: Literal["eagle3", "eagle"], taps: tuple[int, ...]
+) -> HeadConfig:
+    _check_supported(raw)
+    hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+    vocab = int(raw["vocab_size"])
+    eagle = kind == "eagle"
+    return HeadConfig(
+        kind=kind,
+        hidden_size=hidden,
+        target_hidden_size=int(raw.get("target_hidden_size") or hidden),
+        intermediate_size=int(raw["intermediate_size"]),
+        num_heads=heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or hidden // heads),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        vocab_size=vocab,
+        draft_vocab_size=vocab if eagle else int(raw.get("draft_vocab_size") or vocab),
+        rope_theta=_rope_theta(raw),
+        rope_scaling=_rope_scaling(raw),
+        max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
+        tap_layers=taps,
+        fc_norm=bool(raw.get("fc_norm")),
+        norm_before_fc=bool(raw.get("norm_before_fc")),
+        norm_output=bool(raw.get("norm_output")),
+        norm_before_residual=bool(raw.get("norm_before_residual")),
+        has_input_norm=not eagle,
+        fc_bias=bool(raw.get("bias", True)) if eagle else bool(raw.get("fc_bias")),
+        qkv_bias=bool(raw.get("qkv_bias", raw.get("attention_bias"))),
+    )
+
+
+def _check_supported(raw: dict[str, Any]) -> None:
+    """Reject what would load and then silently compute something else."""
+    allowed: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("silu",),
+        "num_hidden_layers": (1,),
+        "model_type": ("llama", "qwen2", "qwen3_eagle", "mistral", "eagle"),
+        "mlp_bias": (False,),
+    }
+    for key, values in allowed.items():
+        if raw.get(key) is not None and raw[key] not in values:
+            raise ValueError(f"{key} must be one of {list(values)}, not {raw[key]!r}")
+
+
+def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(raw.get("rope_scaling") or {})
+    merged.update(raw.get("rope_parameters") or {})
+    return merged
+
+
+def _rope_theta(raw: dict[str, Any]) -> float:
+    theta = raw.get("rope_theta") or _rope_parameters(raw).get("rope_theta")
+    return float(theta or _DEFAULT_ROPE_THETA)
+
+
+def _rope_scaling(raw: dict[str, Any]) -> dict[str, Any] | None:
+    scaling = _rope_parameters(raw)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in _ROPE_TYPES:
+        raise ValueError(f"rope type must be one of {list(_ROPE_TYPES)}, not {kind!r}")
+    if kind == "default":
+        return None
+    return {**{k: v for k, v in scaling.items() if k != "rope_theta"}, "rope_type": kind}

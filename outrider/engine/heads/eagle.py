@@ -1,0 +1,72 @@
+"""The EAGLE-1/2 head. N rows, H hidden, V vocabulary (the target's own lm_head)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outrider.engine.heads.config import HeadConfig
+from outrider.engine.heads.eagle3 import BlockWeights, HeadBlock
+from outrider.engine.heads.layers import Linear, rms_norm
+
+
+class EagleHead:
+    """EAGLE-1/2: fc([embedding; feature]) runs through one Llama block, usually without input norm.
+
+    The feature is the target's final-normed state, so no norm stands before the lm_head.
+    """
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        block: BlockWeights,
+        *,
+        fingerprint: str,
+        embedding: Tensor,
+        fc: Linear,
+        input_norm: Tensor | None,
+        lm_head: Linear,
+    ) -> None:
+        self.config = config
+        self.fingerprint = fingerprint
+        self.target_ids = torch.arange(config.vocab_size, device=embedding.device)
+        self._embedding = embedding
+        self._fc = fc
+        self._input_norm = input_norm
+        self._lm_head = lm_head
+        self._block = HeadBlock(config, block, embedding.device)
+
+    def inputs(self, token_ids_N: Tensor, features_NH: Tensor) -> Tensor:
+        """fc([embedding; feature]), [N, H]: also the residual."""
+        embedded = F.embedding(token_ids_N, self._embedding)
+        return self._fc(torch.cat((embedded, features_NH), dim=-1))
+
+    def residual(self, inputs: Tensor, features_NH: Tensor) -> Tensor:
+        """The fused inputs."""
+        return inputs
+
+    def kv(self, inputs: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (rotated) and values, each [N, nkv, hd]."""
+        return self._block.kv(self._normed(inputs), positions_N)
+
+    def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
+        """Rotated queries [N, nq, hd]."""
+        return self._block.query(self._normed(inputs), positions_N)
+
+    def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
+        """x [N, H], the predicted final-normed state of the next position."""
+        return self._block.finish(residual_NH, attn_out_NQh)
+
+    def logits(self, x_NH: Tensor) -> Tensor:
+        """Logits [N, V], fp32."""
+        return self._lm_head(x_NH).float()
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """The identity: the vocabulary is the target's."""
+        return draft_ids
+
+    def _normed(self, inputs: Tensor) -> Tensor:
+        if self._input_norm is None:
+            return inputs
+        return rms_norm(inputs, self._input_norm, self.config.rms_norm_eps)

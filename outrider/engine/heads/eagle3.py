@@ -1,0 +1,125 @@
+"""The EAGLE-3 head. N rows, H hidden, nq/nkv heads, hd head dim, Vd draft vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outrider.engine.heads.config import HeadConfig
+from outrider.engine.heads.layers import (
+    Linear,
+    apply_rotary,
+    rms_norm,
+    rope_inverse_frequencies,
+    rotary_tables,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWeights:
+    """Weights of the one transformer block, as callables over the linear seam."""
+
+    qkv: tuple[Linear, Linear]
+    """Query projection, and key-value projection (k rows first) fused."""
+    o_proj: Linear
+    gate_up: Linear
+    """SwiGLU input, gate rows first."""
+    down: Linear
+    post_norm: Tensor
+
+
+class HeadBlock:
+    """Attention projections and MLP shared by both kinds of head."""
+
+    def __init__(self, config: HeadConfig, block: BlockWeights, device: torch.device) -> None:
+        self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self._eps = config.rms_norm_eps
+        self._block = block
+        self._inv_freq = rope_inverse_frequencies(config, device)
+
+    def kv(self, inputs: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and plain values, each [N, nkv, hd]."""
+        _, num_kv, head_dim = self._heads
+        kv = self._block.qkv[1](inputs).view(-1, 2 * num_kv, head_dim)
+        cos, sin = rotary_tables(positions_N, self._inv_freq, kv.dtype)
+        return apply_rotary(kv[:, :num_kv], cos, sin), kv[:, num_kv:]
+
+    def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
+        """Rotated queries [N, nq, hd]."""
+        num_heads, _, head_dim = self._heads
+        q = self._block.qkv[0](inputs).view(-1, num_heads, head_dim)
+        cos, sin = rotary_tables(positions_N, self._inv_freq, q.dtype)
+        return apply_rotary(q, cos, sin)
+
+    def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
+        """h = residual + o_proj(attention); x = h + MLP(norm(h)). Returns x [N, H]."""
+        h = residual_NH + self._block.o_proj(attn_out_NQh.flatten(1))
+        gate, up = self._block.gate_up(rms_norm(h, self._block.post_norm, self._eps)).chunk(2, -1)
+        return h + self._block.down(F.silu(gate) * up)
+
+
+class Eagle3Head:
+    """EAGLE-3: the block reads [RMS(embedding); RMS(feature)] and has its own vocabulary."""
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        block: BlockWeights,
+        *,
+        fingerprint: str,
+        embedding: Tensor,
+        input_norm: Tensor,
+        hidden_norm: Tensor,
+        final_norm: Tensor,
+        lm_head: Linear,
+        target_ids: Tensor,
+    ) -> None:
+        self.config = config
+        self.fingerprint = fingerprint
+        self.target_ids = target_ids
+        self._embedding = embedding
+        self._input_norm = input_norm
+        self._hidden_norm = hidden_norm
+        self._final_norm = final_norm
+        self._lm_head = lm_head
+        self._block = HeadBlock(config, block, embedding.device)
+
+    def inputs(self, token_ids_N: Tensor, features_NH: Tensor) -> Tensor:
+        """[RMS(embedding); RMS(feature)], [N, 2H]."""
+        eps = self.config.rms_norm_eps
+        embedded = rms_norm(F.embedding(token_ids_N, self._embedding), self._input_norm, eps)
+        return torch.cat((embedded, rms_norm(features_NH, self._hidden_norm, eps)), dim=-1)
+
+    def residual(self, inputs: Tensor, features_NH: Tensor) -> Tensor:
+        """The un-normed features, or their normed half of `inputs` under norm_before_residual."""
+        if self.config.norm_before_residual:
+            return inputs[:, self.config.hidden_size :]
+        return features_NH
+
+    def kv(self, inputs: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (rotated) and values, each [N, nkv, hd]."""
+        return self._block.kv(inputs, positions_N)
+
+    def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
+        """Rotated queries [N, nq, hd]."""
+        return self._block.query(inputs, positions_N)
+
+    def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
+        """x [N, H]; normed already when the config says `norm_output`."""
+        x = self._block.finish(residual_NH, attn_out_NQh)
+        if self.config.norm_output:
+            return rms_norm(x, self._final_norm, self.config.rms_norm_eps)
+        return x
+
+    def logits(self, x_NH: Tensor) -> Tensor:
+        """Draft logits [N, Vd], fp32."""
+        if not self.config.norm_output:
+            x_NH = rms_norm(x_NH, self._final_norm, self.config.rms_norm_eps)
+        return self._lm_head(x_NH).float()
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Target ids of draft ids, any shape."""
+        return self.target_ids[draft_ids]

@@ -1,0 +1,72 @@
+"""Small pieces shared by the heads: RMSNorm, rotary embedding, the linear seam.
+
+N rows, H hidden size, hd head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outrider.engine.heads.config import HeadConfig
+
+Linear = Callable[[Tensor], Tensor]
+
+
+class LinearFactory(Protocol):
+    """Builds a callable `y = x @ weight.T + bias`; packed-weight versions plug in here."""
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim, computed in fp32 (fp64 stays), cast back, then scaled."""
+    if x.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
+
+
+def rope_inverse_frequencies(config: HeadConfig, device: torch.device | str = "cpu") -> Tensor:
+    """Inverse frequencies [hd/2], fp32, with the config's rope scaling applied."""
+    return scaled_inverse_frequencies(
+        config.head_dim, config.rope_theta, config.rope_scaling, device
+    )
+
+
+def scaled_inverse_frequencies(
+    head_dim: int, theta: float, scaling: dict[str, Any] | None, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Inverse frequencies [hd/2], fp32, for `default`, `linear` and `llama3` rope types."""
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
+    inv_freq = 1.0 / (theta ** (steps / head_dim))
+    if scaling is None:
+        return inv_freq
+    factor = float(scaling["factor"])
+    if scaling["rope_type"] == "linear":
+        return inv_freq / factor
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    old_len = float(scaling["original_max_position_embeddings"])
+    wavelength = 2 * math.pi / inv_freq
+    smooth = ((old_len / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth) * inv_freq / factor + smooth * inv_freq
+
+
+def rotary_tables(
+    positions_N: Tensor, inv_freq: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [N, 1, hd], for `apply_rotary`; angles are formed in fp32."""
+    angles = positions_N.to(torch.float32)[:, None] * inv_freq
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def apply_rotary(x_NDh: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate-half RoPE of x [N, heads, hd]."""
+    half = x_NDh.shape[-1] // 2
+    rotated = torch.cat((-x_NDh[..., half:], x_NDh[..., :half]), dim=-1)
+    return x_NDh * cos + rotated * sin

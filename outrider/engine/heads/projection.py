@@ -1,0 +1,66 @@
+"""The verifier's part of a head: tapped target features to the head's own width."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from outrider.engine.heads.config import HeadConfig
+from outrider.engine.heads.layers import Linear, rms_norm
+
+
+class FeatureProjection:
+    """Maps raw [N, n_taps * Ht] (taps concatenated low to high) to features [N, H].
+
+    For kind `eagle` it is the identity: the single tap is the target's final-normed state.
+    """
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        fc: Linear | None,
+        fingerprint: str,
+        *,
+        norm_weights: tuple[Tensor, ...] = (),
+    ) -> None:
+        self.config = config
+        self.fingerprint = fingerprint
+        self.tap_layers = config.tap_layers
+        self.hidden_size = config.hidden_size
+        self._fc = fc
+        self._norm_weights = norm_weights
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        width = self.config.num_taps * self.config.target_hidden_size
+        if raw.shape[-1] != width:
+            raise ValueError(f"features must be {width} wide, not {raw.shape[-1]}")
+        if self._fc is None:
+            return raw
+        return self._fc(self._normed(raw))
+
+    def _normed(self, raw: Tensor) -> Tensor:
+        eps = self.config.rms_norm_eps
+        if self.config.norm_before_fc:
+            return rms_norm(raw, self._norm_weights[0], eps)
+        if self.config.fc_norm:
+            parts = raw.chunk(self.config.num_taps, dim=-1)
+            normed = [rms_norm(p, w, eps) for p, w in zip(parts, self._norm_weights, strict=True)]
+            return torch.cat(normed, dim=-1)
+        return raw
+
+
+def projection_fingerprint(config: HeadConfig, tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over the kind, the taps and the stored bytes of the projection's tensors.
+
+    Computed before any dtype conversion, so both sides agree whatever dtype each runs in.
+    """
+    digest = hashlib.sha256()
+    digest.update(f"{config.kind}:{config.hidden_size}:{config.tap_layers}".encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,101 @@
+"""One decoder layer of the Llama skeleton.
+
+R rows, H hidden size, Q query heads, G key/value heads, d head dimension.
+
+Rotary embedding turns pairs of features. Checkpoints keep the two features of a pair d/2 apart;
+here they are made neighbours when the weights are loaded (`interleave_pairs`), which turns the
+rotation into one complex product. Scores do not change, for queries and keys are permuted alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outrider.engine.attention import SegmentPlan, attend
+from outrider.engine.heads.layers import rms_norm
+from outrider.engine.linear import Linear
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerWeights:
+    """Weights of one layer, fused and packed."""
+
+    input_norm: Tensor
+    """[H]."""
+    qkv: Linear
+    """H -> (Q + 2G) * d; the pairs of q and k are neighbours."""
+    qk_norms: Tensor | None
+    """[Q + G, d]: the norm weight of every query and key head, or None."""
+    o_proj: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    """H -> 2 * intermediate: gate, then up."""
+    down: Linear
+
+
+def interleave_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorder dim 0 (heads * d) so that features i and i + d/2 of each head become neighbours."""
+    halves = weight.reshape(-1, 2, head_dim // 2, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def rotations(positions_R: Tensor, inv_freq: Tensor, *, num_rotated: int, num_plain: int) -> Tensor:
+    """complex64 [R, heads, d/2]: e^(i * position * frequency) for the first `num_rotated` heads.
+
+    The angles are formed in float32. The `num_plain` heads that follow get ones, which leave them
+    exactly as they are: queries, keys and values then take one product together.
+    """
+    angles = positions_R.to(torch.float32)[:, None, None] * inv_freq
+    rotated = torch.polar(torch.ones_like(angles), angles).expand(-1, num_rotated, -1)
+    plain = rotated.new_ones((rotated.shape[0], num_plain, rotated.shape[-1]))
+    return torch.cat((rotated, plain), dim=1)
+
+
+def rotate(x_RDd: Tensor, rotations_RDp: Tensor) -> Tensor:
+    """Rotate neighbouring pairs of x [R, heads, d]; computed in float32, returned in x's dtype."""
+    pairs = torch.view_as_complex(x_RDd.float().view(*x_RDd.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * rotations_RDp).flatten(-2).to(x_RDd.dtype)
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerContext:
+    """What all layers of one forward share."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rotations: Tensor
+    """complex64 [R, Q + 2G, d/2]; ones for the value heads."""
+    segments: Sequence[SegmentPlan]
+    attention_RQd: Tensor
+    """[R, Q * d]: reused by every layer; rows of no segment stay zero."""
+
+
+def run_layer(weights: LayerWeights, index: int, x_RH: Tensor, shared: LayerContext) -> Tensor:
+    """The layer's output residual stream [R, H], a new tensor."""
+    normed = rms_norm(x_RH, weights.input_norm, shared.norm_eps)
+    qkv = weights.qkv(normed).view(x_RH.shape[0], -1, shared.head_dim)
+    if weights.qk_norms is not None:
+        qkv = _norm_heads(qkv, weights.qk_norms, shared.norm_eps)
+    qkv = rotate(qkv, shared.rotations)
+    for plan in shared.segments:
+        context = attend(plan, index, qkv[plan.rows], shared.num_heads)
+        shared.attention_RQd[plan.rows].view(context.shape).copy_(context)
+    x_RH = weights.o_proj.add(shared.attention_RQd, x_RH)
+    normed = rms_norm(x_RH, weights.post_norm, shared.norm_eps)
+    gate, up = weights.gate_up(normed).chunk(2, dim=-1)
+    return weights.down.add(F.silu(gate).mul_(up), x_RH)
+
+
+def _norm_heads(qkv_RDd: Tensor, norms_Dd: Tensor, eps: float) -> Tensor:
+    """RMSNorm of the query and key heads (the first ones), each by its own weight row."""
+    num_normed, dtype = norms_Dd.shape[0], qkv_RDd.dtype
+    heads = qkv_RDd[:, :num_normed].float()
+    normed = F.rms_norm(heads, heads.shape[-1:], None, eps).to(dtype) * norms_Dd
+    return torch.cat((normed, qkv_RDd[:, num_normed:]), dim=1)

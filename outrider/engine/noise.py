@@ -1,0 +1,201 @@
+"""The noise of `outrider.spec.noise` on torch tensors, and perturbed argmax / top-k.
+
+int64 stands for a 64-bit word: addition and multiplication wrap around as uint64 does, and a
+logical right shift is an arithmetic one with the sign bits masked off. So the bits equal numpy's.
+
+Shape suffixes: A rows, V ids (columns), C candidates.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.spec.digest import TOKEN_OFFSET
+from outrider.spec.mixing import GOLDEN64, MULTIPLIER_A, MULTIPLIER_B
+from outrider.spec.noise import Stream
+from outrider.spec.noise import noise_keys as numpy_noise_keys
+
+BATCHED_COLUMNS = 1024
+"""Above this many columns the CPU works row by row: a row's noise then stays in its cache."""
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+_GOLDEN = _signed(GOLDEN64)
+_MULTIPLIER_A = _signed(MULTIPLIER_A)
+_MULTIPLIER_B = _signed(MULTIPLIER_B)
+_TOKEN_OFFSET = _signed(TOKEN_OFFSET)
+
+
+def _xor_shift_(x: Tensor, shift: int) -> Tensor:
+    return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+
+
+def mix64_(x: Tensor) -> Tensor:
+    """Finalise every word of an int64 tensor in place; see `outrider.spec.mixing.mix64`."""
+    _xor_shift_(x, 30).mul_(_MULTIPLIER_A)
+    _xor_shift_(x, 27).mul_(_MULTIPLIER_B)
+    return _xor_shift_(x, 31)
+
+
+def extend_digests(digests: Tensor, token_ids: Tensor) -> Tensor:
+    """One step of the digest chain for many prefixes: int64 words [B], int64 ids [B] -> [B]."""
+    return mix64_(digests ^ mix64_(token_ids + _TOKEN_OFFSET))
+
+
+def noise_keys(
+    seeds: Sequence[int],
+    stream: Stream,
+    positions: Sequence[int],
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Keys of rows, int64 words [A], computed on the host."""
+    keys = numpy_noise_keys(list(seeds), stream, list(positions))
+    return torch.from_numpy(keys.view("int64")).to(device)
+
+
+def noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
+    """Noise bits as int64 words, by broadcasting keys with ids (>= SHARED_COIN_ID)."""
+    return mix64_(keys + (ids + 1) * _GOLDEN)
+
+
+def uniform_from_bits(bits: Tensor) -> Tensor:
+    """Uniform variates in (0, 1), float64; bit for bit numpy's."""
+    mantissas = (bits >> 12).bitwise_and_((1 << 52) - 1)
+    return mantissas.to(torch.float64).add_(0.5).mul_(2.0**-52)
+
+
+def gumbel_from_bits(bits: Tensor) -> Tensor:
+    """Gumbel(0, 1) variates, float64, all finite."""
+    return uniform_from_bits(bits).log_().neg_().log_().neg_()
+
+
+def perturbed_argmax(scores_AV: Tensor, keys_A: Tensor, ids_V: Tensor | None = None) -> Tensor:
+    """Column of the largest `score + Gumbel(key, id)` of every row, int64 [A], first of equals.
+
+    scores: float32 log-probs up to a constant, -inf for excluded columns (not all), no NaN.
+    ids: int64 id of every column if it is not its index. The result of a row depends on that row
+    only.
+    """
+    return perturbed_topk(scores_AV, keys_A, 1, ids_V)[1][:, 0]
+
+
+def perturbed_topk(
+    scores_AV: Tensor, keys_A: Tensor, k: int, ids_V: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k largest `score + Gumbel(key, id)` of every row, best first.
+
+    Returns (perturbed scores float64 [A, k], columns int64 [A, k]); where a row has fewer than k
+    finite scores, the rest is (-inf, -1). Arguments as for `perturbed_argmax`.
+    """
+    if scores_AV.device.type == "cpu" and scores_AV.shape[1] > BATCHED_COLUMNS:
+        values, chosen = _topk_row_by_row(scores_AV, keys_A, k, ids_V)
+    else:
+        values, chosen = _topk_batched(scores_AV, keys_A, k, ids_V)
+    missing = k - values.shape[1]
+    if missing > 0:
+        values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
+        chosen = torch.nn.functional.pad(chosen, (0, missing), value=-1)
+    return values, chosen.masked_fill_(values == -torch.inf, -1)
+
+
+def _topk_batched(
+    scores_AV: Tensor, keys_A: Tensor, k: int, ids_V: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    columns = scores_AV.shape[1]
+    ids = torch.arange(columns, device=scores_AV.device) if ids_V is None else ids_V
+    perturbed = gumbel_from_bits(noise_bits(keys_A[:, None], ids[None, :])).add_(scores_AV)
+    if k == 1:
+        best = perturbed.argmax(dim=-1, keepdim=True)  # the first of equals, unlike max
+        return perturbed.gather(1, best), best
+    values, chosen = perturbed.sort(dim=-1, descending=True, stable=True)
+    return values[:, :k], chosen[:, :k].clone()
+
+
+def _topk_row_by_row(
+    scores_AV: Tensor, keys_A: Tensor, k: int, ids_V: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The CPU's path for wide rows: numpy in buffers that stay in the cache.
+
+    Rows with equal keys (the frontier of a tree) that follow each other share their noise.
+    """
+    columns = scores_AV.shape[1]
+    scores, keys = scores_AV.numpy(), keys_A.numpy().view(np.uint64)
+    counters = _counters(columns) if ids_V is None else _counters_of(ids_V.numpy())
+    scratch = _scratch.take(columns)
+    values, chosen = [], []
+    for row in range(len(keys)):
+        if row == 0 or keys[row] != keys[row - 1]:
+            _fill_gumbels(keys[row], counters, scratch)
+        np.add(scores[row], scratch.gumbels, out=scratch.perturbed)
+        if k == 1:
+            best = int(scratch.perturbed.argmax())
+            chosen.append(torch.tensor([best]))
+            values.append(torch.tensor([scratch.perturbed[best]], dtype=torch.float64))
+        else:
+            top = torch.from_numpy(scratch.perturbed).topk(min(k, columns))
+            values.append(top.values)
+            chosen.append(top.indices)
+    return torch.stack(values), torch.stack(chosen)
+
+
+def _counters_of(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    return (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN64)
+
+
+@lru_cache(maxsize=16)
+def _counters(columns: int) -> NDArray[np.uint64]:
+    return _counters_of(np.arange(columns, dtype=np.int64))
+
+
+class _Buffers(NamedTuple):
+    words: NDArray[np.uint64]
+    shifted: NDArray[np.uint64]
+    gumbels: NDArray[np.float64]
+    perturbed: NDArray[np.float64]
+
+
+class _Scratch(threading.local):
+    """Buffers of this thread: fresh ones of this size would be paged in at every call."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, _Buffers] = {}
+
+    def take(self, columns: int) -> _Buffers:
+        if columns not in self._held:
+            if len(self._held) >= 4:
+                self._held.clear()
+            words, floats = np.empty((2, columns), np.uint64), np.empty((2, columns))
+            self._held[columns] = _Buffers(words[0], words[1], floats[0], floats[1])
+        return self._held[columns]
+
+
+_scratch = _Scratch()
+
+
+def _fill_gumbels(key: np.uint64, counters: NDArray[np.uint64], scratch: _Buffers) -> None:
+    """`spec.noise.gumbel` of one key without an allocation, into scratch.gumbels."""
+    words, shifted, gumbels = scratch.words, scratch.shifted, scratch.gumbels
+    np.add(counters, key, out=words)
+    for shift, multiplier in ((30, MULTIPLIER_A), (27, MULTIPLIER_B)):
+        np.right_shift(words, np.uint64(shift), out=shifted)
+        np.bitwise_xor(words, shifted, out=words)
+        np.multiply(words, np.uint64(multiplier), out=words)
+    np.right_shift(words, np.uint64(31), out=shifted)
+    np.bitwise_xor(words, shifted, out=words)
+    np.right_shift(words, np.uint64(12), out=words)
+    np.add(words.view(np.int64), 0.5, out=gumbels)
+    np.multiply(gumbels, 2.0**-52, out=gumbels)
+    for _ in range(2):
+        np.log(gumbels, out=gumbels)
+        np.negative(gumbels, out=gumbels)

@@ -1,0 +1,207 @@
+"""The target model: one forward over ragged rows of many sequences.
+
+R rows of the batch, V vocabulary, H hidden size, L rows whose logits are wanted. A draft model is
+the same thing with other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outrider.engine.attention import SegmentPlan, plan_segment
+from outrider.engine.config import ModelConfig
+from outrider.engine.heads.config import FINAL_NORM
+from outrider.engine.heads.layers import rms_norm, scaled_inverse_frequencies
+from outrider.engine.kvcache import KVPool, KVSequence
+from outrider.engine.layers import LayerContext, LayerWeights, rotations, run_layer
+from outrider.engine.linear import MIN_ROWS, Linear
+
+__all__ = [
+    "FINAL_NORM",
+    "ForwardBatch",
+    "ForwardOutput",
+    "ModelWeights",
+    "Segment",
+    "TargetModel",
+]
+
+
+@dataclass(slots=True, kw_only=True)
+class Segment:
+    """Rows of one sequence within a batch."""
+
+    sequence: KVSequence
+    num_rows: int
+    positions: Tensor
+    """int64 [num_rows]: absolute positions (rotary embedding, sliding window)."""
+    mask: Tensor | None = None
+    """bool [num_rows, span], span >= num_rows: which of the LAST `span` slots (the newest
+    committed ones, then this segment's rows) a row sees; older slots are all visible. With
+    span == num_rows this is a tree's ancestor mask, the diagonal included. None is causal."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ForwardBatch:
+    """One forward: the rows of all segments, in order."""
+
+    token_ids: Tensor
+    """int64 [R]."""
+    segments: Sequence[Segment]
+    logit_rows: Tensor | None = None
+    """int64 [L]: rows whose logits are computed; None means all R."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ForwardOutput:
+    """Results of one forward."""
+
+    logits: Tensor
+    """float32 [L, V]."""
+    taps: Tensor | None = None
+    """[R, n_taps * H]: tapped hidden states, concatenated in the order of `tap_layers`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelWeights:
+    """Everything that a forward multiplies with."""
+
+    embedding: Tensor
+    """[V, H]."""
+    layers: Sequence[LayerWeights]
+    final_norm: Tensor
+    """[H]."""
+    lm_head: Linear
+    """H -> V."""
+
+
+class TargetModel:
+    """Runs forwards; owns the weights and the KV pool."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, pool: KVPool) -> None:
+        self.config = config
+        self.pool = pool
+        self._weights = weights
+        self._inv_freq = scaled_inverse_frequencies(
+            config.head_dim,
+            config.rope_theta,
+            dict(config.rope_scaling) if config.rope_scaling else None,
+            weights.embedding.device,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits of a row."""
+        return self.config.vocab_size
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding [V, H], shared with draft heads in the same process."""
+        return self._weights.embedding
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights, activations and KV."""
+        return self._weights.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where forwards run and where a batch's tensors must be."""
+        return self._weights.embedding.device
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, *, tap_layers: tuple[int, ...] = ()) -> ForwardOutput:
+        """Run all rows; K/V go to slots len .. len + num_rows of each sequence, uncommitted.
+
+        `tap_layers` are 0-based layer ids whose output residual stream is wanted; FINAL_NORM is
+        the final-normed hidden state. A sequence may appear in one segment only. Raises
+        ValueError for a batch that does not add up and ResourceExhaustedError when a sequence has
+        too few slots left.
+        """
+        num_rows = _check_batch(batch, self.config, tap_layers)
+        shared = self._prepare(batch, num_rows)
+        x = F.embedding(batch.token_ids, self._weights.embedding)
+        if shared.attention_RQd.shape[0] > num_rows:
+            x = F.pad(x, (0, 0, 0, shared.attention_RQd.shape[0] - num_rows))
+        outputs: dict[int, Tensor] = {}
+        for index, layer in enumerate(self._weights.layers):
+            x = run_layer(layer, index, x, shared)
+            if index in tap_layers:
+                outputs[index] = x[:num_rows]
+        normed = None
+        if FINAL_NORM in tap_layers:
+            outputs[FINAL_NORM] = normed = self._final_norm(x[:num_rows])
+        logits = self._logits(x[:num_rows], normed, batch.logit_rows)
+        taps = torch.cat([outputs[t] for t in tap_layers], dim=-1) if tap_layers else None
+        return ForwardOutput(logits=logits, taps=taps)
+
+    def _prepare(self, batch: ForwardBatch, num_rows: int) -> LayerContext:
+        config, plans = self.config, list[SegmentPlan]()
+        start = 0
+        for segment in batch.segments:
+            segment.sequence.begin(segment.positions)
+            plan = plan_segment(
+                segment.sequence,
+                self.pool,
+                slice(start, start + segment.num_rows),
+                mask=segment.mask,
+                window=config.sliding_window,
+                num_heads=config.num_heads,
+                dtype=self.dtype,
+            )
+            plans.append(plan)
+            start += segment.num_rows
+        positions = torch.cat([segment.positions for segment in batch.segments])
+        # Rows that pad the batch belong to no segment: they attend to nothing and are dropped.
+        padding = max(0, MIN_ROWS - num_rows)
+        if padding:
+            positions = F.pad(positions, (0, padding))
+        width = config.num_heads * config.head_dim
+        return LayerContext(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.rms_norm_eps,
+            rotations=rotations(
+                positions,
+                self._inv_freq,
+                num_rotated=config.num_heads + config.num_kv_heads,
+                num_plain=config.num_kv_heads,
+            ),
+            segments=plans,
+            attention_RQd=self.embedding.new_zeros((num_rows + padding, width)),
+        )
+
+    def _final_norm(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self._weights.final_norm, self.config.rms_norm_eps)
+
+    def _logits(self, x: Tensor, normed: Tensor | None, rows: Tensor | None) -> Tensor:
+        if normed is None:
+            normed = self._final_norm(x if rows is None else x[rows])
+        elif rows is not None:
+            normed = normed[rows]
+        return self._weights.lm_head(normed).float()
+
+
+def _check_batch(batch: ForwardBatch, config: ModelConfig, tap_layers: tuple[int, ...]) -> int:
+    """Number of rows. Token ids are the caller's duty: checking them would wait for the device."""
+    num_rows = batch.token_ids.shape[0]
+    if not batch.segments or num_rows != sum(s.num_rows for s in batch.segments):
+        raise ValueError(f"{num_rows} token ids do not match the rows of the segments")
+    if len({id(s.sequence) for s in batch.segments}) != len(batch.segments):
+        raise ValueError("a sequence may appear in one segment only")
+    for segment in batch.segments:
+        count, mask = segment.num_rows, segment.mask
+        if count < 1 or segment.positions.shape != (count,):
+            raise ValueError(f"positions {tuple(segment.positions.shape)} for {count} rows")
+        if mask is None:
+            continue
+        if mask.shape[0] != count or not count <= mask.shape[1] <= segment.sequence.len + count:
+            raise ValueError(f"mask {tuple(mask.shape)} for {count} rows")
+    if any(not FINAL_NORM <= tap < config.num_layers for tap in tap_layers):
+        raise ValueError(f"tap layers {tap_layers} of a model with {config.num_layers} layers")
+    return num_rows

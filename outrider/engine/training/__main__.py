@@ -1,0 +1,15 @@
+"""`python -m outrider.engine.training`: the same command without the client's front end."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+from outrider.engine.training.cli import add_arguments, main
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    parser = argparse.ArgumentParser(prog="outrider train-head")
+    add_arguments(parser)
+    sys.exit(main(parser.parse_args()))

@@ -1,0 +1,252 @@
+"""`outrider train-head`: answers by the target, vocabulary, training, figures, parity check."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.engine.heads.config import default_tap_layers
+from outrider.engine.training.check import check_head
+from outrider.engine.training.data import (
+    ChatTokenizer,
+    Sample,
+    choose_shape,
+    drop_loops,
+    load_samples,
+    read_prompts,
+    save_samples,
+)
+from outrider.engine.training.export import head_config_for, save_head
+from outrider.engine.training.generate import GenerateConfig, Request, generate
+from outrider.engine.training.loop import TrainConfig, Trainer
+from outrider.engine.training.model import TrainableHead
+from outrider.engine.training.report import held_out_report
+from outrider.engine.training.target import Target, load_target
+from outrider.engine.training.vocab import build_vocabulary
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    add = parser.add_argument
+    add("--target", type=Path, required=True, help="directory of the target model")
+    add("--prompts", type=Path, nargs="+", default=[], metavar="FILE", help="JSONL prompts")
+    add("--out", type=Path, help="directory for the head, its report and the answers")
+    add("--device", default="cpu")
+    add("--dtype", choices=sorted(_DTYPES), help="compute dtype (default: bfloat16 on cuda)")
+    add("--seed", type=int, default=0)
+    add("--tap-layers", type=int, nargs="+", help="0-based layers (default: 1, L//2-1, L-4)")
+    add("--draft-vocab-size", type=int, default=16384)
+    add("--eval-prompts", type=Path, nargs="+", default=[], metavar="FILE")
+    add("--no-compile", action="store_true", help="run without torch.compile and CUDA graphs")
+    answers = parser.add_argument_group("answers")
+    add = answers.add_argument
+    add("--answers", type=Path, help="use answers stored by an earlier run")
+    add("--answers-only", action="store_true", help="stop once the answers are stored")
+    add("--max-new-tokens", type=int, default=256)
+    add("--max-prompt-tokens", type=int, default=512)
+    add("--temperature", type=float, default=0.8)
+    add("--samples-per-prompt", type=int, default=2, help="first greedy, the others sampled")
+    add("--self-prompts", type=int, default=0, help="prompts that the target writes itself")
+    add("--slots", type=int, default=1024, help="answers decoded at a time")
+    add("--generate-seconds", type=float, help="stop starting answers after this time")
+    training = parser.add_argument_group("training")
+    add = training.add_argument
+    add("--steps", type=int, default=2000)
+    add("--train-seconds", type=float, help="end the schedule by this time")
+    add("--learning-rates", type=float, nargs="+", default=[1e-3], help="several: tried first")
+    add("--trial-steps", type=int, default=150)
+    add("--warmup-steps", type=int, default=50)
+    add("--tokens-per-batch", type=int, default=32768)
+    add("--row-len", type=int, default=1024)
+    add("--unroll", type=int, nargs=2, default=[5, 7], metavar=("EARLY", "LATE"))
+    checking = parser.add_argument_group("parity check")
+    add = checking.add_argument
+    add("--check", action="store_true", help="compare training with serving for one prompt")
+    add("--head", type=Path, help="directory of the head to check")
+    add("--prompt", help="text to check with")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command; 0 on success, 1 when the parity check finds a difference."""
+    device = torch.device(args.device)
+    default = "float32" if args.check or device.type == "cpu" else "bfloat16"
+    dtype = _DTYPES[args.dtype or default]
+    if args.check:
+        if args.head is None or not args.prompt:
+            raise ValueError("--check needs --head and --prompt")
+        return check_head(args.target, args.head, args.prompt, dtype=dtype, device=device)
+    if args.out is None or not (args.prompts or args.self_prompts or args.answers):
+        raise ValueError("training needs --out, and --prompts, --self-prompts or --answers")
+    args.out.mkdir(parents=True, exist_ok=True)
+    target = load_target(args.target, dtype=dtype, device=device)
+    run = _Run(args, target, ChatTokenizer(args.target))
+    run.train()
+    return 0
+
+
+class _Run:
+    """One invocation of the training command; `report` grows as it goes."""
+
+    def __init__(self, args: argparse.Namespace, target: Target, tokenizer: ChatTokenizer) -> None:
+        self._args = args
+        self._target = target
+        self._tokenizer = tokenizer
+        self._fast = target.device.type == "cuda" and not args.no_compile
+        self._report: dict[str, Any] = {}
+
+    def train(self) -> None:
+        args = self._args
+        samples = self._training_samples()
+        if args.answers_only:
+            self._write_report()
+            return
+        tasks = self._evaluation_answers()
+        head = self._new_head(samples)
+        shape = choose_shape(samples, args.row_len, args.tokens_per_batch)
+        self._report["batch"] = asdict(shape)
+        trainer = Trainer(self._target, samples, shape, compile=self._fast)
+        config = TrainConfig(
+            steps=args.steps,
+            seconds=args.train_seconds,
+            learning_rate=args.learning_rates[0],
+            warmup_steps=args.warmup_steps,
+            unroll_early=args.unroll[0],
+            unroll_late=args.unroll[1],
+            seed=args.seed,
+        )
+        rate = config.learning_rate
+        if len(args.learning_rates) > 1:
+            rate, trials = trainer.pick_learning_rate(
+                head, args.learning_rates, args.trial_steps, config
+            )
+            self._report["trials"] = trials
+        config = TrainConfig(**{**asdict(config), "learning_rate": rate})
+        self._report["config"] = asdict(config)
+
+        def checkpoint(step: int) -> None:
+            save_head(args.out / "checkpoint", head)
+
+        result = trainer.run(head, config, checkpoint)
+        save_head(args.out, head)
+        self._report["run"] = asdict(result)
+        self._write_report()
+        if tasks:
+            self._report["held_out"] = held_out_report(self._target, head, tasks)
+            self._write_report()
+
+    def _training_samples(self) -> list[Sample]:
+        args = self._args
+        started = time.monotonic()
+        if args.answers is not None:
+            samples = load_samples(args.answers)
+        else:
+            samples = self._answer(self._requests())
+            save_samples(args.out / "answers.npz", samples)
+        kept = [s for s in drop_loops(samples) if len(s) <= args.row_len]
+        if not kept:
+            raise ValueError("no usable answers: give more prompts or allow more tokens")
+        self._report["samples"] = {
+            "answers": len(samples),
+            "kept": len(kept),
+            "answer_tokens": sum(len(s.answer) for s in kept),
+            "tokens": sum(len(s) for s in kept),
+            "seconds": time.monotonic() - started,
+        }
+        logger.info("samples: %s", self._report["samples"])
+        return kept
+
+    def _requests(self) -> list[Request]:
+        """Each prompt once greedy, and its other samples at the temperature."""
+        args = self._args
+        prompts = read_prompts(args.prompts, args.samples_per_prompt)
+        texts = [p.text for p in prompts]
+        counts = [p.samples for p in prompts]
+        own = self._self_prompts(set(texts))
+        texts += own
+        counts += [args.samples_per_prompt] * len(own)
+        requests = []
+        for ids, count in zip(self._tokenizer.encode_turns(texts), counts, strict=True):
+            if len(ids) <= args.max_prompt_tokens:
+                requests.append(Request(ids, 0.0))
+                requests += [Request(ids, args.temperature)] * (count - 1)
+        self._report["prompts"] = {"given": len(prompts), "self_made": len(own)}
+        return requests
+
+    def _self_prompts(self, known: set[str]) -> list[str]:
+        """User turns sampled from the target at temperature 1, whole and not seen before."""
+        args = self._args
+        if not args.self_prompts:
+            return []
+        prefix = self._tokenizer.user_prefix()
+        limit = None if args.generate_seconds is None else args.generate_seconds / 4
+        written = self._generate([Request(prefix, 1.0)] * args.self_prompts, limit)
+        stops = set(self._target.config.eos_token_ids)
+        texts = set()
+        for ids in written:
+            if ids is not None and len(ids) > 4 and int(ids[-1]) in stops:
+                texts.add(self._tokenizer.decode(ids[:-1].tolist()).strip())
+        blocked = {p.text for p in read_prompts(args.eval_prompts)}
+        return sorted(t for t in texts if len(t) > 10 and t not in known and t not in blocked)
+
+    def _evaluation_answers(self) -> dict[str, list[Sample]]:
+        """Greedy answers to the held-out prompts, by file."""
+        tasks = {}
+        for file in self._args.eval_prompts:
+            texts = [p.text for p in read_prompts([file])]
+            limit = self._args.row_len - self._args.max_new_tokens
+            prompts = [ids for ids in self._tokenizer.encode_turns(texts) if len(ids) <= limit]
+            tasks[file.stem] = self._answer([Request(ids, 0.0) for ids in prompts], timed=False)
+        return tasks
+
+    def _answer(self, requests: Sequence[Request], timed: bool = True) -> list[Sample]:
+        answers = self._generate(requests, self._args.generate_seconds if timed else None)
+        return [
+            Sample(request.prompt, answer)
+            for request, answer in zip(requests, answers, strict=True)
+            if answer is not None and len(answer)
+        ]
+
+    def _generate(
+        self, requests: Sequence[Request], deadline_s: float | None
+    ) -> list[np.ndarray | None]:
+        config = GenerateConfig(
+            max_new_tokens=self._args.max_new_tokens,
+            slots=max(1, min(self._args.slots, len(requests))),
+            seed=self._args.seed,
+            deadline_s=deadline_s,
+            use_graphs=self._fast,
+        )
+        return list(generate(self._target, requests, self._target.config.eos_token_ids, config))
+
+    def _new_head(self, samples: Sequence[Sample]) -> TrainableHead:
+        args, shape = self._args, self._target.config
+        size = min(args.draft_vocab_size, shape.vocab_size)
+        vocabulary = build_vocabulary(
+            (s.answer for s in samples), shape.vocab_size, size, shape.eos_token_ids
+        )
+        self._report["vocabulary"] = {"size": size, "coverage": vocabulary.coverage}
+        logger.info("draft vocabulary of %d covers %.4f", size, vocabulary.coverage)
+        taps = tuple(args.tap_layers or default_tap_layers(shape.num_layers))
+        torch.manual_seed(args.seed)
+        head = TrainableHead(
+            head_config_for(shape, size, taps), torch.from_numpy(vocabulary.target_ids)
+        )
+        head.initialise_from(self._target)
+        return head.to(self._target.device)
+
+    def _write_report(self) -> None:
+        text = json.dumps(self._report, indent=1)
+        (self._args.out / "report.json").write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,253 @@
+"""Prompts, the chat template, and packing of samples into batches of one fixed shape.
+
+A sample is (prompt ids, answer ids). Rows of a batch hold several samples behind each other, kept
+apart by a document id. B rows, S positions a row, Q selected (answer) positions a row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One user turn. `samples` answers are drawn: the first greedy, the others at temperature."""
+
+    text: str
+    samples: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A tokenized prompt with one answer of the target."""
+
+    prompt: Ids
+    answer: Ids
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+def read_prompts(files: Sequence[Path], default_samples: int = 1) -> list[Prompt]:
+    """Read JSONL rows with `prompt` (and optionally `samples`) or `turns`; duplicates dropped."""
+    seen: dict[str, Prompt] = {}
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            texts = [row["prompt"]] if "turns" not in row else row["turns"][:1]
+            for text in texts:
+                seen.setdefault(text, Prompt(text, int(row.get("samples", default_samples))))
+    return list(seen.values())
+
+
+class ChatTokenizer:
+    """The target's tokenizer and chat template, from its directory."""
+
+    def __init__(self, directory: Path) -> None:
+        import jinja2.sandbox
+        from tokenizers import Tokenizer
+
+        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+        template = config.get("chat_template")
+        separate = directory / "chat_template.jinja"
+        if separate.is_file():
+            template = separate.read_text(encoding="utf-8")
+        if not isinstance(template, str):
+            raise ValueError(f"{directory} has no chat template")
+        env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        self._template = env.from_string(template)
+        self._tokens = {
+            k: _token_text(config.get(k)) for k in ("bos_token", "eos_token", "pad_token")
+        }
+
+    def encode_text(self, text: str) -> Ids:
+        """Token ids of a text as it stands; special tokens in it are recognised."""
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def encode_turns(self, texts: Sequence[str]) -> list[Ids]:
+        """Prompts of one user turn each, the answer's header appended."""
+        rendered = [self._render(text, True) for text in texts]
+        encoded = self.tokenizer.encode_batch(rendered, add_special_tokens=False)
+        return [np.asarray(e.ids, dtype=np.int32) for e in encoded]
+
+    def user_prefix(self) -> Ids:
+        """Everything up to where the user's first word stands: the start of a self-made prompt."""
+        marker = "OUTRIDER-MARKER"
+        return self.encode_text(self._render(marker, False).split(marker)[0])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _render(self, text: str, generation: bool) -> str:
+        message = [{"role": "user", "content": text}]
+        return self._template.render(
+            messages=message, add_generation_prompt=generation, **self._tokens
+        )
+
+
+def _token_text(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, dict) else str(token or "")
+
+
+def repeated_share(answer: Ids, width: int = 8) -> float:
+    """Share of the answer's n-grams that occurred before in it: near 1 for a loop."""
+    if len(answer) < 2 * width:
+        return 0.0
+    grams = np.lib.stride_tricks.sliding_window_view(answer, width)
+    return 1.0 - len(np.unique(grams, axis=0)) / len(grams)
+
+
+def drop_loops(samples: Sequence[Sample], limit: float = 0.5) -> list[Sample]:
+    """Samples whose answer has at least two tokens and does not repeat itself."""
+    return [s for s in samples if len(s.answer) >= 2 and repeated_share(s.answer) <= limit]
+
+
+def save_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """Store samples as one compressed file of flat arrays."""
+    flat = [np.concatenate((s.prompt, s.answer)) for s in samples]
+    small = all(int(f.max(initial=0)) < 1 << 16 for f in flat)
+    np.savez_compressed(
+        path,
+        ids=np.concatenate(flat).astype(np.uint16 if small else np.int32),
+        prompt_lens=np.asarray([len(s.prompt) for s in samples], dtype=np.int32),
+        answer_lens=np.asarray([len(s.answer) for s in samples], dtype=np.int32),
+    )
+
+
+def load_samples(path: Path) -> list[Sample]:
+    """Read what `save_samples` wrote."""
+    with np.load(path) as stored:
+        ids = stored["ids"].astype(np.int32)
+        prompt_lens, answer_lens = stored["prompt_lens"], stored["answer_lens"]
+    ends = np.cumsum(prompt_lens + answer_lens)
+    return [
+        Sample(ids[e - a - p : e - a], ids[e - a : e])
+        for p, a, e in zip(prompt_lens.tolist(), answer_lens.tolist(), ends.tolist(), strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Packed samples, all int64 tensors.
+
+    `documents` is -1 on padding. `selected` indexes the positions whose NEXT token belongs to the
+    answer; `selected_documents` is -1 where a selection slot is unused.
+    """
+
+    ids_BS: Tensor
+    next_ids_BS: Tensor
+    positions_BS: Tensor
+    documents_BS: Tensor
+    selected_BQ: Tensor
+    selected_documents_BQ: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device."""
+        pin = device.type == "cuda"
+        return Batch(
+            **{
+                name: (t.pin_memory() if pin else t).to(device, non_blocking=pin)
+                for name in Batch.__dataclass_fields__
+                if (t := getattr(self, name)) is not None
+            }
+        )
+
+    def attention_mask(self) -> Tensor:
+        """Causal mask within documents, bool [B, S, S]; padding attends to itself."""
+        size = self.ids_BS.shape[1]
+        same = self.documents_BS[:, :, None] == self.documents_BS[:, None, :]
+        return same & torch.ones(size, size, dtype=torch.bool, device=same.device).tril()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackShape:
+    """Shape of every batch."""
+
+    rows: int
+    row_len: int
+    selected_len: int
+
+
+def choose_shape(samples: Sequence[Sample], row_len: int, tokens_per_batch: int) -> PackShape:
+    """Fit `selected_len` to the share of answer tokens, with a tenth to spare."""
+    share = sum(len(s.answer) for s in samples) / max(1, sum(len(s) for s in samples))
+    selected = min(row_len, -(-int(row_len * share * 1.1 + 1) // 64) * 64)
+    longest = max((len(s.answer) for s in samples), default=1)
+    return PackShape(
+        rows=max(1, tokens_per_batch // row_len),
+        row_len=row_len,
+        selected_len=max(selected, min(row_len, longest)),
+    )
+
+
+def pack_rows(
+    samples: Sequence[Sample], shape: PackShape, rng: np.random.Generator
+) -> list[list[int]]:
+    """Assign shuffled samples to rows, first fit among the most recently opened rows."""
+    order = rng.permutation(len(samples))
+    closed: list[list[int]] = []
+    open_rows: list[tuple[list[int], int, int]] = []
+    for index in order.tolist():
+        size, answer = len(samples[index]), len(samples[index].answer)
+        if size > shape.row_len or answer > shape.selected_len:
+            continue
+        for slot, (members, room, selectable) in enumerate(open_rows):
+            if size <= room and answer <= selectable:
+                members.append(index)
+                open_rows[slot] = (members, room - size, selectable - answer)
+                break
+        else:
+            if len(open_rows) == 32:
+                closed.append(open_rows.pop(0)[0])
+            open_rows.append(([index], shape.row_len - size, shape.selected_len - answer))
+    rows = closed + [members for members, _, _ in open_rows]
+    return [rows[i] for i in rng.permutation(len(rows)).tolist()]
+
+
+def make_batch(samples: Sequence[Sample], rows: Sequence[Sequence[int]], shape: PackShape) -> Batch:
+    """Lay out rows of samples as arrays; missing rows are padding."""
+    full, part = (shape.rows, shape.row_len), (shape.rows, shape.selected_len)
+    ids, next_ids, positions = (np.zeros(full, dtype=np.int64) for _ in range(3))
+    documents = np.full(full, -1, dtype=np.int64)
+    selected = np.zeros(part, dtype=np.int64)
+    selected_documents = np.full(part, -1, dtype=np.int64)
+    for row, members in enumerate(rows):
+        at = chosen = 0
+        for index in members:
+            sample = samples[index]
+            size, answer = len(sample), len(sample.answer)
+            tokens = np.concatenate((sample.prompt, sample.answer))
+            ids[row, at : at + size] = tokens
+            next_ids[row, at : at + size - 1] = tokens[1:]
+            positions[row, at : at + size] = np.arange(size)
+            documents[row, at : at + size] = index
+            first = at + len(sample.prompt) - 1
+            selected[row, chosen : chosen + answer] = np.arange(first, first + answer)
+            selected_documents[row, chosen : chosen + answer] = index
+            at, chosen = at + size, chosen + answer
+    arrays = (ids, next_ids, positions, documents, selected, selected_documents)
+    names = Batch.__dataclass_fields__
+    return Batch(**{n: torch.from_numpy(a) for n, a in zip(names, arrays, strict=True)})
+
+
+def epoch_batches(samples: Sequence[Sample], shape: PackShape, seed: int) -> Iterator[Batch]:
+    """Batches of one pass over the samples in a seeded order; the ragged last one is dropped
+    unless it is the only one.
+    """
+    rows = pack_rows(samples, shape, np.random.default_rng(seed))
+    count = max(1, len(rows) // shape.rows)
+    for i in range(count):
+        yield make_batch(samples, rows[i * shape.rows : (i + 1) * shape.rows], shape)

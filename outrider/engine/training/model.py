@@ -1,0 +1,317 @@
+"""The trainable EAGLE-3 head and its unrolled forward (training-time test).
+
+B rows, S positions, Q selected (answer) positions, H hidden, Vd draft vocabulary, T the largest
+number of unrolled steps. Only selected positions are drafted from; every position writes K/V.
+
+At step j the row of selected slot s stands for position i(s): it reads the token t_{i+1+j} and its
+own output of step j-1, attends to the K/V of real features up to i and to its own rows of steps
+1..j, sits at RoPE position i + j and predicts t_{i+2+j}. Answer positions are contiguous, so a
+shift by j along Q is a shift by j in the text wherever the document is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outrider.engine.heads.config import HeadConfig
+from outrider.engine.heads.layers import rms_norm, rope_inverse_frequencies
+from outrider.engine.training.data import Batch
+from outrider.engine.training.target import Target, rotary, rotate
+
+MAX_UNROLL = 8
+
+
+class TrainableHead(nn.Module):
+    """fp32 master weights under the names of an EAGLE-3 checkpoint."""
+
+    def __init__(self, config: HeadConfig, target_ids: Tensor) -> None:
+        super().__init__()
+        self.config = config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        shapes = {
+            "fc.weight": (hidden, config.num_taps * config.target_hidden_size),
+            "midlayer.self_attn.q_proj.weight": (q_size, 2 * hidden),
+            "midlayer.self_attn.k_proj.weight": (kv_size, 2 * hidden),
+            "midlayer.self_attn.v_proj.weight": (kv_size, 2 * hidden),
+            "midlayer.self_attn.o_proj.weight": (hidden, q_size),
+            "midlayer.mlp.gate_proj.weight": (inner, hidden),
+            "midlayer.mlp.up_proj.weight": (inner, hidden),
+            "midlayer.mlp.down_proj.weight": (hidden, inner),
+            "lm_head.weight": (config.draft_vocab_size, hidden),
+        }
+        norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
+        for name in (*norms, "midlayer.post_attention_layernorm"):
+            self.add_weight(f"{name}.weight", torch.ones(hidden))
+        for name, shape in shapes.items():
+            self.add_weight(name, torch.randn(shape) * 0.02)
+        self.register_buffer("target_ids", target_ids)
+        self.target_ids: Tensor
+
+    def add_weight(self, name: str, value: Tensor) -> None:
+        """Register a master weight; dots are not allowed in torch's own parameter names."""
+        self.register_parameter(name.replace(".", "__"), nn.Parameter(value))
+
+    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Weights by checkpoint name in the compute dtype, attached to the graph."""
+        return {n.replace("__", "."): p.to(dtype) for n, p in self.named_parameters()}
+
+    @torch.no_grad()
+    def initialise_from(self, target: Target) -> None:
+        """lm_head rows and final norm from the target's; fc passes the highest tap through."""
+        named = {n.replace("__", "."): p for n, p in self.named_parameters()}
+        named["lm_head.weight"].copy_(target.lm_head[self.target_ids.to(target.device)].float())
+        named["norm.weight"].copy_(target.norm.float())
+        if self.config.hidden_size == self.config.target_hidden_size:
+            fc = named["fc.weight"]
+            fc.zero_()
+            fc[:, -self.config.hidden_size :] = torch.eye(self.config.hidden_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unrolled:
+    """What the unrolled forward yields, a list entry for each step."""
+
+    losses: list[Tensor]
+    """Mean loss over the step's valid rows, scalar."""
+    correct: list[Tensor]
+    """Bool [B, Q]: the draft's argmax is the label."""
+    valid: list[Tensor]
+    """Bool [B, Q]: rows whose label exists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """What is predicted, along the selected slots."""
+
+    probs_BQV: Tensor
+    """The target's law restricted to the draft vocabulary, padded by MAX_UNROLL slots."""
+    ids_BQ: Tensor
+    """Draft id of the true label, -1 when it is outside the draft vocabulary; padded alike."""
+
+
+class UnrolledForward:
+    """Runs a TrainableHead for several draft steps over a packed batch."""
+
+    def __init__(
+        self, head: TrainableHead, embedding: Tensor, *, dtype: torch.dtype, compile: bool = False
+    ) -> None:
+        self.head = head
+        self._embedding = embedding
+        self._dtype = dtype
+        self._inv_freq = rope_inverse_frequencies(head.config, embedding.device)
+        wrap: Callable[[Any], Any] = (
+            (lambda f: torch.compile(f, dynamic=False)) if compile else (lambda f: f)
+        )
+        self._project: Callable[..., tuple[Tensor, Tensor, Tensor]] = wrap(_project)
+        self._attend = wrap(_attend)
+        self._finish = wrap(_finish)
+        self._score = wrap(_score)
+
+    def __call__(
+        self, batch: Batch, taps_BSF: Tensor, labels: Labels, steps: int, trace: Trace | None = None
+    ) -> Unrolled:
+        """Losses and hits of `steps` draft steps, the first on real features."""
+        if not 1 <= steps < MAX_UNROLL:
+            raise ValueError(f"steps must be within 1..{MAX_UNROLL - 1}, not {steps}")
+        trace = trace or Trace()
+        w, config = self.head.weights(self._dtype), self.head.config
+        keys, values, features, inputs = self._stable_rows(w, batch, taps_BSF, trace)
+        selected = batch.selected_BQ
+        mask = batch.attention_mask().gather(
+            1, selected[:, :, None].expand(-1, -1, batch.ids_BS.shape[1])
+        )
+        next_ids = F.pad(batch.next_ids_BS.gather(1, selected), (0, MAX_UNROLL))
+        documents = F.pad(batch.selected_documents_BQ, (0, MAX_UNROLL), value=-1)
+        positions = batch.positions_BS.gather(1, selected)
+        width = selected.shape[1]
+        losses, correct, valid_steps = [], [], []
+        own_keys: list[Tensor] = []
+        own_values: list[Tensor] = []
+        for step in range(steps):
+            if step:
+                ids = next_ids[:, step : step + width]
+                inputs = self._inputs(w, ids, features)
+            q, k, v = self._projected(w, inputs, positions + step)
+            if step:
+                own_keys.append(k)
+                own_values.append(v)
+            attended = self._attend(q, keys, values, mask, *_own_rows(own_keys, own_values, k, v))
+            features = self._finish(features, attended, _block(w), config.rms_norm_eps)
+            there = documents[:, step + 1 : step + 1 + width]
+            ids = labels.ids_BQ[:, step + 1 : step + 1 + width]
+            valid = (there == documents[:, :width]) & (there >= 0)
+            loss, best = self._score(
+                features,
+                w["norm.weight"],
+                w["lm_head.weight"],
+                labels.probs_BQV[:, step + 1 : step + 1 + width],
+                valid & (ids >= 0),
+                config.rms_norm_eps,
+            )
+            trace.add(step, "inputs", inputs)
+            trace.add(step, "query", q)
+            trace.add(step, "attention", attended)
+            trace.add(step, "x", features)
+            if trace.wanted:
+                normed = rms_norm(features, w["norm.weight"], config.rms_norm_eps)
+                trace.add(step, "logits", F.linear(normed, w["lm_head.weight"]).float())
+            losses.append(loss)
+            correct.append(best == ids)
+            valid_steps.append(valid)
+        return Unrolled(losses=losses, correct=correct, valid=valid_steps)
+
+    def _stable_rows(
+        self, w: dict[str, Tensor], batch: Batch, taps: Tensor, trace: Trace
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """K/V [B,S,nkv,hd] of all positions; features and inputs of the selected ones."""
+        features = F.linear(taps.to(self._dtype), w["fc.weight"])
+        inputs = self._inputs(w, batch.next_ids_BS, features)
+        _, keys, values = self._projected(w, inputs, batch.positions_BS)
+        trace.add(0, "feature", features)
+        trace.add(0, "key", keys)
+        trace.add(0, "value", values)
+        return keys, values, _take(features, batch.selected_BQ), _take(inputs, batch.selected_BQ)
+
+    def _inputs(self, w: dict[str, Tensor], ids: Tensor, features: Tensor) -> Tensor:
+        eps = self.head.config.rms_norm_eps
+        embedded = F.embedding(ids, self._embedding).to(self._dtype)
+        return torch.cat(
+            (
+                rms_norm(embedded, w["midlayer.input_layernorm.weight"], eps),
+                rms_norm(features, w["midlayer.hidden_norm.weight"], eps),
+            ),
+            dim=-1,
+        )
+
+    def _projected(
+        self, w: dict[str, Tensor], inputs: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        cos, sin = rotary(positions, self._inv_freq, inputs.dtype)
+        names = ("q_proj", "k_proj", "v_proj")
+        fused = torch.cat([w[f"midlayer.self_attn.{n}.weight"] for n in names])
+        c = self.head.config
+        return self._project(inputs, fused, cos, sin, (c.num_heads, c.num_kv_heads, c.head_dim))
+
+
+class Trace:
+    """Collects named tensors by step; the base class drops them."""
+
+    wanted = False
+    """Whether tensors that cost extra work are to be computed."""
+
+    def add(self, step: int, name: str, value: Tensor) -> None:
+        """Record `value` under (step, name)."""
+
+
+def _take(rows: Tensor, index_BQ: Tensor) -> Tensor:
+    return rows.gather(1, index_BQ[:, :, None].expand(-1, -1, rows.shape[-1]))
+
+
+def _own_rows(
+    keys: list[Tensor], values: list[Tensor], like_k: Tensor, like_v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Own draft rows so far, padded to MAX_UNROLL - 1 so that every step has one shape.
+
+    Returns K and V [B, Q, T, nkv, hd] and a bool [T] that says which exist.
+    """
+    size = MAX_UNROLL - 1
+    missing = size - len(keys)
+    present = torch.arange(size, device=like_k.device) < len(keys)
+    zeros_k, zeros_v = torch.zeros_like(like_k), torch.zeros_like(like_v)
+    return (
+        torch.stack(keys + [zeros_k] * missing, dim=2),
+        torch.stack(values + [zeros_v] * missing, dim=2),
+        present,
+    )
+
+
+def _block(w: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (
+        w["midlayer.self_attn.o_proj.weight"],
+        w["midlayer.post_attention_layernorm.weight"],
+        w["midlayer.mlp.gate_proj.weight"],
+        w["midlayer.mlp.up_proj.weight"],
+        w["midlayer.mlp.down_proj.weight"],
+    )
+
+
+def _project(
+    inputs: Tensor, fused: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_q, num_kv, head_dim = heads
+    rows = F.linear(inputs, fused).view(*inputs.shape[:-1], num_q + 2 * num_kv, head_dim)
+    q, k = rows[..., :num_q, :], rows[..., num_q : num_q + num_kv, :]
+    return rotate(q, cos, sin), rotate(k, cos, sin), rows[..., num_q + num_kv :, :]
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    own_keys: Tensor,
+    own_values: Tensor,
+    present: Tensor,
+) -> Tensor:
+    """One softmax over the stable rows [B,S] under `mask` [B,Q,S] and a row's own [T] rows."""
+    batch, width, num_q, head_dim = q.shape
+    num_kv = keys.shape[2]
+    grouped = q.view(batch, width, num_kv, num_q // num_kv, head_dim).permute(0, 2, 3, 1, 4)
+    stacked = grouped.reshape(batch, num_kv, -1, head_dim)
+    scores = (stacked @ keys.permute(0, 2, 3, 1)).view(*grouped.shape[:-1], -1).float()
+    scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
+    own_k = own_keys.permute(0, 3, 1, 2, 4)[:, :, None]
+    own_v = own_values.permute(0, 3, 1, 2, 4)[:, :, None]
+    own = (grouped[..., None, :].float() * own_k.float()).sum(-1)
+    own = own.masked_fill(~present, float("-inf"))
+    probs = (torch.cat((scores, own), dim=-1) * head_dim**-0.5).softmax(-1)
+    size = scores.shape[-1]
+    stable = probs[..., :size].to(q.dtype).reshape(batch, num_kv, -1, size)
+    out: Tensor = (stable @ values.transpose(1, 2)).view(grouped.shape)
+    out = out + (probs[..., size:, None] * own_v.float()).sum(-2).to(q.dtype)
+    return out.permute(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def _finish(residual: Tensor, attended: Tensor, block: tuple[Tensor, ...], eps: float) -> Tensor:
+    o_proj, post_norm, gate, up, down = block
+    h = residual + F.linear(attended.flatten(-2), o_proj)
+    normed = rms_norm(h, post_norm, eps)
+    return h + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
+
+
+def _score(
+    x: Tensor, norm: Tensor, lm_head: Tensor, probs: Tensor, counted: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Mean cross entropy against the soft labels, and the draft's argmax."""
+    logits = F.linear(rms_norm(x, norm, eps), lm_head).float()
+    per_row = -(probs * logits.log_softmax(-1)).sum(-1)
+    loss = (per_row * counted).sum() / counted.sum().clamp_min(1)
+    return loss, logits.argmax(-1)
+
+
+@torch.no_grad()
+def make_labels(head: TrainableHead, target: Target, final_BSH: Tensor, batch: Batch) -> Labels:
+    """Soft labels and the target's own argmax along the selected slots."""
+    logits = target.logits(_take(final_BSH, batch.selected_BQ))
+    return labels_from_ids(head, logits, logits.argmax(-1))
+
+
+@torch.no_grad()
+def labels_from_ids(head: TrainableHead, logits_BQV: Tensor, ids_BQ: Tensor) -> Labels:
+    """Labels whose true ids are given, for instance the tokens of a greedy answer."""
+    target_ids = head.target_ids.to(ids_BQ.device)
+    draft_ids = torch.full((logits_BQV.shape[-1],), -1, device=ids_BQ.device)
+    draft_ids[target_ids] = torch.arange(len(target_ids), device=ids_BQ.device)
+    probs = logits_BQV[..., target_ids].float().softmax(-1).to(logits_BQV.dtype)
+    return Labels(
+        probs_BQV=F.pad(probs, (0, 0, 0, MAX_UNROLL)),
+        ids_BQ=F.pad(draft_ids[ids_BQ], (0, MAX_UNROLL), value=-1),
+    )

@@ -1,0 +1,244 @@
+"""The warper: from raw logits to the law that is sampled, in one place for both sides.
+
+Order: penalties, banned ids, division by the temperature, top-k, top-p, min-p; what is cut is
+-inf. The verifier warps target logits, the drafter warps its own with the same parameters; at a
+tree node the draft tokens on its path count as output. At temperature 0 only penalties and bans
+apply. A row's result depends on that row only, bit for bit.
+
+Ties at a boundary of top-k, top-p or min-p are all kept: the kept set is then a function of the
+values alone and not of a sorting order, so all devices and both sides agree on it.
+
+Shape suffixes: R rows, V columns. A column is a target id, or the draft id whose target id is
+`target_ids[column]` where a draft head has a vocabulary of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from outrider.spec.sampling import SamplingParams
+
+MAX_LOGIT = 1e30
+"""Larger logits (+inf too) are clamped, so that dividing by a temperature cannot overflow."""
+MIN_TEMPERATURE = 1e-6
+"""Smaller positive temperatures act as this one; float32 cannot tell them from greedy."""
+SORTED_COLUMNS = 4096
+"""Up to this many columns top-p sorts whole rows; above, only ids that can be in the nucleus."""
+
+
+def _no_ids() -> NDArray[np.int32]:
+    return np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenHistory:
+    """What penalties look at: target ids of the prompt, the output and the path to a node."""
+
+    prompt_ids: NDArray[np.int32] = field(default_factory=_no_ids)
+    output_ids: NDArray[np.int32] = field(default_factory=_no_ids)
+    path_ids: tuple[int, ...] = ()
+    """Draft tokens between the root and the node, the node's own included."""
+    banned_now: tuple[int, ...] = ()
+    """Ids banned at this position only (stop tokens before the minimum length)."""
+
+    def output_and_path(self) -> NDArray[np.int32]:
+        """Output ids with the path appended, int32."""
+        if not self.path_ids:
+            return self.output_ids
+        return np.concatenate([self.output_ids, np.array(self.path_ids, dtype=np.int32)])
+
+
+EMPTY_HISTORY = TokenHistory()
+
+
+def warp(
+    logits_RV: Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[TokenHistory],
+    *,
+    target_ids: Tensor | None = None,
+) -> Tensor:
+    """Warp float32 logits [R, V] row by row; returns [R, V] float32 without NaN or +inf.
+
+    Every row of the result has at least one finite entry: a row without any (all NaN, everything
+    banned) keeps its first column that is not banned. The input is returned itself when there is
+    nothing to do, so the caller must not write to either.
+    """
+    warped = logits_RV
+    if any(needs_edits(p, h) for p, h in zip(params, histories, strict=True)):
+        warped = warped.clone()
+        for row, (row_params, history) in enumerate(zip(params, histories, strict=True)):
+            if needs_edits(row_params, history):
+                _edit_(warped[row], row_params, history, target_ids)
+    warped = _tamed(warped, params, histories, target_ids)
+    temperatures = [max(p.temperature, MIN_TEMPERATURE) if p.temperature else 1.0 for p in params]
+    if any(t != 1.0 for t in temperatures):
+        # A tensor and not a scalar: a scalar may be turned into a product with its reciprocal.
+        divisors = torch.tensor(temperatures, dtype=torch.float32, device=warped.device)
+        warped = warped / divisors[:, None]
+    cut = [row for row, p in enumerate(params) if p.temperature and truncates(p)]
+    if len(cut) == len(params):
+        return _truncated(warped, params)
+    if cut:
+        if warped is logits_RV:
+            warped = warped.clone()
+        warped[cut] = _truncated(warped[cut], [params[row] for row in cut])
+    return warped
+
+
+def plain_argmax(logits_RV: Tensor) -> Tensor:
+    """argmax of every row, int64 [R], first of equals; NaN never wins (a row of NaN gives 0)."""
+    if logits_RV.device.type == "cpu":
+        best = torch.from_numpy(logits_RV.numpy().argmax(axis=-1))  # ten times torch's speed
+    else:
+        best = logits_RV.argmax(dim=-1)
+    if bool(logits_RV.gather(1, best[:, None]).isnan().any()):
+        best = logits_RV.nan_to_num(nan=-math.inf, posinf=math.inf).argmax(dim=-1)
+    return best
+
+
+def needs_edits(params: SamplingParams, history: TokenHistory) -> bool:
+    """Whether penalties or bans touch the row: if not, greedy rows are a bare argmax."""
+    return bool(
+        params.banned_ids
+        or history.banned_now
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def truncates(params: SamplingParams) -> bool:
+    """Whether top-k, top-p or min-p is on."""
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+_inverse_maps: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+
+
+def _columns(ids: NDArray[np.integer], logits_V: Tensor, target_ids: Tensor | None) -> Tensor:
+    """Columns of target ids, int64; ids without a column are left out."""
+    wanted = torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64)).to(logits_V.device)
+    if target_ids is None:
+        return wanted[(wanted >= 0) & (wanted < logits_V.shape[0])]
+    inverse = _inverse_maps.get(target_ids)
+    if inverse is None:
+        size = int(target_ids.max()) + 1
+        inverse = torch.full((size,), -1, dtype=torch.int64, device=target_ids.device)
+        inverse[target_ids] = torch.arange(target_ids.shape[0], device=target_ids.device)
+        _inverse_maps[target_ids] = inverse
+    columns = inverse[wanted[(wanted >= 0) & (wanted < inverse.shape[0])]]
+    return columns[columns >= 0]
+
+
+def _edit_(
+    logits_V: Tensor, params: SamplingParams, history: TokenHistory, target_ids: Tensor | None
+) -> None:
+    """Apply penalties and bans to one row in place."""
+    output = history.output_and_path()
+    if params.repetition_penalty != 1.0:
+        # Repeated columns are written with one and the same value: no need to make them unique.
+        columns = _columns(np.concatenate([history.prompt_ids, output]), logits_V, target_ids)
+        old, penalty = logits_V[columns], params.repetition_penalty
+        logits_V[columns] = torch.where(old > 0, old / penalty, old * penalty)
+    if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
+        ids, counts = np.unique(output, return_counts=True)
+        penalties = counts * params.frequency_penalty + params.presence_penalty
+        by_id = dict(zip(ids.tolist(), penalties.tolist(), strict=True))
+        columns = _columns(ids, logits_V, target_ids)
+        owners = columns if target_ids is None else target_ids[columns]
+        amounts = torch.tensor([by_id[i] for i in owners.tolist()], dtype=torch.float32)
+        logits_V[columns] -= amounts.to(logits_V.device)
+    banned = _banned(params, history)
+    if banned.size:
+        logits_V[_columns(banned, logits_V, target_ids)] = -math.inf
+
+
+def _banned(params: SamplingParams, history: TokenHistory) -> NDArray[np.int64]:
+    return np.array((*params.banned_ids, *history.banned_now), dtype=np.int64)
+
+
+def _tamed(
+    logits_RV: Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[TokenHistory],
+    target_ids: Tensor | None,
+) -> Tensor:
+    """NaN to -inf, huge to MAX_LOGIT, and one finite entry in every row."""
+    peaks = logits_RV.amax(dim=-1)
+    if bool(((peaks > -math.inf) & (peaks <= MAX_LOGIT)).all()):  # false for NaN
+        return logits_RV
+    tamed = logits_RV.nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
+    tamed.clamp_(max=MAX_LOGIT)
+    for row in (tamed.amax(dim=-1) == -math.inf).nonzero()[:, 0].tolist():
+        allowed = torch.ones(tamed.shape[1], dtype=torch.bool, device=tamed.device)
+        allowed[_columns(_banned(params[row], histories[row]), tamed[row], target_ids)] = False
+        tamed[row, allowed.int().argmax()] = 0.0
+    return tamed
+
+
+def _truncated(scores_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """A copy cut by top-k, then top-p and min-p of what top-k left."""
+    columns = scores_RV.shape[1]
+    rows_by_k: dict[int, list[int]] = {}
+    for row, row_params in enumerate(params):
+        if 0 < row_params.top_k < columns:
+            rows_by_k.setdefault(row_params.top_k, []).append(row)
+    if rows_by_k:
+        thresholds = scores_RV.new_full((len(params), 1), -math.inf)
+        for k, rows in rows_by_k.items():
+            thresholds[rows] = scores_RV[rows].topk(k, sorted=True).values[:, -1:]
+        scores_RV = scores_RV.masked_fill(scores_RV < thresholds, -math.inf)
+    if all(p.top_p >= 1.0 and p.min_p <= 0.0 for p in params):
+        return scores_RV
+    logprobs_RV = scores_RV.log_softmax(dim=-1)
+    floors = [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params]
+    thresholds = logprobs_RV.amax(dim=-1) + logprobs_RV.new_tensor(floors)
+    nucleus = [row for row, p in enumerate(params) if p.top_p < 1.0]
+    if nucleus:
+        edges = _nucleus_edges(logprobs_RV[nucleus], [params[row].top_p for row in nucleus])
+        thresholds[nucleus] = torch.maximum(thresholds[nucleus], edges)
+    return scores_RV.masked_fill(logprobs_RV < thresholds[:, None], -math.inf)
+
+
+def _nucleus_edges(logprobs_RV: Tensor, top_ps: Sequence[float]) -> Tensor:
+    """The smallest log-prob inside each row's nucleus, float32 [R]."""
+    if logprobs_RV.shape[1] <= SORTED_COLUMNS:
+        return _edges_of_sorted(
+            _descending(logprobs_RV),
+            torch.tensor(top_ps, dtype=torch.float64, device=logprobs_RV.device),
+        )
+    edges = []
+    for logprobs_V, top_p in zip(logprobs_RV, top_ps, strict=True):
+        # Ids below (1 - top_p) / V weigh less than 1 - top_p together, so the nucleus is made of
+        # others; half of that bound leaves room for rounding unless top_p is next to 1.
+        if 1.0 - top_p > 1e-5:
+            floor = math.log(0.5 * (1.0 - top_p) / logprobs_V.shape[0])
+            logprobs_V = logprobs_V[logprobs_V >= floor]
+        ordered = _descending(logprobs_V[None])
+        mass = torch.tensor([top_p], dtype=torch.float64, device=logprobs_V.device)
+        edges.append(_edges_of_sorted(ordered, mass))
+    return torch.cat(edges)
+
+
+def _descending(values: Tensor) -> Tensor:
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(
+            -1
+        )  # vectorised, unlike torch
+    return values.sort(dim=-1, descending=True).values
+
+
+def _edges_of_sorted(ordered_RC: Tensor, top_ps_R: Tensor) -> Tensor:
+    """An entry is inside if the mass before it is below top_p; the first always is."""
+    mass = ordered_RC.to(torch.float64).exp().cumsum(dim=-1)
+    inside = (mass[:, :-1] < top_ps_R[:, None]).sum(dim=-1, keepdim=True)
+    return ordered_RC.gather(1, inside)[:, 0]

@@ -1,0 +1,94 @@
+"""The one error tree. Every error that can reach a client or a peer is one of these.
+
+OutriderError
++-- InvalidRequestError        bad input: says what was wrong and what is allowed
+|   +-- InvalidMessageError    a peer's message failed validation; costs that message only
++-- NotFoundError              unknown session, request, model or file
++-- AlreadyExistsError         id already in use
++-- ResourceExhaustedError     queue, KV budget or rate bound reached; carries `retry_after_s`
++-- FailedPreconditionError    handshake mismatch (vocabulary, tokenizer, protocol, features)
++-- UnavailableError           peer lost or not ready; safe to retry if nothing was emitted
+|   +-- ConnectionLostError    an exchange connection ended or went silent
++-- DeadlineExceededError      the deadline passed first
++-- CancelledRequestError      cancelled by RPC or by id
++-- InternalError              a bug in Outrider
+"""
+
+from __future__ import annotations
+
+
+class OutriderError(Exception):
+    """Base of all errors. `reason` is a stable UPPER_SNAKE_CASE identifier for machines."""
+
+    code = "UNKNOWN"
+    """Name of the gRPC status code that this error maps to."""
+
+    def __init__(
+        self, message: str, *, reason: str = "UNSPECIFIED", retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequestError(OutriderError):
+    """Bad input; the message says what was wrong and what is allowed."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class InvalidMessageError(InvalidRequestError):
+    """A peer's message failed validation; it is dropped and nothing else happens."""
+
+
+class NotFoundError(OutriderError):
+    """The named session, request, model or file does not exist."""
+
+    code = "NOT_FOUND"
+
+
+class AlreadyExistsError(OutriderError):
+    """The id is already in use."""
+
+    code = "ALREADY_EXISTS"
+
+
+class ResourceExhaustedError(OutriderError):
+    """A bound was reached; `retry_after_s` is a hint."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
+class FailedPreconditionError(OutriderError):
+    """The peers do not fit together (protocol, vocabulary, tokenizer, features)."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class UnavailableError(OutriderError):
+    """The peer is lost or not ready."""
+
+    code = "UNAVAILABLE"
+
+
+class ConnectionLostError(UnavailableError):
+    """An exchange connection ended, or was silent for longer than its heartbeat allows."""
+
+
+class DeadlineExceededError(OutriderError):
+    """The deadline passed before the work was done."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
+class CancelledRequestError(OutriderError):
+    """The request was cancelled by RPC or by id."""
+
+    code = "CANCELLED"
+
+
+class InternalError(OutriderError):
+    """A bug in Outrider."""
+
+    code = "INTERNAL"

@@ -1,0 +1,17 @@
+"""Distinct identifier types, so that a session id cannot be passed where a drafter id is meant."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+"""A client's request, chosen by the client or made by the router; unique per router."""
+
+SessionId = NewType("SessionId", str)
+"""A request being served by a verifier; unique per router incarnation."""
+
+DrafterId = NewType("DrafterId", str)
+"""A drafter process; stable across its restarts."""
+
+VerifierId = NewType("VerifierId", str)
+"""A verifier process; stable across its restarts."""

@@ -1,0 +1,38 @@
+"""Logs of the three processes: one JSON object a line on stderr, never prompts or token ids."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import TextIO
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as JSON: ts, level, logger, event, then everything given as `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, keys in a fixed order."""
+        entry: dict[str, object] = {
+            "ts": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        entry |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def setup_logging(level: str = "INFO", stream: TextIO | None = None) -> None:
+    """Send every log record of this process to `stream` (stderr) as JSON lines."""
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())

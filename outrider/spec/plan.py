@@ -1,0 +1,72 @@
+"""A session's plan: what the router decides about its speculation (torch-free)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from outrider.errors import InvalidRequestError
+
+MAX_DRAFT_TOKENS = 256
+MAX_DRAFT_TOP_K = 32
+MAX_PATIENCE_MS = 60_000
+
+
+class DraftMethod(StrEnum):
+    """Where drafts come from."""
+
+    NONE = "none"
+    EAGLE3 = "eagle3"
+    EAGLE = "eagle"
+    NGRAM = "ngram"
+    MODEL = "model"
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise InvalidRequestError(message, reason="INVALID_PLAN")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Speculation settings of one session."""
+
+    method: DraftMethod = DraftMethod.NONE
+    """Draft source; `none` decodes plainly."""
+    draft_tokens: int = 4
+    """Nodes of a proposal, the root not counted. In [0, 256]."""
+    top_k: int = 1
+    """Children tried per expanded node; 1 drafts a chain. In [1, 32]."""
+    depth: int = 0
+    """Levels of a tree; 0 lets the drafter choose. A chain's depth is draft_tokens."""
+    look_ahead: int = 0
+    """Rounds drafted ahead of the verdict; 0 is lock-step."""
+    fan_out: int = 0
+    """Predicted outcomes pre-drafted per round when look_ahead > 0."""
+    patience_ms: int = 1000
+    """Longest wait of a row for its proposal before it decodes plainly."""
+
+    def __post_init__(self) -> None:
+        _require(
+            0 <= self.draft_tokens <= MAX_DRAFT_TOKENS,
+            f"draft_tokens must be in [0, {MAX_DRAFT_TOKENS}], got {self.draft_tokens}",
+        )
+        _require(
+            1 <= self.top_k <= MAX_DRAFT_TOP_K,
+            f"top_k must be in [1, {MAX_DRAFT_TOP_K}], got {self.top_k}",
+        )
+        _require(
+            0 <= self.depth <= MAX_DRAFT_TOKENS,
+            f"depth must be in [0, {MAX_DRAFT_TOKENS}], got {self.depth}",
+        )
+        _require(self.look_ahead >= 0, f"look_ahead must be >= 0, got {self.look_ahead}")
+        _require(self.fan_out >= 0, f"fan_out must be >= 0, got {self.fan_out}")
+        _require(
+            0 <= self.patience_ms <= MAX_PATIENCE_MS,
+            f"patience_ms must be in [0, {MAX_PATIENCE_MS}], got {self.patience_ms}",
+        )
+
+    @property
+    def speculative(self) -> bool:
+        """Whether any draft is wanted."""
+        return self.method is not DraftMethod.NONE and self.draft_tokens > 0

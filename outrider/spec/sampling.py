@@ -1,0 +1,86 @@
+"""How a session's tokens are chosen: sampling parameters and acceptance rules (torch-free)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from outrider.errors import InvalidRequestError
+
+
+class Rule(StrEnum):
+    """Acceptance rule of a session (design section 3)."""
+
+    GREEDY = "greedy"
+    """argmax; the only rule at temperature 0, whatever rule was asked for."""
+    COUPLED = "coupled"
+    """argmax(logits / T + Gumbel noise keyed by seed, position, token); the default at T > 0."""
+    REJECTION = "rejection"
+    """p/q rejection with the draft law that the drafter shipped."""
+    TARGET_ONLY = "target-only"
+    """Rejection with a one-hot draft law; the fallback whenever the law is missing."""
+
+
+MAX_TEMPERATURE = 100.0
+MAX_BANNED_IDS = 1024
+UINT64_MAX = 2**64 - 1
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise InvalidRequestError(message, reason="INVALID_SAMPLING")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Validated sampling parameters; the warper of both sides reads nothing else."""
+
+    temperature: float = 0.0
+    """0 decodes greedily; otherwise logits are divided by it. In [0, 100]."""
+    top_k: int = 0
+    """Keep the k largest logits; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of ids whose probability reaches top_p. In (0, 1]."""
+    min_p: float = 0.0
+    """Drop ids less probable than min_p times the most probable one. In [0, 1]."""
+    repetition_penalty: float = 1.0
+    """CTRL's penalty over prompt and output ids; positive, 1 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every id in the output. In [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence in the output. In [-2, 2]."""
+    banned_ids: tuple[int, ...] = ()
+    """Token ids that are never emitted."""
+    seed: int = 0
+    """64-bit seed of the session's noise."""
+    rule: Rule = Rule.COUPLED
+    """Acceptance rule at temperature > 0."""
+
+    def __post_init__(self) -> None:
+        _require(
+            math.isfinite(self.temperature) and 0.0 <= self.temperature <= MAX_TEMPERATURE,
+            f"temperature must be in [0, {MAX_TEMPERATURE:g}], got {self.temperature}",
+        )
+        _require(self.top_k >= 0, f"top_k must be >= 0 (0 keeps all), got {self.top_k}")
+        _require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
+        _require(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
+        _require(
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0,
+            f"repetition_penalty must be positive, got {self.repetition_penalty}",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2], got {value}")
+        _require(
+            len(self.banned_ids) <= MAX_BANNED_IDS and all(i >= 0 for i in self.banned_ids),
+            f"banned_ids must be at most {MAX_BANNED_IDS} ids >= 0",
+        )
+        _require(0 <= self.seed <= UINT64_MAX, f"seed must fit in 64 bits, got {self.seed}")
+
+    @property
+    def effective_rule(self) -> Rule:
+        """The rule that applies: greedy at temperature 0, the chosen rule otherwise."""
+        if self.temperature == 0.0 or self.rule is Rule.GREEDY:
+            return Rule.GREEDY
+        return self.rule

@@ -1,0 +1,38 @@
+"""Incremental detokenizing: ids in, whole characters out."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from outrider.text.pieces import PieceTable
+
+
+class Detokenizer:
+    """Turns one stream of ids into text whose concatenation is the text of all ids.
+
+    A character split across tokens is held back until it is complete; only bytes that can no
+    longer become a character are shown as U+FFFD.
+    """
+
+    def __init__(self, pieces: PieceTable) -> None:
+        self._pieces = pieces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._to_strip = pieces.strip_start
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Text that `token_ids` completed; "" while a character is incomplete."""
+        return self._strip(self._utf8.decode(b"".join(self._pieces[id_] for id_ in token_ids)))
+
+    def finish(self) -> str:
+        """What is left at the end of the stream: U+FFFD for an incomplete character, or ""."""
+        return self._strip(self._utf8.decode(b"", final=True))
+
+    def _strip(self, text: str) -> str:
+        while self._to_strip and text:
+            if text[0] != " ":
+                self._to_strip = 0
+                break
+            text = text[1:]
+            self._to_strip -= 1
+        return text

@@ -1,0 +1,58 @@
+"""Stop strings in a text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Passes text through until a stop string is complete, and cuts the text before it.
+
+    Text that could be the start of a stop string is held back. Of several stop strings the one
+    that is complete first wins, the longest if several are complete at once, so the outcome does
+    not depend on how the text was split into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` are non-empty; none at all passes everything through."""
+        assert all(stops), "empty stop strings are refused with the request"
+        self._stops = tuple(sorted(set(stops), key=len, reverse=True))
+        self._held = ""
+        self.matched: str | None = None
+        """The stop string that ended the text."""
+
+    def push(self, text: str) -> str:
+        """Text that is safe to show now. After a match nothing more comes out."""
+        if not self._stops or self.matched is not None:
+            return text if not self._stops else ""
+        held = self._held + text
+        match = self._first_match(held)
+        if match is not None:
+            end, self.matched = match
+            self._held = ""
+            return held[: end - len(self.matched)]
+        keep = self._partial_len(held)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def finish(self) -> str:
+        """The text held back, once no more can follow."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        best: tuple[int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (best is None or start + len(stop) < best[0]):
+                best = (start + len(stop), stop)
+        return best
+
+    def _partial_len(self, text: str) -> int:
+        """Length of the longest suffix of `text` that begins a stop string."""
+        longest = min(len(text), len(self._stops[0]) - 1)
+        for length in range(longest, 0, -1):
+            suffix = text[-length:]
+            if any(stop.startswith(suffix) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,162 @@
+"""The tokenizer of a served model, from the files that the hub lays out (torch-free).
+
+`tokenizers` is imported when a tokenizer is loaded, so that `tokenizer_hash` needs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.text.chat import ChatTemplate
+from outrider.text.pieces import PieceTable
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
+
+TOKENIZER_FILE = "tokenizer.json"
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def tokenizer_hash(path: str | Path) -> str:
+    """sha256 (hexadecimal) of the bytes of tokenizer.json.
+
+    `path` is that file or the model directory that holds it; a GGUF file has its tokenizer
+    beside it. Returns "" where there is none, which peers take as "unknown".
+    """
+    file = tokenizer_file(path)
+    if not file.is_file():
+        return ""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def tokenizer_file(path: str | Path) -> Path:
+    """Where tokenizer.json belongs for a model directory, a weight file or the file itself."""
+    path = Path(path)
+    if path.name == TOKENIZER_FILE:
+        return path
+    return (path if path.is_dir() else path.parent) / TOKENIZER_FILE
+
+
+class Tokenizer:
+    """Text to ids and back, the chat template, and the ids that end a turn. Thread-safe."""
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        *,
+        hash_hex: str,
+        template: ChatTemplate | None,
+        eos_ids: tuple[int, ...],
+    ) -> None:
+        self._fast = fast
+        self._template = template
+        self.hash = hash_hex
+        """sha256 of tokenizer.json, hexadecimal."""
+        self.eos_ids = eos_ids
+        """Ids that end the model's turn, ascending."""
+        self.num_ids = 1 + max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
+        """One more than the largest id; the vocabulary of a target may be padded beyond it."""
+        self.pieces = PieceTable.from_tokenizer(fast)
+        """What each id contributes to the text."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Load from a model directory (or the path of tokenizer.json).
+
+        Raises NotFoundError without a tokenizer.json, InvalidRequestError for a broken file,
+        FailedPreconditionError for a decoder that cannot be streamed.
+        """
+        from tokenizers import Tokenizer as FastTokenizer
+
+        file = tokenizer_file(path)
+        if not file.is_file():
+            raise NotFoundError(f"no {TOKENIZER_FILE} in {file.parent}", reason="NO_TOKENIZER")
+        raw = file.read_bytes()
+        try:
+            fast = FastTokenizer.from_buffer(raw)
+        except Exception as error:  # the library raises bare Exception for every defect
+            raise InvalidRequestError(
+                f"{file} is not a tokenizer: {error}", reason="BAD_TOKENIZER"
+            ) from error
+        fast.no_truncation()
+        fast.no_padding()
+        settings = _read_json(file.with_name("tokenizer_config.json"))
+        return cls(
+            fast,
+            hash_hex=hashlib.sha256(raw).hexdigest(),
+            template=_load_template(file.parent, settings),
+            eos_ids=_eos_ids(fast, file.parent, settings),
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Ids of `text`; with `add_special_tokens` also those that open a document (a BOS)."""
+        return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Ids of a conversation ({"role", "content"} each) up to where the answer begins.
+
+        The template writes its own special tokens, and its own default system message.
+        Raises InvalidRequestError if the model has no template or the template refuses.
+        """
+        if self._template is None:
+            raise InvalidRequestError(
+                "this model has no chat template; send a text or token-id prompt",
+                reason="NO_CHAT_TEMPLATE",
+            )
+        return self.encode(self._template.render(messages), add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids` at once, special tokens left out."""
+        return self._fast.decode(list(token_ids), skip_special_tokens=True)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidRequestError(f"{file} is not JSON: {error}", reason="BAD_TOKENIZER") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _token_text(value: object) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _load_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
+    """The template from chat_template.jinja, else from tokenizer_config.json."""
+    file = directory / "chat_template.jinja"
+    source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default")
+    if not isinstance(source, str):
+        return None
+    names = {name: _token_text(settings.get(name)) for name in SPECIAL_NAMES}
+    return ChatTemplate(source, {name: text for name, text in names.items() if text is not None})
+
+
+def _eos_ids(fast: FastTokenizer, directory: Path, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Every id that any of the model's files names as an end of turn."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(directory / name).get("eos_token_id")
+        found |= {v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)}
+    text = _token_text(settings.get("eos_token"))
+    from_text = fast.token_to_id(text) if text is not None else None
+    if from_text is not None:
+        found.add(from_text)
+    return tuple(sorted(found))

@@ -1,0 +1,132 @@
+"""The seam between processes: connections, control interfaces and dialers.
+
+A process implements an endpoint (`VerifierEndpoint`, `DrafterEndpoint`); a transport carries it.
+Three transports exist: in-process, gRPC and Ray. None of them knows a process package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol, TypeVar
+
+from outrider.ids import SessionId
+from outrider.spec.plan import Plan
+from outrider.wire.messages import (
+    DrafterInfo,
+    DrafterMessage,
+    SessionEvent,
+    SessionSpec,
+    VerifierInfo,
+    VerifierMessage,
+)
+
+SendT = TypeVar("SendT", contravariant=True)
+ReceiveT = TypeVar("ReceiveT", covariant=True)
+
+
+class Connection(Protocol[SendT, ReceiveT]):
+    """One end of a long-lived, ordered, message-oriented exchange connection.
+
+    Connections that a dialer returns or an endpoint is given carry heartbeats already: neither
+    side sends or sees a `Heartbeat`. Sends and receives may be cancelled without loss.
+    """
+
+    @property
+    def peer(self) -> str:
+        """Address of the other end, for logs."""
+        ...
+
+    async def send(self, message: SendT) -> None:
+        """Queue a message; waits while the peer is not reading. Raises ConnectionLostError."""
+        ...
+
+    async def receive(self) -> ReceiveT:
+        """The next message.
+
+        Raises InvalidMessageError for a malformed one (the connection stays usable) and
+        ConnectionLostError when the peer is gone or silent.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close both directions; idempotent."""
+        ...
+
+
+VerifierConnection = Connection[VerifierMessage, DrafterMessage]
+"""The verifier's end: sends verdicts, receives proposals."""
+DrafterConnection = Connection[DrafterMessage, VerifierMessage]
+"""The drafter's end: sends proposals, receives verdicts."""
+
+
+class VerifierControl(Protocol):
+    """What a router may ask of a verifier."""
+
+    async def info(self) -> VerifierInfo:
+        """Identity, capacity and load."""
+        ...
+
+    def open_session(self, spec: SessionSpec) -> AsyncIterator[SessionEvent]:
+        """Serve a session; yields its events. Closing the iterator closes the session.
+
+        An async generator (use `contextlib.aclosing`). Its first step raises InvalidRequestError
+        (ids out of range, too long), AlreadyExistsError or ResourceExhaustedError (does not fit
+        now); any step raises UnavailableError (verifier lost).
+        """
+        ...
+
+    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+        """Change a session's plan; NotFoundError if there is none."""
+        ...
+
+    async def close_session(self, session_id: SessionId) -> None:
+        """End a session and free all it holds; idempotent."""
+        ...
+
+
+class VerifierEndpoint(VerifierControl, Protocol):
+    """What a verifier process implements."""
+
+    async def exchange(self, connection: VerifierConnection) -> None:
+        """Serve one drafter's connection until it ends."""
+        ...
+
+
+class DrafterControl(Protocol):
+    """What a router may ask of a drafter."""
+
+    async def info(self) -> DrafterInfo:
+        """Identity and load."""
+        ...
+
+    async def attach(self, verifier_address: str) -> None:
+        """Connect to a verifier and serve it until detached; idempotent."""
+        ...
+
+    async def detach(self, verifier_address: str) -> None:
+        """Drop the connection to a verifier; idempotent."""
+        ...
+
+
+DrafterEndpoint = DrafterControl
+"""What a drafter process implements; its exchange connections are outgoing."""
+
+
+class Dialer(Protocol):
+    """Reaches the other processes of one transport by address."""
+
+    async def exchange(self, verifier_address: str) -> DrafterConnection:
+        """Open an exchange connection to a verifier. Raises UnavailableError."""
+        ...
+
+    async def verifier(self, address: str) -> VerifierControl:
+        """A control client of the verifier at `address`."""
+        ...
+
+    async def drafter(self, address: str) -> DrafterControl:
+        """A control client of the drafter at `address`."""
+        ...
+
+    async def close(self) -> None:
+        """Close every channel."""
+        ...

@@ -1,0 +1,186 @@
+"""Control clients and exchange connections by address (host:port)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import cast
+
+import grpc
+
+from outrider.errors import ConnectionLostError, UnavailableError
+from outrider.ids import SessionId
+from outrider.spec.plan import Plan
+from outrider.transport.base import DrafterConnection
+from outrider.transport.framed import drafter_end
+from outrider.transport.grpc.options import GrpcConfig, channel_options
+from outrider.transport.grpc.servicers import (
+    DRAFTER_SERVICE,
+    EMPTY,
+    EXCHANGE_SERVICE,
+    VERIFIER_SERVICE,
+)
+from outrider.transport.grpc.status import lost_stream_error, typed_error
+from outrider.transport.grpc.streams import StreamFrames
+from outrider.transport.heartbeat import unless_silent
+from outrider.wire.codec import (
+    decode_drafter_info,
+    decode_session_message,
+    decode_verifier_info,
+    encode_close_session,
+    encode_session_spec,
+    encode_set_plan,
+    encode_verifier_address,
+)
+from outrider.wire.messages import DrafterInfo, Heartbeat, SessionEvent, SessionSpec, VerifierInfo
+
+
+class _Client:
+    """Unary calls with a deadline and typed errors."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str, config: GrpcConfig) -> None:
+        self._channel = channel
+        self._address = address
+        self._config = config
+
+    async def _call(self, service: str, method: str, request: bytes) -> bytes:
+        rpc: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        rpc = self._channel.unary_unary(f"/{service}/{method}")
+        try:
+            return await rpc(request, timeout=self._config.control_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise typed_error(error, peer=self._address) from None
+
+
+class GrpcVerifier(_Client):
+    """Control client of a verifier."""
+
+    async def info(self) -> VerifierInfo:
+        """Identity, capacity and load."""
+        return decode_verifier_info(await self._call(VERIFIER_SERVICE, "GetInfo", EMPTY))
+
+    async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
+        """Serve a session; errors are raised by the first step, closing cancels the RPC."""
+        rpc: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+        rpc = self._channel.unary_stream(f"/{VERIFIER_SERVICE}/OpenSession")
+        call = rpc(encode_session_spec(spec))
+        try:
+            while True:
+                reading = asyncio.create_task(_read(call, self._address))
+                data = await unless_silent(reading, self._address, self._config.heartbeat)
+                if data is None:
+                    return
+                message = decode_session_message(data)
+                if not isinstance(message, Heartbeat):
+                    yield message
+        finally:
+            call.cancel()
+
+    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+        """Change a session's plan."""
+        await self._call(VERIFIER_SERVICE, "SetPlan", encode_set_plan(session_id, plan))
+
+    async def close_session(self, session_id: SessionId) -> None:
+        """End a session."""
+        await self._call(VERIFIER_SERVICE, "CloseSession", encode_close_session(session_id))
+
+
+class GrpcDrafter(_Client):
+    """Control client of a drafter."""
+
+    async def info(self) -> DrafterInfo:
+        """Identity and load."""
+        return decode_drafter_info(await self._call(DRAFTER_SERVICE, "GetInfo", EMPTY))
+
+    async def attach(self, verifier_address: str) -> None:
+        """Connect to a verifier."""
+        request = encode_verifier_address(verifier_address)
+        await self._call(DRAFTER_SERVICE, "Attach", request)
+
+    async def detach(self, verifier_address: str) -> None:
+        """Drop the connection to a verifier."""
+        request = encode_verifier_address(verifier_address)
+        await self._call(DRAFTER_SERVICE, "Detach", request)
+
+
+class GrpcDialer:
+    """Reaches other processes; one channel an address, shared by all its calls."""
+
+    def __init__(self, config: GrpcConfig | None = None) -> None:
+        self._config = config or GrpcConfig()
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The channel to an address."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = grpc.aio.insecure_channel(address, options=channel_options(self._config))
+            self._channels[address] = channel
+        return channel
+
+    async def exchange(self, verifier_address: str) -> DrafterConnection:
+        """Open an exchange connection to a verifier. Raises UnavailableError."""
+        rpc: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+        rpc = self.channel(verifier_address).stream_stream(f"/{EXCHANGE_SERVICE}/Exchange")
+        call = rpc()
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                # Answered by the server's initial metadata: the handler is running.
+                await call.initial_metadata()
+                await call.wait_for_connection()
+        except TimeoutError:
+            call.cancel()
+            raise UnavailableError(
+                f"{verifier_address} did not answer within {self._config.connect_timeout_s:g} s",
+                reason="CONNECT_TIMEOUT",
+            ) from None
+        except grpc.aio.AioRpcError as error:
+            raise typed_error(error, peer=verifier_address) from None
+        return drafter_end(_client_frames(call, verifier_address), self._config.heartbeat)
+
+    async def verifier(self, address: str) -> GrpcVerifier:
+        """A control client of the verifier at `address`."""
+        return GrpcVerifier(self.channel(address), address, self._config)
+
+    async def drafter(self, address: str) -> GrpcDrafter:
+        """A control client of the drafter at `address`."""
+        return GrpcDrafter(self.channel(address), address, self._config)
+
+    async def close(self) -> None:
+        """Close every channel."""
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close()
+
+
+async def _read(
+    call: grpc.aio.UnaryStreamCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, bytes],
+    peer: str,
+) -> bytes | None:
+    """The next message of a stream, None at its end; a typed error if it broke."""
+    try:
+        frame = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise lost_stream_error(error, peer=peer) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # grpc.aio reports a call that was cancelled locally as if its reader were cancelled.
+        raise ConnectionLostError(f"connection to {peer} is closed", reason="CLOSED") from None
+    return None if frame is grpc.aio.EOF else cast("bytes", frame)
+
+
+def _client_frames(call: grpc.aio.StreamStreamCall[bytes, bytes], peer: str) -> StreamFrames:
+    async def read() -> bytes | None:
+        return await _read(call, peer)
+
+    async def write(frame: bytes) -> None:
+        try:
+            await call.write(frame)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise ConnectionLostError(f"lost {peer}", reason="PEER_LOST") from error
+
+    return StreamFrames(
+        peer, read, write, half_close=call.done_writing, cancel=lambda: bool(call.cancel())
+    )

@@ -1,0 +1,49 @@
+"""grpc.health.v1 on grpc.aio; every watcher hears every change of its service."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.errors import NotFoundError
+from outrider.transport.grpc.status import Context
+
+SERVICE_NAME = "grpc.health.v1.Health"
+
+
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Serving status by service name; "" is the server as a whole."""
+
+    def __init__(self) -> None:
+        self._status: dict[str, int] = {}
+        self._changed = asyncio.Event()
+
+    def set_serving(self, services: tuple[str, ...], *, serving: bool) -> None:
+        """Set the status of services and tell their watchers."""
+        response = health_pb2.HealthCheckResponse
+        value = response.SERVING if serving else response.NOT_SERVING
+        for service in services:
+            self._status[service] = int(value)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(self, request: Any, context: Context) -> Any:
+        """Status of a service; NOT_FOUND for an unknown one, as the protocol demands."""
+        status = self._status.get(request.service)
+        if status is None:
+            raise NotFoundError(f"unknown service {request.service!r}", reason="UNKNOWN_SERVICE")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: Any, context: Context) -> None:
+        """Status of a service now and at every change; ends with the RPC."""
+        last: int | None = None
+        while True:
+            changed = self._changed
+            unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            status = self._status.get(request.service, unknown)
+            if status != last:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                last = status
+            await changed.wait()

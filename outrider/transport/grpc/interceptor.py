@@ -1,0 +1,96 @@
+"""The server interceptor: the one place where errors become gRPC statuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from inspect import isasyncgenfunction
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from outrider.errors import InvalidMessageError
+from outrider.transport.grpc.status import Context, abort
+
+Handler = Callable[..., Any]
+MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Deserializer = Callable[[bytes], Any]
+
+
+class _Malformed:
+    """Stands for a request that could not be parsed, until the handler may answer."""
+
+
+def _tolerant(deserializer: Deserializer | None) -> Deserializer | None:
+    if deserializer is None:
+        return None
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except DecodeError:
+            return _Malformed()
+
+    return parse
+
+
+def _check(request: Any) -> Any:
+    if isinstance(request, _Malformed):
+        raise InvalidMessageError("the request is not valid protobuf", reason="INVALID_MESSAGE")
+    return request
+
+
+def _guard(handler: Handler) -> Handler:
+    """The handler with its errors mapped; an async generator stays one."""
+    if isasyncgenfunction(handler):
+
+        async def stream(request: Any, context: Context) -> AsyncGenerator[Any]:
+            try:
+                async with aclosing(handler(_check(request), context)) as responses:
+                    async for response in responses:
+                        yield response
+            except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
+                raise
+            except Exception as error:
+                await abort(context, error)
+
+        return stream
+
+    async def call(request: Any, context: Context) -> Any:
+        try:
+            return await handler(_check(request), context)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await abort(context, error)
+
+    return call
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Maps `outrider.errors` to statuses with details; anything else to INTERNAL, logged."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> MethodHandler | None:
+        """Wrap the handler that was found, if any."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            behaviour = getattr(handler, kind)
+            if behaviour is not None:
+                make = getattr(grpc, f"{kind}_rpc_method_handler")
+                deserializer = handler.request_deserializer
+                wrapped: MethodHandler = make(
+                    _guard(behaviour),
+                    # A streamed request is parsed message by message by its own handler.
+                    deserializer if handler.request_streaming else _tolerant(deserializer),
+                    handler.response_serializer,
+                )
+                return wrapped
+        raise AssertionError("a handler has one behaviour")

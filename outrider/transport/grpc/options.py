@@ -1,0 +1,79 @@
+"""Settings of the gRPC transport and the channel options that they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.transport.heartbeat import HeartbeatConfig
+from outrider.wire.limits import MAX_MESSAGE_BYTES
+
+ChannelOptions = list[tuple[str, int]]
+
+_MIN_PING_INTERVAL_MS = 500
+_RECONNECT_MIN_MS = 100
+_RECONNECT_MAX_MS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcConfig:
+    """Settings shared by servers and clients."""
+
+    keepalive_time_s: float = 2.0
+    """Idle time of a transport after which it is probed; in [1, 10]."""
+    keepalive_timeout_s: float = 2.0
+    """How long a probe may stay unanswered before the transport counts as dead."""
+    connect_timeout_s: float = 5.0
+    """How long opening an exchange may take."""
+    control_timeout_s: float = 5.0
+    """Deadline of unary control calls."""
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    """Bound of one message, both ways."""
+    heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
+    """Application heartbeats of exchanges and session streams."""
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.keepalive_time_s <= 10.0:
+            raise ValueError(f"keepalive_time_s must be in [1, 10], got {self.keepalive_time_s}")
+        for name in ("keepalive_timeout_s", "connect_timeout_s", "control_timeout_s"):
+            if getattr(self, name) <= 0.0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.max_message_bytes <= MAX_MESSAGE_BYTES:
+            raise ValueError(
+                f"max_message_bytes must be in [1, {MAX_MESSAGE_BYTES}], "
+                f"got {self.max_message_bytes}"
+            )
+
+
+def _common(config: GrpcConfig) -> ChannelOptions:
+    timeout_ms = round(config.keepalive_timeout_s * 1000)
+    return [
+        ("grpc.keepalive_time_ms", round(config.keepalive_time_s * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        # Without this one a stopped peer is noticed after the default of 60 s.
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+    ]
+
+
+def channel_options(config: GrpcConfig) -> ChannelOptions:
+    """Options of a client's channel."""
+    return [
+        *_common(config),
+        ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MIN_MS),
+        ("grpc.min_reconnect_backoff_ms", round(config.connect_timeout_s * 1000)),
+        ("grpc.max_reconnect_backoff_ms", _RECONNECT_MAX_MS),
+    ]
+
+
+def server_options(config: GrpcConfig) -> ChannelOptions:
+    """Options of a server; it tolerates the pings that its clients are configured to send."""
+    return [
+        *_common(config),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
+        ("grpc.http2.max_ping_strikes", 0),
+        # Two servers on one port would share its connections at random.
+        ("grpc.so_reuseport", 0),
+    ]

@@ -1,0 +1,87 @@
+"""A gRPC server with health, reflection, error mapping and a graceful stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from outrider.errors import FailedPreconditionError
+from outrider.transport.grpc import health
+from outrider.transport.grpc.interceptor import ErrorInterceptor
+from outrider.transport.grpc.options import GrpcConfig, server_options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A service to be served."""
+
+    name: str
+    """Full name, package included; also its health service."""
+    register: Callable[[grpc.aio.Server], None]
+    """Adds the handlers, e.g. a generated `add_XServicer_to_server` bound to a servicer."""
+
+
+class GrpcServer:
+    """Serves services on one address; not serving (health) until told so."""
+
+    def __init__(
+        self, address: str, services: Sequence[Service], *, config: GrpcConfig | None = None
+    ) -> None:
+        """address: host:port; port 0 takes a free one."""
+        self._address = address
+        self._services = tuple(services)
+        self._config = config or GrpcConfig()
+        self._server: grpc.aio.Server | None = None
+        self._health: health.HealthService | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port that is listened on; the real port once started."""
+        return self._address
+
+    async def start(self, *, serving: bool = True) -> str:
+        """Bind and serve; the address. FailedPreconditionError if it cannot be bound."""
+        server = grpc.aio.server(
+            interceptors=(ErrorInterceptor(),), options=server_options(self._config)
+        )
+        self._health = health.HealthService()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        for service in self._services:
+            service.register(server)
+        names = [service.name for service in self._services]
+        reflection.enable_server_reflection(
+            (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        try:
+            port = server.add_insecure_port(self._address)
+        except RuntimeError as error:
+            raise FailedPreconditionError(
+                f"cannot listen on {self._address}", reason="ADDRESS_IN_USE"
+            ) from error
+        self._address = f"{self._address.rpartition(':')[0]}:{port}"
+        await server.start()
+        self._server = server
+        self.set_serving(serving)
+        return self._address
+
+    def set_serving(self, serving: bool) -> None:
+        """Announce readiness of all services, and of the server as a whole."""
+        if self._health is not None:
+            names = ("", *(service.name for service in self._services))
+            self._health.set_serving(names, serving=serving)
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Announce NOT_SERVING, let running RPCs finish within the grace, then cancel them."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            self.set_serving(False)
+            await server.stop(grace_s)
+
+    async def wait_for_termination(self) -> None:
+        """Wait until the server has stopped."""
+        if self._server is not None:
+            await self._server.wait_for_termination()

@@ -1,0 +1,162 @@
+"""VerifierService, ExchangeService and DrafterService around an endpoint.
+
+Handlers take and give bytes: parsing is the codec's, so that a malformed message of an exchange
+costs itself instead of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from outrider.errors import ConnectionLostError
+from outrider.transport.base import DrafterEndpoint, VerifierEndpoint
+from outrider.transport.framed import verifier_end
+from outrider.transport.grpc.options import GrpcConfig
+from outrider.transport.grpc.server import Service
+from outrider.transport.grpc.status import Context
+from outrider.transport.grpc.streams import StreamFrames
+from outrider.transport.heartbeat import with_idle_heartbeats
+from outrider.wire.codec import (
+    decode_close_session,
+    decode_session_spec,
+    decode_set_plan,
+    decode_verifier_address,
+    encode_drafter_info,
+    encode_session_message,
+    encode_verifier_info,
+)
+
+VERIFIER_SERVICE = "outrider.wire.v1.VerifierService"
+EXCHANGE_SERVICE = "outrider.wire.v1.ExchangeService"
+DRAFTER_SERVICE = "outrider.wire.v1.DrafterService"
+EMPTY = b""
+"""A message without fields."""
+_ENDPOINT_GRACE_S = 2.0
+"""How long an endpoint may take to notice that its exchange is gone."""
+
+UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
+
+
+def _service(name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> Service:
+    handler = grpc.method_handlers_generic_handler(name, dict(methods))
+    return Service(name=name, register=lambda server: server.add_generic_rpc_handlers((handler,)))
+
+
+def _unary(handler: UnaryHandler) -> grpc.RpcMethodHandler[bytes, bytes]:
+    return grpc.unary_unary_rpc_method_handler(handler)
+
+
+def verifier_services(
+    endpoint: VerifierEndpoint, config: GrpcConfig | None = None
+) -> tuple[Service, Service]:
+    """VerifierService and ExchangeService of an endpoint."""
+    servicer = _VerifierServicer(endpoint, config or GrpcConfig())
+    return (
+        _service(
+            VERIFIER_SERVICE,
+            {
+                "GetInfo": _unary(servicer.get_info),
+                "OpenSession": grpc.unary_stream_rpc_method_handler(servicer.open_session),
+                "SetPlan": _unary(servicer.set_plan),
+                "CloseSession": _unary(servicer.close_session),
+            },
+        ),
+        _service(
+            EXCHANGE_SERVICE,
+            {"Exchange": grpc.stream_stream_rpc_method_handler(servicer.exchange)},
+        ),
+    )
+
+
+def drafter_services(endpoint: DrafterEndpoint) -> tuple[Service]:
+    """DrafterService of an endpoint."""
+    servicer = _DrafterServicer(endpoint)
+    return (
+        _service(
+            DRAFTER_SERVICE,
+            {
+                "GetInfo": _unary(servicer.get_info),
+                "Attach": _unary(servicer.attach),
+                "Detach": _unary(servicer.detach),
+            },
+        ),
+    )
+
+
+class _VerifierServicer:
+    def __init__(self, endpoint: VerifierEndpoint, config: GrpcConfig) -> None:
+        self._endpoint = endpoint
+        self._config = config
+
+    async def get_info(self, _request: bytes, _context: Context) -> bytes:
+        return encode_verifier_info(await self._endpoint.info())
+
+    async def set_plan(self, request: bytes, _context: Context) -> bytes:
+        await self._endpoint.set_plan(*decode_set_plan(request))
+        return EMPTY
+
+    async def close_session(self, request: bytes, _context: Context) -> bytes:
+        await self._endpoint.close_session(decode_close_session(request))
+        return EMPTY
+
+    async def open_session(self, request: bytes, context: Context) -> None:
+        events = self._endpoint.open_session(decode_session_spec(request))
+        async with aclosing(with_idle_heartbeats(events, self._config.heartbeat)) as messages:
+            async for message in messages:
+                await context.write(encode_session_message(message))
+
+    async def exchange(self, _requests: object, context: Context) -> None:
+        await context.send_initial_metadata(())
+        frames = _server_frames(context)
+        connection = verifier_end(frames, self._config.heartbeat)
+        serving = asyncio.create_task(self._endpoint.exchange(connection))
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            # The endpoint hears of the loss from its connection, as over every transport.
+            frames.abort(ConnectionLostError(f"lost {frames.peer}", reason="PEER_LOST"))
+            await asyncio.wait((serving,), timeout=_ENDPOINT_GRACE_S)
+            serving.cancel()
+            raise
+        finally:
+            await connection.close()
+
+
+def _server_frames(context: Context) -> StreamFrames:
+    peer = context.peer()
+
+    async def read() -> bytes | None:
+        try:
+            frame = await context.read()
+        except Exception as error:
+            raise ConnectionLostError(f"lost {peer}", reason="PEER_LOST") from error
+        return None if frame is grpc.aio.EOF else frame
+
+    async def write(frame: bytes) -> None:
+        try:
+            await context.write(frame)
+        except Exception as error:
+            raise ConnectionLostError(f"lost {peer}", reason="PEER_LOST") from error
+
+    return StreamFrames(peer, read, write)
+
+
+class _DrafterServicer:
+    def __init__(self, endpoint: DrafterEndpoint) -> None:
+        self._endpoint = endpoint
+
+    async def get_info(self, _request: bytes, _context: Context) -> bytes:
+        return encode_drafter_info(await self._endpoint.info())
+
+    async def attach(self, request: bytes, _context: Context) -> bytes:
+        await self._endpoint.attach(decode_verifier_address(request))
+        return EMPTY
+
+    async def detach(self, request: bytes, _context: Context) -> bytes:
+        await self._endpoint.detach(decode_verifier_address(request))
+        return EMPTY

@@ -1,0 +1,113 @@
+"""An exchange stream as bounded frames whose reads and writes may be cancelled safely.
+
+grpc.aio cancels the whole call when a read or write of it is cancelled, and allows one write at a
+time; two pumps and two mailboxes keep both facts away from the users of a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+from outrider.errors import ConnectionLostError, OutriderError
+from outrider.transport.mailbox import Mailbox
+
+FLUSH_TIMEOUT_S = 0.5
+"""How long `close` waits for queued frames to be taken by the peer."""
+_INBOX_FRAMES = 64
+
+
+class StreamFrames:
+    """Frames over a pair of read and write coroutines.
+
+    read: the next frame, None at the end of the stream; raises a typed error.
+    write: sends a frame; raises a typed error.
+    half_close, cancel: on the side that owns the call, announce the end of its frames and end the
+    call; the other side's call ends when its handler returns.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        read: Callable[[], Awaitable[bytes | None]],
+        write: Callable[[bytes], Awaitable[None]],
+        *,
+        half_close: Callable[[], Awaitable[None]] | None = None,
+        cancel: Callable[[], object] | None = None,
+    ) -> None:
+        self._peer = peer
+        self._read, self._write = read, write
+        self._half_close, self._cancel = half_close, cancel
+        self._inbox: Mailbox[bytes] = Mailbox(max_items=_INBOX_FRAMES, size_of=len)
+        self._outbox: Mailbox[bytes] = Mailbox(size_of=len)
+        self._closing = False
+        self._reader = asyncio.create_task(self._pump_in(), name="outrider-exchange-read")
+        self._writer = asyncio.create_task(self._pump_out(), name="outrider-exchange-write")
+
+    @property
+    def peer(self) -> str:
+        """Address of the other end."""
+        return self._peer
+
+    async def send(self, frame: bytes) -> None:
+        """Queue a frame; waits while the peer is not reading."""
+        await self._outbox.put(frame)
+
+    async def receive(self) -> bytes:
+        """The next frame; raises the error that ended the stream."""
+        return await self._inbox.get()
+
+    async def close(self) -> None:
+        """Flush for a bounded time, then end the call."""
+        if self._closing:
+            return
+        self._closing = True
+        closed = ConnectionLostError(f"connection to {self.peer} is closed", reason="CLOSED")
+        self._inbox.close(closed, discard=True)
+        self._outbox.close(closed)
+        await asyncio.wait((self._writer,), timeout=FLUSH_TIMEOUT_S)
+        if self._half_close is not None and self._writer.done():
+            # A cancelled call drops what its peer has not read yet: let the peer end it.
+            with contextlib.suppress(Exception):
+                await self._half_close()
+                await asyncio.wait((self._reader,), timeout=FLUSH_TIMEOUT_S)
+        if self._cancel is not None:
+            self._cancel()
+        self._reader.cancel()
+        self._writer.cancel()
+        await asyncio.wait((self._reader, self._writer))
+
+    def abort(self, error: OutriderError) -> None:
+        """End both directions at once, e.g. because the RPC was cancelled."""
+        self._inbox.close(error)
+        self._outbox.close(_as_lost(error), discard=True)
+
+    async def _pump_in(self) -> None:
+        try:
+            while (frame := await self._read()) is not None:
+                # After a local close, frames are read and dropped until the peer ends too.
+                if not self._inbox.closed:
+                    with contextlib.suppress(OutriderError):
+                        await self._inbox.put(frame)
+            error: OutriderError = ConnectionLostError(
+                f"{self.peer} ended the exchange", reason="PEER_CLOSED"
+            )
+        except OutriderError as failure:
+            error = failure
+        self.abort(error)
+
+    async def _pump_out(self) -> None:
+        with contextlib.suppress(OutriderError):
+            while True:
+                await self._write(await self._outbox.get())
+        # The reader learns why the stream broke; this bound is for a peer that says nothing.
+        if not self._closing:
+            await asyncio.wait((self._reader,), timeout=FLUSH_TIMEOUT_S)
+            self.abort(ConnectionLostError(f"lost {self.peer}", reason="PEER_LOST"))
+
+
+def _as_lost(error: OutriderError) -> OutriderError:
+    if isinstance(error, ConnectionLostError):
+        return error
+    return ConnectionLostError(error.message, reason=error.reason)

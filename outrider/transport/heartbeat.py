@@ -1,0 +1,191 @@
+"""Application heartbeats: a peer whose event loop has stopped is noticed over every transport.
+
+TCP and HTTP/2 keepalive notice a dead host or a stopped process; only the application notices a
+process whose sockets live on while its event loop hangs. Silence is counted in ticks of the local
+event loop, and a tick counts its nominal length at most: when it is the local loop that was
+stalled, the peer's messages are still read before the peer is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from outrider.errors import ConnectionLostError, OutriderError
+from outrider.transport.base import Connection
+from outrider.wire.messages import Heartbeat
+
+SendT = TypeVar("SendT")
+ReceiveT = TypeVar("ReceiveT")
+ItemT = TypeVar("ItemT")
+
+_TICKS_PER_TIMEOUT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatConfig:
+    """When to send heartbeats, and when to give a silent peer up."""
+
+    interval_s: float = 0.5
+    """Time between two heartbeats."""
+    timeout_s: float = 2.0
+    """Silence after which the peer counts as lost; several intervals."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.interval_s < self.timeout_s:
+            raise ValueError(
+                f"interval_s must be in (0, timeout_s), got {self.interval_s} and {self.timeout_s}"
+            )
+
+    @property
+    def tick_s(self) -> float:
+        """Granularity at which silence is counted."""
+        return self.timeout_s / _TICKS_PER_TIMEOUT
+
+
+def _silent(peer: str, config: HeartbeatConfig) -> ConnectionLostError:
+    return ConnectionLostError(
+        f"nothing heard from {peer} for {config.timeout_s:g} s", reason="PEER_SILENT"
+    )
+
+
+class HeartbeatConnection(Generic[SendT, ReceiveT]):
+    """Sends heartbeats, hides received ones, and ends the connection when the peer is silent.
+
+    Silence counts only while somebody is waiting in `receive`: a caller that does not read has
+    no right to call the peer silent.
+    """
+
+    def __init__(
+        self,
+        inner: Connection[SendT | Heartbeat, ReceiveT | Heartbeat],
+        config: HeartbeatConfig,
+    ) -> None:
+        self.inner = inner
+        self._config = config
+        self._lost = False
+        self._waiting = 0
+        self._silent_ticks = 0
+        self._tasks = (
+            asyncio.create_task(self._beat(), name="outrider-heartbeat"),
+            asyncio.create_task(self._watch(), name="outrider-heartbeat-watch"),
+        )
+
+    @property
+    def peer(self) -> str:
+        """Address of the other end."""
+        return self.inner.peer
+
+    async def send(self, message: SendT) -> None:
+        """Queue a message; ConnectionLostError when the peer is gone or silent."""
+        try:
+            await self.inner.send(message)
+        except ConnectionLostError as error:
+            raise self._reason(error) from None
+
+    async def receive(self) -> ReceiveT:
+        """The next message that is not a heartbeat."""
+        while True:
+            self._waiting += 1
+            try:
+                message = await self.inner.receive()
+            except ConnectionLostError as error:
+                self.stop_heartbeats()
+                raise self._reason(error) from None
+            finally:
+                self._waiting -= 1
+                self._silent_ticks = 0
+            if not isinstance(message, Heartbeat):
+                return message
+
+    async def close(self) -> None:
+        """Stop the heartbeats and close the connection; idempotent."""
+        self.stop_heartbeats()
+        await self.inner.close()
+
+    def _reason(self, error: ConnectionLostError) -> ConnectionLostError:
+        return _silent(self.peer, self._config) if self._lost else error
+
+    def stop_heartbeats(self) -> None:
+        """Send no more heartbeats and watch for none; the connection stays open."""
+        current = asyncio.current_task()
+        for task in self._tasks:
+            if task is not current:
+                task.cancel()
+
+    async def _beat(self) -> None:
+        sequence = 0
+        with contextlib.suppress(OutriderError):
+            while True:
+                await asyncio.sleep(self._config.interval_s)
+                sequence += 1
+                await self.inner.send(Heartbeat(sequence))
+
+    async def _watch(self) -> None:
+        while self._silent_ticks < _TICKS_PER_TIMEOUT:
+            await asyncio.sleep(self._config.tick_s)
+            if self._waiting:
+                self._silent_ticks += 1
+        self._lost = True
+        self.stop_heartbeats()
+        await self.inner.close()
+
+
+def with_heartbeat(
+    connection: Connection[SendT | Heartbeat, ReceiveT | Heartbeat], config: HeartbeatConfig
+) -> HeartbeatConnection[SendT, ReceiveT]:
+    """Add heartbeats to a connection."""
+    return HeartbeatConnection(connection, config)
+
+
+async def with_idle_heartbeats(
+    items: AsyncIterator[ItemT], config: HeartbeatConfig
+) -> AsyncGenerator[ItemT | Heartbeat]:
+    """The items, and a heartbeat whenever none came for an interval.
+
+    Closing this generator closes `items`, also while it waits for the next one.
+    """
+    sequence = 0
+    pending: asyncio.Task[ItemT] | None = None
+    try:
+        while True:
+            if pending is None:
+                pending = asyncio.create_task(_next(items))
+            await asyncio.wait((pending,), timeout=config.interval_s)
+            if not pending.done():
+                sequence += 1
+                yield Heartbeat(sequence)
+                continue
+            done, pending = pending, None
+            try:
+                item = done.result()
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.wait((pending,))
+        if isinstance(items, AsyncGenerator):
+            await items.aclose()
+
+
+async def _next(items: AsyncIterator[ItemT]) -> ItemT:
+    return await anext(items)
+
+
+async def unless_silent(task: asyncio.Task[ItemT], peer: str, config: HeartbeatConfig) -> ItemT:
+    """The task's result; cancels it and raises ConnectionLostError after a silent timeout."""
+    try:
+        for _ in range(_TICKS_PER_TIMEOUT):
+            done, _pending = await asyncio.wait((task,), timeout=config.tick_s)
+            if done:
+                return task.result()
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    task.cancel()
+    raise _silent(peer, config)

@@ -1,0 +1,75 @@
+"""Calls to an actor host with deadlines and typed errors."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from outrider.errors import (
+    ConnectionLostError,
+    DeadlineExceededError,
+    OutriderError,
+    UnavailableError,
+)
+from outrider.transport.heartbeat import unless_silent
+from outrider.transport.ray.options import RayConfig
+from outrider.transport.status import from_status
+
+
+class HostCalls:
+    """An actor host by handle."""
+
+    def __init__(self, actor: Any, address: str, config: RayConfig) -> None:
+        self._actor = actor
+        self.address = address
+        self.config = config
+
+    async def call(self, method: str, *args: object) -> Any:
+        """A call with the control deadline; UnavailableError if the actor is gone."""
+        try:
+            async with asyncio.timeout(self.config.control_timeout_s):
+                return await self._result(method, args, UnavailableError)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"{self.address} did not answer within {self.config.control_timeout_s:g} s",
+                reason="TIMEOUT",
+            ) from None
+
+    async def poll(self, method: str, *args: object) -> Any:
+        """A call that the host answers within a heartbeat interval, whatever happens.
+
+        ConnectionLostError if the actor is gone or silent.
+        """
+        task = asyncio.create_task(self._result(method, args, ConnectionLostError))
+        return await unless_silent(task, self.address, self.config.heartbeat)
+
+    async def stream(self, method: str, *args: object) -> Any:
+        """A call that the host answers when its endpoint has room; the caller bounds it."""
+        return await self._result(method, args, ConnectionLostError)
+
+    async def _result(
+        self, method: str, args: tuple[object, ...], lost: type[OutriderError]
+    ) -> Any:
+        from ray.exceptions import RayError
+
+        try:
+            reply = await getattr(self._actor, method).remote(*args)
+        except RayError as error:
+            raise lost(f"lost {self.address}: {type(error).__name__}", reason="PEER_LOST") from None
+        if reply.error is not None:
+            raise from_status(reply.error)
+        return reply.value
+
+
+async def find_host(address: str, config: RayConfig) -> HostCalls:
+    """The host named `address`; UnavailableError if there is none."""
+    import ray
+
+    try:
+        async with asyncio.timeout(config.control_timeout_s):
+            actor = await asyncio.to_thread(ray.get_actor, address, namespace=config.namespace)
+    except ValueError:
+        raise UnavailableError(f"no actor named {address}", reason="UNREACHABLE") from None
+    except TimeoutError:
+        raise UnavailableError(f"the look-up of {address} hangs", reason="UNREACHABLE") from None
+    return HostCalls(cast("Any", actor), address, config)

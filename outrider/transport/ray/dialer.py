@@ -1,0 +1,237 @@
+"""Control clients and exchange connections by actor name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator
+
+from outrider.errors import ConnectionLostError, OutriderError
+from outrider.ids import SessionId
+from outrider.spec.plan import Plan
+from outrider.transport.base import DrafterConnection
+from outrider.transport.framed import drafter_end
+from outrider.transport.ray.calls import HostCalls, find_host
+from outrider.transport.ray.frames import (
+    MAX_BATCH,
+    MAX_BATCH_BYTES,
+    Batch,
+    Frame,
+    Inlet,
+    closed_error,
+    frame_mailbox,
+    pack_frames,
+)
+from outrider.transport.ray.options import RayConfig
+from outrider.transport.sessions import SESSION_EVENTS, session_mailbox
+from outrider.transport.status import from_status
+from outrider.wire.codec import (
+    decode_drafter_info,
+    decode_session_message,
+    decode_verifier_info,
+    encode_close_session,
+    encode_session_spec,
+    encode_set_plan,
+    encode_verifier_address,
+)
+from outrider.wire.messages import DrafterInfo, SessionEvent, SessionSpec, VerifierInfo
+
+_PULLS = 2
+"""Pulls in flight: one waits at the host while the other's answer travels."""
+_PUSHES = 4
+"""Pushes in flight."""
+_FLUSH_TIMEOUT_S = 1.0
+
+
+class DialedFrames:
+    """The dialing side of an exchange: pushes what it sends, pulls what it receives."""
+
+    def __init__(self, host: HostCalls, key: int) -> None:
+        self._host, self._key = host, key
+        self._inbox = frame_mailbox()
+        self._outbox = frame_mailbox()
+        self._inlet = Inlet(self._inbox, host.config.control_timeout_s)
+        self._pushes: set[asyncio.Task[None]] = set()
+        self._writer = asyncio.create_task(self._push_all())
+        self._readers = [asyncio.create_task(self._pull_all()) for _ in range(_PULLS)]
+        self._closing = False
+
+    @property
+    def peer(self) -> str:
+        """Name of the verifier's actor."""
+        return self._host.address
+
+    async def send(self, frame: bytes) -> None:
+        """Queue a frame; waits while the peer is not reading."""
+        await self._outbox.put(frame)
+
+    async def receive(self) -> Frame:
+        """The next frame."""
+        return await self._inbox.get()
+
+    async def close(self) -> None:
+        """Push what is queued (within a bound), then tell the host."""
+        if self._closing:
+            return
+        self._closing = True
+        closed = closed_error(self.peer)
+        self._inbox.close(closed, discard=True)
+        self._outbox.close(closed)
+        await asyncio.wait((self._writer, *self._pushes), timeout=_FLUSH_TIMEOUT_S)
+        await asyncio.wait((*self._pushes, self._writer), timeout=_FLUSH_TIMEOUT_S)
+        tasks = [self._writer, *self._readers, *self._pushes]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        with contextlib.suppress(OutriderError):
+            await self._host.poll("end_exchange", self._key)
+
+    def _abort(self, error: OutriderError) -> None:
+        self._inbox.close(error)
+        self._outbox.close(
+            ConnectionLostError(f"lost {self.peer}", reason="PEER_LOST"), discard=True
+        )
+
+    async def _push_all(self) -> None:
+        with contextlib.suppress(OutriderError):
+            for sequence in itertools.count():
+                await self._outbox.wait(self._host.config.heartbeat.interval_s)
+                frames: list[Frame] = list(self._outbox.take(MAX_BATCH, MAX_BATCH_BYTES))
+                while len(self._pushes) >= _PUSHES:
+                    await asyncio.wait(self._pushes, return_when=asyncio.FIRST_COMPLETED)
+                packed = pack_frames(frames, self._host.config.bulk_bytes)
+                batch = Batch(sequence=sequence, frames=packed)
+                task = asyncio.create_task(self._push(batch))
+                self._pushes.add(task)
+                task.add_done_callback(self._pushes.discard)
+
+    async def _push(self, batch: Batch) -> None:
+        try:
+            await self._host.stream("push_frames", self._key, batch)
+        except OutriderError as error:
+            # A pull tells why the exchange ended; this bound is for a host that says nothing.
+            await asyncio.wait(self._readers, timeout=_FLUSH_TIMEOUT_S)
+            self._abort(error)
+
+    async def _pull_all(self) -> None:
+        interval_s = self._host.config.heartbeat.interval_s
+        try:
+            while True:
+                batch = await self._host.poll("pull_frames", self._key, interval_s)
+                ended = await self._inlet.accept(batch)
+                if ended is not None:
+                    raise from_status(ended)
+        except OutriderError as error:
+            self._abort(error)
+
+
+class _Client:
+    """Control calls to an actor, which is looked up when it is first needed."""
+
+    def __init__(self, address: str, config: RayConfig) -> None:
+        self._address = address
+        self._config = config
+        self._found: HostCalls | None = None
+
+    async def _host(self) -> HostCalls:
+        if self._found is None:
+            self._found = await find_host(self._address, self._config)
+        return self._found
+
+    async def _call(self, method: str, request: bytes) -> bytes:
+        host = await self._host()
+        response: bytes = await host.call("call", method, request)
+        return response
+
+
+class RayVerifier(_Client):
+    """Control client of a verifier."""
+
+    async def info(self) -> VerifierInfo:
+        """Identity, capacity and load."""
+        return decode_verifier_info(await self._call("VerifierService/GetInfo", b""))
+
+    async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
+        """Serve a session; errors are raised by the first step, closing ends the session."""
+        host = await self._host()
+        key: int = await host.call("open_session", encode_session_spec(spec))
+        mailbox = session_mailbox()
+
+        async def pull_all() -> None:
+            """Pulls go on while the reader is slow: they renew the session's lease."""
+            interval_s = host.config.heartbeat.interval_s
+            try:
+                ended = False
+                while not ended:
+                    room = SESSION_EVENTS - len(mailbox)
+                    events, ended = await host.poll("pull_session", key, interval_s, room)
+                    for data in events:
+                        message = decode_session_message(data)
+                        if isinstance(message, SessionEvent):
+                            await mailbox.put(message)
+                await mailbox.put(None)
+            except OutriderError as error:
+                mailbox.close(error)
+
+        puller = asyncio.create_task(pull_all())
+        try:
+            while (event := await mailbox.get()) is not None:
+                yield event
+        finally:
+            puller.cancel()
+            await asyncio.wait((puller,))
+            with contextlib.suppress(OutriderError):
+                await host.poll("end_session", key)
+
+    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+        """Change a session's plan."""
+        request = encode_set_plan(session_id, plan)
+        await self._call("VerifierService/SetPlan", request)
+
+    async def close_session(self, session_id: SessionId) -> None:
+        """End a session."""
+        request = encode_close_session(session_id)
+        await self._call("VerifierService/CloseSession", request)
+
+
+class RayDrafter(_Client):
+    """Control client of a drafter."""
+
+    async def info(self) -> DrafterInfo:
+        """Identity and load."""
+        return decode_drafter_info(await self._call("DrafterService/GetInfo", b""))
+
+    async def attach(self, verifier_address: str) -> None:
+        """Connect to a verifier."""
+        request = encode_verifier_address(verifier_address)
+        await self._call("DrafterService/Attach", request)
+
+    async def detach(self, verifier_address: str) -> None:
+        """Drop the connection to a verifier."""
+        request = encode_verifier_address(verifier_address)
+        await self._call("DrafterService/Detach", request)
+
+
+class RayDialer:
+    """Reaches actors of one Ray cluster; `ray.init` is the caller's."""
+
+    def __init__(self, config: RayConfig | None = None) -> None:
+        self._config = config or RayConfig()
+
+    async def exchange(self, verifier_address: str) -> DrafterConnection:
+        """Open an exchange connection to a verifier. Raises UnavailableError."""
+        host = await find_host(verifier_address, self._config)
+        key: int = await host.call("open_exchange", "ray:drafter")
+        return drafter_end(DialedFrames(host, key), self._config.heartbeat)
+
+    async def verifier(self, address: str) -> RayVerifier:
+        """A control client of the verifier at `address`."""
+        return RayVerifier(address, self._config)
+
+    async def drafter(self, address: str) -> RayDrafter:
+        """A control client of the drafter at `address`."""
+        return RayDrafter(address, self._config)
+
+    async def close(self) -> None:
+        """Nothing to close: connections belong to their holders."""

@@ -1,0 +1,124 @@
+"""Frames as arguments and results of actor calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from outrider.errors import ConnectionLostError, InvalidMessageError, OutriderError
+from outrider.transport.mailbox import Mailbox
+from outrider.transport.status import ErrorStatus
+
+ItemT = TypeVar("ItemT")
+
+Frame = bytes | memoryview
+MAX_BATCH = 64
+"""Frames of one call."""
+MAX_BATCH_BYTES = 4 << 20
+"""Bytes of one call, unless a single frame is larger."""
+_MAX_AHEAD = 64
+"""Calls that may arrive before an earlier one; more means that the earlier one is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bulk:
+    """A frame in the object store; the ref is nested so that Ray hands it over unresolved."""
+
+    ref: Any
+
+
+PackedFrame = bytes | Bulk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Frames of one call, in order; `sequence` counts the calls of one direction."""
+
+    sequence: int
+    frames: tuple[PackedFrame, ...] = ()
+    error: ErrorStatus | None = None
+    """Set on the last batch: why the stream ended, after its frames."""
+
+
+def pack_frames(frames: Sequence[Frame], bulk_bytes: int) -> tuple[PackedFrame, ...]:
+    """Put large frames into the object store."""
+    import ray
+
+    return tuple(
+        Bulk(ray.put(np.frombuffer(frame, dtype=np.uint8)))
+        if len(frame) > bulk_bytes
+        else bytes(frame)
+        for frame in frames
+    )
+
+
+async def unpack_frame(frame: object, timeout_s: float) -> Frame:
+    """The frame's bytes; ConnectionLostError if the object store does not give them in time."""
+    if isinstance(frame, bytes):
+        return frame
+    if not isinstance(frame, Bulk):
+        raise InvalidMessageError(f"a frame must be bytes, got {type(frame).__name__}")
+    from ray.exceptions import RayError
+
+    try:
+        array = await asyncio.wait_for(frame.ref, timeout_s)
+    except (RayError, TimeoutError) as error:
+        raise ConnectionLostError("a bulk frame is lost", reason="OBJECT_LOST") from error
+    return memoryview(array)
+
+
+class Resequencer(Generic[ItemT]):
+    """Restores the order of numbered items; duplicates are dropped."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._early: dict[int, ItemT] = {}
+
+    def accept(self, sequence: int, item: ItemT) -> list[ItemT]:
+        """The items that are now in order. ConnectionLostError if a gap never closes."""
+        if sequence >= self._next:
+            self._early[sequence] = item
+        if len(self._early) > _MAX_AHEAD:
+            raise ConnectionLostError(f"call {self._next} is lost", reason="CALL_LOST")
+        ready = []
+        while self._next in self._early:
+            ready.append(self._early.pop(self._next))
+            self._next += 1
+        return ready
+
+
+class Inlet:
+    """Batches that arrive by concurrent calls, put into a mailbox in order."""
+
+    def __init__(self, mailbox: Mailbox[Frame], timeout_s: float) -> None:
+        self._mailbox = mailbox
+        self._timeout_s = timeout_s
+        self._order: Resequencer[Batch] = Resequencer()
+        self._lock = asyncio.Lock()
+
+    async def accept(self, batch: Batch) -> ErrorStatus | None:
+        """Deliver all batches that are in order now; the error of the last one, if it is there.
+
+        Waits while the mailbox is full. Raises the mailbox's error once that is closed.
+        """
+        async with self._lock:
+            for ready in self._order.accept(batch.sequence, batch):
+                for frame in ready.frames:
+                    await self._mailbox.put(await unpack_frame(frame, self._timeout_s))
+                if ready.error is not None:
+                    return ready.error
+        return None
+
+
+def closed_error(peer: str) -> OutriderError:
+    """The error of the side that closed its own connection."""
+    return ConnectionLostError(f"connection to {peer} is closed", reason="CLOSED")
+
+
+def frame_mailbox() -> Mailbox[Frame]:
+    """A bounded mailbox of frames."""
+    return Mailbox(max_items=4 * MAX_BATCH, size_of=len)

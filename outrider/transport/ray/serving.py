@@ -1,0 +1,95 @@
+"""Starting and stopping actor hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import AlreadyExistsError, OutriderError, UnavailableError
+from outrider.transport.ray.calls import HostCalls
+from outrider.transport.ray.host import EndpointFactory, EndpointHost
+from outrider.transport.ray.options import RayConfig
+
+_MAX_CONCURRENCY = 10_000
+"""Calls that may wait at a host at once: a few per session and exchange."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayEndpoint:
+    """A running actor host."""
+
+    address: str
+    """The actor's name, by which dialers reach it."""
+    actor: Any
+    config: RayConfig
+
+    async def stop(self) -> None:
+        """Stop the endpoint, then the actor; idempotent."""
+        import ray
+
+        with contextlib.suppress(OutriderError):
+            await HostCalls(self.actor, self.address, self.config).call("stop")
+        ray.kill(self.actor)
+
+
+async def serve_verifier(
+    name: str,
+    factory: EndpointFactory,
+    *,
+    config: RayConfig | None = None,
+    actor_options: Mapping[str, object] | None = None,
+) -> RayEndpoint:
+    """Start an actor that serves the verifier that `factory` makes; waits until it is ready.
+
+    factory: picklable; called inside the actor, its context gives a `VerifierEndpoint`.
+    actor_options: Ray's own (num_cpus, num_gpus, lifetime, scheduling_strategy, ...).
+    Raises AlreadyExistsError (name in use), UnavailableError (it did not start), or what the
+    factory raised.
+    """
+    return await _serve(name, factory, config or RayConfig(), actor_options or {})
+
+
+async def serve_drafter(
+    name: str,
+    factory: EndpointFactory,
+    *,
+    config: RayConfig | None = None,
+    actor_options: Mapping[str, object] | None = None,
+) -> RayEndpoint:
+    """Like `serve_verifier`, for a factory of a `DrafterEndpoint`."""
+    return await _serve(name, factory, config or RayConfig(), actor_options or {})
+
+
+async def _serve(
+    name: str, factory: EndpointFactory, config: RayConfig, actor_options: Mapping[str, object]
+) -> RayEndpoint:
+    import ray
+    from ray.exceptions import RayError
+
+    options = {
+        "num_cpus": 0,
+        **actor_options,
+        "name": name,
+        "namespace": config.namespace,
+        "max_concurrency": _MAX_CONCURRENCY,
+        # State is lost with the process: a restarted actor would serve sessions it never opened.
+        "max_restarts": 0,
+        "max_task_retries": 0,
+    }
+    try:
+        actor: Any = ray.remote(EndpointHost).options(**options).remote(factory, config)
+    except ValueError as error:
+        raise AlreadyExistsError(f"actor name {name} is in use", reason="NAME_IN_USE") from error
+    endpoint = RayEndpoint(name, actor, config)
+    try:
+        async with asyncio.timeout(config.start_timeout_s):
+            await HostCalls(actor, name, config).stream("start")
+    except (TimeoutError, RayError, OutriderError) as error:
+        ray.kill(actor)
+        if isinstance(error, OutriderError):
+            raise
+        raise UnavailableError(f"actor {name} did not start", reason="START_TIMEOUT") from error
+    return endpoint

@@ -1,0 +1,88 @@
+"""Errors as data, so that a typed error survives the trip through any transport."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from outrider import errors
+from outrider.errors import InternalError, OutriderError
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_CHARS = 2048
+"""Longer error texts are cut: they travel in HTTP/2 headers, which peers bound."""
+
+_TYPES: dict[str, type[OutriderError]] = {
+    kind.__name__: kind
+    for kind in (
+        errors.InvalidRequestError,
+        errors.InvalidMessageError,
+        errors.NotFoundError,
+        errors.AlreadyExistsError,
+        errors.ResourceExhaustedError,
+        errors.FailedPreconditionError,
+        errors.UnavailableError,
+        errors.ConnectionLostError,
+        errors.DeadlineExceededError,
+        errors.CancelledRequestError,
+        errors.InternalError,
+    )
+}
+_BY_CODE: dict[str, type[OutriderError]] = {
+    "INVALID_ARGUMENT": errors.InvalidRequestError,
+    "OUT_OF_RANGE": errors.InvalidRequestError,
+    "NOT_FOUND": errors.NotFoundError,
+    "ALREADY_EXISTS": errors.AlreadyExistsError,
+    "RESOURCE_EXHAUSTED": errors.ResourceExhaustedError,
+    "FAILED_PRECONDITION": errors.FailedPreconditionError,
+    "UNIMPLEMENTED": errors.FailedPreconditionError,
+    "UNAVAILABLE": errors.UnavailableError,
+    "DEADLINE_EXCEEDED": errors.DeadlineExceededError,
+    "CANCELLED": errors.CancelledRequestError,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorStatus:
+    """An error of the tree in `outrider.errors`, ready to be sent."""
+
+    code: str
+    """Name of the gRPC status code."""
+    kind: str
+    """Class name; "" or an unknown one falls back on the code."""
+    message: str
+    reason: str = "UNSPECIFIED"
+    retry_after_s: float | None = None
+
+
+def to_status(error: BaseException) -> ErrorStatus:
+    """Describe an error. Anything outside the tree is a bug: logged here, opaque to the peer."""
+    if isinstance(error, OutriderError):
+        return ErrorStatus(
+            code=error.code if error.code in _BY_CODE else "INTERNAL",
+            kind=type(error).__name__,
+            message=error.message[:MAX_MESSAGE_CHARS],
+            reason=error.reason,
+            retry_after_s=error.retry_after_s,
+        )
+    logger.error("unexpected %s", type(error).__name__, exc_info=error)
+    return ErrorStatus(
+        code="INTERNAL", kind="InternalError", message="internal error", reason="INTERNAL"
+    )
+
+
+def from_status(status: ErrorStatus) -> OutriderError:
+    """The typed error that a status describes."""
+    kind = _TYPES.get(status.kind) or _BY_CODE.get(status.code) or InternalError
+    return kind(status.message, reason=status.reason, retry_after_s=status.retry_after_s)
+
+
+def typed(error: Exception) -> OutriderError:
+    """What an error looks like from another process."""
+    return from_status(to_status(error))
+
+
+def copy_of(error: OutriderError) -> OutriderError:
+    """A fresh error with the same content: raising one instance twice chains tracebacks."""
+    return type(error)(error.message, reason=error.reason, retry_after_s=error.retry_after_s)

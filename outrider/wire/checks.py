@@ -1,0 +1,82 @@
+"""Checks shared by the codecs: each raises InvalidMessageError with what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Generator, Sized
+from contextlib import contextmanager
+from typing import NoReturn, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from outrider.errors import InvalidMessageError, InvalidRequestError
+from outrider.wire.limits import MAX_MESSAGE_BYTES, MAX_NAME_BYTES, MAX_VOCAB_SIZE
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def fail(message: str) -> NoReturn:
+    """Raise InvalidMessageError."""
+    raise InvalidMessageError(message, reason="INVALID_MESSAGE")
+
+
+@contextmanager
+def reading(what: str) -> Generator[None]:
+    """Turn every InvalidRequestError of domain validation into an InvalidMessageError."""
+    try:
+        yield
+    except InvalidMessageError:
+        raise
+    except InvalidRequestError as error:
+        raise InvalidMessageError(f"{what}: {error.message}", reason=error.reason) from error
+
+
+def parse(kind: type[MessageT], data: bytes | memoryview) -> MessageT:
+    """Parse protobuf bytes."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        fail(f"{kind.__name__} of {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+    try:
+        return kind.FromString(data)  # type: ignore[arg-type]
+    except DecodeError as error:
+        raise InvalidMessageError(
+            f"{len(data)} bytes are not a {kind.__name__}", reason="INVALID_MESSAGE"
+        ) from error
+
+
+def text(value: str, name: str, *, limit: int = MAX_NAME_BYTES, empty: bool = False) -> str:
+    """A bounded string; `empty` says whether "" is allowed."""
+    if not value and not empty:
+        fail(f"{name} must not be empty")
+    if len(value) > limit or (not value.isascii() and len(value.encode()) > limit):
+        fail(f"{name} must be at most {limit} bytes, got {len(value)} characters")
+    return value
+
+
+def number(value: int, name: str, *, low: int = 0, high: int) -> int:
+    """An integer in [low, high]."""
+    if not low <= value <= high:
+        fail(f"{name} must be in [{low}, {high}], got {value}")
+    return value
+
+
+def finite(value: float, name: str) -> float:
+    """A finite number that is not negative (times, rates)."""
+    if not (math.isfinite(value) and value >= 0.0):
+        fail(f"{name} must be finite and >= 0, got {value}")
+    return value
+
+
+def count(values: Sized, name: str, *, high: int) -> None:
+    """At most `high` elements of a repeated field."""
+    length = len(values)
+    if length > high:
+        fail(f"{name} must have at most {high} entries, got {length}")
+
+
+def token_ids(values: Collection[int], name: str, *, high: int) -> tuple[int, ...]:
+    """A bounded list of plausible token ids; the receiver knows the exact vocabulary."""
+    count(values, name, high=high)
+    ids = tuple(values)
+    if ids and max(ids) >= MAX_VOCAB_SIZE:
+        fail(f"{name} must be below {MAX_VOCAB_SIZE}, got {max(ids)}")
+    return ids

@@ -1,0 +1,56 @@
+"""Every internal message to bytes and back: the door of `outrider.wire` for transports.
+
+    encode_X(message) -> bytes        never fails on a valid dataclass; the same bytes every time
+    decode_X(bytes) -> message        InvalidMessageError for anything else than a valid message
+
+Decoding bounds every size and checks every field that means the same to all receivers; checks
+against a receiver's own vocabulary and plan are `validate_proposal`.
+"""
+
+from __future__ import annotations
+
+from outrider.wire.control_codec import (
+    decode_close_session,
+    decode_drafter_info,
+    decode_session_message,
+    decode_session_spec,
+    decode_set_plan,
+    decode_verifier_address,
+    decode_verifier_info,
+    encode_close_session,
+    encode_drafter_info,
+    encode_session_message,
+    encode_session_spec,
+    encode_set_plan,
+    encode_verifier_address,
+    encode_verifier_info,
+)
+from outrider.wire.exchange_codec import (
+    decode_drafter_message,
+    decode_verifier_message,
+    encode_drafter_message,
+    encode_verifier_message,
+    validate_proposal,
+)
+
+__all__ = [
+    "decode_close_session",
+    "decode_drafter_info",
+    "decode_drafter_message",
+    "decode_session_message",
+    "decode_session_spec",
+    "decode_set_plan",
+    "decode_verifier_address",
+    "decode_verifier_info",
+    "decode_verifier_message",
+    "encode_close_session",
+    "encode_drafter_info",
+    "encode_drafter_message",
+    "encode_session_message",
+    "encode_session_spec",
+    "encode_set_plan",
+    "encode_verifier_address",
+    "encode_verifier_info",
+    "encode_verifier_message",
+    "validate_proposal",
+]

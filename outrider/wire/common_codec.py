@@ -1,0 +1,168 @@
+"""Enums, sampling, plans and statistics to protobuf and back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+from typing import TypeVar
+
+from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
+from outrider.spec.sampling import MAX_BANNED_IDS, Rule, SamplingParams
+from outrider.wire.checks import count, fail, reading, token_ids
+from outrider.wire.limits import MAX_METHODS
+from outrider.wire.messages import FeatureLayout, FinishReason, SpecStats
+from outrider.wire.v1 import common_pb2 as pb
+
+EnumT = TypeVar("EnumT", bound=StrEnum)
+
+RULES: dict[Rule, pb.Rule] = {
+    Rule.GREEDY: pb.RULE_GREEDY,
+    Rule.COUPLED: pb.RULE_COUPLED,
+    Rule.REJECTION: pb.RULE_REJECTION,
+    Rule.TARGET_ONLY: pb.RULE_TARGET_ONLY,
+}
+METHODS: dict[DraftMethod, pb.DraftMethod] = {
+    DraftMethod.NONE: pb.DRAFT_METHOD_NONE,
+    DraftMethod.EAGLE3: pb.DRAFT_METHOD_EAGLE3,
+    DraftMethod.EAGLE: pb.DRAFT_METHOD_EAGLE,
+    DraftMethod.NGRAM: pb.DRAFT_METHOD_NGRAM,
+    DraftMethod.MODEL: pb.DRAFT_METHOD_MODEL,
+}
+FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
+    FinishReason.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+LAYOUTS: dict[FeatureLayout, pb.FeatureLayout] = {
+    FeatureLayout.NONE: pb.FEATURE_LAYOUT_NONE,
+    FeatureLayout.PROJECTED: pb.FEATURE_LAYOUT_PROJECTED,
+}
+
+
+def _invert(table: Mapping[EnumT, int]) -> dict[int, EnumT]:
+    return {int(value): member for member, value in table.items()}
+
+
+RULES_FROM_PB = _invert(RULES)
+METHODS_FROM_PB = _invert(METHODS)
+FINISH_REASONS_FROM_PB = _invert(FINISH_REASONS)
+LAYOUTS_FROM_PB = _invert(LAYOUTS)
+
+
+def known(table: Mapping[int, EnumT], value: int, name: str) -> EnumT:
+    """The member for an enum value; unspecified and unknown values are malformed."""
+    member = table.get(value)
+    if member is None:
+        fail(f"{name} must be one of {sorted(table)}, got {value}")
+    return member
+
+
+def maybe(table: Mapping[int, EnumT], value: int, name: str) -> EnumT | None:
+    """Like `known`, but unspecified (0) is None."""
+    return None if value == 0 else known(table, value, name)
+
+
+def methods_from_pb(values: Collection[int]) -> tuple[DraftMethod, ...]:
+    """Draft methods of a handshake or info message."""
+    count(values, "methods", high=MAX_METHODS)
+    return tuple(known(METHODS_FROM_PB, value, "method") for value in values)
+
+
+def sampling_to_pb(params: SamplingParams) -> pb.Sampling:
+    """Encode sampling parameters."""
+    return pb.Sampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        banned_ids=params.banned_ids,
+        seed=params.seed,
+        rule=RULES[params.rule],
+    )
+
+
+def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
+    """Decode and validate sampling parameters."""
+    banned = token_ids(message.banned_ids, "banned_ids", high=MAX_BANNED_IDS)
+    with reading("sampling"):
+        return SamplingParams(
+            temperature=message.temperature,
+            top_k=message.top_k,
+            top_p=message.top_p if message.HasField("top_p") else 1.0,
+            min_p=message.min_p,
+            repetition_penalty=(
+                message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
+            ),
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            banned_ids=banned,
+            seed=message.seed,
+            rule=maybe(RULES_FROM_PB, message.rule, "rule") or Rule.COUPLED,
+        )
+
+
+def plan_to_pb(plan: Plan) -> pb.Plan:
+    """Encode a plan."""
+    return pb.Plan(
+        method=METHODS[plan.method],
+        draft_tokens=plan.draft_tokens,
+        top_k=plan.top_k,
+        depth=plan.depth,
+        look_ahead=plan.look_ahead,
+        fan_out=plan.fan_out,
+        patience_ms=plan.patience_ms,
+    )
+
+
+_DEFAULT_PLAN = Plan()
+
+
+def plan_from_pb(message: pb.Plan) -> Plan:
+    """Decode and validate a plan."""
+    default = _DEFAULT_PLAN
+    with reading("plan"):
+        return Plan(
+            method=maybe(METHODS_FROM_PB, message.method, "method") or default.method,
+            draft_tokens=(
+                message.draft_tokens if message.HasField("draft_tokens") else default.draft_tokens
+            ),
+            top_k=message.top_k if message.HasField("top_k") else default.top_k,
+            depth=message.depth,
+            look_ahead=message.look_ahead,
+            fan_out=message.fan_out,
+            patience_ms=(
+                message.patience_ms if message.HasField("patience_ms") else default.patience_ms
+            ),
+        )
+
+
+def stats_to_pb(stats: SpecStats) -> pb.SpecDecodeStats:
+    """Encode speculation statistics."""
+    return pb.SpecDecodeStats(
+        rounds=stats.rounds,
+        emitted=stats.emitted,
+        proposed=stats.proposed,
+        accepted=stats.accepted,
+        fallback_rounds=stats.fallback_rounds,
+        target_only_rounds=stats.target_only_rounds,
+        accepted_per_depth=stats.accepted_per_depth,
+        mean_emitted_per_round=stats.emitted / stats.rounds if stats.rounds else 0.0,
+    )
+
+
+def stats_from_pb(message: pb.SpecDecodeStats) -> SpecStats:
+    """Decode speculation statistics; the derived mean is ignored."""
+    count(message.accepted_per_depth, "accepted_per_depth", high=MAX_DRAFT_TOKENS)
+    return SpecStats(
+        rounds=message.rounds,
+        emitted=message.emitted,
+        proposed=message.proposed,
+        accepted=message.accepted,
+        fallback_rounds=message.fallback_rounds,
+        target_only_rounds=message.target_only_rounds,
+        accepted_per_depth=tuple(message.accepted_per_depth),
+    )

@@ -1,0 +1,278 @@
+"""Control messages to bytes and back; decoding checks all that a peer could get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from outrider.ids import DrafterId, SessionId, VerifierId
+from outrider.spec.plan import Plan
+from outrider.wire.checks import count, fail, finite, number, parse, text, token_ids
+from outrider.wire.common_codec import (
+    FINISH_REASONS,
+    FINISH_REASONS_FROM_PB,
+    LAYOUTS,
+    LAYOUTS_FROM_PB,
+    METHODS,
+    known,
+    maybe,
+    methods_from_pb,
+    plan_from_pb,
+    plan_to_pb,
+    sampling_from_pb,
+    sampling_to_pb,
+    stats_from_pb,
+    stats_to_pb,
+)
+from outrider.wire.limits import (
+    MAX_ADDRESS_BYTES,
+    MAX_PEERS,
+    MAX_SEQUENCE_LEN,
+    MAX_STOP_TOKEN_IDS,
+    MAX_VOCAB_SIZE,
+)
+from outrider.wire.messages import (
+    AttachedDrafter,
+    DrafterInfo,
+    Heartbeat,
+    SessionEvent,
+    SessionSpec,
+    VerifierInfo,
+)
+from outrider.wire.v1 import common_pb2
+from outrider.wire.v1 import control_pb2 as pb
+
+
+def _session_id(value: str) -> SessionId:
+    return SessionId(text(value, "session_id"))
+
+
+def encode_session_spec(spec: SessionSpec) -> bytes:
+    """An OpenSession request as bytes."""
+    return pb.OpenSessionRequest(
+        session_id=spec.session_id,
+        epoch=spec.epoch,
+        token_ids=spec.token_ids,
+        prompt_len=spec.prompt_len,
+        max_new_tokens=spec.max_new_tokens,
+        stop_token_ids=spec.stop_token_ids,
+        min_new_tokens=spec.min_new_tokens,
+        sampling=sampling_to_pb(spec.sampling),
+        plan=plan_to_pb(spec.plan),
+        drafter_id=spec.drafter_id,
+    ).SerializeToString(deterministic=True)
+
+
+def decode_session_spec(data: bytes | memoryview) -> SessionSpec:
+    """The session spec in `data`; InvalidMessageError if there is none."""
+    message = parse(pb.OpenSessionRequest, data)
+    ids = token_ids(message.token_ids, "token_ids", high=MAX_SEQUENCE_LEN)
+    if not ids:
+        fail("token_ids must not be empty")
+    drafter_id = message.drafter_id if message.HasField("drafter_id") else None
+    return SessionSpec(
+        session_id=_session_id(message.session_id),
+        epoch=message.epoch,
+        token_ids=ids,
+        prompt_len=number(message.prompt_len, "prompt_len", high=len(ids)),
+        max_new_tokens=number(
+            message.max_new_tokens, "max_new_tokens", low=1, high=MAX_SEQUENCE_LEN
+        ),
+        stop_token_ids=token_ids(message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS),
+        min_new_tokens=number(message.min_new_tokens, "min_new_tokens", high=MAX_SEQUENCE_LEN),
+        sampling=sampling_from_pb(message.sampling),
+        plan=plan_from_pb(message.plan),
+        drafter_id=None if drafter_id is None else DrafterId(text(drafter_id, "drafter_id")),
+    )
+
+
+def encode_session_message(message: SessionEvent | Heartbeat) -> bytes:
+    """One message of a session's stream as bytes."""
+    match message:
+        case SessionEvent():
+            reason = message.finish_reason
+            frame = pb.OpenSessionResponse(
+                event=pb.SessionEvent(
+                    session_id=message.session_id,
+                    epoch=message.epoch,
+                    round_id=message.round_id,
+                    tokens=message.tokens,
+                    finish_reason=None if reason is None else FINISH_REASONS[reason],
+                    stats=stats_to_pb(message.stats),
+                    drafter_attached=message.drafter_attached,
+                )
+            )
+        case Heartbeat():
+            frame = pb.OpenSessionResponse(
+                heartbeat=common_pb2.Heartbeat(sequence=message.sequence)
+            )
+    return frame.SerializeToString(deterministic=True)
+
+
+def decode_session_message(data: bytes | memoryview) -> SessionEvent | Heartbeat:
+    """One message of a session's stream; InvalidMessageError if `data` holds none."""
+    frame = parse(pb.OpenSessionResponse, data)
+    match frame.WhichOneof("message"):
+        case "event":
+            event = frame.event
+            return SessionEvent(
+                session_id=_session_id(event.session_id),
+                epoch=event.epoch,
+                round_id=event.round_id,
+                tokens=token_ids(event.tokens, "tokens", high=MAX_SEQUENCE_LEN),
+                finish_reason=maybe(FINISH_REASONS_FROM_PB, event.finish_reason, "finish_reason"),
+                stats=stats_from_pb(event.stats),
+                drafter_attached=event.drafter_attached,
+            )
+        case "heartbeat":
+            return Heartbeat(frame.heartbeat.sequence)
+        case _:
+            fail("a session's stream message must hold event or heartbeat")
+
+
+def encode_set_plan(session_id: SessionId, plan: Plan) -> bytes:
+    """A SetPlan request as bytes."""
+    return pb.SetPlanRequest(session_id=session_id, plan=plan_to_pb(plan)).SerializeToString(
+        deterministic=True
+    )
+
+
+def decode_set_plan(data: bytes | memoryview) -> tuple[SessionId, Plan]:
+    """The session and plan of a SetPlan request."""
+    message = parse(pb.SetPlanRequest, data)
+    return _session_id(message.session_id), plan_from_pb(message.plan)
+
+
+def encode_close_session(session_id: SessionId) -> bytes:
+    """A CloseSession request as bytes."""
+    return pb.CloseSessionRequest(session_id=session_id).SerializeToString(deterministic=True)
+
+
+def decode_close_session(data: bytes | memoryview) -> SessionId:
+    """The session of a CloseSession request."""
+    return _session_id(parse(pb.CloseSessionRequest, data).session_id)
+
+
+def encode_verifier_address(address: str) -> bytes:
+    """An Attach or Detach request as bytes; the two have the same shape."""
+    return pb.AttachRequest(verifier_address=address).SerializeToString(deterministic=True)
+
+
+def decode_verifier_address(data: bytes | memoryview) -> str:
+    """The address of an Attach or Detach request."""
+    address = parse(pb.AttachRequest, data).verifier_address
+    return text(address, "verifier_address", limit=MAX_ADDRESS_BYTES)
+
+
+def encode_verifier_info(info: VerifierInfo) -> bytes:
+    """A verifier's info as bytes."""
+    return pb.VerifierServiceGetInfoResponse(
+        protocol_version=info.protocol_version,
+        verifier_id=info.verifier_id,
+        incarnation=info.incarnation,
+        model_name=info.model_name,
+        vocab_size=info.vocab_size,
+        tokenizer_hash=info.tokenizer_hash,
+        max_context_len=info.max_context_len,
+        kv_block_tokens=info.kv_block_tokens,
+        kv_total_blocks=info.kv_total_blocks,
+        kv_free_blocks=info.kv_free_blocks,
+        sessions=info.sessions,
+        max_sessions=info.max_sessions,
+        drafters=[
+            pb.AttachedDrafter(
+                drafter_id=drafter.drafter_id,
+                incarnation=drafter.incarnation,
+                methods=[METHODS[method] for method in drafter.methods],
+                sessions=drafter.sessions,
+            )
+            for drafter in info.drafters
+        ],
+        feature_fingerprint=info.feature_fingerprint,
+        rounds_total=info.rounds_total,
+        tokens_total=info.tokens_total,
+        dtype=info.dtype,
+        round_ms_p50=info.round_ms_p50,
+        forward_ms_p50=info.forward_ms_p50,
+        overhead_ms_p50=info.overhead_ms_p50,
+    ).SerializeToString(deterministic=True)
+
+
+def _attached_drafters(
+    messages: Collection[pb.AttachedDrafter],
+) -> tuple[AttachedDrafter, ...]:
+    count(messages, "drafters", high=MAX_PEERS)
+    return tuple(
+        AttachedDrafter(
+            drafter_id=DrafterId(text(drafter.drafter_id, "drafter_id")),
+            incarnation=text(drafter.incarnation, "incarnation", empty=True),
+            methods=methods_from_pb(drafter.methods),
+            sessions=drafter.sessions,
+        )
+        for drafter in messages
+    )
+
+
+def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
+    """The verifier's info in `data`; InvalidMessageError if there is none."""
+    message = parse(pb.VerifierServiceGetInfoResponse, data)
+    return VerifierInfo(
+        protocol_version=message.protocol_version,
+        verifier_id=VerifierId(text(message.verifier_id, "verifier_id")),
+        incarnation=text(message.incarnation, "incarnation", empty=True),
+        model_name=text(message.model_name, "model_name", empty=True),
+        vocab_size=number(message.vocab_size, "vocab_size", low=1, high=MAX_VOCAB_SIZE),
+        tokenizer_hash=text(message.tokenizer_hash, "tokenizer_hash", empty=True),
+        max_context_len=number(message.max_context_len, "max_context_len", high=MAX_SEQUENCE_LEN),
+        kv_block_tokens=message.kv_block_tokens,
+        kv_total_blocks=message.kv_total_blocks,
+        kv_free_blocks=message.kv_free_blocks,
+        sessions=message.sessions,
+        max_sessions=message.max_sessions,
+        drafters=_attached_drafters(message.drafters),
+        feature_fingerprint=text(message.feature_fingerprint, "feature_fingerprint", empty=True),
+        rounds_total=message.rounds_total,
+        tokens_total=message.tokens_total,
+        dtype=text(message.dtype, "dtype", empty=True),
+        round_ms_p50=finite(message.round_ms_p50, "round_ms_p50"),
+        forward_ms_p50=finite(message.forward_ms_p50, "forward_ms_p50"),
+        overhead_ms_p50=finite(message.overhead_ms_p50, "overhead_ms_p50"),
+    )
+
+
+def encode_drafter_info(info: DrafterInfo) -> bytes:
+    """A drafter's info as bytes."""
+    return pb.DrafterServiceGetInfoResponse(
+        protocol_version=info.protocol_version,
+        drafter_id=info.drafter_id,
+        incarnation=info.incarnation,
+        vocab_size=info.vocab_size,
+        tokenizer_hash=info.tokenizer_hash,
+        methods=[METHODS[method] for method in info.methods],
+        feature_layout=LAYOUTS[info.feature_layout],
+        feature_fingerprint=info.feature_fingerprint,
+        sessions=info.sessions,
+        verifiers=info.verifiers,
+        draft_ms_p50=info.draft_ms_p50,
+    ).SerializeToString(deterministic=True)
+
+
+def decode_drafter_info(data: bytes | memoryview) -> DrafterInfo:
+    """The drafter's info in `data`; InvalidMessageError if there is none."""
+    message = parse(pb.DrafterServiceGetInfoResponse, data)
+    count(message.verifiers, "verifiers", high=MAX_PEERS)
+    return DrafterInfo(
+        protocol_version=message.protocol_version,
+        drafter_id=DrafterId(text(message.drafter_id, "drafter_id")),
+        incarnation=text(message.incarnation, "incarnation", empty=True),
+        vocab_size=number(message.vocab_size, "vocab_size", low=1, high=MAX_VOCAB_SIZE),
+        tokenizer_hash=text(message.tokenizer_hash, "tokenizer_hash", empty=True),
+        methods=methods_from_pb(message.methods),
+        feature_layout=known(LAYOUTS_FROM_PB, message.feature_layout, "feature_layout"),
+        feature_fingerprint=text(message.feature_fingerprint, "feature_fingerprint", empty=True),
+        sessions=message.sessions,
+        verifiers=tuple(
+            text(address, "verifier address", limit=MAX_ADDRESS_BYTES)
+            for address in message.verifiers
+        ),
+        draft_ms_p50=finite(message.draft_ms_p50, "draft_ms_p50"),
+    )

@@ -1,0 +1,220 @@
+"""The public inference API as plain dataclasses: what clients say to the router and hear back.
+
+`None` everywhere means "not set: the server's default applies"; a set value, zero included, is
+taken at its word. Conversion to and from protobuf is in `outrider.wire.inference_codec` and
+`outrider.wire.server_info_codec`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.ids import DrafterId, RequestId, VerifierId
+from outrider.spec.plan import DraftMethod
+from outrider.spec.sampling import Rule
+from outrider.wire.messages import FinishReason, SpecStats
+
+MAX_PROMPT_TOKENS = 1 << 20
+MAX_PROMPT_BYTES = 16 << 20
+MAX_CHAT_MESSAGES = 4096
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_BYTES = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_NAME_BYTES = 256
+MAX_ABORT_IDS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One turn of a conversation; the model's chat template renders it."""
+
+    role: str
+    """system, user or assistant."""
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text that is tokenized as it stands, without a chat template."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids that are used as they stand."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, oldest message first, rendered with the model's chat template."""
+
+    messages: tuple[ChatMessage, ...]
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """Sampling parameters of a request; ranges are those of `spec.sampling.SamplingParams`."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    """64-bit seed of the noise; without one the server draws one."""
+    rule: Rule | None = None
+    """Acceptance rule at temperature > 0."""
+    banned_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppingOptions:
+    """When generation ends."""
+
+    max_tokens: int | None = None
+    """Most tokens to emit."""
+    min_tokens: int | None = None
+    """Stop tokens are masked until this many tokens were emitted."""
+    stop: tuple[str, ...] = ()
+    """The text ends before the first of these strings; it is not part of the output."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end generation beside the model's own end-of-turn ids."""
+    ignore_eos: bool | None = None
+    """Whether to go on past the model's end-of-turn ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationOptions:
+    """Wishes about speculation; they change the speed and never the distribution of the text."""
+
+    enabled: bool | None = None
+    """False opts out: plain decoding."""
+    method: DraftMethod | None = None
+    draft_tokens: int | None = None
+    """Draft nodes a round."""
+    draft_top_k: int | None = None
+    """Children per expanded node; 1 drafts a chain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One prompt to be continued."""
+
+    prompt: Prompt
+    request_id: RequestId | None = None
+    """Chosen by the client, or by the router when None; unique among running requests."""
+    model: str | None = None
+    """Name of a served model; None takes the only or default one."""
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    stopping: StoppingOptions = field(default_factory=StoppingOptions)
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptInfo:
+    """First message of a stream: the request was admitted."""
+
+    request_id: RequestId
+    prompt_tokens: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """Newly emitted text and ids. They may be out of step by a few tokens: text waits until its
+    bytes form whole characters and cannot be the start of a stop string."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishInfo:
+    """Last message of a stream that ended without an error; errors are RPC statuses."""
+
+    reason: FinishReason
+    usage: Usage
+    stats: SpecStats
+    stop_string: str | None = None
+    """The string that ended the text, if one did."""
+    stop_token_id: int | None = None
+    """The id that ended the text, if one did."""
+
+
+StreamEvent = PromptInfo | Delta | FinishInfo
+"""What a stream yields: one PromptInfo, any number of Delta, one FinishInfo."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateResult:
+    """A complete answer."""
+
+    request_id: RequestId
+    model: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish: FinishInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A served model."""
+
+    name: str
+    vocab_size: int
+    max_context_len: int
+    tokenizer_hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierSummary:
+    """A verifier as the router sees it."""
+
+    verifier_id: VerifierId
+    address: str
+    healthy: bool
+    model: str
+    sessions: int
+    max_sessions: int
+    kv_free_blocks: int
+    kv_total_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterSummary:
+    """A drafter as the router sees it."""
+
+    drafter_id: DrafterId
+    address: str
+    healthy: bool
+    methods: tuple[DraftMethod, ...]
+    sessions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """The router's own state and that of its fleet."""
+
+    version: str
+    protocol_version: int
+    queued: int
+    queue_bound: int
+    running: int
+    verifiers: tuple[VerifierSummary, ...]
+    drafters: tuple[DrafterSummary, ...]

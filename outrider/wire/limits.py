@@ -1,0 +1,25 @@
+"""Bounds on everything a peer may send; a message beyond one is malformed."""
+
+from __future__ import annotations
+
+from outrider.spec.plan import MAX_DRAFT_TOKENS
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Default bound of one encoded message on every transport."""
+MAX_NODES = MAX_DRAFT_TOKENS
+"""Nodes of a draft tree."""
+MAX_LAW_ENTRIES = 1 << 18
+"""(id, count) pairs of a draft law, over all its slots."""
+MAX_VOCAB_SIZE = 1 << 24
+MAX_SEQUENCE_LEN = 1 << 24
+"""Tokens of a session, and of any token list."""
+MAX_FEATURE_WIDTH = 1 << 16
+"""Feature values a token."""
+MAX_TENSOR_RANK = 4
+MAX_STOP_TOKEN_IDS = 256
+MAX_METHODS = 16
+MAX_PEERS = 4096
+"""Drafters or verifiers listed in an info message."""
+MAX_NAME_BYTES = 256
+"""Ids, names, hashes and fingerprints."""
+MAX_ADDRESS_BYTES = 1024

@@ -1,0 +1,142 @@
+"""Abort, server info and model list of the public API to protobuf and back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from outrider.ids import DrafterId, RequestId, VerifierId
+from outrider.wire.checks import count, text
+from outrider.wire.common_codec import METHODS, methods_from_pb
+from outrider.wire.inference import (
+    MAX_ABORT_IDS,
+    DrafterSummary,
+    ModelInfo,
+    ServerInfo,
+    VerifierSummary,
+)
+from outrider.wire.limits import MAX_ADDRESS_BYTES, MAX_PEERS
+from outrider.wire.v1 import inference_pb2 as pb
+
+
+def _request_ids(values: Collection[str]) -> tuple[RequestId, ...]:
+    count(values, "request_ids", high=MAX_ABORT_IDS)
+    return tuple(RequestId(text(value, "request_id")) for value in values)
+
+
+def abort_request_to_pb(request_ids: Iterable[RequestId]) -> pb.AbortRequest:
+    """Encode the ids to cancel."""
+    return pb.AbortRequest(request_ids=request_ids)
+
+
+def abort_request_from_pb(message: pb.AbortRequest) -> tuple[RequestId, ...]:
+    """Decode the ids to cancel."""
+    return _request_ids(message.request_ids)
+
+
+def abort_response_to_pb(aborted: Iterable[RequestId]) -> pb.AbortResponse:
+    """Encode the ids that were cancelled."""
+    return pb.AbortResponse(aborted_request_ids=aborted)
+
+
+def abort_response_from_pb(message: pb.AbortResponse) -> tuple[RequestId, ...]:
+    """Decode the ids that were cancelled."""
+    return _request_ids(message.aborted_request_ids)
+
+
+def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
+    """Encode the router's state."""
+    return pb.GetServerInfoResponse(
+        version=info.version,
+        protocol_version=info.protocol_version,
+        queued=info.queued,
+        queue_bound=info.queue_bound,
+        running=info.running,
+        verifiers=[
+            pb.VerifierSummary(
+                verifier_id=verifier.verifier_id,
+                address=verifier.address,
+                healthy=verifier.healthy,
+                model=verifier.model,
+                sessions=verifier.sessions,
+                max_sessions=verifier.max_sessions,
+                kv_free_blocks=verifier.kv_free_blocks,
+                kv_total_blocks=verifier.kv_total_blocks,
+            )
+            for verifier in info.verifiers
+        ],
+        drafters=[
+            pb.DrafterSummary(
+                drafter_id=drafter.drafter_id,
+                address=drafter.address,
+                healthy=drafter.healthy,
+                methods=[METHODS[method] for method in drafter.methods],
+                sessions=drafter.sessions,
+            )
+            for drafter in info.drafters
+        ],
+    )
+
+
+def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
+    """Decode the router's state."""
+    count(message.verifiers, "verifiers", high=MAX_PEERS)
+    count(message.drafters, "drafters", high=MAX_PEERS)
+    return ServerInfo(
+        version=text(message.version, "version", empty=True),
+        protocol_version=message.protocol_version,
+        queued=message.queued,
+        queue_bound=message.queue_bound,
+        running=message.running,
+        verifiers=tuple(
+            VerifierSummary(
+                verifier_id=VerifierId(text(verifier.verifier_id, "verifier_id", empty=True)),
+                address=text(verifier.address, "address", limit=MAX_ADDRESS_BYTES, empty=True),
+                healthy=verifier.healthy,
+                model=text(verifier.model, "model", empty=True),
+                sessions=verifier.sessions,
+                max_sessions=verifier.max_sessions,
+                kv_free_blocks=verifier.kv_free_blocks,
+                kv_total_blocks=verifier.kv_total_blocks,
+            )
+            for verifier in message.verifiers
+        ),
+        drafters=tuple(
+            DrafterSummary(
+                drafter_id=DrafterId(text(drafter.drafter_id, "drafter_id", empty=True)),
+                address=text(drafter.address, "address", limit=MAX_ADDRESS_BYTES, empty=True),
+                healthy=drafter.healthy,
+                methods=methods_from_pb(drafter.methods),
+                sessions=drafter.sessions,
+            )
+            for drafter in message.drafters
+        ),
+    )
+
+
+def models_to_pb(models: Iterable[ModelInfo]) -> pb.ListModelsResponse:
+    """Encode the served models."""
+    return pb.ListModelsResponse(
+        models=[
+            pb.ModelInfo(
+                name=model.name,
+                vocab_size=model.vocab_size,
+                max_context_len=model.max_context_len,
+                tokenizer_hash=model.tokenizer_hash,
+            )
+            for model in models
+        ]
+    )
+
+
+def models_from_pb(message: pb.ListModelsResponse) -> tuple[ModelInfo, ...]:
+    """Decode the served models."""
+    count(message.models, "models", high=MAX_PEERS)
+    return tuple(
+        ModelInfo(
+            name=text(model.name, "name"),
+            vocab_size=model.vocab_size,
+            max_context_len=model.max_context_len,
+            tokenizer_hash=text(model.tokenizer_hash, "tokenizer_hash", empty=True),
+        )
+        for model in message.models
+    )

@@ -1,0 +1,1 @@
+"""Generated from proto/outrider/wire/v1 by `make proto`; only `outrider.wire` imports it."""

@@ -1,0 +1,153 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RULE_UNSPECIFIED: _ClassVar[Rule]
+    RULE_GREEDY: _ClassVar[Rule]
+    RULE_COUPLED: _ClassVar[Rule]
+    RULE_REJECTION: _ClassVar[Rule]
+    RULE_TARGET_ONLY: _ClassVar[Rule]
+
+class DraftMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFT_METHOD_UNSPECIFIED: _ClassVar[DraftMethod]
+    DRAFT_METHOD_NONE: _ClassVar[DraftMethod]
+    DRAFT_METHOD_EAGLE3: _ClassVar[DraftMethod]
+    DRAFT_METHOD_EAGLE: _ClassVar[DraftMethod]
+    DRAFT_METHOD_NGRAM: _ClassVar[DraftMethod]
+    DRAFT_METHOD_MODEL: _ClassVar[DraftMethod]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP_TOKEN: _ClassVar[FinishReason]
+    FINISH_REASON_STOP_STRING: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+
+class FeatureLayout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FEATURE_LAYOUT_UNSPECIFIED: _ClassVar[FeatureLayout]
+    FEATURE_LAYOUT_NONE: _ClassVar[FeatureLayout]
+    FEATURE_LAYOUT_PROJECTED: _ClassVar[FeatureLayout]
+
+class TensorDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TENSOR_DTYPE_UNSPECIFIED: _ClassVar[TensorDtype]
+    TENSOR_DTYPE_FLOAT32: _ClassVar[TensorDtype]
+    TENSOR_DTYPE_FLOAT16: _ClassVar[TensorDtype]
+    TENSOR_DTYPE_BFLOAT16: _ClassVar[TensorDtype]
+    TENSOR_DTYPE_INT32: _ClassVar[TensorDtype]
+    TENSOR_DTYPE_INT64: _ClassVar[TensorDtype]
+    TENSOR_DTYPE_UINT16: _ClassVar[TensorDtype]
+RULE_UNSPECIFIED: Rule
+RULE_GREEDY: Rule
+RULE_COUPLED: Rule
+RULE_REJECTION: Rule
+RULE_TARGET_ONLY: Rule
+DRAFT_METHOD_UNSPECIFIED: DraftMethod
+DRAFT_METHOD_NONE: DraftMethod
+DRAFT_METHOD_EAGLE3: DraftMethod
+DRAFT_METHOD_EAGLE: DraftMethod
+DRAFT_METHOD_NGRAM: DraftMethod
+DRAFT_METHOD_MODEL: DraftMethod
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP_TOKEN: FinishReason
+FINISH_REASON_STOP_STRING: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_CANCELLED: FinishReason
+FEATURE_LAYOUT_UNSPECIFIED: FeatureLayout
+FEATURE_LAYOUT_NONE: FeatureLayout
+FEATURE_LAYOUT_PROJECTED: FeatureLayout
+TENSOR_DTYPE_UNSPECIFIED: TensorDtype
+TENSOR_DTYPE_FLOAT32: TensorDtype
+TENSOR_DTYPE_FLOAT16: TensorDtype
+TENSOR_DTYPE_BFLOAT16: TensorDtype
+TENSOR_DTYPE_INT32: TensorDtype
+TENSOR_DTYPE_INT64: TensorDtype
+TENSOR_DTYPE_UINT16: TensorDtype
+
+class Tensor(_message.Message):
+    __slots__ = ("dtype", "shape", "data")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    dtype: TensorDtype
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    def __init__(self, dtype: _Optional[_Union[TensorDtype, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "banned_ids", "seed", "rule")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    BANNED_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    banned_ids: _containers.RepeatedScalarFieldContainer[int]
+    seed: int
+    rule: Rule
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., banned_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ...) -> None: ...
+
+class Plan(_message.Message):
+    __slots__ = ("method", "draft_tokens", "top_k", "depth", "look_ahead", "fan_out", "patience_ms")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    LOOK_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    FAN_OUT_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_MS_FIELD_NUMBER: _ClassVar[int]
+    method: DraftMethod
+    draft_tokens: int
+    top_k: int
+    depth: int
+    look_ahead: int
+    fan_out: int
+    patience_ms: int
+    def __init__(self, method: _Optional[_Union[DraftMethod, str]] = ..., draft_tokens: _Optional[int] = ..., top_k: _Optional[int] = ..., depth: _Optional[int] = ..., look_ahead: _Optional[int] = ..., fan_out: _Optional[int] = ..., patience_ms: _Optional[int] = ...) -> None: ...
+
+class SpecDecodeStats(_message.Message):
+    __slots__ = ("rounds", "emitted", "proposed", "accepted", "fallback_rounds", "target_only_rounds", "accepted_per_depth", "mean_emitted_per_round")
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    EMITTED_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_ONLY_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PER_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    MEAN_EMITTED_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
+    rounds: int
+    emitted: int
+    proposed: int
+    accepted: int
+    fallback_rounds: int
+    target_only_rounds: int
+    accepted_per_depth: _containers.RepeatedScalarFieldContainer[int]
+    mean_emitted_per_round: float
+    def __init__(self, rounds: _Optional[int] = ..., emitted: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., target_only_rounds: _Optional[int] = ..., accepted_per_depth: _Optional[_Iterable[int]] = ..., mean_emitted_per_round: _Optional[float] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,190 @@
+from outrider.wire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class VerifierServiceGetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class VerifierServiceGetInfoResponse(_message.Message):
+    __slots__ = ("protocol_version", "verifier_id", "incarnation", "model_name", "vocab_size", "tokenizer_hash", "max_context_len", "kv_block_tokens", "kv_total_blocks", "kv_free_blocks", "sessions", "max_sessions", "drafters", "feature_fingerprint", "rounds_total", "tokens_total", "dtype", "round_ms_p50", "forward_ms_p50", "overhead_ms_p50")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_LEN_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_MS_P50_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_MS_P50_FIELD_NUMBER: _ClassVar[int]
+    OVERHEAD_MS_P50_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    verifier_id: str
+    incarnation: str
+    model_name: str
+    vocab_size: int
+    tokenizer_hash: str
+    max_context_len: int
+    kv_block_tokens: int
+    kv_total_blocks: int
+    kv_free_blocks: int
+    sessions: int
+    max_sessions: int
+    drafters: _containers.RepeatedCompositeFieldContainer[AttachedDrafter]
+    feature_fingerprint: str
+    rounds_total: int
+    tokens_total: int
+    dtype: str
+    round_ms_p50: float
+    forward_ms_p50: float
+    overhead_ms_p50: float
+    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_context_len: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[AttachedDrafter, _Mapping]]] = ..., feature_fingerprint: _Optional[str] = ..., rounds_total: _Optional[int] = ..., tokens_total: _Optional[int] = ..., dtype: _Optional[str] = ..., round_ms_p50: _Optional[float] = ..., forward_ms_p50: _Optional[float] = ..., overhead_ms_p50: _Optional[float] = ...) -> None: ...
+
+class AttachedDrafter(_message.Message):
+    __slots__ = ("drafter_id", "incarnation", "methods", "sessions")
+    DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    drafter_id: str
+    incarnation: str
+    methods: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftMethod]
+    sessions: int
+    def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ...) -> None: ...
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_len: int
+    max_new_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    min_new_tokens: int
+    sampling: _common_pb2.Sampling
+    plan: _common_pb2.Plan
+    drafter_id: str
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., drafter_id: _Optional[str] = ...) -> None: ...
+
+class OpenSessionResponse(_message.Message):
+    __slots__ = ("event", "heartbeat")
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    event: SessionEvent
+    heartbeat: _common_pb2.Heartbeat
+    def __init__(self, event: _Optional[_Union[SessionEvent, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+
+class SessionEvent(_message.Message):
+    __slots__ = ("session_id", "epoch", "round_id", "tokens", "finish_reason", "stats", "drafter_attached")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    round_id: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    finish_reason: _common_pb2.FinishReason
+    stats: _common_pb2.SpecDecodeStats
+    drafter_attached: bool
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round_id: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., drafter_attached: bool = ...) -> None: ...
+
+class SetPlanRequest(_message.Message):
+    __slots__ = ("session_id", "plan")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    plan: _common_pb2.Plan
+    def __init__(self, session_id: _Optional[str] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ...) -> None: ...
+
+class SetPlanResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class CloseSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrafterServiceGetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrafterServiceGetInfoResponse(_message.Message):
+    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "sessions", "verifiers", "draft_ms_p50")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIERS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_MS_P50_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    drafter_id: str
+    incarnation: str
+    vocab_size: int
+    tokenizer_hash: str
+    methods: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftMethod]
+    feature_layout: _common_pb2.FeatureLayout
+    feature_fingerprint: str
+    sessions: int
+    verifiers: _containers.RepeatedScalarFieldContainer[str]
+    draft_ms_p50: float
+    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., sessions: _Optional[int] = ..., verifiers: _Optional[_Iterable[str]] = ..., draft_ms_p50: _Optional[float] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("verifier_address",)
+    VERIFIER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    verifier_address: str
+    def __init__(self, verifier_address: _Optional[str] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DetachRequest(_message.Message):
+    __slots__ = ("verifier_address",)
+    VERIFIER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    verifier_address: str
+    def __init__(self, verifier_address: _Optional[str] = ...) -> None: ...
+
+class DetachResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,117 @@
+"""Command line of the router process.
+
+Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout when it serves; logs go to
+stderr. Heavy imports follow the parsing of the flags, so that --help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from outrider.config import load_config
+from outrider.errors import OutriderError
+from outrider.logs import setup_logging
+from outrider_router.config import RouterConfig
+
+if TYPE_CHECKING:
+    from outrider_router.metrics import RouterMetrics
+
+logger = logging.getLogger(__name__)
+
+_EXIT_MISUSE = 2
+
+
+def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
+    """Configuration from --config FILE.toml, overridden by flags. Raises InvalidRequestError."""
+    parser = argparse.ArgumentParser(
+        prog="outrider-router", description="Serve clients; place sessions on verifiers."
+    )
+    parser.add_argument("--config", metavar="FILE.toml", help="configuration file")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="address of the client API")
+    parser.add_argument("--model", metavar="DIR", help="model directory; its tokenizer is read")
+    parser.add_argument("--model-name", metavar="NAME", help="name that clients ask for")
+    parser.add_argument(
+        "--verifier", metavar="ADDR", action="append", dest="verifiers", help="repeatable"
+    )
+    parser.add_argument(
+        "--drafter", metavar="ADDR", action="append", dest="drafters", help="repeatable"
+    )
+    parser.add_argument("--queue-limit", type=int, metavar="N", help="requests that may wait")
+    parser.add_argument("--metrics-port", type=int, metavar="P", help="0 takes a free port")
+    parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
+    flags = vars(parser.parse_args(argv))
+    path = flags.pop("config")
+    return load_config(RouterConfig, path, flags)
+
+
+async def serve(config: RouterConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then drain."""
+    from outrider.text.tokenizer import Tokenizer
+    from outrider.transport.grpc import GrpcDialer, GrpcServer
+    from outrider_router.grpc_api import inference_service
+    from outrider_router.metrics import RouterMetrics
+    from outrider_router.service import RouterService
+
+    tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
+    dialer = GrpcDialer()
+    metrics = RouterMetrics()
+    service = RouterService(
+        config=config, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
+    )
+    server = GrpcServer(config.listen, [inference_service(service)])
+    service.on_readiness = server.set_serving
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        address = await server.start(serving=False)
+        ready = {"event": "ready", "address": address}
+        if config.metrics_port >= 0:
+            ready["metrics"] = _serve_metrics(config, metrics)
+        await service.start()
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+        await stop.wait()
+        logger.info("draining", extra={"running": len(service.journal)})
+        done = await service.drain(config.drain_s)
+        logger.info("stopping", extra={"drained": done})
+    finally:
+        await service.close()
+        await server.stop(1.0)
+        await dialer.close()
+
+
+def _serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> str:
+    from prometheus_client import start_http_server
+
+    server, _thread = start_http_server(
+        config.metrics_port, addr=config.metrics_host, registry=metrics.registry
+    )
+    return f"{config.metrics_host}:{server.server_port}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; the exit status."""
+    try:
+        config = parse_args(argv)
+        setup_logging(config.log_level)
+        asyncio.run(serve(config))
+    except (OutriderError, OSError) as error:
+        sys.stderr.write(json.dumps({"event": "failed", "reason": str(error)}) + "\n")
+        return _EXIT_MISUSE
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Configuration of the router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationDefaults:
+    """Speculation of sessions whose request does not say otherwise."""
+
+    method: DraftMethod = DraftMethod.EAGLE3
+    """Draft source."""
+    draft_tokens: int = 4
+    """Draft nodes a round."""
+    top_k: int = 1
+    """Children per expanded node; 1 drafts a chain."""
+    patience_ms: int = 1000
+    """Longest wait of a row for its proposal."""
+    ngram_patience_ms: int = 20
+    """The same for n-gram drafts: a lookup either answers at once or has found nothing."""
+    max_draft_tokens: int = 64
+    """Requests for more are cut to this."""
+
+    def __post_init__(self) -> None:
+        for name in ("patience_ms", "ngram_patience_ms"):
+            if not 0 <= getattr(self, name) <= MAX_PATIENCE_MS:
+                raise ValueError(f"{name} must be in [0, {MAX_PATIENCE_MS}]")
+        if self.draft_tokens > self.max_draft_tokens:
+            raise ValueError("draft_tokens must not be greater than max_draft_tokens")
+        Plan(draft_tokens=self.max_draft_tokens, top_k=self.top_k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Everything the router can be told; keys of its TOML file."""
+
+    listen: str = "127.0.0.1:50050"
+    """HOST:PORT of the client API; port 0 takes a free one."""
+    model: Path
+    """Model directory; only its tokenizer files are read."""
+    model_name: str = ""
+    """Name that clients ask for; "" takes the verifier's."""
+    verifiers: tuple[str, ...] = ()
+    """Addresses of the verifiers, as the drafters reach them too."""
+    drafters: tuple[str, ...] = ()
+    """Addresses of the drafters."""
+    queue_limit: int = 256
+    """Most requests that may wait; more are refused with RESOURCE_EXHAUSTED."""
+    default_max_tokens: int = 256
+    """Length limit of requests that set none (cut to what the context leaves)."""
+    metrics_port: int = -1
+    """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
+    metrics_host: str = "127.0.0.1"
+    """Address that the Prometheus endpoint listens on."""
+    poll_interval_s: float = 0.5
+    """Time between two looks at a verifier or drafter."""
+    silence_s: float = 3.0
+    """A peer that answers nothing for this long is lost."""
+    session_slack_tokens: int = 64
+    """KV tokens that a verifier reserves for a session beside prompt and output: the largest
+    proposal it verifies. What is reserved in vain costs capacity, never a request."""
+    drain_s: float = 30.0
+    """Time that running requests get after SIGTERM."""
+    log_level: str = "INFO"
+    """Least severe level that is logged."""
+    speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)
+    """Speculation defaults."""
+
+    def __post_init__(self) -> None:
+        if not self.verifiers:
+            raise ValueError("at least one verifier address is needed (--verifier)")
+        if self.queue_limit < 0:
+            raise ValueError(f"queue_limit must be >= 0, got {self.queue_limit}")
+        if self.default_max_tokens < 1:
+            raise ValueError(f"default_max_tokens must be >= 1, got {self.default_max_tokens}")
+        if self.poll_interval_s <= 0 or self.silence_s <= self.poll_interval_s:
+            raise ValueError("poll_interval_s must be positive and less than silence_s")
+        if self.session_slack_tokens < 0:
+            raise ValueError("session_slack_tokens must be >= 0")
+        if self.drain_s < 0:
+            raise ValueError(f"drain_s must be >= 0, got {self.drain_s}")

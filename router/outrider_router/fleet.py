@@ -1,0 +1,143 @@
+"""Which peers fit together, and who drafts for whom. Pure: facts in, decisions out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from outrider.errors import FailedPreconditionError
+from outrider.ids import DrafterId
+from outrider.spec.plan import DraftMethod
+from outrider.wire.messages import (
+    PROTOCOL_VERSION,
+    DrafterInfo,
+    FeatureLayout,
+    VerifierInfo,
+)
+
+
+class PeerState(StrEnum):
+    """How the router sees a verifier or drafter."""
+
+    UNKNOWN = "unknown"
+    """Never reached."""
+    HEALTHY = "healthy"
+    REFUSED = "refused"
+    """Reachable, but it does not fit (protocol, vocabulary, tokenizer)."""
+    LOST = "lost"
+    """Was healthy; does not answer any more."""
+
+
+LOST_AFTER_FAILURES = 2
+"""Refused connections in a row that mean a peer is gone (silence has its own bound)."""
+
+
+def judge(state: PeerState, *, failures: int, silence_s: float, bound_s: float) -> PeerState:
+    """State of a peer after a look at it failed.
+
+    `failures` counts errors in a row, `silence_s` the time since it last gave a sign of life.
+    A late answer alone (a timeout is no failure) is forgiven until `bound_s`.
+    """
+    if state is PeerState.HEALTHY and (failures >= LOST_AFTER_FAILURES or silence_s >= bound_s):
+        return PeerState.LOST
+    return state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerIdentity:
+    """The router's tokenizer, for handshakes."""
+
+    hash: str
+    num_ids: int
+    """One more than its largest id."""
+
+
+def check_verifier(info: VerifierInfo, tokenizer: TokenizerIdentity) -> None:
+    """Raise FailedPreconditionError unless the router can serve clients with this verifier."""
+    _check_protocol("verifier", info.verifier_id, info.protocol_version)
+    if info.vocab_size < tokenizer.num_ids:
+        raise FailedPreconditionError(
+            f"verifier {info.verifier_id} has {info.vocab_size} ids, the router's tokenizer writes "
+            f"up to {tokenizer.num_ids}",
+            reason="VOCAB_MISMATCH",
+        )
+    if info.tokenizer_hash and info.tokenizer_hash != tokenizer.hash:
+        raise FailedPreconditionError(
+            f"verifier {info.verifier_id} has tokenizer {info.tokenizer_hash[:12]}, "
+            f"the router {tokenizer.hash[:12]}",
+            reason="TOKENIZER_MISMATCH",
+        )
+
+
+def check_drafter(info: DrafterInfo, tokenizer: TokenizerIdentity) -> None:
+    """Raise FailedPreconditionError unless this drafter speaks of the same ids."""
+    _check_protocol("drafter", info.drafter_id, info.protocol_version)
+    if info.tokenizer_hash and info.tokenizer_hash != tokenizer.hash:
+        raise FailedPreconditionError(
+            f"drafter {info.drafter_id} has tokenizer {info.tokenizer_hash[:12]}, "
+            f"the router {tokenizer.hash[:12]}",
+            reason="TOKENIZER_MISMATCH",
+        )
+
+
+def _check_protocol(kind: str, name: str, version: int) -> None:
+    if version != PROTOCOL_VERSION:
+        raise FailedPreconditionError(
+            f"{kind} {name} speaks protocol {version}, the router {PROTOCOL_VERSION}",
+            reason="PROTOCOL_MISMATCH",
+        )
+
+
+def fits(drafter: DrafterInfo, verifier: VerifierInfo) -> bool:
+    """Whether a drafter may serve a verifier's sessions."""
+    if drafter.vocab_size != verifier.vocab_size:
+        return False
+    if drafter.feature_layout is FeatureLayout.NONE:
+        return True
+    return drafter.feature_fingerprint == verifier.feature_fingerprint
+
+
+def is_attached(drafter: DrafterInfo, verifier: VerifierInfo) -> bool:
+    """Whether the verifier holds a connection of this very start of the drafter."""
+    return any(
+        attached.drafter_id == drafter.drafter_id and attached.incarnation == drafter.incarnation
+        for attached in verifier.drafters
+    )
+
+
+def missing_attachments(drafter: DrafterInfo, verifiers: Mapping[str, VerifierInfo]) -> list[str]:
+    """Addresses of the healthy verifiers that this drafter should be told to connect to."""
+    return [
+        address
+        for address, verifier in verifiers.items()
+        if fits(drafter, verifier) and not is_attached(drafter, verifier)
+    ]
+
+
+def choose_drafter(
+    verifier: VerifierInfo,
+    drafters: Iterable[DrafterInfo],
+    method: DraftMethod,
+    *,
+    placed: Mapping[DrafterId, int],
+    detached: Collection[DrafterId] = (),
+) -> DrafterId | None:
+    """The drafter for a new session: attached, with the method, and with the fewest sessions.
+
+    `placed` counts the sessions that this router gave to each drafter; `detached` are drafters
+    that a session reported lost since the verifier was last asked. None means plain decoding.
+    """
+    able = [
+        drafter
+        for drafter in drafters
+        if method in drafter.methods
+        and is_attached(drafter, verifier)
+        and drafter.drafter_id not in detached
+    ]
+    chosen = min(
+        able,
+        key=lambda d: (placed.get(d.drafter_id, 0), d.sessions, d.drafter_id),
+        default=None,
+    )
+    return chosen.drafter_id if chosen is not None else None

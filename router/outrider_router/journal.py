@@ -1,0 +1,95 @@
+"""Every running request and what it has emitted; the memory that a failover resumes from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from outrider.errors import AlreadyExistsError, OutriderError
+from outrider.ids import DrafterId, RequestId, VerifierId
+from outrider.wire.messages import SessionEvent, SpecStats
+
+Arrival = SessionEvent | OutriderError
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Entry:
+    """One request from its arrival to its last message."""
+
+    request_id: RequestId
+    started: float
+    """Clock time of arrival, seconds."""
+    emitted: list[int] = field(default_factory=list)
+    """Ids that the verifier committed, in order."""
+    epoch: int = 0
+    first_token: float | None = None
+    """Clock time of the first token, seconds."""
+    last_token: float = 0.0
+    """Clock time of the newest token, seconds."""
+    verifier_id: VerifierId | None = None
+    drafter_id: DrafterId | None = None
+    drafter_attached: bool = False
+    """What the session's newest event said."""
+    stats: SpecStats = field(default_factory=SpecStats)
+    ended: OutriderError | None = None
+    """Why the request must end although its verifier said nothing of the kind."""
+    inbox: asyncio.Queue[Arrival] = field(default_factory=asyncio.Queue)
+    """What the verifier sent and the client has not been sent yet; bounded by max_tokens."""
+    on_fail: Callable[[OutriderError], None] | None = None
+    """Wakes the request while it waits in the admission queue."""
+
+    def put(self, arrival: Arrival) -> None:
+        """Record an event of the session (or its error) and wake the request."""
+        if isinstance(arrival, SessionEvent):
+            self.emitted.extend(arrival.tokens)
+        self.inbox.put_nowait(arrival)
+
+    def fail(self, error: OutriderError) -> None:
+        """End the request with `error`, wherever it is; the first error counts."""
+        if self.ended is not None:
+            return
+        self.ended = error
+        if self.on_fail is not None:
+            self.on_fail(error)
+        self.put(error)
+
+
+class Journal:
+    """All entries of one router."""
+
+    def __init__(self) -> None:
+        self._entries: dict[RequestId, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    def get(self, request_id: RequestId) -> Entry | None:
+        """The entry of a running request."""
+        return self._entries.get(request_id)
+
+    def open(self, request_id: RequestId, now: float) -> Entry:
+        """Start an entry; AlreadyExistsError while another request has this id."""
+        if request_id in self._entries:
+            raise AlreadyExistsError(
+                f"request {request_id!r} is running already", reason="REQUEST_EXISTS"
+            )
+        entry = Entry(request_id=request_id, started=now)
+        self._entries[request_id] = entry
+        return entry
+
+    def close(self, entry: Entry) -> None:
+        """Forget a request that is over."""
+        if self._entries.get(entry.request_id) is entry:
+            del self._entries[entry.request_id]
+
+    def placed(self) -> dict[DrafterId, int]:
+        """Running sessions by drafter."""
+        counts: dict[DrafterId, int] = {}
+        for entry in self._entries.values():
+            if entry.drafter_id is not None:
+                counts[entry.drafter_id] = counts.get(entry.drafter_id, 0) + 1
+        return counts

@@ -1,0 +1,114 @@
+"""Prometheus metrics of the router. One registry per router, so that tests do not share state.
+
+Speculation counters follow the sessions' own cumulative statistics, so a counter never goes back
+and a session counts the same whatever drafter served it.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from outrider.wire.messages import SpecStats
+
+LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+class RouterMetrics:
+    """Every metric that the router exports; attributes are prometheus_client objects."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self._requests()
+        self._speculation()
+        self._fleet()
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"outrider_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"outrider_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"outrider_{name}", text, buckets=buckets, registry=self.registry)
+
+    def _requests(self) -> None:
+        self.requests = self._counter(
+            "requests_total", "Requests that ended, by finish reason or error code.", "outcome"
+        )
+        self.requests_running = self._gauge("requests_running", "Requests being served.")
+        self.queue_depth = self._gauge("queue_depth", "Requests waiting for a place.")
+        self.kv_reserved_tokens = self._gauge(
+            "kv_reserved_tokens", "KV tokens that the admission ledger has given away."
+        )
+        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests.")
+        self.generation_tokens = self._counter("generation_tokens_total", "Tokens sent to clients.")
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "Wait in the admission queue.", LATENCY_BUCKETS
+        )
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds",
+            "Time between two rounds of a session, divided by the tokens of the later one.",
+            TOKEN_BUCKETS,
+        )
+        self.request_duration = self._histogram(
+            "e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS
+        )
+
+    def _speculation(self) -> None:
+        self.rounds = self._counter(
+            "rounds_total", "Verify rounds that emitted tokens, summed over sessions."
+        )
+        self.round_tokens = self._counter("round_tokens_total", "Tokens emitted by those rounds.")
+        self.draft_tokens = self._counter(
+            "spec_decode_num_draft_tokens_total", "Draft nodes verified."
+        )
+        self.accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens_total", "Draft nodes accepted."
+        )
+        self.accepted_per_position = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos_total",
+            "Draft nodes accepted, by depth (0 is the first draft token).",
+            "position",
+        )
+        self.fallback_rounds = self._counter(
+            "fallback_rounds_total", "Rounds of speculative sessions without a proposal."
+        )
+        self.target_only_rounds = self._counter(
+            "target_only_rounds_total", "Rejection rounds judged without draft probabilities."
+        )
+
+    def _fleet(self) -> None:
+        self.verifier_up = self._gauge(
+            "verifier_up", "1 while sessions are placed on this verifier.", "verifier"
+        )
+        self.verifier_losses = self._counter(
+            "verifier_losses_total", "Times that this verifier was lost.", "verifier"
+        )
+        self.drafter_up = self._gauge(
+            "drafter_up", "1 while this drafter is reachable and attached.", "drafter"
+        )
+        self.drafter_losses = self._counter(
+            "drafter_losses_total", "Times that this drafter was lost.", "drafter"
+        )
+        self.drafter_detached_sessions = self._counter(
+            "drafter_detached_sessions_total",
+            "Sessions whose drafter was lost while they ran; they decode plainly.",
+        )
+
+    def add_stats(self, before: SpecStats, after: SpecStats) -> None:
+        """Count what a session did between two of its cumulative statistics."""
+        self.rounds.inc(after.rounds - before.rounds)
+        self.round_tokens.inc(after.emitted - before.emitted)
+        self.draft_tokens.inc(after.proposed - before.proposed)
+        self.accepted_tokens.inc(after.accepted - before.accepted)
+        self.fallback_rounds.inc(after.fallback_rounds - before.fallback_rounds)
+        self.target_only_rounds.inc(after.target_only_rounds - before.target_only_rounds)
+        for depth, count in enumerate(after.accepted_per_depth):
+            old = before.accepted_per_depth[depth : depth + 1]
+            grown = count - (old[0] if old else 0)
+            if grown:
+                self.accepted_per_position.labels(str(depth)).inc(grown)

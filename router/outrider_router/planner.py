@@ -1,0 +1,105 @@
+"""What a request's options mean: sampling parameters, the plan, lengths. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from outrider.errors import InvalidRequestError
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import SamplingParams
+from outrider.wire.inference import SamplingOptions, SpeculationOptions, StoppingOptions
+from outrider_router.config import SpeculationDefaults
+
+
+def make_plan(options: SpeculationOptions, defaults: SpeculationDefaults) -> Plan:
+    """The plan of a session; wishes beyond the router's bounds are cut to them.
+
+    Raises InvalidRequestError for values that no plan may have.
+    """
+    if options.enabled is False:
+        return Plan(method=DraftMethod.NONE, draft_tokens=0)
+    method = defaults.method if options.method is None else options.method
+    ngram = method is DraftMethod.NGRAM
+    wanted = Plan(
+        method=method,
+        draft_tokens=_or(options.draft_tokens, defaults.draft_tokens),
+        top_k=_or(options.draft_top_k, defaults.top_k),
+        patience_ms=defaults.ngram_patience_ms if ngram else defaults.patience_ms,
+    )
+    if not wanted.speculative:
+        return Plan(method=DraftMethod.NONE, draft_tokens=0)
+    return dataclasses.replace(
+        wanted, draft_tokens=min(wanted.draft_tokens, defaults.max_draft_tokens)
+    )
+
+
+def make_sampling(options: SamplingOptions, *, seed: int, vocab_size: int) -> SamplingParams:
+    """Sampling parameters; what is not set is greedy decoding without any penalty.
+
+    `seed` is used where the request sets none. Raises InvalidRequestError.
+    """
+    given = {
+        field.name: value
+        for field in dataclasses.fields(options)
+        if field.name != "banned_token_ids" and (value := getattr(options, field.name)) is not None
+    }
+    check_ids(options.banned_token_ids, vocab_size, "banned_token_ids")
+    return SamplingParams(**{"seed": seed, **given, "banned_ids": tuple(options.banned_token_ids)})
+
+
+def stop_ids(
+    options: StoppingOptions, eos_ids: tuple[int, ...], vocab_size: int
+) -> tuple[int, ...]:
+    """Ids that end the session: the model's own unless ignored, and the request's."""
+    check_ids(options.stop_token_ids, vocab_size, "stop_token_ids")
+    own = () if options.ignore_eos else eos_ids
+    return tuple(dict.fromkeys((*own, *options.stop_token_ids)))
+
+
+def output_budget(
+    options: StoppingOptions, *, prompt_len: int, max_context_len: int, default_max_tokens: int
+) -> int:
+    """Most tokens to emit.
+
+    An explicit max_tokens that does not fit into the context is an InvalidRequestError; the
+    default is cut to what the context leaves.
+    """
+    room = max_context_len - prompt_len
+    if room < 1:
+        raise InvalidRequestError(
+            f"the prompt has {prompt_len} tokens; the context holds {max_context_len} with the "
+            "output",
+            reason="PROMPT_TOO_LONG",
+        )
+    budget = options.max_tokens
+    if budget is None:
+        budget = max(min(default_max_tokens, room), min(options.min_tokens or 0, room))
+    if budget < 1:
+        raise InvalidRequestError(
+            f"max_tokens must be at least 1, got {budget}", reason="INVALID_STOPPING"
+        )
+    if budget > room:
+        raise InvalidRequestError(
+            f"max_tokens is {budget}, but after a prompt of {prompt_len} tokens the context of "
+            f"{max_context_len} leaves {room}",
+            reason="CONTEXT_EXCEEDED",
+        )
+    if (options.min_tokens or 0) > budget:
+        raise InvalidRequestError(
+            f"min_tokens ({options.min_tokens}) is greater than max_tokens ({budget})",
+            reason="INVALID_STOPPING",
+        )
+    return budget
+
+
+def check_ids(ids: tuple[int, ...], vocab_size: int, what: str) -> None:
+    """Raise InvalidRequestError unless every id is in [0, vocab_size)."""
+    bad = next((id_ for id_ in ids if not 0 <= id_ < vocab_size), None)
+    if bad is not None:
+        raise InvalidRequestError(
+            f"{what} holds {bad}; ids must be in [0, {vocab_size})", reason="TOKEN_OUT_OF_RANGE"
+        )
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value

@@ -1,0 +1,289 @@
+"""Polls the verifiers and drafters, attaches drafters, and reports who is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from outrider.errors import DeadlineExceededError, FailedPreconditionError, OutriderError
+from outrider.ids import DrafterId, VerifierId
+from outrider.spec.plan import DraftMethod
+from outrider.transport.base import Dialer, DrafterControl, VerifierControl
+from outrider.wire.messages import DrafterInfo, VerifierInfo
+from outrider_router.fleet import (
+    PeerState,
+    TokenizerIdentity,
+    check_drafter,
+    check_verifier,
+    choose_drafter,
+    fits,
+    is_attached,
+    judge,
+    missing_attachments,
+)
+from outrider_router.metrics import RouterMetrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Peer:
+    """What the router knows of one process."""
+
+    address: str
+    state: PeerState = PeerState.UNKNOWN
+    last_seen: float = 0.0
+    """Clock time of the last sign of life, seconds."""
+    failures: int = 0
+    problem: str = ""
+    """Why the last look failed; logged when it changes."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class VerifierPeer(Peer):
+    """A verifier."""
+
+    control: VerifierControl | None = None
+    info: VerifierInfo | None = None
+    detached: set[DrafterId] = field(default_factory=set)
+    """Drafters that sessions reported lost since the last look."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DrafterPeer(Peer):
+    """A drafter."""
+
+    control: DrafterControl | None = None
+    info: DrafterInfo | None = None
+    serving: bool = False
+    """Whether it was reachable and attached to a healthy verifier at the last look."""
+    misfits: set[str] = field(default_factory=set)
+    """Verifiers that it cannot serve, by address."""
+
+
+class Registry:
+    """The fleet of one router. Callbacks run on the event loop and must not block."""
+
+    def __init__(
+        self,
+        *,
+        dialer: Dialer,
+        verifiers: tuple[str, ...],
+        drafters: tuple[str, ...],
+        tokenizer: TokenizerIdentity,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+        poll_interval_s: float,
+        silence_s: float,
+        on_verifier_up: Callable[[VerifierInfo], None],
+        on_verifier_lost: Callable[[VerifierId], None],
+    ) -> None:
+        self._dialer = dialer
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._clock = clock
+        self._interval_s = poll_interval_s
+        self._silence_s = silence_s
+        self._on_verifier_up = on_verifier_up
+        self._on_verifier_lost = on_verifier_lost
+        self.verifiers = {address: VerifierPeer(address=address) for address in verifiers}
+        self.drafters = {address: DrafterPeer(address=address) for address in drafters}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin polling; every peer has its own task, so none delays the look at another."""
+        looks: list[tuple[Peer, Callable[[], Awaitable[None]]]] = [
+            *((v, partial(self._look_at_verifier, v)) for v in self.verifiers.values()),
+            *((d, partial(self._look_at_drafter, d)) for d in self.drafters.values()),
+        ]
+        self._tasks = [asyncio.create_task(self._poll(peer, look)) for peer, look in looks]
+
+    async def stop(self) -> None:
+        """Stop polling."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def healthy_verifier(self, verifier_id: VerifierId) -> VerifierPeer | None:
+        """The healthy verifier with this id."""
+        return next((v for v, info in self._healthy() if info.verifier_id == verifier_id), None)
+
+    def any_info(self) -> VerifierInfo | None:
+        """What a healthy verifier says of its model; None while there is none."""
+        return next((info for _, info in self._healthy()), None)
+
+    def saw_verifier(self, peer: VerifierPeer) -> None:
+        """A session's event is a sign of life too."""
+        peer.last_seen = self._clock()
+
+    def drafter_detached(self, peer: VerifierPeer, drafter_id: DrafterId) -> None:
+        """A session reports that its drafter is gone; no more sessions until the next look."""
+        peer.detached.add(drafter_id)
+        self._note_drafters()
+
+    def choose_drafter(
+        self, peer: VerifierPeer, method: DraftMethod, placed: dict[DrafterId, int]
+    ) -> DrafterId | None:
+        """The drafter of a new session on this verifier, or None for plain decoding."""
+        assert peer.info is not None
+        healthy = [d.info for d in self.drafters.values() if d.state is PeerState.HEALTHY]
+        return choose_drafter(
+            peer.info,
+            [info for info in healthy if info is not None],
+            method,
+            placed=placed,
+            detached=peer.detached,
+        )
+
+    def _healthy(self) -> list[tuple[VerifierPeer, VerifierInfo]]:
+        peers = self.verifiers.values()
+        return [
+            (peer, peer.info)
+            for peer in peers
+            if peer.state is PeerState.HEALTHY and peer.info is not None
+        ]
+
+    async def _poll(self, peer: Peer, look: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    await look()
+            except FailedPreconditionError as error:
+                self._refuse(peer, error)
+            except (OutriderError, TimeoutError) as error:
+                self._failed(peer, error)
+            except Exception:
+                logger.exception("look at peer failed", extra={"address": peer.address})
+            self._note_drafters()
+            await asyncio.sleep(self._interval_s)
+
+    async def _look_at_verifier(self, peer: VerifierPeer) -> None:
+        if peer.control is None:
+            peer.control = await self._dialer.verifier(peer.address)
+        info = await peer.control.info()
+        before, peer.info = peer.info, info
+        peer.detached.clear()
+        check_verifier(info, self._tokenizer)
+        restarted = before is not None and before.incarnation != info.incarnation
+        if restarted and before is not None and peer.state is PeerState.HEALTHY:
+            self._lose_verifier(peer, before, "it was restarted")
+        came_up = self._seen(peer)
+        if came_up:
+            self._metrics.verifier_up.labels(info.verifier_id).set(1)
+        self._on_verifier_up(info)
+
+    async def _look_at_drafter(self, peer: DrafterPeer) -> None:
+        if peer.control is None:
+            peer.control = await self._dialer.drafter(peer.address)
+        info = await peer.control.info()
+        before, peer.info = peer.info, info
+        check_drafter(info, self._tokenizer)
+        if before is not None and before.incarnation != info.incarnation and peer.serving:
+            self._drafter_lost(peer, "it was restarted")
+        self._seen(peer)
+        known = {verifier.address: info for verifier, info in self._healthy()}
+        for address in missing_attachments(info, known):
+            await self._attach(peer, peer.control, address)
+        self._note_misfits(peer, info, known)
+
+    async def _attach(self, peer: DrafterPeer, control: DrafterControl, address: str) -> None:
+        facts = {"address": peer.address, "verifier": address}
+        try:
+            await control.attach(address)
+        except OutriderError as error:
+            # The drafter answers, so it is not lost; the next look tries again.
+            logger.warning("attaching a drafter failed", extra=facts | {"problem": error.message})
+        else:
+            logger.info("drafter told to attach", extra=facts)
+
+    def _note_misfits(
+        self, peer: DrafterPeer, info: DrafterInfo, known: dict[str, VerifierInfo]
+    ) -> None:
+        misfits = {address for address, verifier in known.items() if not fits(info, verifier)}
+        for address in misfits - peer.misfits:
+            logger.warning(
+                "drafter does not fit verifier: vocabulary or features differ",
+                extra={"drafter_id": info.drafter_id, "verifier": address},
+            )
+        peer.misfits = misfits
+
+    def _seen(self, peer: Peer) -> bool:
+        """Note a sign of life; whether the peer was not healthy before."""
+        peer.last_seen, peer.failures, peer.problem = self._clock(), 0, ""
+        if peer.state is PeerState.HEALTHY:
+            return False
+        peer.state = PeerState.HEALTHY
+        logger.info("peer is healthy", extra={"address": peer.address})
+        return True
+
+    def _refuse(self, peer: Peer, error: OutriderError) -> None:
+        self._complain(peer, "peer refused", error.message)
+        self._leave(peer, PeerState.REFUSED, error.message)
+
+    def _failed(self, peer: Peer, error: OutriderError | TimeoutError) -> None:
+        message = str(error) or "no answer in time"
+        self._complain(peer, "peer does not answer", message)
+        if not isinstance(error, (TimeoutError, DeadlineExceededError)):
+            peer.failures += 1
+        silence_s = self._clock() - peer.last_seen
+        state = judge(
+            peer.state, failures=peer.failures, silence_s=silence_s, bound_s=self._silence_s
+        )
+        self._leave(peer, state, message)
+
+    def _complain(self, peer: Peer, event: str, message: str) -> None:
+        if message != peer.problem:
+            peer.problem = message
+            logger.warning(event, extra={"address": peer.address, "problem": message})
+
+    def _leave(self, peer: Peer, state: PeerState, why: str) -> None:
+        was, peer.state = peer.state, state
+        if was is not PeerState.HEALTHY or state is PeerState.HEALTHY:
+            return
+        if isinstance(peer, VerifierPeer) and peer.info is not None:
+            self._lose_verifier(peer, peer.info, why)
+
+    def _lose_verifier(self, peer: VerifierPeer, info: VerifierInfo, why: str) -> None:
+        logger.error(
+            "verifier lost",
+            extra={"verifier_id": info.verifier_id, "address": peer.address, "problem": why},
+        )
+        peer.state = PeerState.LOST
+        self._metrics.verifier_up.labels(info.verifier_id).set(0)
+        self._metrics.verifier_losses.labels(info.verifier_id).inc()
+        self._on_verifier_lost(info.verifier_id)
+
+    def _note_drafters(self) -> None:
+        """Compare who serves now with who served at the last look; count the losses."""
+        for peer in self.drafters.values():
+            if peer.info is None:
+                continue
+            serving = self._is_serving(peer, peer.info)
+            if peer.serving and not serving and self._healthy():
+                self._drafter_lost(peer, peer.problem or "its verifier lost the connection")
+            if serving and not peer.serving:
+                logger.info("drafter serves", extra={"drafter_id": peer.info.drafter_id})
+            peer.serving = serving
+            self._metrics.drafter_up.labels(peer.info.drafter_id).set(serving)
+
+    def _is_serving(self, peer: DrafterPeer, info: DrafterInfo) -> bool:
+        return peer.state is PeerState.HEALTHY and any(
+            is_attached(info, verifier_info) and info.drafter_id not in verifier.detached
+            for verifier, verifier_info in self._healthy()
+        )
+
+    def _drafter_lost(self, peer: DrafterPeer, why: str) -> None:
+        assert peer.info is not None
+        peer.serving = False
+        self._metrics.drafter_losses.labels(peer.info.drafter_id).inc()
+        logger.warning(
+            "drafter lost; its sessions decode plainly",
+            extra={
+                "drafter_id": peer.info.drafter_id,
+                "address": peer.address,
+                "problem": why,
+            },
+        )

@@ -1,0 +1,139 @@
+"""From a client's request to what admission and a verifier need. Pure but for tokenizing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.ids import DrafterId, SessionId
+from outrider.spec.plan import Plan
+from outrider.spec.sampling import SamplingParams
+from outrider.text.tokenizer import Tokenizer
+from outrider.wire.inference import (
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
+from outrider.wire.messages import SessionSpec, VerifierInfo
+from outrider_router.config import RouterConfig
+from outrider_router.planner import check_ids, make_plan, make_sampling, output_budget, stop_ids
+
+ArgumentT = TypeVar("ArgumentT")
+
+INLINE_CHARS = 20_000
+"""Longer prompts are tokenized in a thread, so that they do not hold up other streams."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A validated request."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    plan: Plan
+    stop_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    max_new_tokens: int
+    min_new_tokens: int
+    kv_tokens: int
+    """KV tokens that a verifier will reserve for it."""
+    model: str
+
+    def spec(self, session_id: SessionId, epoch: int, drafter_id: DrafterId | None) -> SessionSpec:
+        """What a verifier is told."""
+        return SessionSpec(
+            session_id=session_id,
+            epoch=epoch,
+            token_ids=self.prompt_ids,
+            prompt_len=len(self.prompt_ids),
+            max_new_tokens=self.max_new_tokens,
+            stop_token_ids=self.stop_ids,
+            min_new_tokens=self.min_new_tokens,
+            sampling=self.sampling,
+            plan=self.plan,
+            drafter_id=drafter_id,
+        )
+
+
+async def tokenize(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids of a prompt; InvalidRequestError if it is empty or cannot be rendered."""
+    match prompt:
+        case TokenPrompt(token_ids=ids):
+            found = tuple(ids)
+        case TextPrompt(text=text):
+            found = await _maybe_in_thread(len(text), tokenizer.encode, text)
+        case ChatPrompt(messages=messages):
+            turns = [{"role": turn.role, "content": turn.content} for turn in messages]
+            size = sum(len(turn.content) for turn in messages)
+            found = await _maybe_in_thread(size, tokenizer.encode_chat, turns)
+    if not found:
+        raise InvalidRequestError("the prompt has no tokens", reason="EMPTY_PROMPT")
+    return found
+
+
+async def _maybe_in_thread(
+    size: int, function: Callable[[ArgumentT], tuple[int, ...]], argument: ArgumentT
+) -> tuple[int, ...]:
+    if size > INLINE_CHARS:
+        return await asyncio.to_thread(function, argument)
+    return function(argument)
+
+
+def make_job(
+    request: GenerateRequest,
+    prompt_ids: tuple[int, ...],
+    *,
+    info: VerifierInfo,
+    tokenizer: Tokenizer,
+    config: RouterConfig,
+    seed: int,
+) -> Job:
+    """Apply defaults and check everything against the served model.
+
+    Raises InvalidRequestError; NotFoundError for a model that is not served.
+    """
+    name = model_name(config, info)
+    if request.model not in (None, "", name):
+        raise NotFoundError(
+            f"model {request.model!r} is not served here; {name!r} is", reason="NO_MODEL"
+        )
+    check_ids(prompt_ids, info.vocab_size, "the prompt")
+    _check_stop_strings(request.stopping.stop)
+    budget = output_budget(
+        request.stopping,
+        prompt_len=len(prompt_ids),
+        max_context_len=max_session_len(config, info),
+        default_max_tokens=config.default_max_tokens,
+    )
+    return Job(
+        prompt_ids=prompt_ids,
+        sampling=make_sampling(request.sampling, seed=seed, vocab_size=info.vocab_size),
+        plan=make_plan(request.speculation, config.speculation),
+        stop_ids=stop_ids(request.stopping, tokenizer.eos_ids, info.vocab_size),
+        stop_strings=request.stopping.stop,
+        max_new_tokens=budget,
+        min_new_tokens=request.stopping.min_tokens or 0,
+        kv_tokens=len(prompt_ids) + budget + config.session_slack_tokens,
+        model=name,
+    )
+
+
+def model_name(config: RouterConfig, info: VerifierInfo) -> str:
+    """The name that clients ask for."""
+    return config.model_name or info.model_name
+
+
+def max_session_len(config: RouterConfig, info: VerifierInfo) -> int:
+    """Most tokens of prompt and output that this verifier can ever serve."""
+    kv_tokens = info.kv_total_blocks * info.kv_block_tokens
+    return min(info.max_context_len, max(0, kv_tokens - config.session_slack_tokens))
+
+
+def _check_stop_strings(stops: tuple[str, ...]) -> None:
+    if not all(stops):
+        raise InvalidRequestError("stop strings must not be empty", reason="INVALID_STOPPING")

@@ -1,0 +1,366 @@
+"""The life of a request: tokenize, admit, open a session, stream its text, free everything."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+
+from outrider.errors import (
+    CancelledRequestError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    OutriderError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from outrider.ids import RequestId, SessionId, VerifierId
+from outrider.text.tokenizer import Tokenizer
+from outrider.transport.base import Dialer
+from outrider.wire.inference import (
+    Delta,
+    FinishInfo,
+    GenerateRequest,
+    GenerateResult,
+    PromptInfo,
+    StreamEvent,
+)
+from outrider.wire.messages import SessionEvent, VerifierInfo
+from outrider_router.admission import Ticket, VerifierLoad, no_verifier
+from outrider_router.admission_queue import AdmissionQueue, Lease
+from outrider_router.config import RouterConfig
+from outrider_router.fleet import TokenizerIdentity
+from outrider_router.journal import Entry, Journal
+from outrider_router.metrics import RouterMetrics
+from outrider_router.output import OutputAssembler
+from outrider_router.registry import Registry, VerifierPeer
+from outrider_router.request import Job, make_job, tokenize
+from outrider_router.streaming import lost_error, pump, session_messages, stop_pump
+
+logger = logging.getLogger(__name__)
+
+MAX_REFUSALS = 20
+"""Refusals of one request by verifiers on which nothing else of ours runs."""
+
+
+class RouterService:
+    """Serves requests. Every way out of `stream` (finish, error, cancel, deadline) frees all."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        dialer: Dialer,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        """`clock` is monotonic, in seconds."""
+        self.config = config
+        self.metrics = metrics
+        self.journal = Journal()
+        self.admission = AdmissionQueue(
+            queue_limit=config.queue_limit, clock=clock, on_change=self._on_admission_change
+        )
+        self.registry = Registry(
+            dialer=dialer,
+            verifiers=config.verifiers,
+            drafters=config.drafters,
+            tokenizer=TokenizerIdentity(hash=tokenizer.hash, num_ids=tokenizer.num_ids),
+            metrics=metrics,
+            clock=clock,
+            poll_interval_s=config.poll_interval_s,
+            silence_s=config.silence_s,
+            on_verifier_up=self._on_verifier_up,
+            on_verifier_lost=self._on_verifier_lost,
+        )
+        self.tokenizer = tokenizer
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._incarnation = secrets.token_hex(6)
+        self._draining = False
+        self._ready = False
+        self.on_readiness: Callable[[bool], None] = lambda ready: None
+        """Hears whether requests can be served: a verifier is healthy, and no drain began."""
+
+    async def start(self) -> None:
+        """Begin to look for verifiers and drafters."""
+        self.registry.start()
+
+    async def close(self) -> None:
+        """End every request with UnavailableError and stop."""
+        self._draining = True
+        for entry in self.journal:
+            entry.fail(UnavailableError("the router is shutting down", reason="SHUTDOWN"))
+        await self.registry.stop()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the running ones; whether all of them ended."""
+        self._draining = True
+        self._note_readiness()
+        end = self._clock() + timeout_s
+        while len(self.journal) and self._clock() < end:
+            await asyncio.sleep(0.05)
+        return len(self.journal) == 0
+
+    async def generate(
+        self, request: GenerateRequest, *, timeout_s: float | None = None
+    ) -> GenerateResult:
+        """Serve a request and answer once, at the end."""
+        text: list[str] = []
+        token_ids: list[int] = []
+        info: PromptInfo | None = None
+        finish: FinishInfo | None = None
+        async with aclosing(self.stream(request, timeout_s=timeout_s)) as events:
+            async for event in events:
+                match event:
+                    case PromptInfo():
+                        info = event
+                    case Delta():
+                        text.append(event.text)
+                        token_ids.extend(event.token_ids)
+                    case FinishInfo():
+                        finish = event
+        assert info is not None and finish is not None, "a stream without an error has both"
+        return GenerateResult(
+            request_id=info.request_id,
+            model=info.model,
+            text="".join(text),
+            token_ids=tuple(token_ids),
+            finish=finish,
+        )
+
+    async def stream(
+        self, request: GenerateRequest, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """Serve a request as a stream; close the generator to cancel it.
+
+        Raises any error of `outrider.errors`; each is counted and logged with the request's id.
+        """
+        if self._draining:
+            raise UnavailableError("the router is shutting down", reason="SHUTDOWN")
+        entry = self._open(request.request_id)
+        deadline = None if timeout_s is None else self._clock() + timeout_s
+        timer = self._arm(entry, timeout_s)
+        outcome = CancelledRequestError.code
+        try:
+            async with aclosing(self._serve(entry, request, deadline)) as events:
+                async for event in events:
+                    if isinstance(event, FinishInfo):
+                        outcome = event.reason.value
+                    yield event
+        except Exception as error:
+            outcome = error.code if isinstance(error, OutriderError) else InternalError.code
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self.journal.close(entry)
+            self._log_end(entry, outcome)
+
+    def abort(self, request_ids: Iterable[RequestId]) -> tuple[RequestId, ...]:
+        """Cancel requests by id; those that were queued or running."""
+        aborted: list[RequestId] = []
+        for request_id in dict.fromkeys(request_ids):
+            entry = self.journal.get(request_id)
+            if entry is not None and entry.ended is None:
+                entry.fail(
+                    CancelledRequestError(f"request {request_id!r} was aborted", reason="ABORTED")
+                )
+                aborted.append(request_id)
+        return tuple(aborted)
+
+    def _open(self, request_id: RequestId | None) -> Entry:
+        if request_id == "":
+            raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
+        new_id = request_id or RequestId(f"req-{secrets.token_hex(8)}")
+        return self.journal.open(new_id, self._clock())
+
+    def _arm(self, entry: Entry, timeout_s: float | None) -> asyncio.TimerHandle | None:
+        if timeout_s is None:
+            return None
+        error = DeadlineExceededError("the deadline passed", reason="DEADLINE")
+        return asyncio.get_running_loop().call_later(max(0.0, timeout_s), entry.fail, error)
+
+    async def _serve(
+        self, entry: Entry, request: GenerateRequest, deadline: float | None
+    ) -> AsyncGenerator[StreamEvent, None]:
+        job = await self._make_job(request)
+        ticket = Ticket(
+            request_id=entry.request_id,
+            kv_tokens=job.kv_tokens,
+            sequence=next(self._numbers),
+            deadline=deadline,
+        )
+        lease = await self._acquire(entry, ticket)
+        held = True
+        self.metrics.prompt_tokens.inc(len(job.prompt_ids))
+        self.metrics.queue_time.observe(self._clock() - entry.started)
+        finish: FinishInfo | None = None
+        try:
+            yield PromptInfo(
+                request_id=entry.request_id, prompt_tokens=len(job.prompt_ids), model=job.model
+            )
+            for attempt in itertools.count(1):
+                try:
+                    async with aclosing(self._session(entry, job, lease)) as messages:
+                        async for message in messages:
+                            if isinstance(message, FinishInfo):
+                                finish = message
+                            else:
+                                self.metrics.generation_tokens.inc(len(message.token_ids))
+                                yield message
+                    break
+                except ResourceExhaustedError:
+                    self._raise_if_hopeless(entry, lease, attempt)
+                self.admission.release(lease, refused=True)
+                held = False
+                lease = await self._acquire(entry, ticket)
+                held = True
+        finally:
+            if held:
+                self.admission.release(lease, service_s=self._clock() - entry.started)
+        assert finish is not None, "a session that ends without an error ends with a finish"
+        # Last, so that whoever hears of the end finds everything freed.
+        yield finish
+
+    def _raise_if_hopeless(self, entry: Entry, lease: Lease, attempt: int) -> None:
+        """Re-raise a verifier's refusal unless waiting may help."""
+        alone = self.admission.sessions_on(lease.verifier_id) <= 1
+        if entry.emitted or (alone and attempt >= MAX_REFUSALS):
+            raise
+
+    async def _make_job(self, request: GenerateRequest) -> Job:
+        info = self.registry.any_info()
+        if info is None:
+            raise no_verifier()
+        job = make_job(
+            request,
+            await tokenize(request.prompt, self.tokenizer),
+            info=info,
+            tokenizer=self.tokenizer,
+            config=self.config,
+            seed=secrets.randbits(63),
+        )
+        if self.registry.any_info() is not None and not self.admission.could_fit(job.kv_tokens):
+            raise InvalidRequestError(
+                f"the request needs {job.kv_tokens} tokens of KV cache, more than any verifier has",
+                reason="REQUEST_TOO_LARGE",
+            )
+        return job
+
+    async def _acquire(self, entry: Entry, ticket: Ticket) -> Lease:
+        if entry.ended is not None:
+            raise entry.ended
+        entry.on_fail = lambda error: self.admission.fail(entry.request_id, error)
+        try:
+            return await self.admission.acquire(ticket)
+        finally:
+            entry.on_fail = None
+
+    async def _session(
+        self, entry: Entry, job: Job, lease: Lease
+    ) -> AsyncGenerator[Delta | FinishInfo, None]:
+        peer = self.registry.healthy_verifier(lease.verifier_id)
+        if peer is None or peer.control is None:
+            raise lost_error(lease.verifier_id)
+        entry.verifier_id = lease.verifier_id
+        if job.plan.speculative:
+            entry.drafter_id = self.registry.choose_drafter(
+                peer, job.plan.method, self.journal.placed()
+            )
+        session_id = SessionId(f"{self._incarnation}-{next(self._numbers)}")
+        task = asyncio.create_task(
+            pump(
+                peer.control,
+                job.spec(session_id, entry.epoch, entry.drafter_id),
+                entry,
+                lambda event: self._observe(entry, peer, event),
+            )
+        )
+        assembler = OutputAssembler(self.tokenizer.pieces, job.stop_strings)
+        try:
+            async with aclosing(
+                session_messages(entry, assembler, prompt_tokens=len(job.prompt_ids))
+            ) as messages:
+                async for message in messages:
+                    yield message
+        except UnavailableError as error:
+            if entry.ended is None:
+                raise lost_error(lease.verifier_id) from error
+            raise
+        finally:
+            await stop_pump(task)
+            entry.verifier_id = entry.drafter_id = None
+
+    def _observe(self, entry: Entry, peer: VerifierPeer, event: SessionEvent) -> None:
+        now = self._clock()
+        self.registry.saw_verifier(peer)
+        if event.tokens:
+            if entry.first_token is None:
+                entry.first_token = now
+                self.metrics.time_to_first_token.observe(now - entry.started)
+            else:
+                gap = (now - entry.last_token) / len(event.tokens)
+                self.metrics.inter_token_latency.observe(gap)
+            entry.last_token = now
+        self.metrics.add_stats(entry.stats, event.stats)
+        entry.stats = event.stats
+        lost = entry.drafter_attached and not event.drafter_attached
+        entry.drafter_attached = event.drafter_attached
+        if lost and entry.drafter_id is not None:
+            self.metrics.drafter_detached_sessions.inc()
+            logger.warning(
+                "session lost its drafter",
+                extra={"request_id": entry.request_id, "drafter_id": entry.drafter_id},
+            )
+            self.registry.drafter_detached(peer, entry.drafter_id)
+
+    def _on_verifier_up(self, info: VerifierInfo) -> None:
+        self.admission.set_verifier(
+            VerifierLoad(
+                verifier_id=info.verifier_id,
+                total_tokens=info.kv_total_blocks * info.kv_block_tokens,
+                block_tokens=info.kv_block_tokens,
+                max_sessions=info.max_sessions,
+            )
+        )
+        self._note_readiness()
+
+    def _on_verifier_lost(self, verifier_id: VerifierId) -> None:
+        self.admission.drop_verifier(verifier_id)
+        for entry in self.journal:
+            if entry.verifier_id == verifier_id:
+                entry.fail(lost_error(verifier_id))
+        self._note_readiness()
+
+    def _note_readiness(self) -> None:
+        ready = self.registry.any_info() is not None and not self._draining
+        if ready is not self._ready:
+            self._ready = ready
+            self.on_readiness(ready)
+
+    def _on_admission_change(self) -> None:
+        self.metrics.queue_depth.set(self.admission.waiting)
+        self.metrics.requests_running.set(self.admission.running)
+        self.metrics.kv_reserved_tokens.set(self.admission.reserved_tokens)
+
+    def _log_end(self, entry: Entry, outcome: str) -> None:
+        duration_s = self._clock() - entry.started
+        self.metrics.requests.labels(outcome).inc()
+        self.metrics.request_duration.observe(duration_s)
+        logger.info(
+            "request ended",
+            extra={
+                "request_id": entry.request_id,
+                "outcome": outcome,
+                "tokens": len(entry.emitted),
+                "duration_ms": round(duration_s * 1000, 1),
+                "rounds": entry.stats.rounds,
+                "fallback_rounds": entry.stats.fallback_rounds,
+            },
+        )

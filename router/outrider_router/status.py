@@ -1,0 +1,65 @@
+"""What the router tells of itself and its fleet."""
+
+from __future__ import annotations
+
+import outrider
+from outrider.ids import DrafterId, VerifierId
+from outrider.wire.inference import DrafterSummary, ModelInfo, ServerInfo, VerifierSummary
+from outrider.wire.messages import PROTOCOL_VERSION
+from outrider_router.fleet import PeerState
+from outrider_router.registry import DrafterPeer, VerifierPeer
+from outrider_router.request import max_session_len, model_name
+from outrider_router.service import RouterService
+
+
+def server_info(service: RouterService) -> ServerInfo:
+    """The router's state; peers that were never reached are listed under their address."""
+    return ServerInfo(
+        version=outrider.__version__,
+        protocol_version=PROTOCOL_VERSION,
+        queued=service.admission.waiting,
+        queue_bound=service.config.queue_limit,
+        running=service.admission.running,
+        verifiers=tuple(_verifier(v, service) for v in service.registry.verifiers.values()),
+        drafters=tuple(_drafter(d) for d in service.registry.drafters.values()),
+    )
+
+
+def models(service: RouterService) -> tuple[ModelInfo, ...]:
+    """The served model; none while no verifier is healthy."""
+    info = service.registry.any_info()
+    if info is None:
+        return ()
+    return (
+        ModelInfo(
+            name=model_name(service.config, info),
+            vocab_size=info.vocab_size,
+            max_context_len=max_session_len(service.config, info),
+            tokenizer_hash=service.tokenizer.hash,
+        ),
+    )
+
+
+def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
+    info = peer.info
+    return VerifierSummary(
+        verifier_id=info.verifier_id if info is not None else VerifierId(peer.address),
+        address=peer.address,
+        healthy=peer.state is PeerState.HEALTHY,
+        model=model_name(service.config, info) if info is not None else "",
+        sessions=info.sessions if info is not None else 0,
+        max_sessions=info.max_sessions if info is not None else 0,
+        kv_free_blocks=info.kv_free_blocks if info is not None else 0,
+        kv_total_blocks=info.kv_total_blocks if info is not None else 0,
+    )
+
+
+def _drafter(peer: DrafterPeer) -> DrafterSummary:
+    info = peer.info
+    return DrafterSummary(
+        drafter_id=info.drafter_id if info is not None else DrafterId(peer.address),
+        address=peer.address,
+        healthy=peer.serving,
+        methods=info.methods if info is not None else (),
+        sessions=info.sessions if info is not None else 0,
+    )

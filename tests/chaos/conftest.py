@@ -1,0 +1,33 @@
+"""The fixtures of the integration tests; every chaos test gets a stack of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.factories import make_eagle3_head, make_target
+from tests.integration.stack import Stack
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def tiny_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_eagle3_head(tmp_path_factory.mktemp("head"))
+
+
+@pytest.fixture
+def stack(tiny_target: Path, tiny_head: Path, tmp_path: Path) -> Iterator[Stack]:
+    with Stack(
+        tmp_path,
+        model=str(tiny_target),
+        head=str(tiny_head),
+        router=["--metrics-port", "0", "--queue-limit", "16"],
+        verifier=["--max-sessions", "8"],
+    ) as running:
+        yield running

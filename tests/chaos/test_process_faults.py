@@ -1,0 +1,157 @@
+"""Processes are killed, stopped and restarted while they work; clients see what was promised."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+import urllib.request
+from collections.abc import Callable
+
+import pytest
+
+from outrider.client import (
+    Client,
+    GenerateResult,
+    OutriderError,
+    RetryPolicy,
+    UnavailableError,
+    user,
+)
+from tests.integration.stack import Stack, wait_until
+
+PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
+TOKENS = 600
+
+
+def connect(stack: Stack) -> Client:
+    return Client(stack.router.address, timeout_s=60.0, retry=RetryPolicy(max_attempts=1))
+
+
+def metric(stack: Stack, name: str) -> float:
+    """Sum of a counter's samples over its labels."""
+    address = stack.router.ready["metrics"]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def generate_through(
+    client: Client, fault: Callable[[], None], **options: object
+) -> GenerateResult:
+    """Stream an answer and cause the fault once a few rounds have been heard."""
+    with client.stream(PROMPT, max_tokens=TOKENS, ignore_eos=True, **options) as stream:  # type: ignore[arg-type]
+        for count, _ in enumerate(stream):
+            if count == 10:
+                fault()
+        return stream.result()
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_a_lost_drafter_changes_no_token_and_is_counted(stack: Stack, fault: str) -> None:
+    sampling: dict[str, object] = {"temperature": 0.8, "seed": 7}
+    with connect(stack) as client:
+        plain = client.generate(
+            PROMPT, max_tokens=TOKENS, ignore_eos=True, drafter="none", temperature=0.8, seed=7
+        )
+        began = time.monotonic()
+        result = generate_through(client, getattr(stack.drafter, fault), **sampling)
+        assert result.token_ids == plain.token_ids
+        assert result.finish.stats.fallback_rounds > 0
+        assert time.monotonic() - began < 30.0
+        wait_until(lambda: metric(stack, "outrider_drafter_losses_total{") >= 1, what="metric")
+
+
+def test_a_restarted_drafter_drafts_again_within_the_running_stream(stack: Stack) -> None:
+    with connect(stack) as client:
+        result = generate_through(client, stack.drafter.kill, temperature=0.0)
+        stack.drafter.restart()
+        wait_until(lambda: all(d.healthy for d in client.server_info().drafters), what="drafter")
+        again = client.generate(PROMPT, max_tokens=64, ignore_eos=True, temperature=0.0)
+        assert again.token_ids == result.token_ids[:64]
+        assert again.finish.stats.proposed > 0
+
+
+def test_a_frozen_drafter_that_wakes_up_does_no_harm(stack: Stack) -> None:
+    with connect(stack) as client:
+        plain = client.generate(
+            PROMPT, max_tokens=TOKENS, ignore_eos=True, drafter="none", temperature=0.0
+        )
+        result = generate_through(client, stack.drafter.freeze, temperature=0.0)
+        stack.drafter.thaw()
+        wait_until(lambda: all(d.healthy for d in client.server_info().drafters), what="drafter")
+        again = client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
+        assert result.token_ids == again.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_a_lost_verifier_is_a_typed_error_within_five_seconds(stack: Stack, fault: str) -> None:
+    with connect(stack) as client:
+        with client.stream(PROMPT, max_tokens=1500, ignore_eos=True) as stream:
+            next(iter(stream))
+            getattr(stack.verifier, fault)()
+            began = time.monotonic()
+            with pytest.raises(UnavailableError):
+                for _ in stream:
+                    pass
+        assert time.monotonic() - began < 5.0
+        stack.verifier.restart()
+        wait_until(lambda: _answers(client), timeout_s=20.0, what="served again")
+
+
+def test_a_full_queue_refuses_with_a_hint_and_loses_no_admitted_request(stack: Stack) -> None:
+    def run(index: int) -> tuple[str, float | None]:
+        try:
+            result = client.generate(PROMPT, max_tokens=64, ignore_eos=True, seed=index)
+        except OutriderError as error:
+            return error.code, error.retry_after_s
+        assert len(result.token_ids) == 64
+        return "OK", None
+
+    with connect(stack) as client, concurrent.futures.ThreadPoolExecutor(64) as pool:
+        outcomes = list(pool.map(run, range(64)))
+        codes = [code for code, _ in outcomes]
+        assert set(codes) == {"OK", "RESOURCE_EXHAUSTED"}
+        assert codes.count("OK") >= 8 + 16
+        hints = [hint for code, hint in outcomes if code == "RESOURCE_EXHAUSTED"]
+        assert all(hint is not None and hint > 0 for hint in hints)
+        wait_until(lambda: client.server_info().running == 0, what="idle")
+
+
+def test_a_thousand_cancelled_requests_leak_nothing(stack: Stack) -> None:
+    def run(index: int) -> None:
+        with client.stream(PROMPT, max_tokens=500, ignore_eos=True, seed=index) as stream:
+            if index % 2:
+                next(iter(stream), None)
+
+    def cancelled(index: int) -> None:
+        try:
+            run(index)
+        except OutriderError as error:
+            assert error.code in ("RESOURCE_EXHAUSTED", "CANCELLED")
+
+    with connect(stack) as client, concurrent.futures.ThreadPoolExecutor(16) as pool:
+        list(pool.map(cancelled, range(1000)))
+        wait_until(lambda: _idle(client), timeout_s=20.0, what="nothing held")
+        assert client.generate(PROMPT, max_tokens=4).token_ids
+
+
+def test_children_end_with_sigterm(stack: Stack) -> None:
+    for process in (stack.router, stack.drafter, stack.verifier):
+        process.stop()
+        assert not process.alive
+
+
+def _answers(client: Client) -> bool:
+    try:
+        return bool(client.generate(PROMPT, max_tokens=4).token_ids)
+    except OutriderError:
+        return False
+
+
+def _idle(client: Client) -> bool:
+    info = client.server_info()
+    return (
+        info.running == 0
+        and info.queued == 0
+        and all(v.sessions == 0 and v.kv_free_blocks == v.kv_total_blocks for v in info.verifiers)
+    )

@@ -1,0 +1,98 @@
+"""A router in this process, on fake verifiers and drafters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from outrider_router.config import RouterConfig
+from outrider_router.grpc_api import inference_service
+from outrider_router.metrics import RouterMetrics
+from outrider_router.service import RouterService
+
+from outrider.text.tokenizer import Tokenizer
+from outrider.transport.base import DrafterConnection, DrafterControl, VerifierControl
+from outrider.transport.grpc import GrpcServer
+from tests.fakes.drafter import FakeDrafter
+from tests.fakes.tokenizer import make_tokenizer_dir
+from tests.fakes.verifier import FakeVerifier
+
+
+class FakeDialer:
+    """Hands out the fakes themselves."""
+
+    def __init__(
+        self, verifiers: dict[str, FakeVerifier], drafters: dict[str, FakeDrafter]
+    ) -> None:
+        self._verifiers, self._drafters = verifiers, drafters
+
+    async def exchange(self, verifier_address: str) -> DrafterConnection:
+        raise AssertionError("a router opens no exchange")
+
+    async def verifier(self, address: str) -> VerifierControl:
+        return self._verifiers[address]
+
+    async def drafter(self, address: str) -> DrafterControl:
+        return self._drafters[address]
+
+    async def close(self) -> None:
+        pass
+
+
+async def eventually(check: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    """Wait until `check()` is true."""
+    end = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < end, "it did not become true in time"
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running_router(
+    directory: Path,
+    verifiers: dict[str, FakeVerifier],
+    drafters: dict[str, FakeDrafter] | None = None,
+    *,
+    wait: bool = True,
+    **config: Any,
+) -> AsyncGenerator[RouterService]:
+    """A router that polls fast; with `wait` it is ready when it is yielded."""
+    drafters = drafters or {}
+    settings = {"poll_interval_s": 0.02, "silence_s": 0.3} | config
+    service = RouterService(
+        config=RouterConfig(
+            model=directory, verifiers=tuple(verifiers), drafters=tuple(drafters), **settings
+        ),
+        tokenizer=Tokenizer.load(make_tokenizer_dir(directory)),
+        dialer=FakeDialer(verifiers, drafters),
+        metrics=RouterMetrics(),
+        clock=time.monotonic,
+    )
+    await service.start()
+    try:
+        if wait:
+            await eventually(lambda: service.registry.any_info() is not None)
+            await eventually(lambda: all(d.serving for d in service.registry.drafters.values()))
+        yield service
+    finally:
+        await service.close()
+
+
+@asynccontextmanager
+async def grpc_router(service: RouterService) -> AsyncGenerator[str]:
+    """Serve a router on a free port; its address."""
+    server = GrpcServer("127.0.0.1:0", [inference_service(service)])
+    try:
+        yield await server.start()
+    finally:
+        await server.stop(0.0)
+
+
+def sample(service: RouterService, name: str, **labels: str) -> float:
+    """The value of a metric, 0 if it was never touched."""
+    value = service.metrics.registry.get_sample_value(name, labels)
+    return 0.0 if value is None else value

@@ -1,0 +1,174 @@
+"""A drafter that follows the exchange to the letter and drafts what a test's function says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import OutriderError
+from outrider.ids import DrafterId, SessionId
+from outrider.spec.digest import EMPTY_DIGEST, extend_digest
+from outrider.spec.law import DraftLaw
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.tree import DraftTree
+from outrider.transport.base import Dialer, DrafterConnection
+from outrider.wire.messages import (
+    PROTOCOL_VERSION,
+    FeatureLayout,
+    Hello,
+    PlanChange,
+    Proposal,
+    SessionEnd,
+    SessionStart,
+    Verdict,
+    Welcome,
+)
+
+
+@dataclass(slots=True)
+class Followed:
+    """What the drafter was told about one session."""
+
+    start: SessionStart
+    plan: Plan
+    tokens: list[int] = field(default_factory=list)
+    features: list[NDArray[np.float32]] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    @property
+    def digest(self) -> int:
+        """Prefix digest of all tokens."""
+        return extend_digest(EMPTY_DIGEST, self.tokens)
+
+
+Draft = DraftTree | tuple[DraftTree, DraftLaw | None] | None
+ProposeFn = Callable[[Followed], Draft]
+
+
+def make_tree(tokens: Sequence[int], parents: Sequence[int] | None = None) -> DraftTree:
+    """A tree with log-probs that fall with the depth; a chain if no parents are given."""
+    above = list(range(-1, len(tokens) - 1)) if parents is None else list(parents)
+    logprobs: list[float] = []
+    for parent in above:
+        logprobs.append((logprobs[parent] if parent >= 0 else 0.0) - 0.5)
+    return DraftTree(
+        np.array(tokens, dtype=np.int32),
+        np.array(above, dtype=np.int32),
+        np.array(logprobs, dtype=np.float32),
+    )
+
+
+class ScriptedDrafter:
+    """One connection to a verifier; drafts at once whenever a draft is wanted."""
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        address: str,
+        propose: ProposeFn,
+        *,
+        vocab_size: int,
+        drafter_id: str = "drafter-0",
+        incarnation: str = "1",
+        methods: tuple[DraftMethod, ...] = (DraftMethod.EAGLE3, DraftMethod.NGRAM),
+        layout: FeatureLayout = FeatureLayout.PROJECTED,
+        fingerprint: str = "fake-projection",
+        protocol_version: int = PROTOCOL_VERSION,
+        tokenizer_hash: str = "",
+    ) -> None:
+        self.sessions: dict[SessionId, Followed] = {}
+        self.starts = 0
+        self.ended: list[SessionId] = []
+        self.broken: Exception | None = None
+        """A violation of the protocol by the verifier, if one was seen."""
+        self.muted = False
+        """Reads on but proposes nothing, like a drafter whose compute hangs."""
+        self.connection: DrafterConnection | None = None
+        self._dialer, self._address, self._propose = dialer, address, propose
+        self._task: asyncio.Task[None] | None = None
+        self._hello = Hello(
+            protocol_version=protocol_version,
+            drafter_id=DrafterId(drafter_id),
+            incarnation=incarnation,
+            vocab_size=vocab_size,
+            tokenizer_hash=tokenizer_hash,
+            methods=methods,
+            feature_layout=layout,
+            feature_fingerprint=fingerprint,
+        )
+
+    async def attach(self) -> None:
+        """Connect, shake hands, and follow from now on."""
+        self.connection = await self._dialer.exchange(self._address)
+        await self.connection.send(self._hello)
+        assert isinstance(await self.connection.receive(), Welcome)
+        self._task = asyncio.create_task(self._follow(self.connection))
+
+    async def stall(self) -> None:
+        """Stop reading and writing, but keep the connection, as a hung event loop would."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+
+    async def detach(self) -> None:
+        """Close the connection."""
+        await self.stall()
+        if self.connection is not None:
+            await self.connection.close()
+
+    async def send(self, proposal: Proposal) -> None:
+        """Send a proposal that nobody asked for."""
+        assert self.connection is not None
+        await self.connection.send(proposal)
+
+    async def _follow(self, connection: DrafterConnection) -> None:
+        try:
+            with contextlib.suppress(OutriderError):
+                while True:
+                    message = await connection.receive()
+                    match message:
+                        case SessionStart():
+                            self.starts += 1
+                            followed = Followed(message, message.plan)
+                            self.sessions[message.session_id] = followed
+                        case Verdict():
+                            await self._verdict(connection, message)
+                        case PlanChange():
+                            self.sessions[message.session_id].plan = message.plan
+                        case SessionEnd():
+                            self.ended.append(message.session_id)
+                            del self.sessions[message.session_id]
+        except Exception as violation:
+            self.broken = violation
+
+    async def _verdict(self, connection: DrafterConnection, verdict: Verdict) -> None:
+        followed = self.sessions[verdict.session_id]
+        assert verdict.start == len(followed.tokens)
+        followed.verdicts.append(verdict)
+        followed.tokens += verdict.tokens.tolist()
+        assert verdict.prefix_digest == followed.digest
+        if verdict.features is not None:
+            assert verdict.feature_start == len(followed.features)
+            followed.features += list(verdict.features.data.astype(np.float32))
+            if verdict.draft_wanted:
+                assert len(followed.features) == len(followed.tokens) - 1
+        if not verdict.draft_wanted or self.muted:
+            return
+        draft = self._propose(followed)
+        if draft is None:
+            return
+        tree, law = draft if isinstance(draft, tuple) else (draft, None)
+        await connection.send(
+            Proposal(
+                session_id=verdict.session_id,
+                prefix_digest=verdict.prefix_digest,
+                prefix_len=len(followed.tokens),
+                tree=tree,
+                law=law,
+            )
+        )

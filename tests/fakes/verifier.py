@@ -1,0 +1,188 @@
+"""A verifier that follows a script instead of a model; counts what it holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+
+from outrider.errors import (
+    AlreadyExistsError,
+    ConnectionLostError,
+    OutriderError,
+    ResourceExhaustedError,
+)
+from outrider.ids import SessionId, VerifierId
+from outrider.spec.plan import Plan
+from outrider.transport.base import VerifierConnection
+from outrider.wire.messages import (
+    PROTOCOL_VERSION,
+    AttachedDrafter,
+    FinishReason,
+    SessionEvent,
+    SessionSpec,
+    SpecStats,
+    VerifierInfo,
+)
+
+Script = Callable[[SessionSpec], Sequence[int]]
+"""The ids that a session emits if nothing ends it earlier."""
+
+
+def echo(spec: SessionSpec) -> Sequence[int]:
+    """Repeat the prompt for ever, as far as the budget goes."""
+    prompt = spec.token_ids[: spec.prompt_len]
+    return [prompt[i % len(prompt)] for i in range(spec.max_new_tokens)]
+
+
+class FakeVerifier:
+    """Implements `VerifierEndpoint`. Every session costs its tokens of a KV budget."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer_hash: str = "",
+        vocab_size: int = 259,
+        script: Script = echo,
+        tokens_per_round: int = 1,
+        round_s: float = 0.0,
+        kv_blocks: int = 256,
+        kv_block_tokens: int = 16,
+        max_sessions: int = 64,
+        max_context_len: int = 2048,
+    ) -> None:
+        self.script = script
+        self.tokens_per_round = tokens_per_round
+        self.round_s = round_s
+        self.specs: list[SessionSpec] = []
+        """Every session that was ever opened."""
+        self.live: dict[SessionId, SessionSpec] = {}
+        self.lost = asyncio.Event()
+        """Set: every stream breaks and every call fails."""
+        self.hung = False
+        """Calls are never answered."""
+        self.gate: asyncio.Event | None = None
+        """Rounds wait for it while it is there."""
+        self.refusals = 0
+        """So many sessions are refused as if there were no room."""
+        self.drafters_alive = True
+        self._info = VerifierInfo(
+            protocol_version=PROTOCOL_VERSION,
+            verifier_id=VerifierId("v0"),
+            incarnation="1",
+            model_name="fake",
+            vocab_size=vocab_size,
+            tokenizer_hash=tokenizer_hash,
+            max_context_len=max_context_len,
+            kv_block_tokens=kv_block_tokens,
+            kv_total_blocks=kv_blocks,
+            kv_free_blocks=kv_blocks,
+            sessions=0,
+            max_sessions=max_sessions,
+            drafters=(),
+        )
+
+    def change_info(self, **changes: object) -> None:
+        """Change what `info` answers."""
+        self._info = replace(self._info, **changes)  # type: ignore[arg-type]
+
+    def attach(self, drafter: AttachedDrafter) -> None:
+        """Pretend that a drafter connected."""
+        others = [d for d in self._info.drafters if d.drafter_id != drafter.drafter_id]
+        self.change_info(drafters=(*others, drafter))
+
+    async def info(self) -> VerifierInfo:
+        await self._check()
+        return replace(self._info, sessions=len(self.live))
+
+    async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
+        await self._check()
+        self._admit(spec)
+        stats, at = SpecStats(), 0
+        try:
+            ids = list(self.script(spec))[: spec.max_new_tokens]
+            while True:
+                await self._round()
+                step = 1 if at == 0 else self.tokens_per_round
+                tokens, reason = self._cut(ids[at : at + step], spec)
+                at += len(tokens)
+                if reason is None and at >= len(ids):
+                    reason = FinishReason.LENGTH
+                stats = self._count(stats, len(tokens), spec) if at > 1 else stats
+                yield SessionEvent(
+                    session_id=spec.session_id,
+                    epoch=spec.epoch,
+                    round_id=stats.rounds,
+                    tokens=tuple(tokens),
+                    finish_reason=reason,
+                    stats=stats,
+                    drafter_attached=spec.drafter_id is not None and self.drafters_alive,
+                )
+                if reason is not None:
+                    return
+        finally:
+            self.live.pop(spec.session_id, None)
+
+    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+        await self._check()
+
+    async def close_session(self, session_id: SessionId) -> None:
+        await self._check()
+
+    async def exchange(self, connection: VerifierConnection) -> None:
+        await connection.close()
+
+    def _admit(self, spec: SessionSpec) -> None:
+        if spec.session_id in self.live:
+            raise AlreadyExistsError("session is live")
+        if self.refusals > 0:
+            self.refusals -= 1
+            raise ResourceExhaustedError("no blocks")
+        self.specs.append(spec)
+        self.live[spec.session_id] = spec
+
+    async def _check(self) -> None:
+        while self.hung:
+            await asyncio.sleep(0.01)
+        if self.lost.is_set():
+            raise self._lost_error()
+
+    async def _round(self) -> None:
+        broken = asyncio.create_task(self.lost.wait())
+        work = asyncio.create_task(self._work())
+        try:
+            await asyncio.wait((work, broken), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            work.cancel()
+            broken.cancel()
+        while self.hung:
+            await asyncio.sleep(0.01)
+        if self.lost.is_set():
+            raise self._lost_error()
+
+    async def _work(self) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        else:
+            await asyncio.sleep(self.round_s)
+
+    def _lost_error(self) -> OutriderError:
+        return ConnectionLostError("verifier is gone", reason="PEER_LOST")
+
+    def _cut(self, tokens: list[int], spec: SessionSpec) -> tuple[list[int], FinishReason | None]:
+        for index, token in enumerate(tokens):
+            if token in spec.stop_token_ids:
+                return tokens[: index + 1], FinishReason.STOP_TOKEN
+        return tokens, None
+
+    def _count(self, stats: SpecStats, emitted: int, spec: SessionSpec) -> SpecStats:
+        drafted = spec.plan.speculative and spec.drafter_id is not None and self.drafters_alive
+        return SpecStats(
+            rounds=stats.rounds + 1,
+            emitted=stats.emitted + emitted,
+            proposed=stats.proposed + (spec.plan.draft_tokens if drafted else 0),
+            accepted=stats.accepted + (emitted - 1 if drafted else 0),
+            fallback_rounds=stats.fallback_rounds
+            + (1 if spec.plan.speculative and not drafted else 0),
+            accepted_per_depth=(stats.rounds + 1,) if drafted else stats.accepted_per_depth,
+        )

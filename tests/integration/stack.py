@@ -1,0 +1,187 @@
+"""Starts the real processes by their command lines and hands out what a fault test needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from outrider.client import Client
+
+START_TIMEOUT_S = 60.0
+
+
+class Process:
+    """One child process that prints a JSON line with its address once it serves."""
+
+    def __init__(self, name: str, module: str, arguments: list[str], log: Path) -> None:
+        self.name, self._module, self._arguments, self._log_path = name, module, arguments, log
+        self.address = ""
+        self.ready: dict[str, Any] = {}
+        self._popen: subprocess.Popen[str] | None = None
+        self._log: IO[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._popen is not None
+        return self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._popen is not None and self._popen.poll() is None
+
+    def start(self, *, listen: str = "127.0.0.1:0") -> Process:
+        """Start the process; `wait_ready` collects its address."""
+        environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+        self._log = self._log_path.open("a", encoding="utf-8")
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", self._module, "--listen", listen, *self._arguments],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+        )
+        return self
+
+    def wait_ready(self) -> Process:
+        """Block until the ready line came; fails with the log's tail if the process died."""
+        assert self._popen is not None and self._popen.stdout is not None
+        timer = threading.Timer(START_TIMEOUT_S, self._popen.kill)
+        timer.start()
+        line = self._popen.stdout.readline()
+        timer.cancel()
+        if not line:
+            tail = self._log_path.read_text(encoding="utf-8")[-3000:]
+            raise RuntimeError(f"{self.name} did not start:\n{tail}")
+        self.ready = json.loads(line)
+        self.address = self.ready["address"]
+        return self
+
+    def restart(self) -> Process:
+        """Start again on the same address."""
+        self.stop()
+        return self.start(listen=self.address).wait_ready()
+
+    def kill(self) -> None:
+        """kill -9."""
+        os.kill(self.pid, signal.SIGKILL)
+        assert self._popen is not None
+        self._popen.wait(timeout=10)
+
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL; idempotent."""
+        if self._popen is None:
+            return
+        if self._popen.poll() is None:
+            self._popen.send_signal(signal.SIGCONT)
+            self._popen.terminate()
+            try:
+                self._popen.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                self._popen.kill()
+                self._popen.wait(timeout=5)
+        if self._popen.stdout is not None:
+            self._popen.stdout.close()
+        if self._log is not None:
+            self._log.close()
+        self._popen = None
+
+
+class Stack:
+    """A router, a verifier and a drafter on loopback, with a tiny model unless told otherwise."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        model: str,
+        head: str,
+        router: list[str] | None = None,
+        verifier: list[str] | None = None,
+        drafter: list[str] | None = None,
+        with_drafter: bool = True,
+    ) -> None:
+        methods = ["--head", head, "--methods", "eagle3,ngram"] if head else ["--methods", "ngram"]
+        taps = ["--features-from", head] if head else []
+        self.verifier = Process(
+            "verifier",
+            "outrider_verifier",
+            ["--model", model, *taps, *(verifier or [])],
+            directory / "verifier.log",
+        )
+        self.drafter = Process(
+            "drafter",
+            "outrider_drafter",
+            ["--model", model, *methods, *(drafter or [])],
+            directory / "drafter.log",
+        )
+        self._directory, self._model, self._router_arguments = directory, model, router or []
+        self._with_drafter = with_drafter
+        self.router = Process("router", "outrider_router", [], directory / "router.log")
+
+    def __enter__(self) -> Stack:
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def _start(self) -> None:
+        self.verifier.start()
+        if self._with_drafter:
+            self.drafter.start()
+        self.verifier.wait_ready()
+        drafters: list[str] = []
+        if self._with_drafter:
+            self.drafter.wait_ready()
+            drafters = ["--drafter", self.drafter.address]
+        arguments = ["--model", self._model, "--verifier", self.verifier.address, *drafters]
+        self.router = Process(
+            "router",
+            "outrider_router",
+            [*arguments, *self._router_arguments],
+            self._directory / "router.log",
+        )
+        self.router.start().wait_ready()
+        wait_until(self.healthy, timeout_s=20.0, what="a healthy fleet")
+
+    def healthy(self) -> bool:
+        """Whether the router sees every verifier and drafter healthy."""
+        with Client(self.router.address, timeout_s=5.0) as client:
+            info = client.server_info()
+        return all(peer.healthy for peer in (*info.verifiers, *info.drafters))
+
+    def _stop(self) -> None:
+        for process in (self.router, self.drafter, self.verifier):
+            process.stop()
+
+
+def wait_until(condition: Any, *, timeout_s: float = 10.0, what: str = "condition") -> None:
+    """Poll a zero-argument callable until it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not come true within {timeout_s} s")
+        time.sleep(0.02)

@@ -1,0 +1,125 @@
+"""Drives whole rounds through the production code: draft a tree, verify it, for many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.acceptance import AcceptRow
+from outrider.engine.draft_sampling import DEFAULT_LAW_LIMITS, LawLimits, propose_children
+from outrider.spec.law import DraftLaw, LawEntries, make_law
+from outrider.spec.sampling import SamplingParams
+from outrider.spec.tree import ROOT, DraftTree
+
+Logits = Callable[[NDArray[np.int64]], Tensor]
+"""Contexts int64 [n, depth] (tokens since the prefix, columns by depth) -> logits [n, V]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafts:
+    """Trees of one common shape for n rows."""
+
+    parents: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    """[n, N]; -1 where a place stayed empty."""
+    laws: list[dict[int, LawEntries]]
+    """By row, by slot."""
+
+    def tree(self, row: int) -> DraftTree:
+        """The row's tree; empty places stay in it as placeholders that nothing accepts."""
+        logprobs = np.zeros(len(self.parents), dtype=np.float32)
+        return DraftTree(self.tokens[row], self.parents, logprobs)
+
+    def law(self, row: int) -> DraftLaw | None:
+        """The row's law; None unless the rule made one."""
+        return make_law(len(self.parents), self.laws[row]) if self.laws[row] else None
+
+    def context(self, node: int) -> NDArray[np.int64]:
+        """Tokens [n, depth] on the path to a node."""
+        columns = []
+        while node != ROOT:
+            columns.append(self.tokens[:, node])
+            node = int(self.parents[node])
+        empty = np.zeros((len(self.tokens), 0), dtype=np.int64)
+        return np.column_stack([empty, *columns[::-1]]).astype(np.int64)
+
+
+def tree_shape(widths: Sequence[int]) -> NDArray[np.int32]:
+    """Parents of a full tree in level order: every node of level d has widths[d] children."""
+    parents, level = list[int](), [ROOT]
+    for width in widths:
+        first = len(parents)
+        parents += [node for node in level for _ in range(width)]
+        level = list(range(first, len(parents)))
+    return np.array(parents, dtype=np.int32)
+
+
+def draft(
+    draft_logits: Logits,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    widths: Sequence[int],
+    *,
+    target_ids: Tensor | None = None,
+    limits: LawLimits = DEFAULT_LAW_LIMITS,
+) -> Drafts:
+    """Grow a tree of fixed shape for every row with `propose_children`."""
+    parents = tree_shape(widths)
+    tokens = np.full((len(params), len(parents)), -1, dtype=np.int32)
+    drafts = Drafts(parents, tokens, [{} for _ in params])
+    for depth, width in enumerate(widths):
+        for node in [n for n in range(-1, len(parents)) if _depth(parents, n) == depth]:
+            children = np.flatnonzero(parents == node)
+            found = propose_children(
+                draft_logits(drafts.context(node)),
+                target_ids,
+                params,
+                [position + depth for position in positions],
+                width,
+                law_limits=limits,
+            )
+            tokens[:, children] = found.tokens.numpy()
+            for slots, law in zip(drafts.laws, found.laws, strict=True):
+                if law is not None:
+                    slots[node + 1] = law
+    return drafts
+
+
+def _depth(parents: NDArray[np.int32], node: int) -> int:
+    depth = 0
+    while node != ROOT:
+        node, depth = int(parents[node]), depth + 1
+    return depth
+
+
+def verify_logits(target_logits: Logits, drafts: Drafts) -> Tensor:
+    """Target logits at root and nodes of every row, [n * (1 + N), V], rows of a tree together."""
+    nodes = [ROOT, *range(len(drafts.parents))]
+    levels = [target_logits(drafts.context(node)) for node in nodes]
+    return torch.stack(levels, dim=1).flatten(0, 1)
+
+
+def accept_rows(
+    drafts: Drafts, params: Sequence[SamplingParams], positions: Sequence[int], *, stride: int
+) -> list[AcceptRow]:
+    """Rows for `accept`; stride: 1 + N if every row has its own logits, 0 if all share one set."""
+    return [
+        AcceptRow(
+            logits_start=row * stride,
+            tree=drafts.tree(row),
+            law=drafts.law(row),
+            sampling=params[row],
+            position=positions[row],
+        )
+        for row in range(len(params))
+    ]
+
+
+def seeded(base: SamplingParams, count: int, first: int = 0) -> list[SamplingParams]:
+    """`count` copies with seeds first, first + 1, ..."""
+    return [replace(base, seed=first + index) for index in range(count)]

@@ -1,0 +1,154 @@
+"""Every emitted token follows the target's law, whatever was drafted: chi-square through `accept`.
+
+Rows differ by seed only. The draft side is `propose_children` with the production noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.acceptance import accept
+from outrider.spec.noise import Stream
+from outrider.spec.sampling import Rule, SamplingParams
+from tests.reference.acceptance_oracle import softmax, warped_probs
+from tests.reference.goodness import LIMIT, chi_square_excess
+from tests.reference.rounds import Drafts, Logits, accept_rows, draft, seeded
+
+BATCH_ELEMENTS = 1 << 20
+POSITION = 17
+
+
+def _by_depth(levels_LV: Tensor) -> Logits:
+    """Logits that depend on the depth only."""
+
+    def logits(context: NDArray[np.int64]) -> Tensor:
+        return levels_LV[context.shape[1]].repeat(len(context), 1)
+
+    return logits
+
+
+def _tokens_by_index(
+    target_LV: Tensor,
+    draft_LV: Tensor,
+    base: SamplingParams,
+    widths: list[int],
+    trials: int,
+    *,
+    with_law: bool = True,
+) -> list[NDArray[np.int64]]:
+    """Counts [V] of the tokens emitted at each index of the rounds."""
+    levels, vocab = target_LV.shape
+    counts = [np.zeros(vocab, dtype=np.int64) for _ in range(levels)]
+    batch = min(8192, BATCH_ELEMENTS // vocab)
+    for first in range(0, trials, batch):
+        params = seeded(base, min(batch, trials - first), first)
+        positions = [POSITION] * len(params)
+        drafts = draft(_by_depth(draft_LV), params, positions, widths)
+        rows = accept_rows(drafts, params, positions, stride=0)
+        if not with_law:
+            rows = [replace(row, law=None) for row in rows]
+        by_node = _node_logits(target_LV, drafts)
+        for result in accept(by_node, rows):
+            for index, token in enumerate(result.tokens):
+                counts[index][token] += 1
+    return counts
+
+
+def _node_logits(target_LV: Tensor, drafts: Drafts) -> Tensor:
+    depths = [0, *(drafts.context(node).shape[1] for node in range(len(drafts.parents)))]
+    return target_LV[depths]
+
+
+def _random_levels(levels: int, vocab: int, *, seed: int, spread: float) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randn(levels, vocab, generator=generator) * spread
+    noise = torch.randn(levels, vocab, generator=generator)
+    return target, 0.9 * target + 0.6 * noise
+
+
+def _check(counts: list[NDArray[np.int64]], target_LV: Tensor, base: SamplingParams) -> None:
+    for index, observed in enumerate(counts):
+        expected = warped_probs(target_LV[index].numpy().astype(np.float64), base)
+        assert observed[expected == 0].sum() == 0
+        if observed.sum() >= 1000:
+            assert chi_square_excess(observed, expected) < LIMIT, f"token {index}"
+    assert counts[0].sum() > 0
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION, Rule.TARGET_ONLY])
+@pytest.mark.parametrize(
+    ("length", "temperature", "dtype"),
+    [(1, 1.0, torch.float32), (3, 0.6, torch.bfloat16)],
+)
+def test_a_chain_emits_the_target_law_over_4096_ids(
+    rule: Rule, length: int, temperature: float, dtype: torch.dtype
+) -> None:
+    target, drafted = _random_levels(length + 1, 4096, seed=length, spread=1.5)
+    drafted = drafted.to(dtype).to(torch.float32)
+    base = SamplingParams(temperature=temperature, rule=rule)
+    counts = _tokens_by_index(target, drafted, base, [1] * length, 40_000)
+    _check(counts, target, base)
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION, Rule.TARGET_ONLY])
+def test_a_tree_emits_the_target_law(rule: Rule) -> None:
+    target, drafted = _random_levels(3, 24, seed=5, spread=1.2)
+    base = SamplingParams(temperature=0.7, rule=rule)
+    counts = _tokens_by_index(target, drafted, base, [3, 2], 20_000)
+    _check(counts, target, base)
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION, Rule.TARGET_ONLY])
+def test_a_truncated_target_law_is_emitted(rule: Rule) -> None:
+    target, drafted = _random_levels(3, 40, seed=6, spread=1.5)
+    base = SamplingParams(
+        temperature=0.9, rule=rule, top_k=20, top_p=0.9, min_p=0.02, banned_ids=(3, 7)
+    )
+    counts = _tokens_by_index(target, drafted, base, [2, 1], 20_000)
+    _check(counts, target, base)
+
+
+def test_a_missing_law_keeps_the_target_law() -> None:
+    target, drafted = _random_levels(3, 16, seed=7, spread=1.2)
+    base = SamplingParams(temperature=1.0, rule=Rule.REJECTION)
+    counts = _tokens_by_index(target, drafted, base, [1, 1], 20_000, with_law=False)
+    _check(counts, target, base)
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION, Rule.TARGET_ONLY])
+def test_opposite_laws_leave_no_trace_of_the_draft(rule: Rule) -> None:
+    """Draft logits are minus the target's: noise shared by two streams shows up here first."""
+    target = torch.linspace(-2.0, 2.0, 16).repeat(2, 1)
+    base = SamplingParams(temperature=1.0, rule=rule)
+    counts = _tokens_by_index(target, -target, base, [1], 200_000)
+    _check(counts, target, base)
+
+
+def test_opposite_laws_in_a_tree_leave_no_trace_of_the_draft() -> None:
+    target = torch.linspace(-2.0, 2.0, 16).repeat(3, 1)
+    base = SamplingParams(temperature=1.0, rule=Rule.REJECTION)
+    counts = _tokens_by_index(target, -target, base, [3, 1], 40_000)
+    _check(counts, target, base)
+
+
+@pytest.mark.parametrize(
+    ("rule", "shared"), [(Rule.REJECTION, "RECOVER"), (Rule.COUPLED, "TARGET")]
+)
+def test_noise_shared_with_the_draft_would_be_noticed(
+    rule: Rule, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The power of the test above. Coupled rows may share: they stay exact by construction."""
+    streams = {name: Stream[name] for name in Stream.__members__} | {shared: Stream.DRAFT}
+    namespace = type("Streams", (), streams)
+    monkeypatch.setattr("outrider.engine.acceptance.Stream", namespace)
+    target = torch.linspace(-2.0, 2.0, 16).repeat(2, 1)
+    base = SamplingParams(temperature=1.0, rule=rule)
+    counts = _tokens_by_index(target, -target, base, [1], 40_000)
+    biased = chi_square_excess(counts[0], softmax(target[0].numpy().astype(np.float64))) > LIMIT
+    assert biased is (rule is Rule.REJECTION)

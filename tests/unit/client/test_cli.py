@@ -1,0 +1,302 @@
+"""The command line: flags, files, outputs, exit statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from outrider.client import cli, generate, serve
+from outrider.client.modelfiles import ModelFiles
+from outrider.client.prompts import read_prompts
+from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.spec.plan import DraftMethod
+from outrider.text.tokenizer import Tokenizer
+from tests.fakes.drafter import FakeDrafter
+from tests.fakes.router import grpc_router, running_router
+from tests.fakes.verifier import FakeVerifier
+
+
+class Served:
+    """A router on a fake verifier, in a thread with an event loop of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.verifier: FakeVerifier | None = None
+        self.address = ""
+        self.directory = directory
+        self._ready = threading.Event()
+        self._stop: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    def __enter__(self) -> Served:
+        self._thread.start()
+        assert self._ready.wait(20)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._loop is not None and self._stop is not None
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self.verifier = FakeVerifier(tokens_per_round=3)
+        drafter = FakeDrafter({"v": self.verifier})
+        async with (
+            running_router(self.directory, {"v": self.verifier}, {"d": drafter}) as router,
+            grpc_router(router) as self.address,
+        ):
+            self._ready.set()
+            await self._stop.wait()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
+    with Served(tmp_path_factory.mktemp("served")) as running:
+        yield running
+
+
+def prompts_file(directory: Path, *entries: object) -> Path:
+    file = directory / "prompts.jsonl"
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return file
+
+
+def test_json_is_one_object_a_prompt_in_input_order(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = prompts_file(tmp_path, *({"prompt": f"number {i}", "task": "x"} for i in range(6)))
+    arguments = ["generate", "--prompts", str(file), "--max-tokens", "60", "--json"]
+    assert cli.main([*arguments, "--concurrency", "3", "--router", served.address]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 6
+    for index, line in enumerate(lines):
+        assert list(line) == ["text", "token_ids", "finish_reason", "stats"]
+        assert f"number {index}" in line["text"]
+        assert list(line["stats"]) == [
+            "rounds",
+            "emitted",
+            "proposed",
+            "accepted",
+            "mean_emitted_per_round",
+            "fallback_rounds",
+        ]
+        stats = line["stats"]
+        assert stats["emitted"] == len(line["token_ids"]) - 1
+        assert stats["mean_emitted_per_round"] == round(stats["emitted"] / stats["rounds"], 4)
+
+
+def test_turns_are_asked_in_one_conversation(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert served.verifier is not None
+    served.verifier.specs.clear()
+    file = prompts_file(tmp_path, {"turns": ["first", "second"]})
+    arguments = ["generate", "--prompts", str(file), "--max-tokens", "5", "--json"]
+    assert cli.main([*arguments, "--router", served.address]) == 0
+    (answer,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [turn["text"] for turn in answer["turns"]][-1] == answer["text"]
+    tokenizer = Tokenizer.load(served.directory)
+    first, second = (tokenizer.decode(spec.token_ids) for spec in served.verifier.specs)
+    said = answer["turns"][0]["text"]
+    assert first == "user\nfirst\nassistant\n"
+    assert second == first + f"{said}\nuser\nsecond\nassistant\n"
+
+
+def test_plain_output_shows_prompt_and_answer(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", "--prompt", "hello", "--max-tokens", "30", "--router", served.address]
+    assert cli.main(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("> hello\n")
+    assert "hello" in captured.out.split("\n", 1)[1]
+    assert "12 tokens" in captured.err
+
+
+def test_flags_reach_the_session(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert served.verifier is not None
+    flags = "--max-tokens 2 --temperature 0.8 --top-p 0.9 --seed 0 --rule rejection"
+    flags += " --drafter ngram --draft-tokens 32 --draft-topk 8 --json"
+    arguments = ["generate", "--prompt", "x", *flags.split(), "--router", served.address]
+    assert cli.main(arguments) == 0
+    spec = served.verifier.specs[-1]
+    assert (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.seed) == (0.8, 0.9, 0)
+    assert spec.sampling.rule == "rejection"
+    assert (spec.plan.method, spec.plan.draft_tokens, spec.plan.top_k) == ("ngram", 32, 8)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["generate"], "--prompt"),
+        (["generate", "--prompt", "a", "--prompts", "b"], "not allowed with"),
+        (["generate", "--prompt", "a", "--max-tokens", "0"], "at least 1"),
+        (["generate", "--prompt", "a", "--max-tokens", "many"], "not an integer"),
+        (["generate", "--prompt", "a", "--seed", str(2**64)], "64 bits"),
+        (["generate", "--prompt", "a", "--rule", "magic"], "rejection"),
+        (["generate", "--prompt", "a", "--drafter", "crystal"], "eagle3"),
+        (["generate", "--prompt", "a", "--no-such-flag"], "--no-such-flag"),
+        (["generate", "--prompt", "a", "--max-token", "3"], "--max-token"),
+        (["no-such-command"], "no-such-command"),
+        ([], "COMMAND"),
+    ],
+)
+def test_bad_flags_exit_with_status_2_and_say_why(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(flags)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"prompt": "a"}\n{"prompt": 3}\n', ":2"),
+        ('{"prompt": "a"\n', "not JSON"),
+        ('{"turns": []}\n', "turns"),
+        ('{"turns": ["a", 1]}\n', "turns"),
+        ('{"prompt": "a", "turns": ["b"]}\n', "turns"),
+        ("[]\n", ":1"),
+        ("\n", "no prompts"),
+    ],
+)
+def test_a_bad_prompts_file_exits_with_status_2_and_names_the_line(
+    tmp_path: Path, content: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(content)
+    assert cli.main(["generate", "--prompts", str(file), "--router", "127.0.0.1:1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("outrider: ") and says in error and "Traceback" not in error
+
+
+def test_a_missing_prompts_file_exits_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--prompts", "/nowhere.jsonl", "--router", "127.0.0.1:1"]) == 2
+    assert "/nowhere.jsonl" in capsys.readouterr().err
+
+
+def test_line_separators_inside_a_prompt_do_not_split_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")
+    assert read_prompts(file) == [("a\u2028b",)]
+
+
+def test_a_request_that_the_server_refuses_exits_with_status_2(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", "--prompt", "a", "--temperature", "-1", "--router", served.address]
+    assert cli.main(arguments) == 2
+    assert "temperature" in capsys.readouterr().err
+
+
+def test_an_unreachable_router_exits_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("outrider.client.retry.RetryPolicy.delay_s", lambda *_: None)
+    assert cli.main(["generate", "--prompt", "a", "--router", "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.startswith("outrider: ")
+
+
+def test_unknown_models_and_heads_exit_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", "--prompt", "a", "--model", "no-such-model"]) == 2
+    assert "no-such-model" in capsys.readouterr().err
+    assert cli.main(["generate", "--prompt", "a", "--head", str(tmp_path)]) == 2
+    assert "no draft head" in capsys.readouterr().err
+
+
+def parsed(*flags: str) -> generate.LocalConfig:
+    args = cli.make_parser().parse_args(["generate", "--prompt", "a", *flags])
+    files = ModelFiles(name="tiny", path=Path("/models/tiny"), head=Path("/heads/tiny"))
+    return generate.local_config(args, files, 1)
+
+
+def test_the_processes_get_only_what_their_method_needs() -> None:
+    default = parsed()
+    assert default.methods == (DraftMethod.EAGLE3,)
+    assert "--features-from" in generate_args(default)
+    assert parsed("--drafter", "none").methods == ()
+    ngram = parsed("--drafter", "ngram", "--dtype", "bfloat16")
+    assert "--features-from" not in generate_args(ngram)
+    assert "bfloat16" in generate_args(ngram)
+    assert parsed("--drafter", "model").draft_model == Path("/models/tiny")
+
+
+def generate_args(config: generate.LocalConfig) -> list[str]:
+    from outrider.client.local import verifier_args
+
+    return verifier_args(config)
+
+
+def test_a_method_without_its_files_is_refused() -> None:
+    args = cli.make_parser().parse_args(["generate", "--prompt", "a", "--drafter", "eagle3"])
+    with pytest.raises(InvalidRequestError, match="--head"):
+        generate.local_config(args, ModelFiles(name="m", path=Path("m"), head=None), 1)
+
+
+def test_serve_offers_what_the_files_allow_unless_told() -> None:
+    assert serve.parse_methods(None, has_head=True) == (DraftMethod.EAGLE3, DraftMethod.NGRAM)
+    assert serve.parse_methods(None, has_head=False) == (DraftMethod.NGRAM,)
+    assert serve.parse_methods("ngram, model", has_head=True) == (
+        DraftMethod.NGRAM,
+        DraftMethod.MODEL,
+    )
+    assert serve.parse_methods("none", has_head=True) == ()
+    with pytest.raises(InvalidRequestError, match="eagle3"):
+        serve.parse_methods("magic", has_head=True)
+
+
+def test_models_list_tells_what_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models", "list", "--json"]) == 0
+    entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert "smollm2-135m" in [entry["name"] for entry in entries]
+    assert cli.main(["models", "list"]) == 0
+    assert "Apache-2.0" in capsys.readouterr().out
+
+
+def test_models_pull_of_an_unknown_name_exits_with_status_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["models", "pull", "no-such-model"]) == 2
+    assert "no-such-model" in capsys.readouterr().err
+
+
+def test_commands_of_their_own_get_every_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[str, list[str]]] = []
+
+    def record(module: str, args: list[str]) -> int:
+        runs.append((module, args))
+        return 7
+
+    monkeypatch.setattr(cli, "run_module", record)
+    assert cli.main(["bench", "local", "--json"]) == 7
+    assert cli.main(["train-head", "--help"]) == 7
+    assert runs == [
+        ("outrider_bench", ["local", "--json"]),
+        ("outrider.engine.training", ["--help"]),
+    ]
+
+
+def test_a_command_that_is_not_installed_says_so() -> None:
+    from outrider.client.modules import run_module
+
+    with pytest.raises(NotFoundError, match="no_such_package"):
+        run_module("no_such_package.x", [])
+
+
+def test_interrupting_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "run", interrupt)
+    assert cli.main(["generate", "--prompt", "a"]) == cli.EXIT_INTERRUPTED

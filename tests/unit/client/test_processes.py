@@ -1,0 +1,136 @@
+"""Child processes: ready lines, last words, and dying with the parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+from outrider.client import processes
+from outrider.client.processes import ChildProcess
+from outrider.client.serve import Keeper
+from outrider.errors import UnavailableError
+
+CHILD = "tests.fakes.child"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Generator[Callable[..., ChildProcess]]:
+    started: list[ChildProcess] = []
+
+    def make(*flags: str) -> ChildProcess:
+        child = ChildProcess("child", CHILD, flags, log_dir=tmp_path)
+        child.start()
+        started.append(child)
+        return child
+
+    yield make
+    for child in started:
+        child.close()
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    status = Path(f"/proc/{pid}/stat")
+    return status.is_file() and status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def wait_gone(pid: int, timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not gone(pid):
+        assert time.monotonic() < end, "the child is still there"
+        time.sleep(0.02)
+
+
+def test_a_child_is_ready_when_it_says_so_and_stops_when_closed(
+    start: Callable[..., ChildProcess],
+) -> None:
+    child = start()
+    assert child.wait_ready(30).startswith("127.0.0.1:")
+    pid = child.pid
+    assert pid is not None and child.exit_status is None
+    child.close()
+    child.close()
+    wait_gone(pid, 5)
+
+
+def test_a_child_that_dies_is_reported_with_its_last_words(
+    start: Callable[..., ChildProcess],
+) -> None:
+    with pytest.raises(UnavailableError, match=r"(?s)ended with status 1.*no such model"):
+        start("--fail").wait_ready(30)
+
+
+def test_a_child_that_says_nothing_is_given_up(start: Callable[..., ChildProcess]) -> None:
+    with pytest.raises(UnavailableError, match="not ready after"):
+        start("--silent").wait_ready(0.2)
+
+
+def test_a_child_that_ignores_being_asked_is_killed(
+    start: Callable[..., ChildProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    child = start("--deaf")
+    child.wait_ready(30)
+    pid = child.pid
+    assert pid is not None
+    child.close()
+    wait_gone(pid, 5)
+
+
+def test_a_restarted_child_keeps_its_address(start: Callable[..., ChildProcess]) -> None:
+    child = start()
+    first = child.wait_ready(30)
+    child.start()
+    assert child.wait_ready(30) == first
+
+
+def test_a_keeper_restarts_what_died_after_its_pause(start: Callable[..., ChildProcess]) -> None:
+    child = start()
+    child.wait_ready(30)
+    keeper, now = Keeper(child), time.monotonic()
+    keeper.look(now)
+    pid = child.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    while child.exit_status is None:
+        time.sleep(0.01)
+    keeper.look(now)
+    keeper.look(now + 0.1)
+    assert child.pid == pid
+    keeper.look(now + 1.0)
+    assert child.pid != pid
+    child.wait_ready(30)
+
+
+PARENT = """
+import sys, time
+from outrider.client.processes import ChildProcess
+child = ChildProcess("child", "tests.fakes.child", {flags})
+child.start()
+child.wait_ready(30)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("--deaf",)])
+def test_a_child_dies_with_a_parent_that_was_killed(flags: tuple[str, ...]) -> None:
+    script = PARENT.format(flags=flags)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert not gone(pid)
+        parent.kill()
+    wait_gone(pid, 10)

@@ -1,0 +1,95 @@
+"""What `outrider.client` exports, and that neither it nor the router needs torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import outrider.client
+
+SURFACE = [
+    "AlreadyExistsError",
+    "AsyncClient",
+    "AsyncStream",
+    "CancelledRequestError",
+    "ChatMessage",
+    "Client",
+    "ConnectionLostError",
+    "DeadlineExceededError",
+    "Delta",
+    "DraftMethod",
+    "DrafterSummary",
+    "FailedPreconditionError",
+    "FinishInfo",
+    "FinishReason",
+    "GenerateOptions",
+    "GenerateResult",
+    "InternalError",
+    "InvalidRequestError",
+    "ModelInfo",
+    "NotFoundError",
+    "OutriderError",
+    "PromptInfo",
+    "PromptLike",
+    "ResourceExhaustedError",
+    "RetryPolicy",
+    "Rule",
+    "ServerInfo",
+    "SpecStats",
+    "Stream",
+    "UnavailableError",
+    "Usage",
+    "VerifierSummary",
+    "assistant",
+    "system",
+    "user",
+]
+
+BLOCKED = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked}:
+            raise ImportError(f"blocked: {{name}}")
+
+sys.meta_path.insert(0, Block())
+import importlib
+for module in {modules}:
+    importlib.import_module(module)
+"""
+
+
+def test_the_public_surface_changes_on_purpose_only() -> None:
+    assert sorted(outrider.client.__all__) == sorted(SURFACE)
+    assert all(hasattr(outrider.client, name) for name in SURFACE)
+
+
+@pytest.mark.parametrize(
+    ("blocked", "modules"),
+    [
+        (
+            {"torch", "transformers", "ray"},
+            [
+                "outrider_router.__main__",
+                "outrider_router.grpc_api",
+                "outrider.text.tokenizer",
+                "outrider.client.cli",
+                "outrider.client.generate",
+                "outrider.client.serve",
+            ],
+        ),
+        (
+            {"torch", "tokenizers", "jinja2", "prometheus_client", "safetensors", "gguf"},
+            ["outrider.client", "outrider.client.cli", "outrider.client.generate"],
+        ),
+    ],
+)
+def test_client_and_router_import_without_torch_and_the_client_with_next_to_nothing(
+    blocked: set[str], modules: list[str]
+) -> None:
+    script = BLOCKED.format(blocked=blocked, modules=modules)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,373 @@
+"""The engine: what verdicts do to a session, and that none of them can do harm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from outrider_drafter.engine import ConnectionClosed, DraftEngine
+from outrider_drafter.growth import Draft
+from outrider_drafter.ngram import NgramSource
+from outrider_drafter.sessions import Session
+
+from outrider.ids import SessionId
+from outrider.spec.digest import EMPTY_DIGEST, extend_digest
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import SamplingParams
+from outrider.spec.tree import validate_tree
+from outrider.wire.messages import (
+    FeatureLayout,
+    PlanChange,
+    SessionEnd,
+    SessionStart,
+    TensorDtype,
+    Verdict,
+    WireTensor,
+)
+from tests.unit.drafter.helpers import (
+    CHAIN,
+    HIDDEN,
+    TREE,
+    VOCAB,
+    Script,
+    counted,
+    drain,
+    head_source,
+    make_engine,
+)
+
+NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
+LOST = "outrider_drafter_lost_sessions_total"
+IGNORED = "outrider_drafter_ignored_messages_total"
+
+
+def repeating(name: str = "s", epoch: int = 1) -> Script:
+    script = Script(name, epoch=epoch)
+    script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
+    return script
+
+
+def started(script: Script, plan: Plan = NGRAM, **start: Any) -> DraftEngine:
+    engine = make_engine([NgramSource(min_match=1)])
+    engine.handle(1, script.start(plan=plan, **start))
+    return engine
+
+
+def test_only_the_newest_of_several_waiting_verdicts_is_drafted() -> None:
+    script = repeating()
+    engine = started(script)
+    for end in (10, 11, 13):
+        engine.handle(1, script.verdict(end))
+    (proposal,) = drain(engine)
+    assert proposal.prefix_len == 13
+
+
+def test_a_verdict_that_wants_no_draft_gets_none() -> None:
+    script = repeating()
+    engine = started(script)
+    engine.handle(1, script.verdict(10, draft_wanted=False))
+    assert drain(engine) == []
+
+
+def test_a_plan_without_drafts_gets_none() -> None:
+    script = repeating()
+    engine = started(script, plan=Plan())
+    engine.handle(1, script.verdict(10))
+    assert drain(engine) == []
+    engine.handle(1, PlanChange(session_id=script.session_id, plan=NGRAM))
+    engine.handle(1, script.verdict(12))
+    assert len(drain(engine)) == 1
+
+
+def test_a_method_that_is_not_offered_gives_no_proposal() -> None:
+    script = repeating()
+    engine = started(script, plan=CHAIN)
+    engine.handle(1, script.verdict(10))
+    assert drain(engine) == []
+    assert counted(engine, "outrider_drafter_no_proposal_total", method="eagle3") == 1
+
+
+def test_drafts_end_at_the_sessions_last_token() -> None:
+    script = repeating()
+    engine = started(script, plan=replace(NGRAM, draft_tokens=8), max_len=20)
+    for end, expected in ((12, 7), (16, 3), (18, 1)):
+        engine.handle(1, script.verdict(end))
+        (proposal,) = drain(engine)
+        assert len(proposal.tree) == expected
+    engine.handle(1, script.verdict(19))
+    assert drain(engine) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"start": 11}, "token_gap"),
+        ({"start": -1}, "token_gap"),
+        ({"start": 8}, "token_conflict"),
+        ({"prefix_digest": 1}, "digest"),
+        ({"tokens": np.array([VOCAB], np.int32)}, "token_range"),
+        ({"tokens": np.array([-1], np.int32)}, "token_range"),
+        ({"tokens": np.zeros((1, 1), np.int32)}, "token_shape"),
+        ({"tokens": np.zeros(1, np.float32)}, "token_shape"),
+        ({"tokens": np.zeros(600, np.int32)}, "too_long"),
+    ],
+)
+def test_a_verdict_that_does_not_continue_the_prefix_loses_the_session(
+    change: dict[str, Any], reason: str
+) -> None:
+    script = repeating()
+    engine = started(script)
+    engine.handle(1, script.verdict(10))
+    assert len(drain(engine)) == 1
+    engine.handle(1, replace(script.verdict(12), **change))
+    assert drain(engine) == []
+    assert counted(engine, LOST, reason=reason) == 1
+    engine.handle(1, script.verdict(14))
+    assert drain(engine) == []
+    assert counted(engine, LOST, reason=reason) == 1
+    fresh = repeating(epoch=2)
+    engine.handle(1, fresh.start(plan=NGRAM))
+    engine.handle(1, fresh.verdict(14))
+    assert len(drain(engine)) == 1
+
+
+@pytest.mark.parametrize(
+    ("features", "start", "reason"),
+    [
+        (np.zeros((2, HIDDEN + 1), np.float32), 9, "feature_shape"),
+        (np.zeros(HIDDEN, np.float32), 9, "feature_shape"),
+        (np.zeros((2, HIDDEN), np.float64), 9, "feature_dtype"),
+        (np.zeros((2, HIDDEN), np.float32), 10, "feature_gap"),
+        (np.zeros((2, HIDDEN), np.float32), -1, "feature_gap"),
+        (np.zeros((3, HIDDEN), np.float32), 9, "feature_range"),
+    ],
+)
+def test_features_that_do_not_fit_lose_the_session(
+    tmp_path: Path,
+    features: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
+    start: int,
+    reason: str,
+) -> None:
+    engine, script = make_engine([head_source(tmp_path)]), Script()
+    engine.handle(1, script.start())
+    engine.handle(1, script.verdict(10))
+    assert len(drain(engine)) == 1
+    wire = WireTensor(dtype=TensorDtype.FLOAT32, data=features)
+    engine.handle(1, replace(script.verdict(12), features=wire, feature_start=start))
+    assert drain(engine) == []
+    assert counted(engine, LOST, reason=reason) == 1
+
+
+def test_features_that_are_missing_only_cost_the_proposal(tmp_path: Path) -> None:
+    engine, script = make_engine([head_source(tmp_path)]), Script()
+    engine.handle(1, script.start())
+    engine.handle(1, script.verdict(10))
+    assert len(drain(engine)) == 1
+    engine.handle(1, script.verdict(12, with_features=False))
+    assert drain(engine) == []
+    engine.handle(1, script.verdict(13))
+    (proposal,) = drain(engine)
+    assert proposal.prefix_len == 13
+
+
+def test_a_replayed_verdict_changes_nothing() -> None:
+    script = repeating()
+    engine = started(script)
+    verdicts = [script.verdict(end) for end in (10, 12, 13)]
+    for verdict in [*verdicts, *verdicts, verdicts[0]]:
+        engine.handle(1, verdict)
+    (proposal,) = drain(engine)
+    assert proposal.prefix_digest == script.digest(13)
+    assert sum(counted(engine, LOST, reason=r) for r in ("digest", "token_conflict")) == 0
+
+
+def test_verdicts_of_another_epoch_or_session_are_ignored() -> None:
+    script = repeating()
+    engine = started(script)
+    engine.handle(1, replace(script.verdict(10), epoch=0))
+    engine.handle(1, replace(script.verdict(10), session_id=SessionId("other")))
+    engine.handle(2, script.verdict(10))
+    assert drain(engine) == []
+    assert counted(engine, IGNORED, reason="epoch") == 1
+    assert counted(engine, IGNORED, reason="unknown_session") == 2
+
+
+@pytest.mark.parametrize("start", [{"max_len": 0}, {"max_len": 9999}, {"prompt_len": 0}])
+def test_an_impossible_session_is_not_followed(start: dict[str, Any]) -> None:
+    engine = started(repeating(), **start)
+    assert engine.num_sessions == 0
+
+
+def test_the_least_recently_used_session_makes_room() -> None:
+    engine = make_engine([NgramSource(min_match=1)], max_sessions=2)
+    first, second, third = (repeating(name) for name in ("a", "b", "c"))
+    engine.handle(1, first.start(plan=NGRAM))
+    engine.handle(1, second.start(plan=NGRAM))
+    engine.handle(1, first.verdict(10))
+    engine.handle(1, third.start(plan=NGRAM))
+    assert engine.num_sessions == 2
+    engine.handle(1, second.verdict(10))
+    engine.handle(1, third.verdict(10))
+    assert {p.session_id for p in drain(engine)} == {"a", "c"}
+
+
+def test_a_closed_connection_takes_its_sessions_with_it(tmp_path: Path) -> None:
+    source = head_source(tmp_path)
+    engine = make_engine([source])
+    scripts = [Script("a"), Script("b"), Script("a")]
+    for connection, script in zip((1, 1, 2), scripts, strict=True):
+        engine.handle(connection, script.start())
+        engine.handle(connection, script.verdict(10))
+    drain(engine)
+    engine.handle(1, ConnectionClosed())
+    assert engine.num_sessions == 1
+    engine.handle(2, SessionEnd(session_id=SessionId("a")))
+    assert engine.num_sessions == 0
+    assert source.used_rows == 0
+
+
+class Broken:
+    """A source that fails while it drafts."""
+
+    method = DraftMethod.MODEL
+    feature_layout = FeatureLayout.NONE
+    feature_size = 0
+    feature_fingerprint = ""
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
+    def catch_up(self, sessions: Sequence[Session]) -> None:
+        raise RuntimeError("broken catch-up")
+
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, Draft]]:
+        raise RuntimeError("broken draft")
+        yield
+
+    def release(self, session: Session) -> None:
+        self.released.append(session.key.session_id)
+
+
+@pytest.mark.parametrize("draft_wanted", [True, False])
+def test_a_failing_source_costs_its_own_sessions_only(draft_wanted: bool) -> None:
+    broken = Broken()
+    engine = make_engine([broken, NgramSource(min_match=1)])
+    bad, good = repeating("bad"), repeating("good")
+    engine.handle(1, bad.start(plan=replace(NGRAM, method=DraftMethod.MODEL)))
+    engine.handle(1, good.start(plan=NGRAM))
+    engine.handle(1, bad.verdict(10, draft_wanted=draft_wanted))
+    engine.handle(1, good.verdict(10))
+    assert [p.session_id for p in drain(engine)] == ["good"]
+    assert counted(engine, LOST, reason="error") == 1
+    assert "bad" in broken.released
+
+
+ids = st.sampled_from([SessionId("a"), SessionId("b"), SessionId("")])
+plans = st.sampled_from([CHAIN, TREE, NGRAM, Plan(), Plan(method=DraftMethod.MODEL)])
+arrays = st.one_of(
+    st.lists(st.integers(-3, VOCAB + 3), max_size=12).map(lambda x: np.array(x, np.int32)),
+    st.just(np.zeros((2, 2), np.int32)),
+    st.just(np.arange(3, dtype=np.int64)),
+)
+small = st.integers(-2, 12)
+tensors = st.builds(
+    lambda rows, width, dtype, tag, fill: WireTensor(
+        dtype=tag, data=np.full((rows, width), fill).astype(dtype)
+    ),
+    st.integers(0, 6),
+    st.sampled_from([HIDDEN, HIDDEN - 1, 0]),
+    st.sampled_from([np.float32, np.float16, np.uint16, np.int64]),
+    st.sampled_from([TensorDtype.FLOAT32, TensorDtype.BFLOAT16, TensorDtype.INT64]),
+    st.sampled_from([0.0, 1.0, 60000.0]),
+)
+
+
+def with_its_digest(verdict: Verdict, honest: bool) -> Verdict:
+    """The verdict, with the digest that its tokens alone have: right for a session's first one."""
+    tokens = [t for t in verdict.tokens.ravel().tolist() if t >= 0]
+    digest = extend_digest(EMPTY_DIGEST, tokens)
+    return replace(verdict, prefix_digest=digest, start=0) if honest else verdict
+
+
+random_verdicts = st.builds(
+    Verdict,
+    session_id=ids,
+    epoch=st.integers(0, 1),
+    round_id=small,
+    start=small,
+    tokens=arrays,
+    prefix_digest=st.integers(0, 2**64 - 1),
+    feature_start=small,
+    features=st.none() | tensors,
+    draft_wanted=st.booleans(),
+)
+verdicts = st.builds(with_its_digest, random_verdicts, st.booleans())
+starts = st.builds(
+    SessionStart,
+    session_id=ids,
+    epoch=st.integers(0, 1),
+    plan=plans,
+    sampling=st.just(SamplingParams()),
+    max_len=st.sampled_from([0, 1, 16, 4096, 2**40]),
+    prompt_len=small,
+)
+others = st.one_of(
+    st.builds(PlanChange, session_id=ids, plan=plans),
+    st.builds(SessionEnd, session_id=ids),
+    st.just(ConnectionClosed()),
+)
+
+
+@given(st.lists(st.one_of(starts, verdicts, others), max_size=12))
+@settings(max_examples=150, deadline=None)
+def test_no_message_can_break_the_engine(
+    tmp_path_factory: pytest.TempPathFactory, messages: list[object]
+) -> None:
+    directory = tmp_path_factory.getbasetemp() / "fuzzed-head"
+    source = head_source(directory)
+    engine = make_engine([source, NgramSource(min_match=1)])
+    for message in messages:
+        engine.handle(1, message)  # type: ignore[arg-type]
+        for proposal in drain(engine):
+            validate_tree(proposal.tree, vocab_size=VOCAB, max_nodes=256)
+    good = repeating("good")
+    engine.handle(1, good.start(plan=CHAIN))
+    engine.handle(1, good.verdict(12))
+    assert [p.session_id for p in drain(engine)] == ["good"]
+    engine.handle(1, ConnectionClosed())
+    assert engine.num_sessions == 0
+    assert source.used_rows == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.booleans()), min_size=1, max_size=8),
+    st.integers(0, 5),
+)
+@settings(max_examples=40, deadline=None)
+def test_however_a_prefix_is_cut_into_verdicts_the_draft_is_the_same(
+    tmp_path_factory: pytest.TempPathFactory,
+    cuts: list[tuple[int, bool, bool]],
+    seed: int,
+) -> None:
+    directory = tmp_path_factory.getbasetemp() / "cut-head"
+    length = sum(size for size, _, _ in cuts) + 2
+    engine, script = make_engine([head_source(directory)]), Script(seed=seed, length=80)
+    engine.handle(1, script.start(plan=TREE))
+    for size, wanted, in_time in cuts:
+        engine.handle(1, script.verdict(script.told + size, draft_wanted=wanted))
+        if in_time:
+            drain(engine)
+    engine.handle(1, script.verdict(length))
+    (proposal,) = drain(engine)
+    whole, script = make_engine([head_source(directory)]), Script(seed=seed, length=80)
+    whole.handle(1, script.start(plan=TREE))
+    whole.handle(1, script.verdict(length))
+    (expected,) = drain(whole)
+    assert proposal.tree.tokens.tolist() == expected.tree.tokens.tolist()
+    assert proposal.tree.parents.tolist() == expected.tree.parents.tolist()

@@ -1,0 +1,150 @@
+"""Drafts of this process judged by the real acceptance: the text keeps the target's law.
+
+A toy target and a different toy draft model, both Markov over a few ids; the trees come from the
+production growth and child sampling, the verdicts from `outrider.engine.acceptance`. V ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from outrider_drafter.grow import Job, grow
+from outrider_drafter.growth import Draft, Frontier, make_growth
+from torch import Tensor
+
+from outrider.engine.acceptance import AcceptRow, accept
+from outrider.spec.law import validate_law
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.tree import validate_tree
+from tests.reference.goodness import chi_square_excess
+
+V = 5
+LENGTH = 3
+TRIALS = 3000
+
+
+def markov(seed: int) -> Tensor:
+    """Logits [V, V] of the next id by the last one."""
+    return torch.randn(V, V, generator=torch.Generator().manual_seed(seed)) * 1.5
+
+
+TARGET, DRAFT = markov(1), markov(2)
+
+
+class TableModel:
+    """A draft model that is a table; a `DraftModel`."""
+
+    target_ids: Tensor | None = None
+
+    def __init__(self, roots: Sequence[int]) -> None:
+        self._roots = torch.tensor(roots)
+
+    def root_logits(self) -> Tensor:
+        return DRAFT[self._roots]
+
+    def step(self, frontiers: Sequence[tuple[int, Frontier]]) -> Tensor:
+        return DRAFT[torch.tensor([t for _, frontier in frontiers for t in frontier.tokens])]
+
+
+def draft_all(
+    prefixes: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], plan: Plan
+) -> dict[int, Draft]:
+    jobs = []
+    for slot, (prefix, sampling) in enumerate(zip(prefixes, samplings, strict=True)):
+        with_law = sampling.effective_rule is Rule.REJECTION
+        growth = make_growth(plan, room=9, with_law=with_law)
+        assert growth is not None
+        jobs.append(
+            Job(slot=slot, growth=growth, sampling=sampling, prefix_len=len(prefix), history=None)
+        )
+    return dict(grow(TableModel([prefix[-1] for prefix in prefixes]), jobs))
+
+
+def one_round(prefixes: list[list[int]], samplings: Sequence[SamplingParams], plan: Plan) -> int:
+    """Draft, judge, and extend every prefix; the number of accepted draft tokens."""
+    drafts = draft_all(prefixes, samplings, plan)
+    logits: list[Tensor] = []
+    rows: list[AcceptRow] = []
+    start = 0
+    for slot, (prefix, sampling) in enumerate(zip(prefixes, samplings, strict=True)):
+        draft = drafts[slot]
+        validate_tree(draft.tree, vocab_size=V, max_nodes=plan.draft_tokens)
+        if draft.law is not None:
+            validate_law(draft.law, draft.tree, V)
+        logits.append(TARGET[torch.tensor([prefix[-1], *draft.tree.tokens.tolist()])])
+        rows.append(
+            AcceptRow(
+                logits_start=start,
+                tree=draft.tree,
+                law=draft.law,
+                sampling=sampling,
+                position=len(prefix),
+            )
+        )
+        start += 1 + len(draft.tree)
+    accepted = 0
+    for prefix, outcome in zip(prefixes, accept(torch.cat(logits), rows), strict=True):
+        assert not outcome.used_target_only_fallback
+        prefix.extend(outcome.tokens)
+        accepted += len(outcome.accepted_nodes)
+    return accepted
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.COUPLED, Rule.TARGET_ONLY])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_several_rounds_follow_the_targets_law(rule: Rule, top_k: int) -> None:
+    plan = Plan(method=DraftMethod.MODEL, draft_tokens=2 if top_k == 1 else 7, top_k=top_k)
+    samplings = [SamplingParams(temperature=0.9, rule=rule, seed=s) for s in range(TRIALS)]
+    prefixes = [[0] for _ in range(TRIALS)]
+    short = list(range(TRIALS))
+    accepted = 0
+    while short:
+        open_prefixes = [prefixes[i] for i in short]
+        accepted += one_round(open_prefixes, [samplings[i] for i in short], plan)
+        short = [i for i in short if len(prefixes[i]) <= LENGTH]
+    assert accepted > TRIALS / 5
+    counts = np.zeros((V,) * LENGTH)
+    for prefix in prefixes:
+        counts[tuple(prefix[1 : LENGTH + 1])] += 1
+    probs = (TARGET.double() / 0.9).softmax(-1).numpy()
+    law = np.zeros((V,) * LENGTH)
+    for path in product(range(V), repeat=LENGTH):
+        law[path] = np.prod([probs[a, b] for a, b in zip((0, *path), path, strict=False)])
+    # The seeds are fixed; a shape that depends on the drawn tokens gives more than 30.
+    assert chi_square_excess(counts, law) < 5.0
+
+
+def test_at_temperature_zero_the_text_is_the_targets_greedy_text() -> None:
+    expected = [3]
+    for _ in range(12):
+        expected.append(int(TARGET[expected[-1]].argmax()))
+    for top_k in (1, 3):
+        plan = Plan(method=DraftMethod.MODEL, draft_tokens=7, top_k=top_k)
+        prefix = [3]
+        while len(prefix) < len(expected):
+            one_round([prefix], [SamplingParams()], plan)
+        assert prefix[: len(expected)] == expected
+
+
+def test_coupled_text_is_the_same_with_any_tree() -> None:
+    sampling = SamplingParams(temperature=1.0, seed=11)
+    texts = set()
+    for nodes, top_k in ((0, 1), (1, 1), (4, 1), (7, 3), (20, 4)):
+        prefix = [1]
+        while len(prefix) < 30:
+            if nodes:
+                one_round(
+                    [prefix],
+                    [sampling],
+                    Plan(method=DraftMethod.MODEL, draft_tokens=nodes, top_k=top_k),
+                )
+            else:
+                row = AcceptRow(logits_start=0, sampling=sampling, position=len(prefix))
+                prefix.extend(accept(TARGET[prefix[-1:]], [row])[0].tokens)
+        texts.add(tuple(prefix[:30]))
+    assert len(texts) == 1

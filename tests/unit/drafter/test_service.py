@@ -1,0 +1,226 @@
+"""The drafter service over the in-process transport, against a scripted verifier."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from outrider_drafter.config import DrafterConfig, ReconnectConfig
+from outrider_drafter.ngram import NgramSource
+from outrider_drafter.service import DrafterService, Identity
+from outrider_drafter.source import DraftSource
+
+from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.tree import validate_tree
+from outrider.transport.inproc import InprocNetwork
+from outrider.wire.messages import FeatureLayout, PlanChange, Proposal, SessionEnd
+from tests.fakes.scripted_verifier import ScriptedVerifier
+from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, Script, head_source
+
+ADDRESS = "verifier"
+FAST = ReconnectConfig(first_s=0.01, max_s=0.05, handshake_timeout_s=0.3, attach_wait_s=2.0)
+NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
+
+
+@asynccontextmanager
+async def running(
+    *sources: DraftSource, verifier: ScriptedVerifier | None = None, max_sessions: int = 64
+) -> AsyncIterator[tuple[DrafterService, ScriptedVerifier, InprocNetwork]]:
+    network = InprocNetwork(encoded=True)
+    verifier = verifier or ScriptedVerifier()
+    network.serve_verifier(ADDRESS, verifier)
+    config = DrafterConfig(
+        drafter_id="d1",
+        methods=(DraftMethod.NGRAM,),
+        max_sessions=max_sessions,
+        reconnect=FAST,
+    )
+    service = DrafterService(
+        config,
+        sources or (NgramSource(min_match=1),),
+        network.dialer(),
+        identity=Identity(vocab_size=VOCAB, tokenizer_hash="abc"),
+    )
+    try:
+        yield service, verifier, network
+    finally:
+        await service.close()
+        await network.withdraw(ADDRESS)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10.0):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def repeating(name: str = "s") -> Script:
+    script = Script(name)
+    script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
+    return script
+
+
+async def test_a_session_is_drafted_round_after_round(tmp_path: Path) -> None:
+    async with running(head_source(tmp_path)) as (service, verifier, _):
+        await service.attach(ADDRESS)
+        await verifier.connected()
+        script = Script()
+        await verifier.say(script.start(plan=TREE))
+        for end in (9, 11, 15, 16):
+            await verifier.say(script.verdict(end))
+            proposal = await verifier.proposal()
+            assert proposal.session_id == script.session_id
+            assert proposal.prefix_len == end
+            assert proposal.prefix_digest == script.digest(end)
+            assert proposal.draft_us > 0
+            validate_tree(proposal.tree, vocab_size=VOCAB, max_nodes=TREE.draft_tokens)
+        info = await service.info()
+        assert info.sessions == 1
+        assert info.verifiers == (ADDRESS,)
+        assert info.draft_ms_p50 > 0.0
+        await verifier.say(SessionEnd(session_id=script.session_id))
+        await until(lambda: service.num_sessions == 0)
+
+
+async def test_hello_says_what_must_agree(tmp_path: Path) -> None:
+    source = head_source(tmp_path)
+    async with running(source, NgramSource()) as (service, verifier, _):
+        await service.attach(ADDRESS)
+        (hello,) = verifier.hellos
+        assert hello.vocab_size == VOCAB and hello.tokenizer_hash == "abc"
+        assert hello.methods == (DraftMethod.EAGLE3, DraftMethod.NGRAM)
+        assert hello.feature_layout is FeatureLayout.PROJECTED
+        assert hello.feature_fingerprint == source.head.fingerprint
+        assert hello.drafter_id == "d1"
+
+
+async def test_without_a_head_no_features_are_asked_for() -> None:
+    async with running(NgramSource()) as (service, verifier, _):
+        await service.attach(ADDRESS)
+        assert verifier.hellos[0].feature_layout is FeatureLayout.NONE
+        assert verifier.hellos[0].feature_fingerprint == ""
+
+
+async def test_attaching_twice_makes_one_connection() -> None:
+    async with running() as (service, verifier, _):
+        await asyncio.gather(service.attach(ADDRESS), service.attach(ADDRESS))
+        await service.attach(ADDRESS)
+        assert len(verifier.hellos) == 1
+
+
+async def test_a_lost_connection_is_dialled_again_and_sessions_start_afresh() -> None:
+    async with running() as (service, verifier, _):
+        await service.attach(ADDRESS)
+        await verifier.connected()
+        script = repeating()
+        await verifier.say(script.start(plan=NGRAM), script.verdict(12))
+        await verifier.proposal()
+        await verifier.hang_up()
+        await verifier.connected()
+        await until(lambda: service.num_sessions == 0)
+        replayed = repeating()
+        await verifier.say(replayed.start(plan=NGRAM), replayed.verdict(14))
+        proposal = await verifier.proposal()
+        assert proposal.prefix_len == 14
+        assert proposal.tree.tokens.tolist() == [4, 0, 1]
+        assert verifier.hellos[0].incarnation == verifier.hellos[1].incarnation
+
+
+async def test_a_verifier_that_comes_later_is_found() -> None:
+    async with running() as (service, _, network):
+        await service.attach("later")
+        late = ScriptedVerifier()
+        assert (await service.info()).verifiers == ()
+        network.serve_verifier("later", late)
+        await late.connected()
+        await until(lambda: service.connected_to("later"))
+        await network.withdraw("later")
+
+
+async def test_a_misfit_is_refused_at_once_and_not_tried_again() -> None:
+    async with running(verifier=ScriptedVerifier(refuse=True)) as (service, verifier, _):
+        with pytest.raises(FailedPreconditionError):
+            await service.attach(ADDRESS)
+        await asyncio.sleep(0.1)
+        assert len(verifier.hellos) == 1
+        verifier.refuse = False
+        await service.attach(ADDRESS)
+        await verifier.connected()
+
+
+async def test_a_verifier_that_never_answers_hello_is_dialled_again() -> None:
+    async with running(verifier=ScriptedVerifier(welcome=False)) as (service, verifier, _):
+        await service.attach(ADDRESS)
+        await until(lambda: len(verifier.hellos) >= 2)
+        assert (await service.info()).verifiers == ()
+        verifier.welcome = True
+        await until(lambda: service.connected_to(ADDRESS))
+
+
+async def test_detaching_drops_the_sessions_and_the_connection() -> None:
+    async with running() as (service, verifier, _):
+        await service.attach(ADDRESS)
+        await verifier.connected()
+        script = repeating()
+        await verifier.say(script.start(plan=NGRAM), script.verdict(12))
+        await verifier.proposal()
+        await service.detach(ADDRESS)
+        await service.detach(ADDRESS)
+        await until(lambda: service.num_sessions == 0)
+        await asyncio.sleep(0.1)
+        assert len(verifier.hellos) == 1
+        assert (await service.info()).verifiers == ()
+
+
+async def test_an_address_must_be_given() -> None:
+    async with running() as (service, _, _network):
+        with pytest.raises(InvalidRequestError):
+            await service.attach("")
+
+
+async def test_a_plan_change_takes_effect_with_the_next_round() -> None:
+    async with running() as (service, verifier, _):
+        await service.attach(ADDRESS)
+        await verifier.connected()
+        script = repeating()
+        await verifier.say(script.start(plan=NGRAM), script.verdict(12))
+        assert len((await verifier.proposal()).tree) == 3
+        longer = replace(NGRAM, draft_tokens=6)
+        await verifier.say(PlanChange(session_id=script.session_id, plan=longer))
+        await verifier.say(script.verdict(13))
+        assert len((await verifier.proposal()).tree) == 6
+
+
+async def test_two_verifiers_are_served_at_once_and_never_mixed_up() -> None:
+    async with running() as (service, first, network):
+        second = ScriptedVerifier()
+        network.serve_verifier("second", second)
+        await asyncio.gather(service.attach(ADDRESS), service.attach("second"))
+        await asyncio.gather(first.connected(), second.connected())
+        for verifier, length in ((first, 12), (second, 13)):
+            script = repeating("same name")
+            await verifier.say(script.start(plan=NGRAM), script.verdict(length))
+        assert (await first.proposal()).prefix_len == 12
+        assert (await second.proposal()).prefix_len == 13
+        assert sorted((await service.info()).verifiers) == ["second", ADDRESS]
+        await network.withdraw("second")
+        await until(lambda: not service.connected_to("second"))
+        assert service.connected_to(ADDRESS)
+
+
+async def test_the_worst_plan_of_one_session_stops_no_other(tmp_path: Path) -> None:
+    async with running(head_source(tmp_path), NgramSource(min_match=1)) as (service, verifier, _):
+        await service.attach(ADDRESS)
+        await verifier.connected()
+        good, odd = repeating("good"), Script("odd")
+        await verifier.say(good.start(plan=NGRAM), odd.start(plan=CHAIN))
+        await verifier.say(odd.verdict(12, with_features=False))
+        await verifier.say(good.verdict(12, with_features=False))
+        proposal: Proposal = await verifier.proposal()
+        assert proposal.session_id == "good"
+        assert verifier.proposals.empty()

@@ -1,0 +1,160 @@
+"""Handshakes, attachments and the choice of a drafter are plain decisions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from outrider_router.fleet import (
+    PeerState,
+    TokenizerIdentity,
+    check_drafter,
+    check_verifier,
+    choose_drafter,
+    fits,
+    judge,
+    missing_attachments,
+)
+
+from outrider.errors import FailedPreconditionError
+from outrider.ids import DrafterId, VerifierId
+from outrider.spec.plan import DraftMethod
+from outrider.wire.messages import (
+    PROTOCOL_VERSION,
+    AttachedDrafter,
+    DrafterInfo,
+    FeatureLayout,
+    VerifierInfo,
+)
+
+TOKENIZER = TokenizerIdentity(hash="f00d" * 16, num_ids=100)
+VERIFIER = VerifierInfo(
+    protocol_version=PROTOCOL_VERSION,
+    verifier_id=VerifierId("v"),
+    incarnation="1",
+    model_name="m",
+    vocab_size=128,
+    tokenizer_hash=TOKENIZER.hash,
+    max_context_len=100,
+    kv_block_tokens=16,
+    kv_total_blocks=10,
+    kv_free_blocks=10,
+    sessions=0,
+    max_sessions=4,
+    drafters=(),
+    feature_fingerprint="head-1",
+)
+DRAFTER = DrafterInfo(
+    protocol_version=PROTOCOL_VERSION,
+    drafter_id=DrafterId("d"),
+    incarnation="1",
+    vocab_size=128,
+    tokenizer_hash=TOKENIZER.hash,
+    methods=(DraftMethod.EAGLE3,),
+    feature_layout=FeatureLayout.PROJECTED,
+    feature_fingerprint="head-1",
+    sessions=0,
+    verifiers=(),
+)
+
+
+def attached(*drafters: DrafterInfo) -> VerifierInfo:
+    return replace(
+        VERIFIER,
+        drafters=tuple(
+            AttachedDrafter(
+                drafter_id=d.drafter_id, incarnation=d.incarnation, methods=d.methods, sessions=0
+            )
+            for d in drafters
+        ),
+    )
+
+
+def test_a_padded_vocabulary_and_an_unknown_hash_pass() -> None:
+    check_verifier(VERIFIER, TOKENIZER)
+    check_verifier(replace(VERIFIER, tokenizer_hash=""), TOKENIZER)
+    check_drafter(DRAFTER, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("info", "reason"),
+    [
+        (replace(VERIFIER, protocol_version=PROTOCOL_VERSION + 1), "PROTOCOL_MISMATCH"),
+        (replace(VERIFIER, vocab_size=99), "VOCAB_MISMATCH"),
+        (replace(VERIFIER, tokenizer_hash="beef" * 16), "TOKENIZER_MISMATCH"),
+    ],
+)
+def test_a_verifier_that_does_not_fit_the_tokenizer_is_refused(
+    info: VerifierInfo, reason: str
+) -> None:
+    with pytest.raises(FailedPreconditionError) as caught:
+        check_verifier(info, TOKENIZER)
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"protocol_version": 0}, "PROTOCOL_MISMATCH"),
+        ({"tokenizer_hash": "beef" * 16}, "TOKENIZER_MISMATCH"),
+    ],
+)
+def test_a_drafter_of_another_tokenizer_is_refused(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(FailedPreconditionError) as caught:
+        check_drafter(replace(DRAFTER, **changes), TOKENIZER)  # type: ignore[arg-type]
+    assert caught.value.reason == reason
+
+
+def test_features_must_match_only_where_features_are_fed() -> None:
+    assert fits(DRAFTER, VERIFIER)
+    assert not fits(replace(DRAFTER, feature_fingerprint="head-2"), VERIFIER)
+    assert not fits(replace(DRAFTER, vocab_size=64), VERIFIER)
+    featureless = replace(DRAFTER, feature_layout=FeatureLayout.NONE, feature_fingerprint="")
+    assert fits(featureless, VERIFIER)
+
+
+def test_a_restarted_drafter_is_attached_again() -> None:
+    assert missing_attachments(DRAFTER, {"v:1": VERIFIER}) == ["v:1"]
+    assert missing_attachments(DRAFTER, {"v:1": attached(DRAFTER)}) == []
+    assert missing_attachments(replace(DRAFTER, incarnation="2"), {"v:1": attached(DRAFTER)}) == [
+        "v:1"
+    ]
+    misfit = replace(DRAFTER, vocab_size=64)
+    assert missing_attachments(misfit, {"v:1": VERIFIER}) == []
+
+
+def test_the_drafter_with_the_method_and_the_fewest_sessions_is_chosen() -> None:
+    busy = replace(DRAFTER, drafter_id=DrafterId("a"))
+    free = replace(DRAFTER, drafter_id=DrafterId("b"))
+    other = replace(DRAFTER, drafter_id=DrafterId("c"), methods=(DraftMethod.NGRAM,))
+    verifier = attached(busy, free, other)
+    fleet = [busy, free, other]
+    placed = {busy.drafter_id: 2, free.drafter_id: 1}
+    assert choose_drafter(verifier, fleet, DraftMethod.EAGLE3, placed=placed) == "b"
+    assert choose_drafter(verifier, fleet, DraftMethod.NGRAM, placed=placed) == "c"
+    assert choose_drafter(verifier, fleet, DraftMethod.MODEL, placed=placed) is None
+
+
+def test_a_drafter_that_is_not_attached_or_was_reported_lost_is_passed_over() -> None:
+    assert choose_drafter(VERIFIER, [DRAFTER], DraftMethod.EAGLE3, placed={}) is None
+    verifier = attached(DRAFTER)
+    assert choose_drafter(verifier, [DRAFTER], DraftMethod.EAGLE3, placed={}) == "d"
+    lost = {DRAFTER.drafter_id}
+    assert choose_drafter(verifier, [DRAFTER], DraftMethod.EAGLE3, placed={}, detached=lost) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "failures", "silence_s", "expected"),
+    [
+        (PeerState.HEALTHY, 1, 0.1, PeerState.HEALTHY),
+        (PeerState.HEALTHY, 2, 0.1, PeerState.LOST),
+        (PeerState.HEALTHY, 0, 2.9, PeerState.HEALTHY),
+        (PeerState.HEALTHY, 0, 3.0, PeerState.LOST),
+        (PeerState.UNKNOWN, 9, 99.0, PeerState.UNKNOWN),
+        (PeerState.REFUSED, 9, 99.0, PeerState.REFUSED),
+    ],
+)
+def test_a_peer_is_lost_by_two_failures_or_by_silence(
+    state: PeerState, failures: int, silence_s: float, expected: PeerState
+) -> None:
+    assert judge(state, failures=failures, silence_s=silence_s, bound_s=3.0) is expected

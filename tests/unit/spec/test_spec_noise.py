@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from outrider.spec.mixing import GOLDEN64, mix64
+from outrider.spec.noise import (
+    SEED_OFFSET,
+    SHARED_COIN_ID,
+    Stream,
+    gumbel,
+    noise_bits,
+    noise_keys,
+    uniform,
+    uniform_from_bits,
+)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("token", [SHARED_COIN_ID, 0, 1, 151935, 2**31 - 1])
+def test_bits_follow_the_written_definition(seed: int, token: int) -> None:
+    for position in (0, 1, 2**20):
+        key = mix64(mix64(mix64(seed + SEED_OFFSET) + Stream.ACCEPT) + position)
+        expected = mix64(key + (token + 1) * GOLDEN64)
+        assert int(noise_bits(seed, Stream.ACCEPT, position, token)) == expected
+
+
+def test_lists_of_small_and_large_seeds_stay_exact() -> None:
+    together = noise_keys([1, 2**64 - 1], Stream.DRAFT, [5, 6])
+    alone = [noise_keys(1, Stream.DRAFT, 5), noise_keys(2**64 - 1, Stream.DRAFT, 6)]
+    assert together.tolist() == [int(key) for key in alone]
+
+
+def test_uniforms_never_reach_zero_or_one() -> None:
+    extremes = np.array([0, 2**64 - 1, 2**63, 4095, 4096], dtype=np.uint64)
+    values = uniform_from_bits(extremes)
+    assert values.min() == 2.0**-53
+    assert values.max() == 1.0 - 2.0**-53
+    assert np.isfinite(-np.log(-np.log(values))).all()
+
+
+def test_streams_positions_and_seeds_have_different_noise() -> None:
+    ids = np.arange(-1, 500)
+    rows = [
+        noise_bits(seed, stream, position, ids)
+        for seed in (0, 1)
+        for stream in Stream
+        for position in (0, 1, 2)
+    ]
+    assert len(np.unique(np.concatenate(rows))) == len(rows) * len(ids)
+
+
+def test_noise_is_uniform_and_uncorrelated_between_neighbours() -> None:
+    grid = uniform(
+        np.arange(40)[:, None, None], Stream.TARGET, np.arange(50)[:, None], np.arange(50)
+    )
+    counts, _ = np.histogram(grid, bins=64, range=(0.0, 1.0))
+    expected = grid.size / 64
+    assert ((counts - expected) ** 2 / expected).sum() < 63 + 6 * np.sqrt(2 * 63)
+    for axis in range(3):
+        a, b = np.moveaxis(grid, axis, 0)[:-1], np.moveaxis(grid, axis, 0)[1:]
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 6 / np.sqrt(a.size)
+    streams = [uniform(np.arange(2000)[:, None], s, 7, np.arange(50)).ravel() for s in Stream]
+    off_diagonal = np.corrcoef(streams) - np.eye(4)
+    assert np.abs(off_diagonal).max() < 6 / np.sqrt(100_000)
+
+
+def test_gumbel_noise_has_the_moments_of_its_law() -> None:
+    values = gumbel(np.arange(1000)[:, None], Stream.TARGET, 3, np.arange(200))
+    assert abs(values.mean() - np.euler_gamma) < 0.02
+    assert abs(values.var() - np.pi**2 / 6) < 0.05
+
+
+def test_the_definition_is_pinned() -> None:
+    """Both sides of a wire compute this; a change needs a new protocol version."""
+    assert noise_bits(42, Stream.TARGET, 7, np.arange(2)).tolist() == [
+        14084538211271448656,
+        890925583146961546,
+    ]

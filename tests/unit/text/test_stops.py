@@ -1,0 +1,54 @@
+"""Stop strings cut the text at the same place however it arrives."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.text.stops import StopStrings
+
+STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)
+TEXT = st.text(alphabet="abc\n", max_size=24)
+
+
+def cut_by_hand(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The definition: the first position at which some stop string is complete."""
+    for end in range(len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@given(text=TEXT, stops=STOPS, sizes=st.lists(st.integers(1, 5), min_size=24, max_size=24))
+def test_any_chunking_cuts_where_the_definition_says(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
+    matcher, shown, rest = StopStrings(stops), "", text
+    for size in sizes:
+        shown += matcher.push(rest[:size])
+        rest = rest[size:]
+    if matcher.matched is None:
+        shown += matcher.finish()
+    assert (shown, matcher.matched) == cut_by_hand(text, stops)
+
+
+def test_only_what_could_begin_a_stop_string_is_held_back() -> None:
+    matcher = StopStrings(["\n\nUser:"])
+    assert matcher.push("Hello.\n") == "Hello."
+    assert matcher.push("\nUse") == ""
+    assert matcher.push("d it") == "\n\nUsed it"
+    assert matcher.matched is None
+
+
+def test_nothing_comes_out_after_a_match() -> None:
+    matcher = StopStrings(["END"])
+    assert matcher.push("a END b") == "a "
+    assert matcher.matched == "END"
+    assert matcher.push("more") == ""
+    assert matcher.finish() == ""
+
+
+def test_without_stop_strings_text_passes_at_once() -> None:
+    assert StopStrings([]).push("text") == "text"

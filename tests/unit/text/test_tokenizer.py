@@ -1,0 +1,83 @@
+"""Loading a tokenizer, its hash, its chat template and its end-of-turn ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.text.tokenizer import Tokenizer, tokenizer_hash
+from tests.fakes.tokenizer import make_tokenizer_dir
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return make_tokenizer_dir(tmp_path / "model")
+
+
+def test_the_hash_is_that_of_the_file_however_it_is_named(model_dir: Path) -> None:
+    file = model_dir / "tokenizer.json"
+    expected = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert tokenizer_hash(model_dir) == expected
+    assert tokenizer_hash(file) == expected
+    assert tokenizer_hash(model_dir / "model.gguf") == expected
+    assert Tokenizer.load(model_dir).hash == expected
+
+
+def test_a_directory_without_a_tokenizer_has_no_hash_and_does_not_load(tmp_path: Path) -> None:
+    assert tokenizer_hash(tmp_path) == ""
+    with pytest.raises(NotFoundError):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_broken_tokenizer_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_conversation_ends_where_the_answer_begins(model_dir: Path) -> None:
+    tokenizer = Tokenizer.load(model_dir)
+    ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    rendered = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == tokenizer.encode(rendered, add_special_tokens=False)
+    assert tokenizer.decode(ids) == "user\nHi\nassistant\n"
+
+
+def test_end_of_turn_ids_come_from_every_file_that_names_one(model_dir: Path) -> None:
+    (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    assert Tokenizer.load(model_dir).eos_ids == (0, 2)
+
+
+def test_a_model_without_a_template_refuses_conversations(model_dir: Path) -> None:
+    (model_dir / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        Tokenizer.load(model_dir).encode_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_a_template_file_beside_the_config_wins(model_dir: Path) -> None:
+    (model_dir / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    tokenizer = Tokenizer.load(model_dir)
+    assert tokenizer.encode_chat([{"role": "user", "content": "Hi"}]) == tokenizer.encode("Hi!")
+
+
+def test_the_default_template_of_a_list_is_taken(model_dir: Path) -> None:
+    templates = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    tokenizer = Tokenizer.load(model_dir)
+    assert tokenizer.encode_chat([{"role": "user", "content": "Hi"}]) == tokenizer.encode("D")
+
+
+def test_a_template_that_raises_is_the_callers_error(model_dir: Path) -> None:
+    (model_dir / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequestError, match="roles must alternate"):
+        Tokenizer.load(model_dir).encode_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_a_template_cannot_leave_its_sandbox(model_dir: Path) -> None:
+    (model_dir / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
+    with pytest.raises(InvalidRequestError):
+        Tokenizer.load(model_dir).encode_chat([{"role": "user", "content": "Hi"}])

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from outrider.errors import ConnectionLostError, InvalidMessageError
+from outrider.transport.heartbeat import (
+    HeartbeatConfig,
+    HeartbeatConnection,
+    unless_silent,
+    with_heartbeat,
+    with_idle_heartbeats,
+)
+from outrider.transport.mailbox import Mailbox
+from outrider.wire.messages import Heartbeat
+
+FAST = HeartbeatConfig(interval_s=0.05, timeout_s=0.2)
+
+
+class Pipe:
+    """A connection of ints whose other end is the test."""
+
+    peer = "pipe"
+
+    def __init__(self) -> None:
+        self.incoming: Mailbox[int | Heartbeat | Exception] = Mailbox()
+        self.outgoing: Mailbox[int | Heartbeat] = Mailbox()
+
+    async def send(self, message: int | Heartbeat) -> None:
+        await self.outgoing.put(message)
+
+    async def receive(self) -> int | Heartbeat:
+        message = await self.incoming.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def close(self) -> None:
+        closed = ConnectionLostError("closed", reason="CLOSED")
+        self.incoming.close(closed)
+        self.outgoing.close(closed)
+
+
+def connected() -> tuple[Pipe, HeartbeatConnection[int, int]]:
+    pipe = Pipe()
+    return pipe, with_heartbeat(pipe, FAST)
+
+
+async def test_heartbeats_are_sent_and_count_up() -> None:
+    pipe, connection = connected()
+    beats = [await asyncio.wait_for(pipe.outgoing.get(), 1) for _ in range(3)]
+    assert beats == [Heartbeat(1), Heartbeat(2), Heartbeat(3)]
+    await connection.close()
+
+
+async def test_received_heartbeats_are_hidden() -> None:
+    pipe, connection = connected()
+    await pipe.incoming.put(Heartbeat(1))
+    await pipe.incoming.put(7)
+    assert await asyncio.wait_for(connection.receive(), 1) == 7
+    await connection.close()
+
+
+async def test_a_silent_peer_is_lost_after_the_timeout() -> None:
+    _pipe, connection = connected()
+    started = time.monotonic()
+    with pytest.raises(ConnectionLostError, match=r"nothing heard from pipe for 0\.2 s"):
+        await asyncio.wait_for(connection.receive(), 2)
+    assert time.monotonic() - started >= 0.15
+    with pytest.raises(ConnectionLostError, match="nothing heard"):
+        await connection.send(1)
+
+
+async def test_heartbeats_alone_keep_a_connection() -> None:
+    pipe, connection = connected()
+    receiving = asyncio.create_task(connection.receive())
+    for sequence in range(10):
+        await pipe.incoming.put(Heartbeat(sequence))
+        await asyncio.sleep(0.05)
+    assert not receiving.done()
+    await pipe.incoming.put(7)
+    assert await asyncio.wait_for(receiving, 1) == 7
+    await connection.close()
+
+
+async def test_malformed_messages_show_that_the_peer_is_alive() -> None:
+    pipe, connection = connected()
+    for _ in range(8):
+        await pipe.incoming.put(InvalidMessageError("malformed"))
+        with pytest.raises(InvalidMessageError):
+            await connection.receive()
+        await asyncio.sleep(0.05)
+    await pipe.incoming.put(7)
+    assert await connection.receive() == 7
+    await connection.close()
+
+
+async def test_a_peer_is_not_silent_while_nobody_listens() -> None:
+    pipe, connection = connected()
+    await asyncio.sleep(0.4)
+    await pipe.incoming.put(7)
+    assert await connection.receive() == 7
+    await connection.close()
+
+
+async def test_a_stalled_local_loop_does_not_make_the_peer_silent() -> None:
+    pipe, connection = connected()
+    receiving = asyncio.create_task(connection.receive())
+    await asyncio.sleep(0.01)
+    time.sleep(0.5)  # the stall; the peer's message arrives just after it
+    await asyncio.sleep(0.01)
+    await pipe.incoming.put(7)
+    assert await asyncio.wait_for(receiving, 1) == 7
+    await connection.close()
+
+
+async def test_a_closed_connection_leaves_no_task() -> None:
+    before = len(asyncio.all_tasks())
+    _pipe, connection = connected()
+    await connection.close()
+    await asyncio.sleep(0.01)
+    assert len(asyncio.all_tasks()) == before
+
+
+async def slow_items(closed: list[bool]) -> AsyncGenerator[int]:
+    try:
+        yield 1
+        await asyncio.sleep(0.12)
+        yield 2
+        await asyncio.sleep(60)
+    finally:
+        closed.append(True)
+
+
+async def test_idle_streams_are_filled_with_heartbeats() -> None:
+    closed: list[bool] = []
+    stream = with_idle_heartbeats(slow_items(closed), FAST)
+    seen = [await anext(stream) for _ in range(4)]
+    assert seen == [1, Heartbeat(1), Heartbeat(2), 2]
+    await anext(stream)
+    await stream.aclose()
+    assert closed == [True]
+
+
+async def test_errors_of_a_stream_pass_through() -> None:
+    async def failing() -> AsyncGenerator[int]:
+        yield 1
+        raise InvalidMessageError("bad")
+
+    stream = with_idle_heartbeats(failing(), FAST)
+    assert await anext(stream) == 1
+    with pytest.raises(InvalidMessageError):
+        await anext(stream)
+
+
+async def test_unless_silent_gives_the_result_or_up() -> None:
+    async def after(delay_s: float) -> int:
+        await asyncio.sleep(delay_s)
+        return 5
+
+    assert await unless_silent(asyncio.create_task(after(0.05)), "peer", FAST) == 5
+    hanging = asyncio.create_task(after(60))
+    with pytest.raises(ConnectionLostError, match="nothing heard from peer"):
+        await unless_silent(hanging, "peer", FAST)
+    await asyncio.wait((hanging,))
+    assert hanging.cancelled()
+
+
+@pytest.mark.parametrize(("interval_s", "timeout_s"), [(0.0, 1.0), (1.0, 1.0), (2.0, 1.0)])
+def test_a_timeout_shorter_than_the_interval_is_refused(
+    interval_s: float, timeout_s: float
+) -> None:
+    with pytest.raises(ValueError, match="interval_s"):
+        HeartbeatConfig(interval_s=interval_s, timeout_s=timeout_s)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.errors import AlreadyExistsError, UnavailableError
+from outrider.transport.base import VerifierConnection
+from outrider.transport.inproc import InprocNetwork
+from outrider.wire.messages import DrafterMessage, Proposal, Verdict
+from tests.integration.fake_endpoints import FakeDrafter, FakeVerifier, proposal
+
+
+class Recorder(FakeVerifier):
+    """Keeps the very objects that arrive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[DrafterMessage] = []
+
+    async def exchange(self, connection: VerifierConnection) -> None:
+        self.messages.append(await connection.receive())
+
+
+@pytest.mark.parametrize("encoded", [True, False])
+async def test_unencoded_messages_are_handed_over_as_they_are(encoded: bool) -> None:
+    network, recorder = InprocNetwork(encoded=encoded), Recorder()
+    network.serve_verifier("v", recorder)
+    connection = await network.dialer().exchange("v")
+    sent = proposal(3)
+    await connection.send(sent)
+    await asyncio.sleep(0.05)
+    (arrived,) = recorder.messages
+    assert isinstance(arrived, Proposal) and arrived.prefix_digest == 3
+    assert (arrived is sent) is not encoded
+    await connection.close()
+    await network.withdraw("v")
+
+
+async def test_an_unencoded_exchange_answers() -> None:
+    network = InprocNetwork(encoded=False)
+    network.serve_verifier("v", FakeVerifier())
+    connection = await network.dialer().exchange("v")
+    await connection.send(proposal(5))
+    verdict = await asyncio.wait_for(connection.receive(), 1)
+    assert isinstance(verdict, Verdict) and verdict.prefix_digest == 5
+    await connection.close()
+    await network.withdraw("v")
+
+
+async def test_an_address_serves_one_endpoint_of_a_kind() -> None:
+    network = InprocNetwork()
+    network.serve_verifier("a", FakeVerifier())
+    network.serve_drafter("a", FakeDrafter())
+    with pytest.raises(AlreadyExistsError):
+        network.serve_verifier("a", FakeVerifier())
+    with pytest.raises(AlreadyExistsError):
+        network.serve_drafter("a", FakeDrafter())
+
+
+async def test_a_withdrawn_address_is_unreachable_and_may_be_reused() -> None:
+    network = InprocNetwork()
+    network.serve_drafter("d", FakeDrafter())
+    drafter = await network.dialer().drafter("d")
+    await drafter.info()
+    await network.withdraw("d")
+    with pytest.raises(UnavailableError):
+        await drafter.info()
+    network.serve_drafter("d", FakeDrafter())
+    await drafter.info()

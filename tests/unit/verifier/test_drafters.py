@@ -1,0 +1,403 @@
+"""Drafters: hello checks, hand-over of sessions, loss, return, and hostile messages."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.errors import FailedPreconditionError
+from outrider.ids import SessionId
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.transport.heartbeat import HeartbeatConfig
+from outrider.wire.messages import FeatureLayout, Proposal, SessionEnd
+from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, ScriptedDrafter, make_tree
+from tests.fakes.target import FakeTarget
+from tests.unit.verifier.harness import (
+    ADDRESS,
+    CHAIN,
+    TREE,
+    Rig,
+    bushy_tree,
+    good_chain,
+    half_good_chain,
+    make_spec,
+    until,
+    verifier,
+)
+
+PLAIN = Plan()
+LONG_PATIENCE = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)
+SHORT_PATIENCE = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=150)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"protocol_version": 99}, "PROTOCOL_MISMATCH"),
+        ({"vocab_size": 23}, "VOCAB_MISMATCH"),
+        ({"fingerprint": "another head"}, "FEATURE_MISMATCH"),
+    ],
+)
+async def test_a_drafter_that_does_not_fit_is_refused(options: dict[str, Any], reason: str) -> None:
+    async with verifier() as rig:
+        settings = {"vocab_size": rig.target.vocab_size, **options}
+        drafter = ScriptedDrafter(rig.network.dialer(), ADDRESS, lambda _f: None, **settings)
+        with pytest.raises(FailedPreconditionError) as caught:
+            await drafter.attach()
+        assert caught.value.reason == reason
+        assert (await rig.service.info()).drafters == ()
+
+
+async def test_features_are_refused_where_no_projection_runs() -> None:
+    async with verifier(features=False) as rig:
+        with pytest.raises(FailedPreconditionError):
+            await rig.attach(lambda _f: None)
+        await rig.attach(lambda _f: None, layout=FeatureLayout.NONE, fingerprint="")
+
+
+def check_features(target: FakeTarget, followed: Followed) -> None:
+    """Every feature is the projected one of its own position."""
+    for position, feature in enumerate(followed.features):
+        expected = 2.0 * target.feature(followed.tokens[: position + 1])
+        assert np.array_equal(feature, expected), position
+
+
+async def test_a_chunked_prompt_arrives_with_the_features_of_every_position() -> None:
+    seen: list[Followed] = []
+    async with verifier(prefill_tokens_per_round=8) as rig:
+        chain = half_good_chain(rig.target)
+
+        def propose(followed: Followed) -> Draft:
+            seen.append(followed)
+            check_features(rig.target, followed)
+            return chain(followed)
+
+        await rig.attach(propose)
+        spec = make_spec(prompt=[i % 24 for i in range(30)], max_new_tokens=12)
+        result = await rig.run(spec)
+        assert result.tokens == rig.reference(spec)
+        followed = seen[-1]
+    sizes = [len(v.tokens) for v in followed.verdicts[:4]]
+    assert sizes == [8, 8, 8, 7]
+    assert [v.draft_wanted for v in followed.verdicts[:4]] == [False, False, False, True]
+    assert followed.start.max_len == 42
+    assert followed.tokens == [*spec.token_ids, *result.tokens][: len(followed.tokens)]
+
+
+async def test_features_follow_the_accepted_nodes_of_a_tree() -> None:
+    seen: list[Followed] = []
+    async with verifier() as rig:
+        tree = bushy_tree(rig.target)
+
+        def propose(followed: Followed) -> Draft:
+            seen.append(followed)
+            return tree(followed)
+
+        await rig.attach(propose)
+        result = await rig.run(make_spec(max_new_tokens=20, plan=TREE))
+        assert result.last.stats.accepted > 4
+        check_features(rig.target, seen[-1])
+        assert len(seen[-1].features) > 15
+
+
+async def test_a_verdict_names_the_nodes_that_stood() -> None:
+    seen: list[Followed] = []
+    async with verifier() as rig:
+        chain = good_chain(rig.target, depth=3)
+
+        def propose(followed: Followed) -> Draft:
+            seen.append(followed)
+            return chain(followed)
+
+        await rig.attach(propose)
+        await rig.run(make_spec(max_new_tokens=9))
+    verdicts = seen[-1].verdicts
+    assert verdicts[0].proposal_digest == 0
+    assert verdicts[1].accepted_nodes == (0, 1, 2)
+    assert verdicts[1].proposal_digest == verdicts[0].prefix_digest
+
+
+class Slow:
+    """Lets a test act while a session is in mid-stream."""
+
+    def __init__(self, rig: Rig, seconds: float = 0.01) -> None:
+        rig.target.forward_s = seconds
+
+
+async def mid_stream(rig: Rig, name: str = "s") -> None:
+    """Wait until a session has run some rounds."""
+    session = SessionId(name)
+    await until(
+        lambda: (
+            session in rig.service._core.sessions
+            and rig.service._core.sessions[session].round_id >= 3
+        )
+    )
+
+
+async def test_a_lost_drafter_leaves_the_stream_going_at_once() -> None:
+    async with verifier() as rig:
+        Slow(rig)
+        drafter = await rig.attach(half_good_chain(rig.target))
+        spec = make_spec(max_new_tokens=40, plan=LONG_PATIENCE)
+        running = asyncio.create_task(rig.run(spec))
+        await mid_stream(rig)
+        await drafter.detach()
+        began = time.monotonic()
+        result = await running
+        assert time.monotonic() - began < 10.0
+        assert result.tokens == rig.reference(spec)
+        assert result.events[1].drafter_attached
+        assert not result.last.drafter_attached
+        assert result.last.stats.fallback_rounds > 0
+
+
+async def test_a_drafter_that_returns_is_caught_up_and_drafts_again() -> None:
+    async with verifier() as rig:
+        Slow(rig)
+        first = await rig.attach(half_good_chain(rig.target))
+        spec = make_spec(max_new_tokens=80, plan=LONG_PATIENCE)
+        running = asyncio.create_task(rig.run(spec))
+        await mid_stream(rig)
+        await first.detach()
+        await until(lambda: not rig.service._hub.links)
+        await asyncio.sleep(0.05)
+        chain = good_chain(rig.target)
+        seen: list[Followed] = []
+
+        def propose(followed: Followed) -> Draft:
+            seen.append(followed)
+            check_features(rig.target, followed)
+            return chain(followed)
+
+        second = await rig.attach(propose, incarnation="2")
+        result = await running
+        assert result.tokens == rig.reference(spec)
+        assert seen
+        assert second.broken is None
+        # It heard of everything since the prompt, and the newest round had accepted drafts.
+        assert seen[-1].tokens[:5] == list(spec.token_ids)
+        assert result.last.drafter_attached
+        assert len(result.last.tokens) > 1 or len(result.events[-2].tokens) > 1
+
+
+async def test_a_drafter_that_attaches_during_prefill_gets_the_whole_prompt() -> None:
+    async with verifier(prefill_tokens_per_round=4) as rig:
+        Slow(rig, 0.02)
+        spec = make_spec(prompt=[i % 24 for i in range(60)], max_new_tokens=10)
+        running = asyncio.create_task(rig.run(spec))
+        await until(lambda: len(rig.target.batches) >= 4)
+        drafter = await rig.attach(good_chain(rig.target))
+        result = await running
+        assert drafter.broken is None
+        assert result.tokens == rig.reference(spec)
+        assert result.last.stats.accepted > 0
+
+
+async def test_a_newer_connection_of_a_drafter_replaces_the_older() -> None:
+    async with verifier() as rig:
+        await rig.attach(good_chain(rig.target), incarnation="1")
+        await rig.attach(good_chain(rig.target), incarnation="2")
+        await until(lambda: [link.incarnation for link in rig.service._hub.links] == ["2"])
+        spec = make_spec()
+        result = await rig.run(spec)
+        assert result.tokens == rig.reference(spec)
+        assert result.last.stats.accepted > 0
+
+
+async def test_a_mute_drafter_costs_one_patience() -> None:
+    async with verifier() as rig:
+        drafter = await rig.attach(good_chain(rig.target))
+        drafter.muted = True
+        spec = make_spec(max_new_tokens=30, plan=SHORT_PATIENCE)
+        began = time.monotonic()
+        result = await rig.run(spec)
+        elapsed = time.monotonic() - began
+        assert result.tokens == rig.reference(spec)
+        # Waiting in each of the 29 rounds would take 4.35 s.
+        assert 0.15 <= elapsed < 2.5
+        assert result.last.stats.fallback_rounds == result.last.stats.rounds - 1
+
+
+async def test_a_mute_drafter_that_speaks_again_is_waited_for_again() -> None:
+    async with verifier() as rig:
+        Slow(rig, 0.005)
+        drafter = await rig.attach(good_chain(rig.target))
+        drafter.muted = True
+        spec = make_spec(max_new_tokens=80, plan=SHORT_PATIENCE)
+        running = asyncio.create_task(rig.run(spec))
+        await mid_stream(rig)
+        drafter.muted = False
+        result = await running
+        assert result.tokens == rig.reference(spec)
+        assert result.last.stats.accepted > 20
+
+
+async def test_a_stalled_drafter_is_given_up_by_its_missing_heartbeats() -> None:
+    heartbeat = HeartbeatConfig(interval_s=0.05, timeout_s=0.3)
+    async with verifier(heartbeat=heartbeat) as rig:
+        drafter = await rig.attach(good_chain(rig.target))
+        assert drafter.connection is not None
+        # A hung event loop sends no heartbeats either.
+        for task in drafter.connection._tasks:  # type: ignore[attr-defined]
+            task.cancel()
+        await drafter.stall()
+        await until(lambda: not rig.service._hub.links, timeout_s=3.0)
+
+
+async def test_one_rows_slow_proposal_does_not_stall_another_session() -> None:
+    async with verifier() as rig:
+        chain = good_chain(rig.target)
+
+        def propose(followed: Followed) -> Draft:
+            return None if followed.start.session_id == "slow" else chain(followed)
+
+        await rig.attach(propose)
+        slow = asyncio.create_task(rig.run(make_spec("slow", plan=LONG_PATIENCE)))
+        await until(lambda: rig.service._core.num_sessions == 1)
+        began = time.monotonic()
+        fast = await rig.run(make_spec("fast", max_new_tokens=30))
+        assert time.monotonic() - began < 5.0
+        assert len(fast.tokens) == 30
+        slow.cancel()
+
+
+def bad_trees(vocab_size: int) -> dict[str, ProposeFn]:
+    """Proposals that must cost themselves only."""
+    loop = make_tree([1, 2])
+    loop.parents[:] = [1, 0]
+    rising = make_tree([1, 2])
+    rising.logprobs[:] = [-2.0, -1.0]
+    return {
+        "token out of range": lambda _f: make_tree([vocab_size]),
+        "negative token": lambda _f: make_tree([-1]),
+        "parent after child": lambda _f: loop,
+        "too many nodes": lambda _f: make_tree([1] * 17),
+        "twin siblings": lambda _f: make_tree([1, 1], [-1, -1]),
+        "rising log-probs": lambda _f: rising,
+    }
+
+
+@pytest.mark.parametrize("kind", bad_trees(24))
+async def test_an_invalid_proposal_costs_only_itself(kind: str) -> None:
+    async with verifier() as rig:
+        bad = bad_trees(rig.target.vocab_size)[kind]
+        chain = good_chain(rig.target)
+        await rig.attach(lambda f: bad(f) if len(f.verdicts) == 2 else chain(f))
+        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=300)
+        spec = make_spec(max_new_tokens=30, plan=plan)
+        result = await rig.run(spec)
+        assert result.tokens == rig.reference(spec)
+        assert result.last.stats.fallback_rounds >= 1
+        assert result.last.stats.accepted > 0
+        assert rig.service._hub.counters["messages_invalid"] >= 1
+        assert result.last.drafter_attached
+
+
+async def test_nobody_waits_for_a_drafter_whose_proposal_was_invalid() -> None:
+    async with verifier() as rig:
+        await rig.attach(lambda _f: make_tree([rig.target.vocab_size]))
+        spec = make_spec(plan=LONG_PATIENCE)
+        async with asyncio.timeout(5.0):
+            result = await rig.run(spec)
+        assert result.tokens == rig.reference(spec)
+        assert result.last.stats.fallback_rounds > 0
+
+
+async def test_a_proposal_that_was_never_used_goes_with_its_session() -> None:
+    async with verifier() as rig:
+        Slow(rig)
+        drafter = await rig.attach(half_good_chain(rig.target))
+        running = asyncio.create_task(rig.run(make_spec(max_new_tokens=60)))
+        await mid_stream(rig)
+        await drafter.send(
+            Proposal(
+                session_id=SessionId("s"), prefix_digest=5, prefix_len=999, tree=make_tree([1])
+            )
+        )
+        await until(lambda: rig.service._core.num_proposals > 0)
+        await running
+        await rig.idle()
+
+
+async def test_proposals_nobody_asked_for_are_counted_and_ignored() -> None:
+    async with verifier() as rig:
+        drafter = await rig.attach(good_chain(rig.target))
+        for name, digest in (("nobody", 5), ("s", 5)):
+            await drafter.send(
+                Proposal(
+                    session_id=SessionId(name),
+                    prefix_digest=digest,
+                    prefix_len=3,
+                    tree=make_tree([1]),
+                )
+            )
+        counters = rig.service._core.counters
+        await until(lambda: counters["proposals_unknown"] == 2)
+        spec = make_spec()
+        result = await rig.run(spec)
+        assert result.tokens == rig.reference(spec)
+
+
+async def test_a_plan_change_turns_speculation_off_and_on() -> None:
+    async with verifier() as rig:
+        Slow(rig)
+        drafter = await rig.attach(good_chain(rig.target))
+        spec = make_spec(max_new_tokens=120)
+        running = asyncio.create_task(rig.run(spec))
+        await mid_stream(rig)
+        await rig.service.set_plan(SessionId("s"), PLAIN)
+        await until(lambda: SessionId("s") not in drafter.sessions)
+        rounds = rig.service._core.sessions[SessionId("s")].round_id
+        await until(lambda: rig.service._core.sessions[SessionId("s")].round_id > rounds + 3)
+        await rig.service.set_plan(SessionId("s"), CHAIN)
+        result = await running
+        assert result.tokens == rig.reference(spec)
+        assert drafter.starts == 2
+        sizes = [len(event.tokens) for event in result.events]
+        assert max(sizes[:4]) == 5
+        assert sizes.count(1) >= 4
+        assert 5 in sizes[sizes.index(1, 1) :]
+
+
+async def test_a_plan_change_of_the_same_method_is_passed_on() -> None:
+    async with verifier() as rig:
+        Slow(rig)
+        drafter = await rig.attach(half_good_chain(rig.target))
+        running = asyncio.create_task(rig.run(make_spec(max_new_tokens=60)))
+        await mid_stream(rig)
+        wider = Plan(method=DraftMethod.EAGLE3, draft_tokens=9, top_k=3)
+        await rig.service.set_plan(SessionId("s"), wider)
+        await until(lambda: drafter.sessions[SessionId("s")].plan == wider)
+        await running
+        assert drafter.starts == 1
+
+
+async def test_a_drafter_that_does_not_read_is_disconnected() -> None:
+    async with verifier(drafter_queue_mb=1, prefill_tokens_per_round=4096) as rig:
+        drafter = await rig.attach(lambda _f: None)
+        await drafter.stall()
+        link = rig.service._hub.links[0].link_id
+        for _ in range(8000):
+            rig.service._hub.tell(link, SessionEnd(session_id=SessionId("x")))
+        await until(lambda: not rig.service._hub.links)
+        assert rig.service._hub.counters["drafters_overflowed"] == 1
+
+
+async def test_a_session_past_the_feature_budget_keeps_its_text() -> None:
+    async with verifier(feature_budget_mb=0) as rig:
+        Slow(rig)
+        first = await rig.attach(good_chain(rig.target))
+        spec = make_spec(max_new_tokens=60, plan=LONG_PATIENCE)
+        running = asyncio.create_task(rig.run(spec))
+        await mid_stream(rig)
+        await first.detach()
+        second = await rig.attach(good_chain(rig.target), incarnation="2")
+        result = await running
+        assert result.tokens == rig.reference(spec)
+        # What cannot be replayed is not announced.
+        assert second.starts == 0

@@ -1,0 +1,51 @@
+"""The feature store gives back what it was given, within its budget."""
+
+from __future__ import annotations
+
+import numpy as np
+from outrider_verifier.features import FeatureStore
+
+from outrider.ids import SessionId
+
+A, B = SessionId("a"), SessionId("b")
+
+
+def rows(count: int, start: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """Rows [count, 2] that tell their position."""
+    return np.arange(2 * start, 2 * (start + count), dtype=np.float32).reshape(count, 2)
+
+
+def store(budget_rows: int = 100) -> FeatureStore:
+    """A store of float32 rows of width 2."""
+    return FeatureStore(width=2, dtype="float32", budget_bytes=8 * budget_rows)
+
+
+def test_features_are_read_back_across_appends() -> None:
+    kept = store()
+    kept.open(A, 10)
+    kept.append(A, rows(3))
+    kept.append(A, rows(2, 3))
+    assert np.array_equal(kept.read(A, 1, 5), rows(4, 1))
+    assert kept.used_bytes == 40
+
+
+def test_a_session_past_the_budget_loses_its_features_and_the_others_keep_theirs() -> None:
+    kept = store(budget_rows=5)
+    kept.open(A, 10)
+    kept.open(B, 10)
+    kept.append(A, rows(3))
+    kept.append(B, rows(3))
+    assert kept.complete(A)
+    assert not kept.complete(B)
+    kept.append(B, rows(1, 3))
+    assert kept.used_bytes == 24
+
+
+def test_closing_frees_the_bytes_and_may_be_repeated() -> None:
+    kept = store()
+    kept.open(A, 10)
+    kept.append(A, rows(4))
+    kept.close(A)
+    kept.close(A)
+    assert kept.used_bytes == 0
+    assert not kept.complete(A)

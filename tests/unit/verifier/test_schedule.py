@@ -1,0 +1,153 @@
+"""The schedule decides in microseconds, with a fake clock and no sockets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from outrider_verifier.schedule import Limits, RoundPlan, RowState, plan_round
+
+from outrider.ids import SessionId
+
+LIMITS = Limits(prefill_tokens=16, decode_tokens=12, gather_s=0.001)
+
+
+def row(name: str, **changes: Any) -> RowState:
+    """A plain decoding row whose root is known since 0."""
+    fields: dict[str, Any] = {
+        "session_id": SessionId(name),
+        "prefill_left": 0,
+        "nodes": None,
+        "awaits_proposal": False,
+        "since": 0.0,
+        "patience_s": 1.0,
+    }
+    return RowState(**(fields | changes))
+
+
+def waiting(name: str, **changes: Any) -> RowState:
+    """A row that awaits its proposal."""
+    return row(name, awaits_proposal=True, **changes)
+
+
+def decoded(plan: RoundPlan) -> list[str]:
+    """Ids of the decoding rows."""
+    return [str(r.session_id) for r in plan.decode]
+
+
+def test_nothing_to_do_waits_for_a_command() -> None:
+    plan = plan_round([], 5.0, LIMITS)
+    assert plan.empty
+    assert plan.wait_until is None
+
+
+def test_a_plain_row_goes_at_once() -> None:
+    assert decoded(plan_round([row("a")], 0.0, LIMITS)) == ["a"]
+
+
+def test_a_waiting_row_waits_until_its_patience_ends() -> None:
+    plan = plan_round([waiting("a", since=2.0)], 2.5, LIMITS)
+    assert plan.empty
+    assert plan.wait_until == 3.0
+
+
+def test_a_row_whose_patience_is_over_goes_without_a_proposal() -> None:
+    plan = plan_round([waiting("a", since=2.0)], 3.0, LIMITS)
+    assert decoded(plan) == ["a"]
+    assert plan.decode[0].missed
+
+
+def test_a_proposal_makes_a_waiting_row_ready() -> None:
+    plan = plan_round([waiting("a", nodes=4, proposal_at=0.2)], 0.2, LIMITS)
+    assert decoded(plan) == ["a"]
+    assert not plan.decode[0].missed
+
+
+def test_a_ready_row_gathers_with_those_that_still_wait() -> None:
+    rows = [waiting("a", nodes=4, proposal_at=0.5), waiting("b")]
+    assert plan_round(rows, 0.5, LIMITS).wait_until == 0.501
+    assert decoded(plan_round(rows, 0.501, LIMITS)) == ["a"]
+
+
+def test_one_rows_miss_never_stalls_another_for_longer_than_the_gather_window() -> None:
+    rows = [waiting("late", patience_s=60.0), row("plain", since=0.0)]
+    assert decoded(plan_round(rows, 0.0011, LIMITS)) == ["plain"]
+
+
+def test_rows_that_became_ready_during_the_last_round_do_not_gather() -> None:
+    rows = [waiting("a", nodes=4, proposal_at=0.5), waiting("b", since=0.8)]
+    assert decoded(plan_round(rows, 0.8, LIMITS)) == ["a"]
+
+
+def test_gathering_ends_early_when_a_patience_does() -> None:
+    rows = [waiting("a", nodes=4, proposal_at=0.9998), waiting("b", patience_s=1.0)]
+    assert plan_round(rows, 0.9999, LIMITS).wait_until == 1.0
+    assert sorted(decoded(plan_round(rows, 1.0, LIMITS))) == ["a", "b"]
+
+
+def test_the_oldest_rows_go_first_within_the_budget() -> None:
+    rows = [
+        waiting("young", nodes=5, since=3.0),
+        waiting("old", nodes=5, since=1.0),
+        waiting("middle", nodes=5, since=2.0),
+    ]
+    assert decoded(plan_round(rows, 9.0, LIMITS)) == ["old", "middle"]
+
+
+def test_one_row_always_fits() -> None:
+    plan = plan_round([waiting("a", nodes=99)], 1.0, LIMITS)
+    assert decoded(plan) == ["a"]
+
+
+def test_prompts_share_the_prefill_budget_in_order_of_opening() -> None:
+    rows = [
+        row("c", prefill_left=9, since=0.3),
+        row("a", prefill_left=10, since=0.1),
+        row("b", prefill_left=10, since=0.2),
+    ]
+    plan = plan_round(rows, 1.0, LIMITS)
+    assert [(c.session_id, c.num_tokens) for c in plan.prefill] == [("a", 10), ("b", 6)]
+
+
+def test_prompts_and_decoding_rows_share_a_round() -> None:
+    plan = plan_round([row("p", prefill_left=3), row("d")], 0.0, LIMITS)
+    assert decoded(plan) == ["d"]
+    assert len(plan.prefill) == 1
+
+
+@st.composite
+def row_states(draw: st.DrawFn) -> RowState:
+    since = draw(st.floats(0.0, 10.0))
+    return row(
+        f"s{draw(st.integers(0, 10**9))}",
+        prefill_left=draw(st.sampled_from([0, 0, 0, 1, 40])),
+        nodes=draw(st.sampled_from([None, None, 0, 3, 30])),
+        awaits_proposal=draw(st.booleans()),
+        since=since,
+        proposal_at=since + draw(st.floats(0.0, 1.0)),
+        patience_s=draw(st.floats(0.0, 2.0)),
+    )
+
+
+@given(st.lists(row_states(), max_size=12, unique_by=lambda r: r.session_id), st.floats(0.0, 14.0))
+def test_a_plan_always_makes_progress_and_keeps_its_bounds(
+    rows: list[RowState], now: float
+) -> None:
+    plan = plan_round(rows, now, LIMITS)
+    if plan.empty:
+        if rows:
+            assert plan.wait_until is not None
+            # Looking again at that time finds work, or another time: never none at all.
+            again = plan_round(rows, plan.wait_until, LIMITS)
+            assert not again.empty or (again.wait_until or 0.0) > plan.wait_until
+        return
+    by_id = {r.session_id: r for r in rows}
+    assert sum(c.num_tokens for c in plan.prefill) <= LIMITS.prefill_tokens
+    cost = sum(1 + (by_id[r.session_id].nodes or 0) for r in plan.decode)
+    assert cost <= LIMITS.decode_tokens or len(plan.decode) == 1
+    for chosen in plan.decode:
+        state = by_id[chosen.session_id]
+        if state.nodes is None and state.awaits_proposal and state.prefill_left == 0:
+            assert chosen.missed
+            assert now >= state.since + state.patience_s

@@ -1,0 +1,138 @@
+"""Hypothesis strategies for the public API's messages."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from outrider.ids import DrafterId, RequestId, VerifierId
+from outrider.spec.plan import DraftMethod
+from outrider.spec.sampling import Rule
+from outrider.wire import inference, messages
+from tests.wire.strategies import (
+    IDS,
+    LENGTHS,
+    MAYBE_NAMES,
+    METHODS,
+    NAMES,
+    STATS,
+    UINT32,
+    UINT64,
+    id_lists,
+)
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60)
+REQUESTS = st.builds(
+    inference.GenerateRequest,
+    prompt=st.one_of(
+        TEXTS.map(inference.TextPrompt),
+        st.lists(IDS, min_size=1, max_size=20).map(lambda ids: inference.TokenPrompt(tuple(ids))),
+        st.lists(
+            st.builds(inference.ChatMessage, role=NAMES, content=MAYBE_NAMES),
+            min_size=1,
+            max_size=4,
+        ).map(lambda turns: inference.ChatPrompt(tuple(turns))),
+    ),
+    request_id=st.none() | NAMES.map(RequestId),
+    model=st.none() | NAMES,
+    sampling=st.builds(
+        inference.SamplingOptions,
+        temperature=st.none() | st.floats(allow_nan=False),
+        top_p=st.none() | st.floats(allow_nan=False),
+        top_k=st.none() | UINT32,
+        min_p=st.none() | st.floats(allow_nan=False),
+        repetition_penalty=st.none() | st.floats(allow_nan=False),
+        presence_penalty=st.none() | st.floats(allow_nan=False),
+        frequency_penalty=st.none() | st.floats(allow_nan=False),
+        seed=st.none() | UINT64,
+        rule=st.none() | st.sampled_from(Rule),
+        banned_token_ids=id_lists(),
+    ),
+    stopping=st.builds(
+        inference.StoppingOptions,
+        max_tokens=st.none() | LENGTHS,
+        min_tokens=st.none() | LENGTHS,
+        stop=st.lists(TEXTS, max_size=4).map(tuple),
+        stop_token_ids=id_lists(8),
+        ignore_eos=st.none() | st.booleans(),
+    ),
+    speculation=st.builds(
+        inference.SpeculationOptions,
+        enabled=st.none() | st.booleans(),
+        method=st.none() | st.sampled_from(DraftMethod),
+        draft_tokens=st.none() | UINT32,
+        draft_top_k=st.none() | UINT32,
+    ),
+)
+FINISHES = st.one_of(
+    *(
+        st.builds(
+            inference.FinishInfo,
+            reason=st.sampled_from(messages.FinishReason),
+            usage=st.builds(inference.Usage, prompt_tokens=UINT32, completion_tokens=UINT32),
+            stats=STATS,
+            **match,
+        )
+        for match in ({"stop_string": st.none() | TEXTS}, {"stop_token_id": UINT32})
+    )
+)
+EVENTS: st.SearchStrategy[inference.StreamEvent] = st.one_of(
+    st.builds(
+        inference.PromptInfo,
+        request_id=NAMES.map(RequestId),
+        prompt_tokens=UINT32,
+        model=MAYBE_NAMES,
+    ),
+    st.builds(inference.Delta, text=MAYBE_NAMES, token_ids=id_lists()),
+    FINISHES,
+)
+RESULTS = st.builds(
+    inference.GenerateResult,
+    request_id=NAMES.map(RequestId),
+    model=MAYBE_NAMES,
+    text=MAYBE_NAMES,
+    token_ids=id_lists(),
+    finish=FINISHES,
+)
+SERVER_INFOS = st.builds(
+    inference.ServerInfo,
+    version=MAYBE_NAMES,
+    protocol_version=UINT32,
+    queued=UINT32,
+    queue_bound=UINT32,
+    running=UINT32,
+    verifiers=st.lists(
+        st.builds(
+            inference.VerifierSummary,
+            verifier_id=NAMES.map(VerifierId),
+            address=NAMES,
+            healthy=st.booleans(),
+            model=MAYBE_NAMES,
+            sessions=UINT32,
+            max_sessions=UINT32,
+            kv_free_blocks=UINT32,
+            kv_total_blocks=UINT32,
+        ),
+        max_size=2,
+    ).map(tuple),
+    drafters=st.lists(
+        st.builds(
+            inference.DrafterSummary,
+            drafter_id=NAMES.map(DrafterId),
+            address=NAMES,
+            healthy=st.booleans(),
+            methods=METHODS,
+            sessions=UINT32,
+        ),
+        max_size=2,
+    ).map(tuple),
+)
+MODELS = st.lists(
+    st.builds(
+        inference.ModelInfo,
+        name=NAMES,
+        vocab_size=UINT32,
+        max_context_len=UINT32,
+        tokenizer_hash=MAYBE_NAMES,
+    ),
+    max_size=3,
+).map(tuple)

@@ -1,0 +1,262 @@
+"""One fixed sample of every message, for golden bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
+from outrider.spec.law import DraftLaw
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.tree import DraftTree
+from outrider.wire import inference as api
+from outrider.wire import messages as m
+from tests.wire.kinds import KINDS
+
+SESSION = SessionId("router-1/42")
+SAMPLING = SamplingParams(
+    temperature=0.75,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    presence_penalty=-0.5,
+    frequency_penalty=0.25,
+    banned_ids=(3, 70000),
+    seed=2**64 - 3,
+    rule=Rule.REJECTION,
+)
+PLAN = Plan(
+    method=DraftMethod.EAGLE3,
+    draft_tokens=32,
+    top_k=8,
+    depth=6,
+    look_ahead=1,
+    fan_out=3,
+    patience_ms=250,
+)
+STATS = m.SpecStats(
+    rounds=10,
+    emitted=31,
+    proposed=40,
+    accepted=21,
+    fallback_rounds=1,
+    target_only_rounds=2,
+    accepted_per_depth=(9, 7, 5),
+)
+TREE = DraftTree(
+    tokens=np.array([11, 12, 49151], dtype=np.int32),
+    parents=np.array([-1, -1, 0], dtype=np.int32),
+    logprobs=np.array([-0.25, -1.5, -0.75], dtype=np.float32),
+)
+LAW = DraftLaw(
+    offsets=np.array([0, 2, 3, 3, 3], dtype=np.int32),
+    ids=np.array([11, 12, 49151], dtype=np.int32),
+    counts=np.array([60000, 5535, 1], dtype=np.uint16),
+)
+VERDICT = m.Verdict(
+    session_id=SESSION,
+    epoch=2,
+    round_id=9,
+    start=100,
+    tokens=np.array([11, 49151, 7], dtype=np.int32),
+    prefix_digest=0xFEDCBA9876543210,
+    feature_start=99,
+    features=m.WireTensor(
+        dtype=m.TensorDtype.BFLOAT16, data=np.array([[0x3F80, 0], [0xBF80, 1]], dtype=np.uint16)
+    ),
+    draft_wanted=True,
+    accepted_nodes=(0, 2),
+    proposal_digest=0x0123456789ABCDEF,
+)
+FINISH = api.FinishInfo(
+    reason=m.FinishReason.STOP_STRING,
+    usage=api.Usage(prompt_tokens=12, completion_tokens=34),
+    stats=STATS,
+    stop_string="\n\n",
+)
+SAMPLES: dict[str, tuple[str, Any]] = {
+    "proposal": (
+        "drafter",
+        m.Proposal(
+            session_id=SESSION,
+            prefix_digest=0x0123456789ABCDEF,
+            prefix_len=100,
+            tree=TREE,
+            law=LAW,
+            draft_us=1234,
+        ),
+    ),
+    "hello": (
+        "drafter",
+        m.Hello(
+            protocol_version=1,
+            drafter_id=DrafterId("drafter-a"),
+            incarnation="1f2e",
+            vocab_size=49152,
+            tokenizer_hash="ab" * 32,
+            methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
+            feature_layout=m.FeatureLayout.PROJECTED,
+            feature_fingerprint="cd" * 8,
+        ),
+    ),
+    "drafter_heartbeat": ("drafter", m.Heartbeat(7)),
+    "verdict": ("verifier", VERDICT),
+    "welcome": (
+        "verifier",
+        m.Welcome(protocol_version=1, verifier_id=VerifierId("verifier-a"), incarnation="9a8b"),
+    ),
+    "session_start": (
+        "verifier",
+        m.SessionStart(
+            session_id=SESSION, epoch=2, plan=PLAN, sampling=SAMPLING, max_len=612, prompt_len=100
+        ),
+    ),
+    "plan_change": ("verifier", m.PlanChange(session_id=SESSION, plan=Plan())),
+    "session_end": ("verifier", m.SessionEnd(session_id=SESSION)),
+    "verifier_heartbeat": ("verifier", m.Heartbeat(2**64 - 1)),
+    "session_spec": (
+        "spec",
+        m.SessionSpec(
+            session_id=SESSION,
+            epoch=2,
+            token_ids=(1, 2, 300, 49151),
+            prompt_len=3,
+            max_new_tokens=64,
+            stop_token_ids=(2,),
+            min_new_tokens=1,
+            sampling=SAMPLING,
+            plan=PLAN,
+            drafter_id=DrafterId("drafter-a"),
+        ),
+    ),
+    "session_event": (
+        "session",
+        m.SessionEvent(
+            session_id=SESSION,
+            epoch=2,
+            round_id=9,
+            tokens=(11, 49151, 7),
+            finish_reason=m.FinishReason.LENGTH,
+            stats=STATS,
+            drafter_attached=True,
+        ),
+    ),
+    "set_plan": ("set_plan", (SESSION, PLAN)),
+    "close_session": ("close_session", SESSION),
+    "attach": ("address", "10.0.0.1:7001"),
+    "verifier_info": (
+        "verifier_info",
+        m.VerifierInfo(
+            protocol_version=1,
+            verifier_id=VerifierId("verifier-a"),
+            incarnation="9a8b",
+            model_name="smollm2-135m",
+            vocab_size=49152,
+            tokenizer_hash="ab" * 32,
+            max_context_len=8192,
+            kv_block_tokens=16,
+            kv_total_blocks=1024,
+            kv_free_blocks=1000,
+            sessions=3,
+            max_sessions=64,
+            drafters=(
+                m.AttachedDrafter(
+                    drafter_id=DrafterId("drafter-a"),
+                    incarnation="1f2e",
+                    methods=(DraftMethod.EAGLE3,),
+                    sessions=3,
+                ),
+            ),
+            feature_fingerprint="cd" * 8,
+            rounds_total=1000,
+            tokens_total=2500,
+            dtype="bfloat16",
+            round_ms_p50=120.5,
+            forward_ms_p50=118.25,
+            overhead_ms_p50=2.25,
+        ),
+    ),
+    "drafter_info": (
+        "drafter_info",
+        m.DrafterInfo(
+            protocol_version=1,
+            drafter_id=DrafterId("drafter-a"),
+            incarnation="1f2e",
+            vocab_size=49152,
+            tokenizer_hash="ab" * 32,
+            methods=(DraftMethod.EAGLE3, DraftMethod.MODEL),
+            feature_layout=m.FeatureLayout.NONE,
+            feature_fingerprint="",
+            sessions=3,
+            verifiers=("10.0.0.1:7001", "10.0.0.2:7001"),
+            draft_ms_p50=4.5,
+        ),
+    ),
+    "request": (
+        "request",
+        api.GenerateRequest(
+            prompt=api.ChatPrompt(
+                (
+                    api.ChatMessage(role="system", content="Be brief."),
+                    api.ChatMessage(role="user", content="Gr\u00fc\u00dfe"),
+                )
+            ),
+            request_id=RequestId("req-1"),
+            model="smollm2-135m",
+            sampling=api.SamplingOptions(
+                temperature=0.0, top_k=0, seed=0, rule=Rule.COUPLED, banned_token_ids=(5,)
+            ),
+            stopping=api.StoppingOptions(
+                max_tokens=0, stop=("\n\n",), stop_token_ids=(2,), ignore_eos=False
+            ),
+            speculation=api.SpeculationOptions(
+                enabled=False, method=DraftMethod.NGRAM, draft_tokens=0, draft_top_k=1
+            ),
+        ),
+    ),
+    "text_request": ("request", api.GenerateRequest(prompt=api.TextPrompt("Once upon"))),
+    "token_request": ("request", api.GenerateRequest(prompt=api.TokenPrompt((1, 2, 3)))),
+    "prompt_info": (
+        "event",
+        api.PromptInfo(request_id=RequestId("req-1"), prompt_tokens=12, model="smollm2-135m"),
+    ),
+    "delta": ("event", api.Delta(text="\u65e5\u672c", token_ids=(400, 401))),
+    "finish": ("event", FINISH),
+    "result": (
+        "result",
+        api.GenerateResult(
+            request_id=RequestId("req-1"),
+            model="smollm2-135m",
+            text="done",
+            token_ids=(9, 8, 7),
+            finish=FINISH,
+        ),
+    ),
+    "abort": ("abort", (RequestId("req-1"), RequestId("req-2"))),
+    "models": (
+        "models",
+        (
+            api.ModelInfo(
+                name="smollm2-135m",
+                vocab_size=49152,
+                max_context_len=8192,
+                tokenizer_hash="ab" * 32,
+            ),
+        ),
+    ),
+}
+_BY_NAME = {kind.name: kind for kind in KINDS}
+
+
+def encoder(name: str) -> Callable[[Any], bytes]:
+    """The encoding function of a sample."""
+    return _BY_NAME[SAMPLES[name][0]].encode
+
+
+def decoder(name: str) -> Callable[[bytes], Any]:
+    """The decoding function of a sample."""
+    return _BY_NAME[SAMPLES[name][0]].decode

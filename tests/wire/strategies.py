@@ -1,0 +1,250 @@
+"""Hypothesis strategies for the messages of the exchange and the control plane."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from outrider.ids import DrafterId, SessionId, VerifierId
+from outrider.spec.law import DraftLaw, make_law
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.tree import DraftTree, children
+from outrider.wire import messages
+
+UINT32 = st.integers(0, 2**32 - 1)
+UINT64 = st.integers(0, 2**64 - 1)
+LENGTHS = st.integers(0, 2**24)
+IDS = st.integers(0, 2**24 - 1)
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30)
+MAYBE_NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+SESSION_IDS = NAMES.map(SessionId)
+METHODS = st.lists(st.sampled_from(DraftMethod), max_size=5).map(tuple)
+TIMES = st.floats(0, 1e9)
+
+
+def id_lists(max_size: int = 40) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(IDS, max_size=max_size).map(tuple)
+
+
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 100),
+    top_k=UINT32,
+    top_p=st.floats(1e-9, 1.0),
+    min_p=st.floats(0.0, 1.0),
+    repetition_penalty=st.floats(1e-6, 1e6),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    banned_ids=id_lists(),
+    seed=UINT64,
+    rule=st.sampled_from(Rule),
+)
+PLANS = st.builds(
+    Plan,
+    method=st.sampled_from(DraftMethod),
+    draft_tokens=st.integers(0, 256),
+    top_k=st.integers(1, 32),
+    depth=st.integers(0, 256),
+    look_ahead=UINT32,
+    fan_out=UINT32,
+    patience_ms=st.integers(0, 60_000),
+)
+STATS = st.builds(
+    messages.SpecStats,
+    rounds=UINT64,
+    emitted=UINT64,
+    proposed=UINT64,
+    accepted=UINT64,
+    fallback_rounds=UINT64,
+    target_only_rounds=UINT64,
+    accepted_per_depth=st.lists(UINT64, max_size=8).map(tuple),
+)
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_nodes: int = 24) -> DraftTree:
+    """Trees that keep every law of spec.tree."""
+    count = draw(st.integers(0, max_nodes))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(count)]
+    tokens = draw(st.lists(IDS, min_size=count, max_size=count, unique=True))
+    logprobs: list[float] = []
+    for parent in parents:
+        above = 0.0 if parent < 0 else logprobs[parent]
+        logprobs.append(float(np.float32(above - draw(st.floats(0, 20, width=32)))))
+    return DraftTree(
+        tokens=np.array(tokens, dtype=np.int32),
+        parents=np.array(parents, dtype=np.int32),
+        logprobs=np.array(logprobs, dtype=np.float32),
+    )
+
+
+@st.composite
+def laws(draw: st.DrawFn, tree: DraftTree) -> DraftLaw:
+    """A law that could have drawn the tree's tokens."""
+    slots = {}
+    for slot, nodes in enumerate(children(tree.parents)):
+        if nodes:
+            extra = draw(st.sets(IDS, max_size=4))
+            ids = sorted(extra | {int(tree.tokens[node]) for node in nodes})
+            counts = draw(st.lists(st.integers(1, 2**16 - 1), min_size=len(ids), max_size=len(ids)))
+            slots[slot] = (np.array(ids, dtype=np.int32), np.array(counts, dtype=np.uint16))
+    return make_law(len(tree), slots)
+
+
+@st.composite
+def proposals(draw: st.DrawFn) -> messages.Proposal:
+    tree = draw(trees())
+    return messages.Proposal(
+        session_id=draw(SESSION_IDS),
+        prefix_digest=draw(UINT64),
+        prefix_len=draw(st.integers(1, 2**24)),
+        tree=tree,
+        law=draw(laws(tree)) if draw(st.booleans()) else None,
+        draft_us=draw(UINT64),
+    )
+
+
+@st.composite
+def feature_tensors(draw: st.DrawFn) -> messages.WireTensor:
+    shape = (draw(st.integers(0, 4)), draw(st.integers(1, 8)))
+    dtype, holder = draw(
+        st.sampled_from(
+            [
+                (messages.TensorDtype.FLOAT32, "<f4"),
+                (messages.TensorDtype.FLOAT16, "<f2"),
+                (messages.TensorDtype.BFLOAT16, "<u2"),
+            ]
+        )
+    )
+    size = int(np.prod(shape)) * np.dtype(holder).itemsize
+    raw = draw(st.binary(min_size=size, max_size=size))
+    return messages.WireTensor(dtype=dtype, data=np.frombuffer(raw, holder).reshape(shape))
+
+
+HELLOS = st.builds(
+    messages.Hello,
+    protocol_version=UINT32,
+    drafter_id=NAMES.map(DrafterId),
+    incarnation=MAYBE_NAMES,
+    vocab_size=st.integers(1, 2**24),
+    tokenizer_hash=MAYBE_NAMES,
+    methods=METHODS,
+    feature_layout=st.sampled_from(messages.FeatureLayout),
+    feature_fingerprint=MAYBE_NAMES,
+)
+HEARTBEATS = st.builds(messages.Heartbeat, UINT64)
+DRAFTER_MESSAGES: st.SearchStrategy[messages.DrafterMessage] = proposals() | HELLOS | HEARTBEATS
+VERDICTS = st.builds(
+    messages.Verdict,
+    session_id=SESSION_IDS,
+    epoch=UINT64,
+    round_id=UINT64,
+    start=LENGTHS,
+    tokens=id_lists().map(lambda ids: np.array(ids, dtype=np.int32)),
+    prefix_digest=UINT64,
+    feature_start=LENGTHS,
+    features=st.none() | feature_tensors(),
+    draft_wanted=st.booleans(),
+    accepted_nodes=st.sets(st.integers(0, 255), max_size=8).map(lambda ids: tuple(sorted(ids))),
+    proposal_digest=UINT64,
+)
+VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
+    VERDICTS,
+    HEARTBEATS,
+    st.builds(
+        messages.Welcome,
+        protocol_version=UINT32,
+        verifier_id=NAMES.map(VerifierId),
+        incarnation=MAYBE_NAMES,
+    ),
+    st.builds(
+        messages.SessionStart,
+        session_id=SESSION_IDS,
+        epoch=UINT64,
+        plan=PLANS,
+        sampling=SAMPLING,
+        max_len=LENGTHS,
+        prompt_len=LENGTHS,
+    ),
+    st.builds(messages.PlanChange, session_id=SESSION_IDS, plan=PLANS),
+    st.builds(messages.SessionEnd, session_id=SESSION_IDS),
+)
+
+
+@st.composite
+def session_specs(draw: st.DrawFn) -> messages.SessionSpec:
+    ids = draw(st.lists(IDS, min_size=1, max_size=40).map(tuple))
+    return messages.SessionSpec(
+        session_id=draw(SESSION_IDS),
+        epoch=draw(UINT64),
+        token_ids=ids,
+        prompt_len=draw(st.integers(0, len(ids))),
+        max_new_tokens=draw(st.integers(1, 2**24)),
+        stop_token_ids=draw(id_lists(8)),
+        min_new_tokens=draw(LENGTHS),
+        sampling=draw(SAMPLING),
+        plan=draw(PLANS),
+        drafter_id=draw(st.none() | NAMES.map(DrafterId)),
+    )
+
+
+SESSION_MESSAGES: st.SearchStrategy[messages.SessionEvent | messages.Heartbeat] = (
+    HEARTBEATS
+    | st.builds(
+        messages.SessionEvent,
+        session_id=SESSION_IDS,
+        epoch=UINT64,
+        round_id=UINT64,
+        tokens=id_lists(),
+        finish_reason=st.none() | st.sampled_from(messages.FinishReason),
+        stats=STATS,
+        drafter_attached=st.booleans(),
+    )
+)
+VERIFIER_INFOS = st.builds(
+    messages.VerifierInfo,
+    protocol_version=UINT32,
+    verifier_id=NAMES.map(VerifierId),
+    incarnation=MAYBE_NAMES,
+    model_name=MAYBE_NAMES,
+    vocab_size=st.integers(1, 2**24),
+    tokenizer_hash=MAYBE_NAMES,
+    max_context_len=LENGTHS,
+    kv_block_tokens=UINT32,
+    kv_total_blocks=UINT32,
+    kv_free_blocks=UINT32,
+    sessions=UINT32,
+    max_sessions=UINT32,
+    drafters=st.lists(
+        st.builds(
+            messages.AttachedDrafter,
+            drafter_id=NAMES.map(DrafterId),
+            incarnation=MAYBE_NAMES,
+            methods=METHODS,
+            sessions=UINT32,
+        ),
+        max_size=3,
+    ).map(tuple),
+    feature_fingerprint=MAYBE_NAMES,
+    rounds_total=UINT64,
+    tokens_total=UINT64,
+    dtype=MAYBE_NAMES,
+    round_ms_p50=TIMES,
+    forward_ms_p50=TIMES,
+    overhead_ms_p50=TIMES,
+)
+DRAFTER_INFOS = st.builds(
+    messages.DrafterInfo,
+    protocol_version=UINT32,
+    drafter_id=NAMES.map(DrafterId),
+    incarnation=MAYBE_NAMES,
+    vocab_size=st.integers(1, 2**24),
+    tokenizer_hash=MAYBE_NAMES,
+    methods=METHODS,
+    feature_layout=st.sampled_from(messages.FeatureLayout),
+    feature_fingerprint=MAYBE_NAMES,
+    sessions=UINT32,
+    verifiers=st.lists(NAMES, max_size=3).map(tuple),
+    draft_ms_p50=TIMES,
+)

@@ -1,0 +1,18 @@
+"""The verifier process: hosts the target model and decides which draft tokens stand.
+
+    service.py   the VerifierEndpoint (asyncio thread): control calls, event streams, exchange
+    drafters.py  exchange connections: hello checks, bounded outgoing queues, heartbeats
+    loop.py      the engine thread: takes commands, runs rounds, hands outputs to asyncio
+    core.py      the state of all sessions and what commands do to it (engine thread only)
+    schedule.py  pure: which rows form the next round, or how long to wait
+    engine.py    one round: batch, forward, accept, commit
+    rows.py      pure: depth limits and trimming of proposals, verify rows
+    handover.py  verdicts: what a drafter is told, live and when it is caught up
+    inbox.py     pure: bounded store of proposals by prefix digest
+    features.py  bounded store of projected features, for catching drafters up
+    sessions.py  the state of one session
+    effects.py   what the core wants done outside: events, messages, errors
+
+The service posts commands to the loop; the loop drives the core and the round engine and posts
+effects back, one hand-off a round.
+"""

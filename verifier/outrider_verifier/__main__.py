@@ -1,0 +1,115 @@
+"""Command line of the verifier process.
+
+Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout when it serves; logs go to
+stderr. Heavy imports follow the parsing of the flags, so that --help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from outrider.config import load_config
+from outrider.errors import OutriderError
+from outrider.logs import setup_logging
+from outrider_verifier.config import DTYPES, VerifierConfig
+
+if TYPE_CHECKING:
+    from outrider_verifier.service import VerifierService
+
+logger = logging.getLogger(__name__)
+
+_EXIT_MISUSE = 2
+
+
+def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
+    """Configuration from --config FILE.toml, overridden by flags. Raises InvalidRequestError."""
+    parser = argparse.ArgumentParser(
+        prog="outrider-verifier", description="Host the target model and verify drafts."
+    )
+    parser.add_argument("--config", metavar="FILE.toml", help="configuration file")
+    parser.add_argument("--model", metavar="NAME|DIR|FILE", help="the target")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="address of the gRPC services")
+    parser.add_argument("--features-from", metavar="DIR", help="head whose projection runs here")
+    parser.add_argument("--dtype", choices=DTYPES, help="element type of the target")
+    parser.add_argument("--device", help="torch device")
+    parser.add_argument("--kv-tokens", type=int, help="KV budget in tokens")
+    parser.add_argument("--max-sessions", type=int, help="sessions served at once")
+    parser.add_argument("--max-context-len", type=int, help="longest prompt plus output, tokens")
+    parser.add_argument("--threads", type=int, help="compute threads of torch")
+    parser.add_argument("--verifier-id", metavar="NAME", help="stable name of this verifier")
+    parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
+    parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
+    flags = vars(parser.parse_args(argv))
+    return load_config(VerifierConfig, flags.pop("config"), flags)
+
+
+async def serve(config: VerifierConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then drain."""
+    from outrider.transport.grpc import GrpcConfig, GrpcServer, verifier_services
+    from outrider.transport.heartbeat import HeartbeatConfig
+    from outrider_verifier.build import build_service, tune_interpreter
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    heartbeat = HeartbeatConfig(
+        interval_s=config.heartbeat_ms / 1000.0, timeout_s=config.silence_ms / 1000.0
+    )
+    grpc_config = GrpcConfig(heartbeat=heartbeat)
+    service = await asyncio.to_thread(build_service, config)
+    tune_interpreter()
+    server = GrpcServer(config.listen, verifier_services(service, grpc_config), config=grpc_config)
+    try:
+        service.start()
+        ready = {"event": "ready", "address": await server.start()}
+        metrics_address = _serve_metrics(config, service)
+        if metrics_address:
+            ready["metrics"] = metrics_address
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+        await stop.wait()
+        logger.info("draining")
+        server.set_serving(False)
+        drained = await service.drain(config.drain_s)
+        logger.info("stopping", extra={"drained": drained})
+    finally:
+        await service.stop()
+        await server.stop(1.0)
+
+
+def _serve_metrics(config: VerifierConfig, service: VerifierService) -> str:
+    """Start the Prometheus endpoint; its address, "" if none is wanted."""
+    if config.metrics_port < 0:
+        return ""
+    from prometheus_client import start_http_server
+
+    server, _thread = start_http_server(
+        config.metrics_port, addr=config.metrics_host, registry=service.metrics.registry
+    )
+    return f"{config.metrics_host}:{server.server_port}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; the exit status."""
+    try:
+        config = parse_args(argv)
+        setup_logging(config.log_level)
+        asyncio.run(serve(config))
+    except OutriderError as error:
+        sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")
+        return _EXIT_MISUSE
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What the asyncio thread asks of the engine thread; handled in order, between two rounds."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from outrider.ids import DrafterId, SessionId
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.wire.messages import FeatureLayout, Proposal, SessionSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One exchange connection whose drafter passed the hello checks."""
+
+    link_id: int
+    """Unique per connection; a drafter that reconnects gets a new one."""
+    drafter_id: DrafterId
+    incarnation: str
+    methods: tuple[DraftMethod, ...]
+    feature_layout: FeatureLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Start serving a session; `answer` is settled once it is admitted or refused."""
+
+    ticket: int
+    spec: SessionSpec
+    answer: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End a session and free all it holds; unknown sessions and other tickets are ignored.
+
+    With a ticket the owner of the stream left; without one, the session is closed by its id and
+    its stream ends with CANCELLED.
+    """
+
+    session_id: SessionId
+    ticket: int | None = None
+    answer: asyncio.Future[None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SetPlan:
+    """Change a session's plan."""
+
+    session_id: SessionId
+    plan: Plan
+    answer: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A valid proposal arrived."""
+
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A proposal for this session was invalid: do not wait for it any longer."""
+
+    session_id: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A drafter is ready to serve sessions."""
+
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """A drafter's connection is gone."""
+
+    link_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Fail every session and end the engine thread."""
+
+
+Command = Open | Close | SetPlan | Offered | Refused | Attached | Detached | Stop

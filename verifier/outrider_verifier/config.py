@@ -1,0 +1,92 @@
+"""Configuration of a verifier process; keys of its TOML file are these field names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierConfig:
+    """Settings of a verifier. Raises ValueError for values out of range."""
+
+    model: str = ""
+    """Target checkpoint: a safetensors directory, a .gguf file or a pulled model's name."""
+    verifier_id: str = "verifier-0"
+    """Identity, stable across restarts."""
+    listen: str = "127.0.0.1:0"
+    """HOST:PORT of the gRPC server; port 0 picks a free one."""
+    features_from: str = ""
+    """Draft head checkpoint whose feature projection runs here; empty serves no features."""
+    dtype: str = "float32"
+    """Compute dtype of the target, float32 or bfloat16; features cross the wire in it."""
+    device: str = "cpu"
+    """torch device of the target."""
+    threads: int = 0
+    """Compute threads of torch; 0 leaves its default."""
+    kv_tokens: int = 32768
+    """KV budget: tokens of all sessions together, prompt, output and draft nodes."""
+    kv_block_tokens: int = 16
+    """Tokens in one KV block."""
+    max_sessions: int = 64
+    """Sessions served at once; one more is refused with RESOURCE_EXHAUSTED."""
+    max_context_len: int = 0
+    """Longest prompt + output in tokens; 0 takes the model's own limit."""
+    max_tree_nodes: int = 64
+    """Largest proposal that is verified; larger ones are invalid."""
+    prefill_tokens_per_round: int = 256
+    """Prompt tokens of all sessions that join one round; also the size of a catch-up verdict."""
+    decode_tokens_per_round: int = 1024
+    """Verify rows (roots and nodes) of all sessions in one round."""
+    gather_ms: float = 1.0
+    """How long a ready row waits for other rows' proposals, so that they share a forward."""
+    inbox_per_session: int = 16
+    """Proposals kept per session."""
+    inbox_total: int = 2048
+    """Proposals kept in all."""
+    feature_budget_mb: int = 512
+    """Host memory for features of live sessions; past it a lost drafter is not caught up."""
+    drafter_queue_mb: int = 256
+    """Unsent messages to one drafter; a drafter that lets more pile up is disconnected."""
+    heartbeat_ms: int = 500
+    """Interval of heartbeats on exchanges and session streams."""
+    silence_ms: int = 2000
+    """A peer that was silent for this long is lost."""
+    hello_s: float = 5.0
+    """How long a new exchange connection may take to say hello."""
+    drain_s: float = 20.0
+    """After SIGTERM, how long running sessions may take to finish."""
+    metrics_port: int = -1
+    """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
+    metrics_host: str = "127.0.0.1"
+    """Interface of the Prometheus endpoint."""
+    log_level: str = "INFO"
+    """Level of the log on stderr."""
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}")
+        for name in (
+            "kv_tokens",
+            "kv_block_tokens",
+            "max_sessions",
+            "max_tree_nodes",
+            "prefill_tokens_per_round",
+            "decode_tokens_per_round",
+            "inbox_per_session",
+            "inbox_total",
+            "drafter_queue_mb",
+            "heartbeat_ms",
+        ):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1")
+        for name in ("threads", "max_context_len", "gather_ms", "feature_budget_mb", "drain_s"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative")
+        _require(self.hello_s > 0.0, "hello_s must be positive")
+        _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")
+        _require(self.silence_ms > self.heartbeat_ms, "silence_ms must exceed heartbeat_ms")
+        _require(bool(self.verifier_id), "verifier_id must not be empty")
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)

@@ -1,0 +1,73 @@
+"""What the engine thread wants done on the asyncio thread; posted in one batch a round."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.errors import OutriderError
+from outrider.wire.messages import SessionEvent, VerifierMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Yield an event from the stream with this ticket."""
+
+    ticket: int
+    event: SessionEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """End the stream with this ticket by an error."""
+
+    ticket: int
+    error: OutriderError
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a message on the exchange link with this number."""
+
+    link_id: int
+    message: VerifierMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Settle the future of a command: an error, or None for success."""
+
+    future: asyncio.Future[None]
+    error: OutriderError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundReport:
+    """Timings (seconds) and sizes of one round."""
+
+    total_s: float
+    forward_s: float
+    accept_s: float
+    waited_s: float
+    """Idle time before the round in which some session awaited its proposal."""
+    rows: int
+    """Token rows of the forward."""
+    verify_rows: int
+    """Sessions that decoded."""
+    prefill_tokens: int
+    emitted: int
+
+    @property
+    def other_s(self) -> float:
+        """Time of the round outside forward and acceptance."""
+        return self.total_s - self.forward_s - self.accept_s
+
+    @property
+    def overhead_s(self) -> float:
+        """Time of the round outside the forward."""
+        return self.total_s - self.forward_s
+
+
+Effect = Emit | Fail | Tell | Answer | RoundReport
+Post = Callable[[Effect], None]

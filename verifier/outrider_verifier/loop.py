@@ -1,0 +1,125 @@
+"""The engine thread: takes commands, runs rounds, hands effects to the asyncio thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from outrider.errors import InternalError
+from outrider_verifier.commands import Command, Stop
+from outrider_verifier.core import Core
+from outrider_verifier.effects import Effect
+from outrider_verifier.rounds import Rounds
+from outrider_verifier.schedule import RoundPlan
+
+logger = logging.getLogger(__name__)
+
+Dispatch = Callable[[list[Effect]], None]
+
+
+class EngineLoop:
+    """One thread that owns the core. Two hand-offs a round: commands in, one batch out."""
+
+    def __init__(
+        self,
+        core: Core,
+        rounds: Rounds,
+        outbox: list[Effect],
+        *,
+        loop: asyncio.AbstractEventLoop,
+        dispatch: Dispatch,
+    ) -> None:
+        self._core = core
+        self._rounds = rounds
+        self._outbox = outbox
+        self._loop = loop
+        self._dispatch = dispatch
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def post(self, command: Command) -> None:
+        """Queue a command; any thread."""
+        self._commands.put(command)
+
+    def stop(self, timeout_s: float) -> None:
+        """Fail all sessions and end the thread; waits for the round in progress."""
+        self.post(Stop())
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        wait_until: float | None = None
+        idle_since = time.monotonic()
+        while not self._stopping:
+            awaited = wait_until is not None
+            self._take_commands(wait_until, block=not self._core.sessions or awaited)
+            woken = time.monotonic()
+            plan = self._guarded_plan(woken)
+            wait_until = plan.wait_until
+            if not plan.empty:
+                waited_s = woken - idle_since if awaited else 0.0
+                self._flush()
+                self._rounds.run(plan, waited_s=waited_s, spent_s=time.monotonic() - woken)
+                idle_since = time.monotonic()
+            self._flush()
+
+    def _take_commands(self, wait_until: float | None, *, block: bool) -> None:
+        """Handle every queued command; if `block`, wait for one until `wait_until`."""
+        command: Command | None
+        try:
+            if block:
+                timeout = None if wait_until is None else max(0.0, wait_until - time.monotonic())
+                command = self._commands.get(timeout=timeout)
+            else:
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return
+        while command is not None:
+            self._guarded_handle(command)
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                command = None
+
+    def _guarded_handle(self, command: Command) -> None:
+        self._stopping = self._stopping or isinstance(command, Stop)
+        try:
+            self._core.handle(command, time.monotonic())
+        except Exception as bug:
+            self._give_up(bug)
+
+    def _guarded_plan(self, now: float) -> RoundPlan:
+        try:
+            return self._rounds.plan(now)
+        except Exception as bug:
+            self._give_up(bug)
+            return RoundPlan()
+
+    def _give_up(self, bug: Exception) -> None:
+        """State that cannot be trusted is dropped; the loop goes on with none."""
+        logger.exception("engine failed; all sessions are dropped")
+        error = InternalError(f"{type(bug).__name__}: {bug}", reason="ENGINE_FAILED")
+        try:
+            self._core.fail_all(error)
+        except Exception:
+            logger.exception("sessions could not be dropped cleanly")
+            self._core.sessions.clear()
+
+    def _flush(self) -> None:
+        if not self._outbox:
+            return
+        effects = self._outbox.copy()
+        self._outbox.clear()
+        try:
+            self._loop.call_soon_threadsafe(self._dispatch, effects)
+        except RuntimeError:
+            # The asyncio loop is closed: nobody is left to tell, and no command will come.
+            self._stopping = True

@@ -1,0 +1,143 @@
+"""Prometheus metrics of a verifier, and the medians that `VerifierInfo` reports."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from outrider_verifier.effects import RoundReport
+
+WINDOW = 512
+"""Rounds over which the medians run."""
+_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_PROPOSALS = (
+    "used",
+    "stored",
+    "replaced",
+    "duplicate",
+    "stale",
+    "full",
+    "unknown",
+)
+_COUNTERS = {
+    "sessions": "Sessions admitted",
+    "finished": "Sessions that ended by a stop token or their length",
+    "cancelled": "Sessions closed before their end",
+    "failed": "Sessions ended by an error",
+    "rounds": "Rounds run",
+    "failed_rounds": "Rounds that raised an error",
+    "emitted_tokens": "Tokens emitted",
+    "prefill_tokens": "Prompt tokens processed",
+    "proposed_tokens": "Draft nodes verified",
+    "accepted_tokens": "Draft nodes accepted",
+    "fallback_rounds": "Session rounds without a proposal although one was wanted",
+    "patience_over": "Session rounds whose wait for a proposal ran into the patience",
+    "messages_invalid": "Exchange messages that failed validation",
+    "drafters_attached": "Drafter connections accepted",
+    "drafters_lost": "Drafter connections that ended",
+    "drafters_overflowed": "Drafters disconnected because they did not read",
+}
+
+
+class Medians:
+    """Rolling medians of the recent rounds, milliseconds; asyncio thread only."""
+
+    def __init__(self) -> None:
+        self._total: deque[float] = deque(maxlen=WINDOW)
+        self._forward: deque[float] = deque(maxlen=WINDOW)
+        self._overhead: deque[float] = deque(maxlen=WINDOW)
+
+    def add(self, report: RoundReport) -> None:
+        """Take in a round; rounds with prompt tokens are left out, they measure the prompt."""
+        if report.prefill_tokens:
+            return
+        self._total.append(report.total_s)
+        self._forward.append(report.forward_s)
+        self._overhead.append(report.overhead_s)
+
+    @property
+    def round_ms(self) -> float:
+        """Median wall time of a round."""
+        return _median_ms(self._total)
+
+    @property
+    def forward_ms(self) -> float:
+        """Median time in the target's forward."""
+        return _median_ms(self._forward)
+
+    @property
+    def overhead_ms(self) -> float:
+        """Median time of a round outside the forward."""
+        return _median_ms(self._overhead)
+
+
+def _median_ms(window: deque[float]) -> float:
+    return statistics.median(window) * 1000.0 if window else 0.0
+
+
+class Metrics(Collector):
+    """Histograms of round times; counts and gauges are read when scraped."""
+
+    def __init__(
+        self,
+        counts: Callable[[], Mapping[str, int]],
+        gauges: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.medians = Medians()
+        self._counts = counts
+        self._gauges = gauges
+        self._round = Histogram(
+            "outrider_verifier_round_seconds",
+            "Time of a round by part",
+            ["part"],
+            buckets=_BUCKETS,
+            registry=self.registry,
+        )
+        self._parts = {
+            part: self._round.labels(part) for part in ("forward", "accept", "other", "wait")
+        }
+        self._rows = Histogram(
+            "outrider_verifier_round_rows",
+            "Token rows of a round's forward",
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+            registry=self.registry,
+        )
+        self.registry.register(self)
+
+    def observe(self, report: RoundReport) -> None:
+        """Take in a round."""
+        self.medians.add(report)
+        self._parts["forward"].observe(report.forward_s)
+        self._parts["accept"].observe(report.accept_s)
+        self._parts["other"].observe(report.other_s)
+        self._parts["wait"].observe(report.waited_s)
+        self._rows.observe(report.rows)
+
+    def collect(self) -> Iterator[Metric]:
+        """Counters and gauges at this moment."""
+        counts = self._counts()
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(
+                f"outrider_verifier_{name}", text, value=float(counts.get(name, 0))
+            )
+        proposals = CounterMetricFamily(
+            "outrider_verifier_proposals",
+            "Proposals received, by what became of them",
+            None,
+            ["outcome"],
+        )
+        for outcome in _PROPOSALS:
+            proposals.add_metric([outcome], float(counts.get(f"proposals_{outcome}", 0)))
+        yield proposals
+        for name, value in self._gauges().items():
+            yield GaugeMetricFamily(f"outrider_verifier_{name}", name.replace("_", " "), value)
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: registering must not read state that is still being built."""
+        return iter(())

@@ -1,0 +1,134 @@
+"""Which rows form the next round, or how long to wait (pure; times are seconds of one clock)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from outrider.ids import SessionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of one round."""
+
+    prefill_tokens: int
+    """Prompt tokens of all sessions in one round."""
+    decode_tokens: int
+    """Roots and nodes of all sessions in one round; one row always fits."""
+    gather_s: float
+    """How long the first ready row waits for rows whose proposals may still come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowState:
+    """What the schedule must know about one session."""
+
+    session_id: SessionId
+    prefill_left: int
+    """Prompt tokens whose K/V is unwritten; 0 once the session decodes."""
+    nodes: int | None
+    """Nodes of the usable proposal, None if there is none."""
+    awaits_proposal: bool
+    """Whether a proposal is expected: speculative plan, live drafter that is not suspect."""
+    since: float
+    """When the session's root became known (a prefilling one: when it was opened)."""
+    proposal_at: float = 0.0
+    """When the usable proposal arrived."""
+    patience_s: float = 0.0
+    """How long the row waits for a proposal, from `since`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """The next `num_tokens` prompt tokens of a session."""
+
+    session_id: SessionId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRow:
+    """A session's root, with its proposal if it has one."""
+
+    session_id: SessionId
+    missed: bool = False
+    """Whether the row goes without a proposal because its patience is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPlan:
+    """A round to run now, or (no rows at all) nothing before `wait_until`."""
+
+    prefill: tuple[PrefillChunk, ...] = ()
+    decode: tuple[DecodeRow, ...] = ()
+    wait_until: float | None = None
+    """Look again at this time; None: nothing will happen without a new command."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to run now."""
+        return not self.prefill and not self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    at: float
+    cost: int
+    row: DecodeRow
+
+
+def plan_round(rows: Iterable[RowState], now: float, limits: Limits) -> RoundPlan:
+    """Choose the next round.
+
+    A decoding row is ready when it has a proposal, when none is expected, or when its patience
+    is over. Ready rows go oldest first within `decode_tokens`; prompts in order of opening
+    within `prefill_tokens`. While other rows still await proposals, a round starts only
+    `gather_s` after its first row became ready, so that proposals of one draft batch share it.
+    """
+    prefilling: list[RowState] = []
+    ready: list[_Ready] = []
+    deadlines: list[float] = []
+    for row in rows:
+        if row.prefill_left > 0:
+            prefilling.append(row)
+        elif row.nodes is not None:
+            at = max(row.since, row.proposal_at)
+            ready.append(_Ready(at, 1 + row.nodes, DecodeRow(session_id=row.session_id)))
+        elif not row.awaits_proposal:
+            ready.append(_Ready(row.since, 1, DecodeRow(session_id=row.session_id)))
+        elif now >= row.since + row.patience_s:
+            missed = DecodeRow(session_id=row.session_id, missed=True)
+            ready.append(_Ready(row.since + row.patience_s, 1, missed))
+        else:
+            deadlines.append(row.since + row.patience_s)
+    if not ready and not prefilling:
+        return RoundPlan(wait_until=min(deadlines, default=None))
+    first = min([entry.at for entry in ready] + [row.since for row in prefilling])
+    if deadlines and now < first + limits.gather_s:
+        return RoundPlan(wait_until=min(first + limits.gather_s, *deadlines))
+    return RoundPlan(
+        prefill=_fill(sorted(prefilling, key=lambda row: row.since), limits.prefill_tokens),
+        decode=_fit(sorted(ready, key=lambda entry: entry.at), limits.decode_tokens),
+    )
+
+
+def _fill(rows: list[RowState], budget: int) -> tuple[PrefillChunk, ...]:
+    chunks: list[PrefillChunk] = []
+    for row in rows:
+        if budget <= 0:
+            break
+        take = min(row.prefill_left, budget)
+        chunks.append(PrefillChunk(session_id=row.session_id, num_tokens=take))
+        budget -= take
+    return tuple(chunks)
+
+
+def _fit(ready: list[_Ready], budget: int) -> tuple[DecodeRow, ...]:
+    taken: list[DecodeRow] = []
+    for entry in ready:
+        if taken and entry.cost > budget:
+            break
+        taken.append(entry.row)
+        budget -= entry.cost
+    return tuple(taken)

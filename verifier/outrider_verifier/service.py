@@ -1,0 +1,306 @@
+"""The verifier as an endpoint of any transport; everything here runs on the asyncio thread."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from typing import assert_never
+
+import torch
+
+from outrider.engine.kvcache import KVPool
+from outrider.errors import OutriderError, UnavailableError
+from outrider.ids import SessionId, VerifierId
+from outrider.spec.plan import Plan
+from outrider.transport.base import VerifierConnection
+from outrider.wire.messages import (
+    PROTOCOL_VERSION,
+    AttachedDrafter,
+    SessionEvent,
+    SessionSpec,
+    TensorDtype,
+    VerifierInfo,
+    Welcome,
+)
+from outrider_verifier.commands import Close, Command, Open, SetPlan
+from outrider_verifier.config import VerifierConfig
+from outrider_verifier.core import Core
+from outrider_verifier.drafters import DrafterHub, Identity
+from outrider_verifier.effects import Answer, Effect, Emit, Fail, RoundReport, Tell
+from outrider_verifier.engine import Projection, RoundEngine, Target
+from outrider_verifier.features import FeatureStore
+from outrider_verifier.handover import Handover
+from outrider_verifier.inbox import Inbox
+from outrider_verifier.loop import EngineLoop
+from outrider_verifier.metrics import Metrics
+from outrider_verifier.rounds import Rounds
+from outrider_verifier.schedule import Limits
+
+_DRAIN_POLL_S = 0.02
+_STOP_TIMEOUT_S = 10.0
+_EventQueue = asyncio.Queue[SessionEvent | OutriderError]
+
+
+class VerifierService:
+    """Implements `VerifierEndpoint`. The engine thread starts with the first call (or `start`)
+    and belongs to the event loop that runs then; `stop` ends it."""
+
+    def __init__(
+        self,
+        config: VerifierConfig,
+        target: Target,
+        projection: Projection | None = None,
+        *,
+        pool: KVPool,
+        max_context_len: int,
+        model_name: str = "",
+        tokenizer_hash: str = "",
+    ) -> None:
+        """`pool` holds the K/V of `target`; `max_context_len` is the model's own limit."""
+        self._config = config
+        self._pool = pool
+        self._incarnation = secrets.token_hex(8)
+        self._model_name = model_name
+        self._tokenizer_hash = tokenizer_hash
+        self._fingerprint = "" if projection is None else projection.fingerprint
+        self._vocab_size = target.vocab_size
+        # A session longer than the whole budget could never be admitted.
+        fits = pool.total_blocks * pool.block_tokens - config.max_tree_nodes
+        limits = (config.max_context_len, max_context_len, fits)
+        self._max_context_len = min(limit for limit in limits if limit > 0)
+        self._outbox: list[Effect] = []
+        self._core, self._rounds = _assemble(
+            config, target, projection, pool, self._max_context_len, self._outbox
+        )
+        self._hub = DrafterHub(
+            self._identity(),
+            post=self._post,
+            hello_s=config.hello_s,
+            queue_bytes=config.drafter_queue_mb << 20,
+        )
+        self.metrics = Metrics(self._counts, self._gauges)
+        self._tickets = itertools.count(1)
+        self._streams: dict[int, _EventQueue] = {}
+        self._loop: EngineLoop | None = None
+        self._draining = False
+        self._stopped = False
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the engine thread on the running event loop; idempotent."""
+        if self._stopped:
+            raise UnavailableError("the verifier has stopped", reason="STOPPING")
+        if self._loop is None:
+            self._loop = EngineLoop(
+                self._core,
+                self._rounds,
+                self._outbox,
+                loop=asyncio.get_running_loop(),
+                dispatch=self._dispatch,
+            )
+            self._loop.start()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new sessions and let the running ones finish; False if time ran out."""
+        self._draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._streams and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return not self._streams
+
+    async def stop(self) -> None:
+        """Fail what still runs and end the engine thread; idempotent."""
+        self._stopped = True
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            await asyncio.to_thread(loop.stop, _STOP_TIMEOUT_S)
+
+    # ---- VerifierEndpoint ----------------------------------------------------------------------
+
+    async def info(self) -> VerifierInfo:
+        """Identity, capacity and load."""
+        medians, counters = self.metrics.medians, self._core.counters
+        return VerifierInfo(
+            protocol_version=PROTOCOL_VERSION,
+            verifier_id=VerifierId(self._config.verifier_id),
+            incarnation=self._incarnation,
+            model_name=self._model_name,
+            vocab_size=self._vocab_size,
+            tokenizer_hash=self._tokenizer_hash,
+            max_context_len=self._max_context_len,
+            kv_block_tokens=self._pool.block_tokens,
+            kv_total_blocks=self._pool.total_blocks,
+            kv_free_blocks=self._pool.free_blocks,
+            sessions=self._core.num_sessions,
+            max_sessions=self._config.max_sessions,
+            drafters=tuple(
+                AttachedDrafter(
+                    drafter_id=link.drafter_id,
+                    incarnation=link.incarnation,
+                    methods=link.methods,
+                    sessions=self._core.sessions_of(link.drafter_id),
+                )
+                for link in self._hub.links
+            ),
+            feature_fingerprint=self._fingerprint,
+            rounds_total=counters["rounds"],
+            tokens_total=counters["emitted_tokens"],
+            dtype=self._config.dtype,
+            round_ms_p50=medians.round_ms,
+            forward_ms_p50=medians.forward_ms,
+            overhead_ms_p50=medians.overhead_ms,
+        )
+
+    async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
+        """Serve a session; closing the iterator, however that happens, frees all it holds."""
+        if self._draining:
+            raise UnavailableError("the verifier is draining", reason="DRAINING")
+        self.start()
+        ticket = next(self._tickets)
+        events: _EventQueue = asyncio.Queue()
+        self._streams[ticket] = events
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._post(Open(ticket, spec, answer))
+        try:
+            await answer
+            while True:
+                event = await events.get()
+                if isinstance(event, OutriderError):
+                    raise event
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            del self._streams[ticket]
+            self._post(Close(spec.session_id, ticket))
+
+    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+        """Change a session's plan; NotFoundError if there is none."""
+        self.start()
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._post(SetPlan(session_id, plan, answer))
+        await answer
+
+    async def close_session(self, session_id: SessionId) -> None:
+        """End a session, whose stream then ends with CANCELLED; returns when all is free."""
+        self.start()
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._post(Close(session_id, answer=answer))
+        await answer
+
+    async def exchange(self, connection: VerifierConnection) -> None:
+        """Serve one drafter's connection until it ends."""
+        self.start()
+        await self._hub.serve(connection)
+
+    # ---- between the threads -------------------------------------------------------------------
+
+    def _post(self, command: Command) -> None:
+        if self._loop is not None:
+            self._loop.post(command)
+        elif isinstance(command, Open | SetPlan | Close) and command.answer is not None:
+            error = UnavailableError("the verifier has stopped", reason="STOPPING")
+            command.answer.set_exception(error)
+
+    def _dispatch(self, effects: list[Effect]) -> None:
+        """Perform what a round (or a command) asked for."""
+        for effect in effects:
+            match effect:
+                case Emit(ticket=ticket, event=event):
+                    self._put(ticket, event)
+                case Fail(ticket=ticket, error=error):
+                    self._put(ticket, error)
+                case Tell(link_id=link_id, message=message):
+                    self._hub.tell(link_id, message)
+                case Answer(future=future, error=refused):
+                    _settle(future, refused)
+                case RoundReport():
+                    self.metrics.observe(effect)
+                case _:
+                    assert_never(effect)
+
+    def _put(self, ticket: int, item: SessionEvent | OutriderError) -> None:
+        # A stream whose reader has left is gone from the table; its Close is on the way.
+        events = self._streams.get(ticket)
+        if events is not None:
+            events.put_nowait(item)
+
+    def _identity(self) -> Identity:
+        return Identity(
+            welcome=Welcome(
+                protocol_version=PROTOCOL_VERSION,
+                verifier_id=VerifierId(self._config.verifier_id),
+                incarnation=self._incarnation,
+            ),
+            vocab_size=self._vocab_size,
+            tokenizer_hash=self._tokenizer_hash,
+            feature_fingerprint=self._fingerprint,
+            max_tree_nodes=self._config.max_tree_nodes,
+        )
+
+    def _counts(self) -> dict[str, int]:
+        return {**self._core.counters, **self._hub.counters}
+
+    def _gauges(self) -> dict[str, float]:
+        store = self._core.store
+        return {
+            "sessions_running": self._core.num_sessions,
+            "kv_blocks_total": self._pool.total_blocks,
+            "kv_blocks_free": self._pool.free_blocks,
+            "drafters_connected": len(self._hub.links),
+            "inbox_proposals": self._core.num_proposals,
+            "feature_bytes": 0 if store is None else store.used_bytes,
+        }
+
+
+def _settle(future: asyncio.Future[None], error: OutriderError | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+def _assemble(
+    config: VerifierConfig,
+    target: Target,
+    projection: Projection | None,
+    pool: KVPool,
+    max_context_len: int,
+    outbox: list[Effect],
+) -> tuple[Core, Rounds]:
+    """Everything that the engine thread will own."""
+    bfloat16 = config.dtype == "bfloat16"
+    dtype = TensorDtype.BFLOAT16 if bfloat16 else TensorDtype.FLOAT32
+    store = None
+    if projection is not None:
+        store = FeatureStore(
+            width=projection.hidden_size,
+            dtype="uint16" if bfloat16 else "float32",
+            budget_bytes=config.feature_budget_mb << 20,
+        )
+    core = Core(
+        pool=pool,
+        inbox=Inbox(per_session=config.inbox_per_session, total=config.inbox_total),
+        handover=Handover(store=store, dtype=dtype, chunk_tokens=config.prefill_tokens_per_round),
+        store=store,
+        vocab_size=target.vocab_size,
+        max_context_len=max_context_len,
+        max_tree_nodes=config.max_tree_nodes,
+        max_sessions=config.max_sessions,
+        post=outbox.append,
+    )
+    limits = Limits(
+        prefill_tokens=config.prefill_tokens_per_round,
+        decode_tokens=config.decode_tokens_per_round,
+        gather_s=config.gather_ms / 1000.0,
+    )
+    engine = RoundEngine(
+        target, projection, feature_dtype=dtype, device=torch.device(config.device)
+    )
+    return core, Rounds(core, engine, limits)
