@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod
+from outrider.spec.tree import DraftTree
 from outrider.wire.messages import PlanChange, Proposal, SessionEnd, SessionStart, Verdict
 from outrider_drafter.growth import Draft
 from outrider_drafter.metrics import Metrics
@@ -24,6 +27,11 @@ from outrider_drafter.sessions import (
 from outrider_drafter.source import DraftSource
 
 logger = logging.getLogger(__name__)
+
+NO_DRAFT = Draft(
+    tree=DraftTree(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32)), law=None
+)
+"""Sent when there is nothing to propose, so that the row decodes plainly without any patience."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +133,15 @@ class DraftEngine:
         try:
             for session, draft in source.drafts(sessions):
                 del waiting[session.key]
-                if len(draft.tree):
-                    yield session.key.connection, self._proposal(session, draft, started)
-                else:
-                    self.metrics.no_proposal.labels(source.method).inc()
+                yield session.key.connection, self._proposal(session, draft, started)
         except Exception:
             # State half-way through a batch cannot be trusted: these sessions decode plainly.
             logger.exception("drafting failed", extra={"sessions": len(sessions)})
             for session in sessions:
                 self._lose(session, "error")
             return
-        self.metrics.no_proposal.labels(source.method).inc(len(waiting))
+        for session in waiting.values():
+            yield session.key.connection, self._proposal(session, NO_DRAFT, started)
         if all(fed is source for fed in self._fed):
             for session in sessions:
                 if session.key not in waiting:
@@ -143,7 +149,10 @@ class DraftEngine:
 
     def _proposal(self, session: Session, draft: Draft, started: float) -> Proposal:
         seconds = self._now() - started
-        self.metrics.proposal(session.plan.method, len(draft.tree), seconds)
+        if len(draft.tree):
+            self.metrics.proposal(session.plan.method, len(draft.tree), seconds)
+        else:
+            self.metrics.no_proposal.labels(session.plan.method).inc()
         return Proposal(
             session_id=session.key.session_id,
             prefix_digest=session.digest,

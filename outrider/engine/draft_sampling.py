@@ -102,16 +102,21 @@ def propose_children(
     law_limits: of all rows or of each. A row's result depends on that row only.
     """
     rows = logits.shape[0]
-    if histories is None:
-        histories = [EMPTY_HISTORY] * rows
-    if isinstance(law_limits, LawLimits):
-        law_limits = [law_limits] * rows
-    batch = _Batch(logits, target_ids, sampling, positions, histories, top_k, law_limits)
+    batch = _Batch(
+        logits,
+        target_ids,
+        sampling,
+        positions,
+        [EMPTY_HISTORY] * rows if histories is None else histories,
+        top_k,
+        [law_limits] * rows if isinstance(law_limits, LawLimits) else law_limits,
+    )
     groups: dict[_Proposer, list[int]] = {}
     for row, params in enumerate(sampling):
         groups.setdefault(_proposer(params, top_k), []).append(row)
+    laws: list[LawEntries | None]
     if len(groups) == 1:
-        proposer = next(iter(groups))
+        (proposer,) = groups
         columns, logprobs, laws = proposer(batch)
     else:
         columns = torch.full((rows, top_k), -1, dtype=torch.int64, device=logits.device)

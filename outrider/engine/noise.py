@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.spec.digest import TOKEN_OFFSET
-from outrider.spec.mixing import GOLDEN64, MULTIPLIER_A, MULTIPLIER_B
+from outrider.spec.mixing import GOLDEN64, MULTIPLIER_A, MULTIPLIER_B, mix64_array
 from outrider.spec.noise import Stream
+from outrider.spec.noise import gumbel_from_bits as gumbel_from_words
 from outrider.spec.noise import noise_keys as numpy_noise_keys
 
 BATCHED_COLUMNS = 1024
@@ -102,10 +103,6 @@ def perturbed_topk(
         values, chosen = _topk_row_by_row(scores_AV, keys_A, k, ids_V)
     else:
         values, chosen = _topk_batched(scores_AV, keys_A, k, ids_V)
-    missing = k - values.shape[1]
-    if missing > 0:
-        values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
-        chosen = torch.nn.functional.pad(chosen, (0, missing), value=-1)
     return values, chosen.masked_fill_(values == -torch.inf, -1)
 
 
@@ -119,7 +116,9 @@ def _topk_batched(
         best = perturbed.argmax(dim=-1, keepdim=True)  # the first of equals, unlike max
         return perturbed.gather(1, best), best
     values, chosen = perturbed.sort(dim=-1, descending=True, stable=True)
-    return values[:, :k], chosen[:, :k].clone()
+    missing = max(k - columns, 0)
+    values = torch.nn.functional.pad(values[:, :k], (0, missing), value=-torch.inf)
+    return values, torch.nn.functional.pad(chosen[:, :k], (0, missing), value=-1)
 
 
 def _topk_row_by_row(
@@ -127,26 +126,37 @@ def _topk_row_by_row(
 ) -> tuple[Tensor, Tensor]:
     """The CPU's path for wide rows: numpy in buffers that stay in the cache.
 
-    Rows with equal keys (the frontier of a tree) that follow each other share their noise.
+    Rows with equal keys (the frontier of a tree) that follow each other share their noise; rows
+    that top-k or top-p left with few ids draw noise for these only.
     """
     columns = scores_AV.shape[1]
-    scores, keys = scores_AV.numpy(), keys_A.numpy().view(np.uint64)
     counters = _counters(columns) if ids_V is None else _counters_of(ids_V.numpy())
     scratch = _scratch.take(columns)
-    values, chosen = [], []
-    for row in range(len(keys)):
-        if row == 0 or keys[row] != keys[row - 1]:
-            _fill_gumbels(keys[row], counters, scratch)
-        np.add(scores[row], scratch.gumbels, out=scratch.perturbed)
-        if k == 1:
-            best = int(scratch.perturbed.argmax())
-            chosen.append(torch.tensor([best]))
-            values.append(torch.tensor([scratch.perturbed[best]], dtype=torch.float64))
+    filled: np.uint64 | None = None
+    values = np.full((len(keys_A), k), -np.inf)
+    chosen = np.full((len(keys_A), k), -1, dtype=np.int64)
+    pairs = zip(keys_A.numpy().view(np.uint64), scores_AV.numpy(), strict=True)
+    for row, (key, scores) in enumerate(pairs):
+        support = np.flatnonzero(scores > -np.inf) if scores.min() == -np.inf else None
+        if support is not None and len(support) < columns // 4:
+            perturbed = gumbel_from_words(mix64_array(counters[support] + key)) + scores[support]
         else:
-            top = torch.from_numpy(scratch.perturbed).topk(min(k, columns))
-            values.append(top.values)
-            chosen.append(top.indices)
-    return torch.stack(values), torch.stack(chosen)
+            support, perturbed = None, scratch.perturbed
+            if filled is None or filled != key:
+                _fill_gumbels(key, counters, scratch)
+                filled = key
+            np.add(scores, scratch.gumbels, out=perturbed)
+        best = _best(perturbed, k)
+        values[row, : len(best)] = perturbed[best]
+        chosen[row, : len(best)] = best if support is None else support[best]
+    return torch.from_numpy(values), torch.from_numpy(chosen)
+
+
+def _best(perturbed: NDArray[np.float64], k: int) -> NDArray[np.int64]:
+    """Indices of the k largest, largest first; fewer if there are not so many."""
+    if k == 1:
+        return np.array([perturbed.argmax()])
+    return torch.from_numpy(perturbed).topk(min(k, len(perturbed))).indices.numpy()
 
 
 def _counters_of(ids: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -22,16 +22,21 @@ after a rejection and the bonus token. Sharing two of them biases the output.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from outrider.spec.mixing import GOLDEN64, MASK64, mix64_array
 
 SEED_OFFSET = 0x8CB92BA72F3D8DD7
 SHARED_COIN_ID = -1
 """Pseudo id of the one coin that siblings share under the target-only rule."""
+
+
+Words = int | np.integer | Sequence[int] | NDArray[np.integer]
+"""Integers in [-2^63, 2^64), as a scalar, a list or an array."""
 
 
 class Stream(IntEnum):
@@ -43,9 +48,9 @@ class Stream(IntEnum):
     RECOVER = 4
 
 
-def _words(values: ArrayLike) -> NDArray[np.uint64]:
+def _words(values: Words) -> NDArray[np.uint64]:
     """Integers in [-2^63, 2^64) as words modulo 2^64."""
-    if isinstance(values, list | tuple):
+    if isinstance(values, Sequence):
         # numpy would turn a list that mixes small and large ints into floats.
         return np.array([int(v) & MASK64 for v in values], dtype=np.uint64)
     array = np.asarray(values)
@@ -53,7 +58,7 @@ def _words(values: ArrayLike) -> NDArray[np.uint64]:
     return array.astype(np.uint64)
 
 
-def noise_keys(seeds: ArrayLike, stream: Stream, positions: ArrayLike) -> NDArray[np.uint64]:
+def noise_keys(seeds: Words, stream: Stream, positions: Words) -> NDArray[np.uint64]:
     """Keys by broadcasting seeds (uint64) with absolute positions (>= 0)."""
     with np.errstate(over="ignore"):
         inner = mix64_array(_words(seeds) + np.uint64(SEED_OFFSET))
@@ -61,7 +66,7 @@ def noise_keys(seeds: ArrayLike, stream: Stream, positions: ArrayLike) -> NDArra
         return mix64_array(np.asarray(middle + _words(positions), dtype=np.uint64))
 
 
-def bits_from_keys(keys: NDArray[np.uint64], ids: ArrayLike) -> NDArray[np.uint64]:
+def bits_from_keys(keys: NDArray[np.uint64], ids: Words) -> NDArray[np.uint64]:
     """Noise bits by broadcasting keys with ids (>= SHARED_COIN_ID)."""
     with np.errstate(over="ignore"):
         counters = (_words(ids) + np.uint64(1)) * np.uint64(GOLDEN64)
@@ -73,16 +78,12 @@ def uniform_from_bits(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
-def noise_bits(
-    seed: ArrayLike, stream: Stream, position: ArrayLike, ids: ArrayLike
-) -> NDArray[np.uint64]:
+def noise_bits(seed: Words, stream: Stream, position: Words, ids: Words) -> NDArray[np.uint64]:
     """64 noise bits for every element of the broadcast of seed, position and ids."""
     return bits_from_keys(noise_keys(seed, stream, position), ids)
 
 
-def uniform(
-    seed: ArrayLike, stream: Stream, position: ArrayLike, ids: ArrayLike
-) -> NDArray[np.float64]:
+def uniform(seed: Words, stream: Stream, position: Words, ids: Words) -> NDArray[np.float64]:
     """Uniform variates in (0, 1), float64; see `noise_bits` for the shape."""
     return uniform_from_bits(noise_bits(seed, stream, position, ids))
 
@@ -92,8 +93,6 @@ def gumbel_from_bits(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
     return np.asarray(-np.log(-np.log(uniform_from_bits(bits))), dtype=np.float64)
 
 
-def gumbel(
-    seed: ArrayLike, stream: Stream, position: ArrayLike, ids: ArrayLike
-) -> NDArray[np.float64]:
+def gumbel(seed: Words, stream: Stream, position: Words, ids: Words) -> NDArray[np.float64]:
     """Gumbel(0, 1) variates, float64, all finite; see `noise_bits` for the shape."""
     return gumbel_from_bits(noise_bits(seed, stream, position, ids))

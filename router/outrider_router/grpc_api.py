@@ -62,18 +62,18 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
             async for event in events:
                 await context.write(event_to_pb(event))
 
-    async def Abort(self, request: pb.AbortRequest, _context: Context) -> pb.AbortResponse:
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Cancel requests by id."""
         return abort_response_to_pb(self._service.abort(abort_request_from_pb(request)))
 
     async def GetServerInfo(
-        self, _request: pb.GetServerInfoRequest, _context: Context
+        self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
         """The router's state."""
         return server_info_to_pb(status.server_info(self._service))
 
     async def ListModels(
-        self, _request: pb.ListModelsRequest, _context: Context
+        self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
         """Served models."""
         return models_to_pb(status.models(self._service))

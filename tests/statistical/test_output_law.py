@@ -108,7 +108,7 @@ def test_a_tree_emits_the_target_law(rule: Rule) -> None:
 def test_a_truncated_target_law_is_emitted(rule: Rule) -> None:
     target, drafted = _random_levels(3, 40, seed=6, spread=1.5)
     base = SamplingParams(
-        temperature=0.9, rule=rule, top_k=20, top_p=0.9, min_p=0.02, banned_ids=(3, 7)
+        temperature=0.9, rule=rule, top_k=20, top_p=0.97, min_p=0.06, banned_ids=(3, 7)
     )
     counts = _tokens_by_index(target, drafted, base, [2, 1], 20_000)
     _check(counts, target, base)

@@ -51,6 +51,8 @@ class RoundReport:
     accept_s: float
     waited_s: float
     """Idle time before the round in which some session awaited its proposal."""
+    drafted_s: float
+    """Part of `waited_s` that the drafter reports as its own work on the proposals used."""
     rows: int
     """Token rows of the forward."""
     verify_rows: int
@@ -65,8 +67,8 @@ class RoundReport:
 
     @property
     def overhead_s(self) -> float:
-        """Time of the round outside the forward."""
-        return self.total_s - self.forward_s
+        """Time of the round, its wait included, outside the two models' forwards."""
+        return self.total_s + self.waited_s - self.forward_s - self.drafted_s
 
 
 Effect = Emit | Fail | Tell | Answer | RoundReport

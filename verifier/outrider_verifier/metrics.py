@@ -72,7 +72,7 @@ class Medians:
 
     @property
     def overhead_ms(self) -> float:
-        """Median time of a round outside the forward."""
+        """Median time of a round outside the two models' forwards."""
         return _median_ms(self._overhead)
 
 

@@ -69,7 +69,9 @@ class Rounds:
         except Exception as bug:
             self._fail(plan, bug)
             return
-        self._report(plan, outcome, emitted, time.perf_counter() - began, waited_s)
+        drafted_s = max((row.proposal.draft_us for row in verify if row.proposal), default=0) / 1e6
+        total_s = time.perf_counter() - began
+        self._report(plan, outcome, emitted, total_s, waited_s, min(drafted_s, waited_s))
 
     def _row_state(self, session: Session) -> RowState:
         proposal = None
@@ -194,6 +196,7 @@ class Rounds:
         emitted: int,
         total_s: float,
         waited_s: float,
+        drafted_s: float,
     ) -> None:
         self._core.counters["rounds"] += 1
         self._core.counters["emitted_tokens"] += emitted
@@ -203,6 +206,7 @@ class Rounds:
                 forward_s=outcome.forward_s,
                 accept_s=outcome.accept_s,
                 waited_s=waited_s,
+                drafted_s=drafted_s,
                 rows=outcome.rows,
                 verify_rows=len(plan.decode),
                 prefill_tokens=sum(chunk.num_tokens for chunk in plan.prefill),

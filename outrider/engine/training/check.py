@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 _STEPS = 5
 
 
+Pair = tuple[DraftHead, FeatureProjection]
+"""The two serving sides of one checkpoint."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The first tensor in which the two forwards disagree."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.engine.heads.config import default_tap_layers
-from outrider.engine.training.check import check_head
+from outrider.engine.heads import default_tap_layers, load_feature_projection, load_head
+from outrider.engine.training.check import check_head, load_trainable
 from outrider.engine.training.data import (
     ChatTokenizer,
     Sample,
@@ -30,6 +30,7 @@ from outrider.engine.training.generate import GenerateConfig, Request, generate
 from outrider.engine.training.loop import TrainConfig, Trainer
 from outrider.engine.training.model import TrainableHead
 from outrider.engine.training.report import held_out_report
+from outrider.engine.training.serving import CHAIN, TREE, serving_report
 from outrider.engine.training.target import Target, load_target
 from outrider.engine.training.vocab import build_vocabulary
 
@@ -69,18 +70,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--learning-rates", type=float, nargs="+", default=[1e-3], help="several: tried first")
     add("--trial-steps", type=int, default=150)
     add("--warmup-steps", type=int, default=50)
+    add("--log-every", type=int, default=50, help="steps between logged figures")
     add("--tokens-per-batch", type=int, default=32768)
     add("--row-len", type=int, default=1024)
     add("--unroll", type=int, nargs=2, default=[5, 7], metavar=("EARLY", "LATE"))
+    evaluating = parser.add_argument_group("evaluation of a finished head")
+    add = evaluating.add_argument
+    add("--evaluate", action="store_true", help="figures of --head on --eval-prompts only")
+    add("--eval-limit", type=int, help="prompts taken of each file")
     checking = parser.add_argument_group("parity check")
     add = checking.add_argument
     add("--check", action="store_true", help="compare training with serving for one prompt")
-    add("--head", type=Path, help="directory of the head to check")
+    add("--head", type=Path, help="directory of the head to check or evaluate")
     add("--prompt", help="text to check with")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the command; 0 on success, 1 when the parity check finds a difference."""
+    """Run the command; 0 on success, 1 when the parity check finds a difference, 2 on bad input."""
+    try:
+        return _dispatch(args)
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return 2
+
+
+def _dispatch(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
     default = "float32" if args.check or device.type == "cpu" else "bfloat16"
     dtype = _DTYPES[args.dtype or default]
@@ -88,9 +102,14 @@ def main(args: argparse.Namespace) -> int:
         if args.head is None or not args.prompt:
             raise ValueError("--check needs --head and --prompt")
         return check_head(args.target, args.head, args.prompt, dtype=dtype, device=device)
+    if args.evaluate:
+        if args.head is None or args.out is None or not args.eval_prompts:
+            raise ValueError("--evaluate needs --head, --eval-prompts and --out")
+        target = load_target(args.target, dtype=dtype, device=device)
+        _Run(args, target, ChatTokenizer(args.target)).evaluate()
+        return 0
     if args.out is None or not (args.prompts or args.self_prompts or args.answers):
         raise ValueError("training needs --out, and --prompts, --self-prompts or --answers")
-    args.out.mkdir(parents=True, exist_ok=True)
     target = load_target(args.target, dtype=dtype, device=device)
     run = _Run(args, target, ChatTokenizer(args.target))
     run.train()
@@ -106,6 +125,24 @@ class _Run:
         self._tokenizer = tokenizer
         self._fast = target.device.type == "cuda" and not args.no_compile
         self._report: dict[str, Any] = {}
+        args.out.mkdir(parents=True, exist_ok=True)
+
+    def evaluate(self) -> None:
+        """Figures of a finished head: teacher-forced ones, and drafts by the serving pieces."""
+        target, args = self._target, self._args
+        places: dict[str, Any] = {
+            "num_target_layers": target.config.num_layers,
+            "dtype": target.embedding.dtype,
+            "device": target.device,
+        }
+        lm_head = target.lm_head
+        head = load_head(args.head, embedding=target.embedding, lm_head=lm_head, **places)
+        projection = load_feature_projection(args.head, **places)
+        tasks = self._evaluation_answers()
+        shapes = {"chain_4": CHAIN, "tree_32": TREE}
+        self._report["held_out"] = held_out_report(target, load_trainable(args.head, head), tasks)
+        self._report["serving"] = serving_report(target, head, projection, tasks, shapes)
+        self._write_report("evaluation.json")
 
     def train(self) -> None:
         args = self._args
@@ -126,6 +163,7 @@ class _Run:
             unroll_early=args.unroll[0],
             unroll_late=args.unroll[1],
             seed=args.seed,
+            log_every=args.log_every,
         )
         rate = config.learning_rate
         if len(args.learning_rates) > 1:
@@ -205,7 +243,7 @@ class _Run:
         """Greedy answers to the held-out prompts, by file."""
         tasks = {}
         for file in self._args.eval_prompts:
-            texts = [p.text for p in read_prompts([file])]
+            texts = [p.text for p in read_prompts([file])][: self._args.eval_limit]
             limit = self._args.row_len - self._args.max_new_tokens
             prompts = [ids for ids in self._tokenizer.encode_turns(texts) if len(ids) <= limit]
             tasks[file.stem] = self._answer([Request(ids, 0.0) for ids in prompts], timed=False)
@@ -247,6 +285,6 @@ class _Run:
         head.initialise_from(self._target)
         return head.to(self._target.device)
 
-    def _write_report(self) -> None:
+    def _write_report(self, name: str = "report.json") -> None:
         text = json.dumps(self._report, indent=1)
-        (self._args.out / "report.json").write_text(text + "\n", encoding="utf-8")
+        (self._args.out / name).write_text(text + "\n", encoding="utf-8")

@@ -121,13 +121,7 @@ class Trainer:
             dtype=self._target.embedding.dtype,
             compile=self._compile,
         )
-        optimiser = torch.optim.AdamW(
-            head.parameters(),
-            lr=1.0,
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
-            fused=device.type == "cuda",
-        )
+        optimiser = _optimiser(head, device)
         log: list[LogEntry] = []
         started = saved = time.monotonic()
         tokens = step = 0
@@ -224,6 +218,17 @@ class Trainer:
         finally:
             stop.set()
             thread.join()
+
+
+def _optimiser(head: TrainableHead, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW over the fp32 masters; the schedule sets the rate before every step."""
+    return torch.optim.AdamW(
+        head.parameters(),
+        lr=1.0,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        fused=device.type == "cuda",
+    )
 
 
 def _progress(step: int, elapsed: float, config: TrainConfig) -> float:

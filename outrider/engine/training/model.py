@@ -145,17 +145,7 @@ class UnrolledForward:
                 own_values.append(v)
             attended = self._attend(q, keys, values, mask, *_own_rows(own_keys, own_values, k, v))
             features = self._finish(features, attended, _block(w), config.rms_norm_eps)
-            there = documents[:, step + 1 : step + 1 + width]
-            ids = labels.ids_BQ[:, step + 1 : step + 1 + width]
-            valid = (there == documents[:, :width]) & (there >= 0)
-            loss, best = self._score(
-                features,
-                w["norm.weight"],
-                w["lm_head.weight"],
-                labels.probs_BQV[:, step + 1 : step + 1 + width],
-                valid & (ids >= 0),
-                config.rms_norm_eps,
-            )
+            loss, hits, valid = self._scored(w, features, labels, documents, step)
             trace.add(step, "inputs", inputs)
             trace.add(step, "query", q)
             trace.add(step, "attention", attended)
@@ -164,9 +154,27 @@ class UnrolledForward:
                 normed = rms_norm(features, w["norm.weight"], config.rms_norm_eps)
                 trace.add(step, "logits", F.linear(normed, w["lm_head.weight"]).float())
             losses.append(loss)
-            correct.append(best == ids)
+            correct.append(hits)
             valid_steps.append(valid)
         return Unrolled(losses=losses, correct=correct, valid=valid_steps)
+
+    def _scored(
+        self, w: dict[str, Tensor], x: Tensor, labels: Labels, documents: Tensor, step: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss of a step, which drafts are right, and which rows have a label at all."""
+        width = x.shape[1]
+        there = slice(step + 1, step + 1 + width)
+        ids, document = labels.ids_BQ[:, there], documents[:, there]
+        valid = (document == documents[:, :width]) & (document >= 0)
+        loss, best = self._score(
+            x,
+            w["norm.weight"],
+            w["lm_head.weight"],
+            labels.probs_BQV[:, there],
+            valid & (ids >= 0),
+            self.head.config.rms_norm_eps,
+        )
+        return loss, best == ids, valid
 
     def _stable_rows(
         self, w: dict[str, Tensor], batch: Batch, taps: Tensor, trace: Trace

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator
+from typing import Any
 
-from outrider.errors import ConnectionLostError, OutriderError
+from outrider.errors import ConnectionLostError, OutriderError, UnavailableError
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
 from outrider.transport.base import DrafterConnection
@@ -139,9 +140,16 @@ class _Client:
             self._found = await find_host(self._address, self._config)
         return self._found
 
+    async def _ask(self, host: HostCalls, method: str, *args: object) -> Any:
+        try:
+            return await host.call(method, *args)
+        except UnavailableError:
+            # The next call looks the name up again: a new actor may have taken it.
+            self._found = None
+            raise
+
     async def _call(self, method: str, request: bytes) -> bytes:
-        host = await self._host()
-        response: bytes = await host.call("call", method, request)
+        response: bytes = await self._ask(await self._host(), "call", method, request)
         return response
 
 
@@ -155,7 +163,7 @@ class RayVerifier(_Client):
     async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
         """Serve a session; errors are raised by the first step, closing ends the session."""
         host = await self._host()
-        key: int = await host.call("open_session", encode_session_spec(spec))
+        key: int = await self._ask(host, "open_session", encode_session_spec(spec))
         mailbox = session_mailbox()
 
         async def pull_all() -> None:

@@ -75,6 +75,14 @@ def test_a_verdict_that_wants_no_draft_gets_none() -> None:
     assert drain(engine) == []
 
 
+def test_a_wish_is_withdrawn_by_a_later_verdict_without_one() -> None:
+    script = repeating()
+    engine = started(script)
+    engine.handle(1, script.verdict(10))
+    engine.handle(1, script.verdict(12, draft_wanted=False))
+    assert drain(engine) == []
+
+
 def test_a_plan_without_drafts_gets_none() -> None:
     script = repeating()
     engine = started(script, plan=Plan())
@@ -240,11 +248,13 @@ class Broken:
     feature_size = 0
     feature_fingerprint = ""
 
-    def __init__(self) -> None:
+    def __init__(self, *, catches_up: bool) -> None:
+        self.catches_up = catches_up
         self.released: list[str] = []
 
     def catch_up(self, sessions: Sequence[Session]) -> None:
-        raise RuntimeError("broken catch-up")
+        if not self.catches_up:
+            raise RuntimeError("broken catch-up")
 
     def drafts(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, Draft]]:
         raise RuntimeError("broken draft")
@@ -256,7 +266,7 @@ class Broken:
 
 @pytest.mark.parametrize("draft_wanted", [True, False])
 def test_a_failing_source_costs_its_own_sessions_only(draft_wanted: bool) -> None:
-    broken = Broken()
+    broken = Broken(catches_up=draft_wanted)
     engine = make_engine([broken, NgramSource(min_match=1)])
     bad, good = repeating("bad"), repeating("good")
     engine.handle(1, bad.start(plan=replace(NGRAM, method=DraftMethod.MODEL)))

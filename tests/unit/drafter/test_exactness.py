@@ -17,6 +17,7 @@ from outrider_drafter.growth import Draft, Frontier, make_growth
 from torch import Tensor
 
 from outrider.engine.acceptance import AcceptRow, accept
+from outrider.engine.warper import TokenHistory
 from outrider.spec.law import validate_law
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
@@ -41,14 +42,15 @@ class TableModel:
 
     target_ids: Tensor | None = None
 
-    def __init__(self, roots: Sequence[int]) -> None:
+    def __init__(self, roots: Sequence[int], table: Tensor = DRAFT) -> None:
         self._roots = torch.tensor(roots)
+        self._table = table
 
     def root_logits(self) -> Tensor:
-        return DRAFT[self._roots]
+        return self._table[self._roots]
 
     def step(self, frontiers: Sequence[tuple[int, Frontier]]) -> Tensor:
-        return DRAFT[torch.tensor([t for _, frontier in frontiers for t in frontier.tokens])]
+        return self._table[torch.tensor([t for _, frontier in frontiers for t in frontier.tokens])]
 
 
 def draft_all(
@@ -148,3 +150,38 @@ def test_coupled_text_is_the_same_with_any_tree() -> None:
                 prefix.extend(accept(TARGET[prefix[-1:]], [row])[0].tokens)
         texts.add(tuple(prefix[:30]))
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=1.0, seed=5),
+        SamplingParams(presence_penalty=2.0, frequency_penalty=1.0),
+        SamplingParams(temperature=0.8, seed=6, repetition_penalty=1.8),
+        SamplingParams(temperature=1.0, seed=7, top_k=3, banned_ids=(2,)),
+    ],
+)
+def test_every_guess_of_a_perfect_draft_model_stands(sampling: SamplingParams) -> None:
+    """Positions of the noise and histories of the penalties must be those of the verifier."""
+    tokens = [0, 4, 1]
+    for _ in range(6):
+        plan = Plan(method=DraftMethod.MODEL, draft_tokens=6)
+        growth = make_growth(plan, room=9, with_law=False)
+        assert growth is not None
+        prompt, output = np.array(tokens[:2], np.int32), np.array(tokens[2:], np.int32)
+        history = TokenHistory(prompt_ids=prompt, output_ids=output)
+        job = Job(slot=0, growth=growth, sampling=sampling, prefix_len=len(tokens), history=history)
+        ((_, draft),) = grow(TableModel(tokens[-1:], TARGET), [job])
+        row = AcceptRow(
+            logits_start=0,
+            tree=draft.tree,
+            sampling=sampling,
+            position=len(tokens),
+            prompt_ids=prompt,
+            output_ids=output,
+        )
+        logits = TARGET[torch.tensor([tokens[-1], *draft.tree.tokens.tolist()])]
+        (outcome,) = accept(logits, [row])
+        assert len(outcome.accepted_nodes) == 6
+        tokens.extend(outcome.tokens)

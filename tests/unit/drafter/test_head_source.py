@@ -53,19 +53,28 @@ def propose(source: HeadSource, script: Script, ends: list[int], plan: Plan) -> 
     return proposals[0]
 
 
-@pytest.mark.parametrize(
-    "plan", [CHAIN, TREE, Plan(method=DraftMethod.EAGLE3, draft_tokens=9, top_k=3, depth=3)]
-)
-def test_the_draft_is_the_oracles(tmp_path: Path, plan: Plan) -> None:
-    script = Script(seed=3)
+WIDE = Plan(method=DraftMethod.EAGLE3, draft_tokens=24, top_k=6, depth=4)
+
+
+@pytest.mark.parametrize(("plan", "seed"), [(CHAIN, 3), (TREE, 3), (WIDE, 5), (WIDE, 8)])
+def test_the_draft_is_the_oracles(tmp_path: Path, plan: Plan, seed: int) -> None:
+    script = Script(seed=seed)
     proposal = propose(head_source(tmp_path), script, [9, 12, 13], plan)
     tokens, parents, scores = oracle_tree(tmp_path, script, 13, plan)
     assert proposal.tree.tokens.tolist() == tokens
     assert proposal.tree.parents.tolist() == parents
+    if plan is WIDE:
+        assert branches_below_branches(parents), "no test of what a branch may not see"
     if plan.top_k > 1:
         np.testing.assert_allclose(proposal.tree.logprobs, scores, atol=1e-4)
     assert proposal.prefix_len == 13
     assert proposal.prefix_digest == script.digest(13)
+
+
+def branches_below_branches(parents: list[int]) -> bool:
+    """Whether nodes of the third level hang below different nodes of the first."""
+    grandparents = {parents[parents[p]] for p in parents if p >= 0 and parents[p] >= 0}
+    return len(grandparents) > 1
 
 
 def test_draft_ids_are_mapped_to_target_ids_once(tmp_path: Path) -> None:

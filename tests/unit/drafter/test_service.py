@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from outrider_drafter.config import DrafterConfig, ReconnectConfig
@@ -194,6 +195,18 @@ async def test_a_plan_change_takes_effect_with_the_next_round() -> None:
         await verifier.say(PlanChange(session_id=script.session_id, plan=longer))
         await verifier.say(script.verdict(13))
         assert len((await verifier.proposal()).tree) == 6
+
+
+async def test_a_malformed_frame_costs_nothing_but_itself() -> None:
+    async with running() as (service, verifier, _):
+        await service.attach(ADDRESS)
+        connection: Any = await verifier.connected()
+        script = repeating()
+        await verifier.say(script.start(plan=NGRAM))
+        await connection.inner.frames.send(b"\xff\xffnonsense")
+        await verifier.say(script.verdict(12))
+        assert (await verifier.proposal()).prefix_len == 12
+        assert len(verifier.hellos) == 1
 
 
 async def test_two_verifiers_are_served_at_once_and_never_mixed_up() -> None:

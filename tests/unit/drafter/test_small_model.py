@@ -153,3 +153,15 @@ def test_ids_beyond_the_targets_vocabulary_are_never_drafted(model: TargetModel)
     engine = engine_of(model, vocab_size=100)
     proposal = told(engine, script, [20], TREE, SamplingParams())
     assert proposal.tree.tokens.max() < 100
+
+
+def test_the_same_verdict_again_gives_the_same_draft(model: TargetModel) -> None:
+    engine, script = engine_of(model), Script(seed=8)
+    engine.handle(1, script.start(plan=TREE))
+    verdict = script.verdict(15, with_features=False)
+    drafts = []
+    for _ in range(2):
+        engine.handle(1, verdict)
+        drafts += [p.tree.tokens.tolist() for p in drain(engine)]
+    assert len(drafts) == 2
+    assert drafts[0] == drafts[1]

@@ -76,6 +76,16 @@ def test_excluded_columns_are_never_chosen(columns: int) -> None:
     assert bool((chosen[:, 2:] == -1).all()) and bool((values[:, 2:] == -torch.inf).all())
 
 
+@pytest.mark.parametrize("k", [1, 4])
+def test_rows_with_few_possible_columns_choose_as_if_all_noise_were_drawn(k: int) -> None:
+    scores = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)) * 3
+    for row, kept in enumerate((5, 300, 900, 2999)):
+        scores[row, torch.randperm(3000)[kept:]] = -torch.inf
+    keys = engine_noise.noise_keys([7] * 4, Stream.TARGET, [9] * 4)
+    _, chosen = engine_noise.perturbed_topk(scores, keys, k)
+    assert (chosen.numpy() == _expected(scores, [7] * 4, None, k)).all()
+
+
 def test_threads_do_not_share_noise_buffers() -> None:
     scores = torch.randn(64, 3000, generator=torch.Generator().manual_seed(1))
     keys = engine_noise.noise_keys(list(range(64)), Stream.TARGET, [0] * 64)

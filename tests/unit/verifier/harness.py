@@ -163,6 +163,12 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
             await asyncio.sleep(0.002)
 
 
+async def mid_stream(rig: Rig, name: str = "s") -> None:
+    """Wait until a session has run some rounds."""
+    sessions, session = rig.service._core.sessions, SessionId(name)
+    await until(lambda: session in sessions and sessions[session].round_id >= 3)
+
+
 async def close(stream: AsyncGenerator[SessionEvent]) -> None:
     """Close a stream as a client that left would."""
     await stream.aclose()

@@ -1,0 +1,136 @@
+"""Starting or joining Ray, and stopping it within a bounded time, without leaving a process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import UnavailableError
+from outrider_ray.config import LaunchConfig
+
+logger = logging.getLogger(__name__)
+
+STOP_RAY_S = 10.0
+"""Time that Ray gets to stop itself; then its local processes are killed."""
+_ACTORS = 2
+_OBJECT_STORE_BYTES = 256 << 20
+"""Shared memory of a local Ray: only bulk frames in flight go through it."""
+_PROC = Path("/proc")
+
+
+@contextmanager
+def ray_cluster(config: LaunchConfig) -> Generator[None]:
+    """Ray, started here or joined; stopped (or left) at the end.
+
+    Call it on the main thread: the processes that it starts end with the thread that started
+    them, so that they go even if this process is killed. Raises UnavailableError.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray would warn at the start of every process that this is going to be its default.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    began = time.monotonic()
+    try:
+        ray.init(**init_options(config))
+    except (RuntimeError, OSError, ValueError) as error:
+        raise UnavailableError(f"Ray did not start: {error}", reason="NO_RAY") from error
+    seconds = round(time.monotonic() - began, 2)
+    logger.info("ray is up", extra={"joined": config.ray_address, "seconds": seconds})
+    try:
+        yield
+    finally:
+        _stop_ray()
+
+
+def init_options(config: LaunchConfig) -> dict[str, Any]:
+    """Arguments of `ray.init`."""
+    options: dict[str, Any] = {
+        "namespace": config.namespace,
+        "log_to_driver": False,
+        # Ray's own records go the way of all others: JSON lines on stderr.
+        "configure_logging": False,
+    }
+    if config.ray_address:
+        return options | {"address": config.ray_address}
+    needed = math.ceil(_ACTORS * config.cpus_per_actor)
+    return options | {
+        # Never one that happens to run here, whatever the environment says.
+        "address": "local",
+        # Ray starts as many workers in advance; each actor takes one.
+        "num_cpus": max(_ACTORS, needed),
+        "include_dashboard": False,
+        "object_store_memory": _OBJECT_STORE_BYTES,
+        "resources": {
+            name: 1.0 for name in (config.verifier_resource, config.drafter_resource) if name
+        },
+    }
+
+
+def _stop_ray() -> None:
+    import ray
+
+    started = descendants(os.getpid())
+    stopper = threading.Thread(target=ray.shutdown, name="outrider-stop-ray", daemon=True)
+    stopper.start()
+    stopper.join(STOP_RAY_S)
+    if stopper.is_alive():
+        logger.warning("ray does not stop; killing its processes")
+    for process in started:
+        process.kill()
+    # With its processes gone, nothing is left that a hanging shutdown could wait for.
+    stopper.join(STOP_RAY_S)
+
+
+class LocalProcess:
+    """A process on this machine that no later process with the same id can be taken for."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises OSError if there is no such process."""
+        self.pid = pid
+        self.parent, self._started = _read_stat(pid)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is still there."""
+        try:
+            return _read_stat(self.pid)[1] == self._started
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """Kill it if it is still there."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[LocalProcess]:
+    """All processes that `pid` started and that these started; empty where there is no /proc."""
+    children: dict[int, list[LocalProcess]] = {}
+    for entry in _PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            process = LocalProcess(int(entry.name))
+            children.setdefault(process.parent, []).append(process)
+    found, parents = [], [pid]
+    while parents:
+        below = children.get(parents.pop(), [])
+        found += below
+        parents += [process.pid for process in below]
+    return found
+
+
+def _read_stat(pid: int) -> tuple[int, int]:
+    """(parent's id, start time in clock ticks since boot)."""
+    # The second field is the program's name in parentheses and may hold anything.
+    fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return int(fields[1]), int(fields[19])

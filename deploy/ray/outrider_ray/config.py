@@ -1,0 +1,174 @@
+"""Configuration of the launcher; each field is a key of its TOML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider_drafter.config import DrafterConfig
+from outrider_router.config import RouterConfig
+from outrider_verifier.config import VerifierConfig
+
+from outrider.config import load_config
+from outrider.spec.plan import DraftMethod
+from outrider.transport.ray import RayConfig
+
+VERIFIER = "verifier-0"
+"""Actor name of the verifier, which is its address and its id."""
+DRAFTER = "drafter-0"
+"""Actor name of the drafter."""
+HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """Everything the launcher is told. Raises ValueError for values out of range."""
+
+    model: str
+    """The target: a directory, or a model's name that every node resolves for itself."""
+    model_name: str = ""
+    """Name that clients ask for; "" takes the verifier's."""
+    head: str = ""
+    """Directory of an EAGLE head; needed by the methods eagle3 and eagle."""
+    draft_model: str = ""
+    """A small model (directory or name); needed by the method model."""
+    methods: tuple[DraftMethod, ...] | None = None
+    """Ways of drafting; `none` starts no drafter; None takes all that `head` allows."""
+    dtype: str = "float32"
+    """Element type of target and draft models."""
+    listen: str = "127.0.0.1:50050"
+    """HOST:PORT of the client API; port 0 takes a free one."""
+    kv_tokens: int | None = None
+    """KV budget of the verifier; None takes its default."""
+    max_sessions: int | None = None
+    """Sessions served at once; None takes the verifier's default."""
+    queue_limit: int | None = None
+    """Requests that may wait; None takes the router's default."""
+    threads: int = 0
+    """Compute threads of each actor; 0 takes `cpus_per_actor`, or torch's choice without one."""
+    metrics_port: int = -1
+    """Port of the router's Prometheus endpoint; 0 takes a free one, -1 serves none."""
+    ray_address: str = ""
+    """Cluster to join: HOST:PORT of its head, or auto; "" starts a local one."""
+    namespace: str = "outrider"
+    """Ray namespace of the actors' names; one launcher a namespace."""
+    cpus_per_actor: float = 0.0
+    """CPUs that Ray reserves for each actor."""
+    gpus_per_actor: float = 0.0
+    """GPUs that Ray reserves for each actor, which then computes on its first one."""
+    verifier_resource: str = ""
+    """Custom resource of which the verifier takes one; places it on nodes that offer it."""
+    drafter_resource: str = ""
+    """The same for the drafter."""
+    start_timeout_s: float = 180.0
+    """How long an actor may take to be placed and to load its model."""
+    drain_s: float = 5.0
+    """Time that running requests get after SIGTERM."""
+    log_level: str = "INFO"
+    """Least severe level that is logged."""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "cpus_per_actor", "gpus_per_actor", "drain_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")
+        if self.start_timeout_s <= 0:
+            raise ValueError("start_timeout_s must be positive")
+        if self.ray_address.startswith("ray://"):
+            # A client session has no raylet of its own: actor calls would take a detour.
+            raise ValueError("ray_address: start the launcher on a node of the cluster")
+
+    @property
+    def drafting(self) -> tuple[DraftMethod, ...]:
+        """The ways of drafting; empty without a drafter."""
+        if self.methods is None:
+            own = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
+            return own if self.head else (DraftMethod.NGRAM,)
+        return tuple(method for method in self.methods if method is not DraftMethod.NONE)
+
+    @property
+    def device(self) -> str:
+        """torch device of the actors; Ray shows each only the GPUs that it reserved."""
+        return "cuda" if self.gpus_per_actor > 0 else "cpu"
+
+    @property
+    def actor_threads(self) -> int:
+        """Compute threads of each actor; 0 leaves torch's own choice."""
+        return self.threads or int(self.cpus_per_actor)
+
+    @property
+    def ray(self) -> RayConfig:
+        """Settings of the transport."""
+        return RayConfig(namespace=self.namespace, start_timeout_s=self.start_timeout_s)
+
+    def actor_options(self, resource: str) -> dict[str, object]:
+        """Ray's options for an actor that takes one of `resource` ("" takes none)."""
+        return {
+            "num_cpus": self.cpus_per_actor,
+            "num_gpus": self.gpus_per_actor,
+            "resources": {resource: 1.0} if resource else {},
+        }
+
+
+def verifier_config(config: LaunchConfig) -> VerifierConfig:
+    """Configuration of the verifier. Raises InvalidRequestError."""
+    uses_head = bool(HEAD_METHODS & set(config.drafting))
+    return load_config(
+        VerifierConfig,
+        overrides={
+            "model": _portable(config.model),
+            "verifier_id": VERIFIER,
+            "features_from": _portable(config.head) if uses_head else None,
+            "dtype": config.dtype,
+            "device": config.device,
+            "threads": config.actor_threads,
+            "kv_tokens": config.kv_tokens,
+            "max_sessions": config.max_sessions,
+            "log_level": config.log_level,
+        },
+    )
+
+
+def drafter_config(config: LaunchConfig) -> DrafterConfig | None:
+    """Configuration of the drafter; None without one. Raises InvalidRequestError."""
+    if not config.drafting:
+        return None
+    uses_head = bool(HEAD_METHODS & set(config.drafting))
+    uses_model = DraftMethod.MODEL in config.drafting
+    return load_config(
+        DrafterConfig,
+        overrides={
+            "model": _portable(config.model),
+            "head": _portable(config.head) if uses_head else None,
+            "draft_model": _portable(config.draft_model) if uses_model else None,
+            "methods": config.drafting,
+            "dtype": config.dtype,
+            "device": config.device,
+            "threads": config.actor_threads,
+            "drafter_id": DRAFTER,
+            "log_level": config.log_level,
+        },
+    )
+
+
+def router_config(config: LaunchConfig, model: Path) -> RouterConfig:
+    """Configuration of the router, which reads the tokenizer of `model`."""
+    return load_config(
+        RouterConfig,
+        overrides={
+            "listen": config.listen,
+            "model": model,
+            "model_name": config.model_name,
+            "verifiers": (VERIFIER,),
+            "drafters": (DRAFTER,) if config.drafting else (),
+            "queue_limit": config.queue_limit,
+            "metrics_port": config.metrics_port,
+            "drain_s": config.drain_s,
+            "log_level": config.log_level,
+        },
+    )
+
+
+def _portable(name_or_path: str) -> str:
+    """A path that does not depend on this process's directory; names stay names."""
+    path = Path(name_or_path).expanduser()
+    return str(path.resolve()) if name_or_path and path.exists() else name_or_path

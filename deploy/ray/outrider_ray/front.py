@@ -1,0 +1,88 @@
+"""The router in the launcher's process: the client API over gRPC, the fleet over Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from outrider_router.config import RouterConfig
+from outrider_router.fleet import PeerState
+from outrider_router.grpc_api import inference_service
+from outrider_router.metrics import RouterMetrics
+from outrider_router.service import RouterService
+
+from outrider.models import resolve
+from outrider.text.tokenizer import Tokenizer
+from outrider.transport.grpc import GrpcServer
+from outrider.transport.ray import RayDialer
+from outrider_ray.config import LaunchConfig, router_config
+
+logger = logging.getLogger(__name__)
+
+GATHER_S = 15.0
+"""How long the ready line waits for a healthy verifier with its drafter attached."""
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """A serving router."""
+
+    service: RouterService
+    address: str
+    """HOST:PORT of the client API."""
+    metrics: str
+    """HOST:PORT of the Prometheus endpoint, "" if there is none."""
+
+
+@asynccontextmanager
+async def serve_front(config: LaunchConfig) -> AsyncGenerator[Front]:
+    """Serve clients; the fleet's actors have been started."""
+    model = await asyncio.to_thread(resolve, config.model)
+    router = router_config(config, model)
+    tokenizer = await asyncio.to_thread(Tokenizer.load, model)
+    dialer, metrics = RayDialer(config.ray), RouterMetrics()
+    service = RouterService(
+        config=router, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
+    )
+    server = GrpcServer(router.listen, [inference_service(service)])
+    service.on_readiness = server.set_serving
+    try:
+        address = await server.start(serving=False)
+        metrics_address = _serve_metrics(router, metrics)
+        await service.start()
+        await _gathered(service)
+        yield Front(service=service, address=address, metrics=metrics_address)
+    finally:
+        await service.close()
+        await server.stop(1.0)
+        await dialer.close()
+
+
+async def _gathered(service: RouterService) -> None:
+    """Wait, within a bound, until the first request will find verifier and drafter."""
+    registry = service.registry
+    verifiers, drafters = registry.verifiers.values(), registry.drafters.values()
+    try:
+        async with asyncio.timeout(GATHER_S):
+            while not all(peer.state is PeerState.HEALTHY for peer in verifiers) or not all(
+                peer.serving for peer in drafters
+            ):
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        logger.warning("the actors have not found each other yet", extra={"seconds": GATHER_S})
+
+
+def _serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> str:
+    if config.metrics_port < 0:
+        return ""
+    from prometheus_client import start_http_server
+
+    server, _thread = start_http_server(
+        config.metrics_port, addr=config.metrics_host, registry=metrics.registry
+    )
+    return f"{config.metrics_host}:{server.server_port}"

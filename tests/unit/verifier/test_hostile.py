@@ -1,0 +1,99 @@
+"""Hostile drafters: what they send costs itself, never a session or the process."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.ids import SessionId
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.wire.messages import Proposal
+from tests.fakes.scripted_drafter import ProposeFn, make_tree
+from tests.unit.verifier.harness import (
+    good_chain,
+    half_good_chain,
+    make_spec,
+    mid_stream,
+    until,
+    verifier,
+)
+
+LONG_PATIENCE = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)
+
+
+def bad_trees(vocab_size: int) -> dict[str, ProposeFn]:
+    """Proposals that must cost themselves only."""
+    loop = make_tree([1, 2])
+    loop.parents[:] = [1, 0]
+    rising = make_tree([1, 2])
+    rising.logprobs[:] = [-2.0, -1.0]
+    return {
+        "token out of range": lambda _f: make_tree([vocab_size]),
+        "negative token": lambda _f: make_tree([-1]),
+        "parent after child": lambda _f: loop,
+        "too many nodes": lambda _f: make_tree([1] * 17),
+        "twin siblings": lambda _f: make_tree([1, 1], [-1, -1]),
+        "rising log-probs": lambda _f: rising,
+    }
+
+
+@pytest.mark.parametrize("kind", bad_trees(24))
+async def test_an_invalid_proposal_costs_only_itself(kind: str) -> None:
+    async with verifier() as rig:
+        bad = bad_trees(rig.target.vocab_size)[kind]
+        chain = good_chain(rig.target)
+        await rig.attach(lambda f: bad(f) if len(f.verdicts) == 2 else chain(f))
+        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=300)
+        spec = make_spec(max_new_tokens=30, plan=plan)
+        result = await rig.run(spec)
+        assert result.tokens == rig.reference(spec)
+        assert result.last.stats.fallback_rounds >= 1
+        assert result.last.stats.accepted > 0
+        assert rig.service._hub.counters["messages_invalid"] >= 1
+        assert result.last.drafter_attached
+
+
+async def test_nobody_waits_for_a_drafter_whose_proposal_was_invalid() -> None:
+    async with verifier() as rig:
+        await rig.attach(lambda _f: make_tree([rig.target.vocab_size]))
+        spec = make_spec(plan=LONG_PATIENCE)
+        async with asyncio.timeout(5.0):
+            result = await rig.run(spec)
+        assert result.tokens == rig.reference(spec)
+        assert result.last.stats.fallback_rounds > 0
+
+
+async def test_a_proposal_that_was_never_used_goes_with_its_session() -> None:
+    async with verifier() as rig:
+        rig.target.forward_s = 0.01
+        drafter = await rig.attach(half_good_chain(rig.target))
+        running = asyncio.create_task(rig.run(make_spec(max_new_tokens=60)))
+        await mid_stream(rig)
+        await drafter.send(
+            Proposal(
+                session_id=SessionId("s"), prefix_digest=5, prefix_len=999, tree=make_tree([1])
+            )
+        )
+        await until(lambda: rig.service._core.num_proposals > 0)
+        await running
+        await rig.idle()
+
+
+async def test_proposals_nobody_asked_for_are_counted_and_ignored() -> None:
+    async with verifier() as rig:
+        drafter = await rig.attach(good_chain(rig.target))
+        for name, digest in (("nobody", 5), ("s", 5)):
+            await drafter.send(
+                Proposal(
+                    session_id=SessionId(name),
+                    prefix_digest=digest,
+                    prefix_len=3,
+                    tree=make_tree([1]),
+                )
+            )
+        counters = rig.service._core.counters
+        await until(lambda: counters["proposals_unknown"] == 2)
+        spec = make_spec()
+        result = await rig.run(spec)
+        assert result.tokens == rig.reference(spec)
