@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,7 +107,7 @@ class DraftEngine:
         for method, sessions in by_method.items():
             source = self._sources.get(method)
             if source is None:
-                self.metrics.no_proposal.labels(method).inc(len(sessions))
+                yield from self._none_of(sessions)
                 continue
             self.metrics.batch_sessions.observe(len(sessions))
             yield from self._draft_batch(source, sessions)
@@ -139,13 +139,18 @@ class DraftEngine:
             logger.exception("drafting failed", extra={"sessions": len(sessions)})
             for session in sessions:
                 self._lose(session, "error")
+            yield from self._none_of(waiting.values())
             return
-        for session in waiting.values():
-            yield session.key.connection, self._proposal(session, NO_DRAFT, started)
+        yield from self._none_of(waiting.values())
         if all(fed is source for fed in self._fed):
             for session in sessions:
                 if session.key not in waiting:
                     self._behind.pop(session.key, None)
+
+    def _none_of(self, sessions: Iterable[Session]) -> Iterator[tuple[int, Proposal]]:
+        """Say at once that nothing comes."""
+        for session in sessions:
+            yield session.key.connection, self._proposal(session, NO_DRAFT, self._now())
 
     def _proposal(self, session: Session, draft: Draft, started: float) -> Proposal:
         seconds = self._now() - started

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.acceptance import accept
+from outrider.engine.draft_sampling import DEFAULT_LAW_LIMITS, LawLimits
 from outrider.spec.noise import Stream
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.acceptance_oracle import softmax, warped_probs
@@ -41,6 +42,7 @@ def _tokens_by_index(
     trials: int,
     *,
     with_law: bool = True,
+    limits: LawLimits = DEFAULT_LAW_LIMITS,
 ) -> list[NDArray[np.int64]]:
     """Counts [V] of the tokens emitted at each index of the rounds."""
     levels, vocab = target_LV.shape
@@ -49,7 +51,7 @@ def _tokens_by_index(
     for first in range(0, trials, batch):
         params = seeded(base, min(batch, trials - first), first)
         positions = [POSITION] * len(params)
-        drafts = draft(_by_depth(draft_LV), params, positions, widths)
+        drafts = draft(_by_depth(draft_LV), params, positions, widths, limits=limits)
         rows = accept_rows(drafts, params, positions, stride=0)
         if not with_law:
             rows = [replace(row, law=None) for row in rows]
@@ -92,14 +94,17 @@ def test_a_chain_emits_the_target_law_over_4096_ids(
     target, drafted = _random_levels(length + 1, 4096, seed=length, spread=1.5)
     drafted = drafted.to(dtype).to(torch.float32)
     base = SamplingParams(temperature=temperature, rule=rule)
-    counts = _tokens_by_index(target, drafted, base, [1] * length, 40_000)
+    limits = LawLimits(max_ids=256)  # a cap that bites, and keeps the test fast
+    counts = _tokens_by_index(target, drafted, base, [1] * length, 40_000, limits=limits)
     _check(counts, target, base)
 
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION, Rule.TARGET_ONLY])
 def test_a_tree_emits_the_target_law(rule: Rule) -> None:
-    target, drafted = _random_levels(3, 24, seed=5, spread=1.2)
-    base = SamplingParams(temperature=0.7, rule=rule)
+    """Few ids and a draft law that is half right: second children are often decisive."""
+    target = torch.tensor([[0.2, 0.6, 0.2, 0.3], [0.5, 0.1, 0.3, 0.1], [0.4, 0.2, 0.1, 0.3]]).log()
+    drafted = torch.tensor([[0.5, 0.4, 0.2, 0.1], [0.1, 0.4, 0.3, 0.2]]).log()
+    base = SamplingParams(temperature=1.0, rule=rule)
     counts = _tokens_by_index(target, drafted, base, [3, 2], 20_000)
     _check(counts, target, base)
 
@@ -108,8 +113,12 @@ def test_a_tree_emits_the_target_law(rule: Rule) -> None:
 def test_a_truncated_target_law_is_emitted(rule: Rule) -> None:
     target, drafted = _random_levels(3, 40, seed=6, spread=1.5)
     base = SamplingParams(
-        temperature=0.9, rule=rule, top_k=20, top_p=0.97, min_p=0.06, banned_ids=(3, 7)
+        temperature=0.9, rule=rule, top_k=14, top_p=0.95, min_p=0.05, banned_ids=(3, 7)
     )
+    logits = target[1].numpy().astype(np.float64)
+    kept = np.count_nonzero(warped_probs(logits, base))
+    for off in (replace(base, top_k=0), replace(base, top_p=1.0)):
+        assert np.count_nonzero(warped_probs(logits, off)) > kept, "every setting cuts something"
     counts = _tokens_by_index(target, drafted, base, [2, 1], 20_000)
     _check(counts, target, base)
 

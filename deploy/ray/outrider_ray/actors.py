@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -55,6 +56,8 @@ async def drafter_endpoint(
 def prepare(threads: int, log_level: str) -> None:
     """Logs as JSON on stderr, which Ray keeps; the number of threads before torch reads it."""
     setup_logging(log_level)
+    # Ray's own adds a field to every record.
+    logging.setLogRecordFactory(logging.LogRecord)
     # Ray sets one thread for an actor that reserves no CPU.
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)

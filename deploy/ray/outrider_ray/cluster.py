@@ -44,6 +44,8 @@ def ray_cluster(config: LaunchConfig) -> Generator[None]:
         ray.init(**init_options(config))
     except (RuntimeError, OSError, ValueError) as error:
         raise UnavailableError(f"Ray did not start: {error}", reason="NO_RAY") from error
+    # Ray's own adds a field to every record.
+    logging.setLogRecordFactory(logging.LogRecord)
     seconds = round(time.monotonic() - began, 2)
     logger.info("ray is up", extra={"joined": config.ray_address, "seconds": seconds})
     try:
@@ -97,15 +99,17 @@ class LocalProcess:
     def __init__(self, pid: int) -> None:
         """Raises OSError if there is no such process."""
         self.pid = pid
-        self.parent, self._started = _read_stat(pid)
+        _, self.parent, self._started = _read_stat(pid)
 
     @property
     def alive(self) -> bool:
-        """Whether it is still there."""
+        """Whether it still runs."""
         try:
-            return _read_stat(self.pid)[1] == self._started
+            state, _, started = _read_stat(self.pid)
         except OSError:
             return False
+        # A dead process stays listed until its parent asks for its status.
+        return started == self._started and state != "Z"
 
     def kill(self) -> None:
         """Kill it if it is still there."""
@@ -129,8 +133,8 @@ def descendants(pid: int) -> list[LocalProcess]:
     return found
 
 
-def _read_stat(pid: int) -> tuple[int, int]:
-    """(parent's id, start time in clock ticks since boot)."""
+def _read_stat(pid: int) -> tuple[str, int, int]:
+    """(state, parent's id, start time in clock ticks since boot)."""
     # The second field is the program's name in parentheses and may hold anything.
     fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    return int(fields[1]), int(fields[19])
+    return fields[0], int(fields[1]), int(fields[19])

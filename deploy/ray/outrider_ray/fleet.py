@@ -52,7 +52,8 @@ class Keeper:
         began = time.monotonic()
         self._endpoint = await self._serve()
         seconds = round(time.monotonic() - began, 2)
-        logger.info("actor is ready", extra={"actor": self.name, "seconds": seconds})
+        facts = {"actor": self.name, "pid": self._endpoint.pid, "seconds": seconds}
+        logger.info("actor is ready", extra=facts)
 
     def keep(self) -> None:
         """Begin to replace the actor when it dies."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -133,13 +134,13 @@ class EndpointHost:
         self._endpoint: Any = None
 
     async def start(self) -> Reply:
-        """Make the endpoint; answers once it is ready."""
+        """Make the endpoint; once it is ready, this process's id."""
         try:
             self._endpoint = await self._stack.enter_async_context(self._factory())
         except Exception as error:
             return Reply(error=to_status(error))
         self._spawn(self._reap(self._config.heartbeat))
-        return Reply()
+        return Reply(value=os.getpid())
 
     async def stop(self) -> Reply:
         """End exchanges and sessions, then the endpoint."""

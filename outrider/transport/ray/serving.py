@@ -25,6 +25,8 @@ class RayEndpoint:
     """The actor's name, by which dialers reach it."""
     actor: Any
     config: RayConfig
+    pid: int
+    """Id of the actor's process on its node."""
 
     async def stop(self) -> None:
         """Stop the endpoint, then the actor; idempotent."""
@@ -83,13 +85,12 @@ async def _serve(
         actor: Any = ray.remote(EndpointHost).options(**options).remote(factory, config)
     except ValueError as error:
         raise AlreadyExistsError(f"actor name {name} is in use", reason="NAME_IN_USE") from error
-    endpoint = RayEndpoint(name, actor, config)
     try:
         async with asyncio.timeout(config.start_timeout_s):
-            await HostCalls(actor, name, config).stream("start")
+            pid: int = await HostCalls(actor, name, config).stream("start")
     except (TimeoutError, RayError, OutriderError) as error:
         ray.kill(actor)
         if isinstance(error, OutriderError):
             raise
         raise UnavailableError(f"actor {name} did not start", reason="START_TIMEOUT") from error
-    return endpoint
+    return RayEndpoint(name, actor, config, pid)

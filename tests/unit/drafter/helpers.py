@@ -127,7 +127,12 @@ def make_engine(
 
 
 def drain(engine: DraftEngine) -> list[Proposal]:
-    """Everything that the engine has to propose, with all catch-up done."""
+    """The drafts that the engine has to propose, with all catch-up done."""
+    return [proposal for proposal in answers(engine) if len(proposal.tree)]
+
+
+def answers(engine: DraftEngine) -> list[Proposal]:
+    """Every proposal, also the empty ones that say that no draft comes."""
     proposals = [proposal for _, proposal in engine.draft()]
     while engine.is_behind:
         engine.catch_up()
