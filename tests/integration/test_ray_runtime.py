@@ -180,12 +180,11 @@ def test_actors_end_with_a_killed_launcher(tiny_target: Path, tmp_path: Path) ->
         process.stop()
 
 
-def test_a_head_that_does_not_load_is_named_and_ray_is_stopped(
+def test_a_draft_model_that_does_not_load_is_named_and_ray_is_stopped(
     tiny_target: Path, tmp_path: Path
 ) -> None:
-    process = Launcher(
-        tmp_path, "--model", str(tiny_target), "--head", str(tmp_path), "--threads", "1"
-    )
+    arguments = ["--model", str(tiny_target), "--methods", "model", "--threads", "1"]
+    process = Launcher(tmp_path, *arguments, "--draft-model", str(tmp_path))
     process.start()
     assert process._popen is not None
     try:
