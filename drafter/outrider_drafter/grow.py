@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from outrider.engine.draft_sampling import propose_children
+from outrider.engine.draft_sampling import LawLimits, law_limits_for, propose_children
 from outrider.engine.warper import EMPTY_HISTORY, TokenHistory
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider_drafter.growth import Children, Draft, Frontier, Growth, make_growth
@@ -132,13 +132,18 @@ def _propose(
     sampling: list[SamplingParams] = []
     positions: list[int] = []
     histories: list[TokenHistory] = []
+    limits: list[LawLimits] = []
     for job, frontier in members:
         rows = len(frontier.tokens)
         sampling += [job.sampling] * rows
         # A child of a node at depth d becomes the token at prefix_len + d.
         positions += [job.prefix_len + level] * rows
         histories += _histories(job, rows, level)
-    found = propose_children(logits, model.target_ids, sampling, positions, top_k, histories)
+        # The root and every row that runs ship a law; per row, so that no batch changes one.
+        limits += [law_limits_for(1 + job.growth.max_rows)] * rows
+    found = propose_children(
+        logits, model.target_ids, sampling, positions, top_k, histories, law_limits=limits
+    )
     return Children(
         tokens=found.tokens.cpu().numpy(),
         logprobs=found.logprobs.cpu().numpy(),
