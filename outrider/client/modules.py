@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,4 +30,19 @@ def run_module(module: str, args: Sequence[str]) -> int:
         if not (folder / top_level / "__init__.py").is_file():
             raise NotFoundError(f"{top_level} is not installed here", reason="NOT_INSTALLED")
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
-    return subprocess.run([sys.executable, "-m", module, *args], env=env, check=False).returncode
+    with subprocess.Popen([sys.executable, "-m", module, *args], env=env) as child:
+        # A terminal's Ctrl-C reaches the child by itself; a SIGTERM is sent to us alone.
+        before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+        try:
+            return _wait(child)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Its exit status; interrupts are the child's to handle."""
+    while True:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            continue

@@ -45,14 +45,7 @@ def build_service(config: VerifierConfig) -> VerifierService:
     )
     projection: Projection | None = None
     if config.features_from:
-        projection = load_feature_projection(
-            config.features_from,
-            num_target_layers=target.config.num_layers,
-            dtype=dtype,
-            device=config.device,
-            make_linear=make_linear,
-        )
-        _check_taps(projection, target.config.num_layers)
+        projection = _load_projection(config, target.config.num_layers)
     seconds = round(time.monotonic() - began, 2)
     logger.info("target loaded", extra={"model": str(path), "seconds": seconds})
     return VerifierService(
@@ -72,6 +65,22 @@ def tune_interpreter() -> None:
     # The model stays for the life of the process: keep the collector from walking over it.
     gc.collect()
     gc.freeze()
+
+
+def _load_projection(config: VerifierConfig, num_layers: int) -> Projection:
+    try:
+        projection = load_feature_projection(
+            config.features_from,
+            num_target_layers=num_layers,
+            dtype=getattr(torch, config.dtype),
+            device=config.device,
+            make_linear=make_linear,
+        )
+    except (ValueError, OSError) as error:
+        message = f"features_from {config.features_from}: {error}"
+        raise InvalidRequestError(message, reason="INVALID_HEAD") from error
+    _check_taps(projection, num_layers)
+    return projection
 
 
 def _check_taps(projection: Projection, num_layers: int) -> None:

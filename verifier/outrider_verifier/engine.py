@@ -119,6 +119,12 @@ class RoundEngine:
         self._device = torch.device(device)
         self._bfloat16 = feature_dtype is TensorDtype.BFLOAT16
 
+    @staticmethod
+    def enter_thread() -> None:
+        """To be called once by the thread that will run the rounds."""
+        # OpenMP keeps its number of threads per thread; asking makes torch pass on the process's.
+        torch.get_num_threads()
+
     @torch.inference_mode()
     def run(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> RoundOutcome:
         """One forward over all rows, then acceptance and commit.

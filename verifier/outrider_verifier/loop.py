@@ -56,6 +56,7 @@ class EngineLoop:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        self._rounds.enter_thread()
         wait_until: float | None = None
         idle_since = time.monotonic()
         while not self._stopping:

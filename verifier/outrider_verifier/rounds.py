@@ -40,6 +40,10 @@ class Rounds:
         self._limits = limits
         self._clock = clock
 
+    def enter_thread(self) -> None:
+        """To be called once by the thread that will run the rounds."""
+        self._engine.enter_thread()
+
     def plan(self, now: float) -> RoundPlan:
         """What to do now."""
         rows = [self._row_state(session) for session in self._core.sessions.values()]
