@@ -82,12 +82,12 @@ async def serve(config: DrafterConfig) -> None:
 
 
 def _serve_metrics(config: DrafterConfig, registry: CollectorRegistry) -> str:
-    """Start the Prometheus endpoint on the host of the control service; its address, or ""."""
+    """Start the Prometheus endpoint; its address, or ""."""
     if config.metrics_port < 0:
         return ""
     from prometheus_client import start_http_server
 
-    host = config.listen.rpartition(":")[0]
+    host = config.metrics_host
     server, _ = start_http_server(config.metrics_port, addr=host, registry=registry)
     return f"{host}:{server.server_port}"
 

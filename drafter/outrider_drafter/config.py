@@ -71,6 +71,8 @@ class DrafterConfig:
     """Stable name; give one, so that a restarted drafter is recognised."""
     metrics_port: int = -1
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
+    metrics_host: str = "127.0.0.1"
+    """Interface of the Prometheus endpoint."""
     log_level: str = "INFO"
     max_sessions: int = 1024
     """Sessions followed at most; the least recently used one makes room."""

@@ -54,13 +54,15 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
 
 async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
+    from outrider.models import resolve
     from outrider.text.tokenizer import Tokenizer
     from outrider.transport.grpc import GrpcDialer, GrpcServer
     from outrider_router.grpc_api import inference_service
     from outrider_router.metrics import RouterMetrics
     from outrider_router.service import RouterService
 
-    tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
+    path = await asyncio.to_thread(resolve, str(config.model))
+    tokenizer = await asyncio.to_thread(Tokenizer.load, path)
     dialer = GrpcDialer()
     metrics = RouterMetrics()
     service = RouterService(

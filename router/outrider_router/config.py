@@ -41,7 +41,7 @@ class RouterConfig:
     listen: str = "127.0.0.1:50050"
     """HOST:PORT of the client API; port 0 takes a free one."""
     model: Path
-    """Model directory; only its tokenizer files are read."""
+    """Model directory or a pulled model's name; only its tokenizer files are read."""
     model_name: str = ""
     """Name that clients ask for; "" takes the verifier's."""
     verifiers: tuple[str, ...] = ()
