@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 TRANSPORTS = ("inproc", "grpc", "ray")
@@ -23,3 +25,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if unknown:
             raise pytest.UsageError(f"--transport: unknown {sorted(unknown)}, know {TRANSPORTS}")
         metafunc.parametrize("transport_name", names, scope="session")
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target checkpoint."""
+    from tests.factories import make_target
+
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def tiny_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random EAGLE-3 head for it."""
+    from tests.factories import make_eagle3_head
+
+    return make_eagle3_head(tmp_path_factory.mktemp("head"))

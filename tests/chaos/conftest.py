@@ -1,4 +1,4 @@
-"""The fixtures of the integration tests; every chaos test gets a stack of its own."""
+"""Every chaos test gets a stack of its own."""
 
 from __future__ import annotations
 
@@ -7,18 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.factories import make_eagle3_head, make_target
 from tests.integration.stack import Stack
-
-
-@pytest.fixture(scope="session")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="session")
-def tiny_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_eagle3_head(tmp_path_factory.mktemp("head"))
 
 
 @pytest.fixture

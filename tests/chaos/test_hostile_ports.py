@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -26,7 +27,6 @@ from outrider.wire.messages import (
     Verdict,
     VerifierInfo,
 )
-from tests.factories import make_eagle3_head, make_target
 from tests.integration.stack import Stack, wait_until
 
 SERVICES = {
@@ -47,11 +47,11 @@ PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9")]
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    target = make_target(tmp_path_factory.mktemp("target"))
-    head = make_eagle3_head(tmp_path_factory.mktemp("head"))
+def running(
+    tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
-    with Stack(directory, model=str(target), head=str(head)) as stack:
+    with Stack(directory, model=str(tiny_target), head=str(tiny_head)) as stack:
         yield stack
 
 

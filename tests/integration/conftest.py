@@ -1,4 +1,4 @@
-"""Tiny checkpoints and running stacks for the integration tests."""
+"""Running stacks for the integration tests."""
 
 from __future__ import annotations
 
@@ -8,18 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.client import Client, RetryPolicy
-from tests.factories import make_eagle3_head, make_target
 from tests.integration.stack import Stack
-
-
-@pytest.fixture(scope="session")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="session")
-def tiny_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_eagle3_head(tmp_path_factory.mktemp("head"))
 
 
 @pytest.fixture(scope="module")
