@@ -49,6 +49,8 @@ class RoundReport:
     total_s: float
     forward_s: float
     accept_s: float
+    project_s: float
+    """In the draft head's `fc`."""
     waited_s: float
     """Idle time before the round in which some session awaited its proposal."""
     drafted_s: float
@@ -62,13 +64,14 @@ class RoundReport:
 
     @property
     def other_s(self) -> float:
-        """Time of the round outside forward and acceptance."""
-        return self.total_s - self.forward_s - self.accept_s
+        """Time of the round outside forwards and acceptance."""
+        return self.total_s - self.forward_s - self.project_s - self.accept_s
 
     @property
     def overhead_s(self) -> float:
-        """Time of the round, its wait included, outside the two models' forwards."""
-        return self.total_s + self.waited_s - self.forward_s - self.drafted_s
+        """Time of the round, its wait included, outside the two models' forwards: the target's,
+        and the head's with the `fc` that runs here."""
+        return self.total_s + self.waited_s - self.forward_s - self.project_s - self.drafted_s
 
 
 Effect = Emit | Fail | Tell | Answer | RoundReport

@@ -87,6 +87,8 @@ class RoundOutcome:
     rows: int
     forward_s: float
     accept_s: float
+    project_s: float
+    """In the draft head's `fc`, the part of its forward that runs here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +143,7 @@ class RoundEngine:
         acceptances = self._accept(output.logits, packed)
         accepted = time.perf_counter()
         features = self._features(output.taps, packed)
+        projected = time.perf_counter()
         for row in packed:
             row.session.kv.commit(row.kept)
         outcomes = [
@@ -153,6 +156,7 @@ class RoundEngine:
             rows=sum(len(row.token_ids) for row in packed),
             forward_s=forwarded - began,
             accept_s=accepted - forwarded,
+            project_s=projected - accepted,
         )
 
     def _batch(self, packed: list[_Packed], logit_rows: list[int] | None) -> ForwardBatch:

@@ -209,6 +209,7 @@ class Rounds:
                 total_s=total_s,
                 forward_s=outcome.forward_s,
                 accept_s=outcome.accept_s,
+                project_s=outcome.project_s,
                 waited_s=waited_s,
                 drafted_s=drafted_s,
                 rows=outcome.rows,

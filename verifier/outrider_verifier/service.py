@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncGenerator
 from typing import assert_never
 
@@ -39,6 +40,8 @@ from outrider_verifier.metrics import Metrics
 from outrider_verifier.rounds import Rounds
 from outrider_verifier.schedule import Limits
 
+REST_DELAY_S = 0.001
+"""How long a round's events stand back for its verdicts; drafting takes longer."""
 _DRAIN_POLL_S = 0.02
 _STOP_TIMEOUT_S = 10.0
 _EventQueue = asyncio.Queue[SessionEvent | OutriderError]
@@ -84,6 +87,8 @@ class VerifierService:
         self.metrics = Metrics(self._counts, self._gauges)
         self._tickets = itertools.count(1)
         self._streams: dict[int, _EventQueue] = {}
+        self._rest: deque[Emit | Fail | Answer | RoundReport] = deque()
+        self._rest_scheduled = False
         self._loop: EngineLoop | None = None
         self._draining = False
         self._stopped = False
@@ -207,20 +212,37 @@ class VerifierService:
             command.answer.set_exception(error)
 
     def _dispatch(self, effects: list[Effect]) -> None:
-        """Perform what a round (or a command) asked for."""
+        """Perform what a round (or a command) asked for, verdicts first.
+
+        A drafter can begin with a verdict while the rest of a round is told; the rest keeps its
+        order and follows within `REST_DELAY_S`.
+        """
+        told = False
         for effect in effects:
-            match effect:
+            if isinstance(effect, Tell):
+                self._hub.tell(effect.link_id, effect.message)
+                told = True
+            else:
+                self._rest.append(effect)
+        if not told:
+            self._dispatch_rest()
+        elif not self._rest_scheduled:
+            self._rest_scheduled = True
+            asyncio.get_running_loop().call_later(REST_DELAY_S, self._dispatch_rest)
+
+    def _dispatch_rest(self) -> None:
+        self._rest_scheduled = False
+        while self._rest:
+            match self._rest.popleft():
                 case Emit(ticket=ticket, event=event):
                     self._put(ticket, event)
                 case Fail(ticket=ticket, error=error):
                     self._put(ticket, error)
-                case Tell(link_id=link_id, message=message):
-                    self._hub.tell(link_id, message)
                 case Answer(future=future, error=refused):
                     _settle(future, refused)
-                case RoundReport():
-                    self.metrics.observe(effect)
-                case _:
+                case RoundReport() as report:
+                    self.metrics.observe(report)
+                case effect:
                     assert_never(effect)
 
     def _put(self, ticket: int, item: SessionEvent | OutriderError) -> None:
