@@ -9,12 +9,15 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from outrider.client import Client, OutriderError, RetryPolicy, user
+from outrider.client import Client, OutriderError, RetryPolicy, ServerInfo, user
 from outrider.client.local import LocalCluster
 from outrider_bench.environment import describe
 from outrider_bench.models import add_model_arguments, local_config
 from outrider_bench.prompts import BenchPrompt, load_prompts
 from outrider_bench.report import finish, say
+
+SETTLE_S = 5.0
+"""What is still held this long after the last stream counts as leaked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,7 @@ def _burst(
             with concurrent.futures.ThreadPoolExecutor(args.streams) as pool:
                 results = list(pool.map(one, range(args.streams)))
             seconds = time.perf_counter() - began
-            idle = client.server_info()
+            idle = _settled(client)
     done = [result for result in results if result.code == "OK"]
     first = sorted(result.first_token_s for result in done)
     return {
@@ -78,6 +81,16 @@ def _burst(
         "sessions_left": sum(verifier.sessions for verifier in idle.verifiers),
         "kv_blocks_leaked": sum(v.kv_total_blocks - v.kv_free_blocks for v in idle.verifiers),
     }
+
+
+def _settled(client: Client) -> ServerInfo:
+    """The fleet once it holds nothing; the router looks at its verifiers every half second."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        info = client.server_info()
+        if time.monotonic() > deadline or all(v.sessions == 0 for v in info.verifiers):
+            return info
+        time.sleep(0.1)
 
 
 def _stream(client: Client, prompt: BenchPrompt, max_tokens: int) -> StreamResult:
