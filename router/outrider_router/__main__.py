@@ -61,7 +61,10 @@ async def serve(config: RouterConfig) -> None:
     from outrider_router.metrics import RouterMetrics
     from outrider_router.service import RouterService
 
-    path = await asyncio.to_thread(resolve, str(config.model))
+    # A folder that holds no more than a tokenizer is enough for a router.
+    path = config.model
+    if not path.is_dir():
+        path = await asyncio.to_thread(resolve, str(config.model))
     tokenizer = await asyncio.to_thread(Tokenizer.load, path)
     dialer = GrpcDialer()
     metrics = RouterMetrics()
