@@ -36,8 +36,6 @@ def build_service(config: DrafterConfig, dialer: Dialer) -> DrafterService:
     if config.threads:
         torch.set_num_threads(config.threads)
     config = with_paths(config)
-    if config.model:
-        config = replace(config, model=str(resolve(config.model)))
     identity = load_identity(config)
     sources = [_load_source(method, config, identity) for method in config.methods]
     return DrafterService(config, sources, dialer, identity=identity)

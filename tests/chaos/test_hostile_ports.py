@@ -145,7 +145,7 @@ async def test_a_lying_drafter_changes_no_token(running: Stack, case: str) -> No
 
 
 async def test_replayed_proposals_of_a_stranger_are_dropped(running: Stack) -> None:
-    """Proposals for a live session from a drafter that does not serve it never reach its rows."""
+    """One proposal sent over and over, for a session that is not there, disturbs no running one."""
     dialer = GrpcDialer()
     try:
         info = await (await dialer.verifier(running.verifier.address)).info()
