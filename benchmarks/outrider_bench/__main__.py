@@ -7,12 +7,14 @@ import sys
 
 from outrider.errors import OutriderError
 from outrider_bench import acceptance, load, lossless, speed
+from outrider_bench.gpu import cli as gpu
 
 BENCHMARKS = {
     "local": (speed, "speculative, plain and transformers decoding, interleaved"),
     "acceptance": (acceptance, "tokens emitted per round by task, rule and temperature"),
     "lossless": (lossless, "token ids with and without a drafter, differences explained"),
     "load": (load, "many concurrent streams, and a full queue"),
+    "gpu": (gpu, "the device engine: kernels, rounds, placements"),
 }
 
 

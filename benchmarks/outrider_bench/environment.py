@@ -27,10 +27,37 @@ def describe() -> dict[str, object]:
         "versions": versions,
         "cpu": _cpu(),
         "cores": os.cpu_count(),
+        **_gpu(),
     }
 
 
+def _gpu() -> dict[str, object]:
+    """The accelerators that torch sees, their driver and torch's CUDA version."""
+    try:
+        import torch
+
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    except (ImportError, RuntimeError):
+        return {}
+    if not names:
+        return {}
+    return {"gpu": names[0], "gpus": len(names), "driver": _driver(), "cuda": torch.version.cuda}
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return lines.split("\n")[0].strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def _commit() -> str:
+    """From git; where the sources came without it, from OUTRIDER_COMMIT."""
+    given = os.environ.get("OUTRIDER_COMMIT")
+    if given:
+        return given
     here = Path(__file__).parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty"]
     try:

@@ -22,7 +22,7 @@ from outrider.engine.target import ForwardBatch, Segment, TargetModel
 from outrider.spec.noise import Stream, gumbel
 from outrider.text.tokenizer import Tokenizer
 from outrider_bench.environment import describe
-from outrider_bench.models import add_model_arguments, local_config
+from outrider_bench.models import add_model_arguments, describe_placing, local_config
 from outrider_bench.prompts import BenchPrompt, load_prompts
 from outrider_bench.report import finish, say
 
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> None:
                 cases[f"{rule}/{name}"] = case
                 say(f"{rule}/{name}: {case}")
     result = {"benchmark": "lossless", **describe(), "model": config.model_name}
-    result |= {"dtype": args.dtype, "max_tokens": args.max_tokens, "prompts": len(prompts)}
+    result |= describe_placing(config)
+    result |= {"max_tokens": args.max_tokens, "prompts": len(prompts)}
     result |= {"near_tie_bound": NEAR_TIE, "cases": cases}
     finish(args, result)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from outrider.client.local import LocalConfig
 from outrider.client.modelfiles import DEFAULT_MODEL, find_model
+from outrider.client.placing import add_placing_arguments, placing_of
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider_bench.prompts import DEFAULT_PROMPTS
@@ -17,12 +18,25 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=DEFAULT_MODEL, help=f"name or directory; default: {DEFAULT_MODEL}")
     add("--head", type=Path, help="draft head; default: the one that ships for the model")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
+    add_placing_arguments(parser)
     add("--threads", type=int, default=2, help="compute threads of each process; default: 2")
     add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSONL; default: the bundled 40")
     add("--limit", type=int, help="number of prompts; default: all")
     add("--out", type=Path, help="also write the result as JSON here")
     add("--json", action="store_true", help="last line of the output is one JSON object")
+
+
+def describe_placing(config: LocalConfig) -> dict[str, object]:
+    """Where the models of a benchmark compute, for its result; what is simulated is said."""
+    placing: dict[str, object] = {
+        "dtype": config.element_type,
+        "device": config.device,
+        "placement": config.placement,
+    }
+    if config.simulated_acceptance:
+        placing["SIMULATED_ACCEPTANCE"] = config.simulated_acceptance
+    return placing
 
 
 def local_config(
@@ -37,7 +51,8 @@ def local_config(
         model_name=files.name,
         head=files.head,
         methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
-        dtype=args.dtype,
+        dtype=args.dtype or "",
+        **placing_of(args),
         threads=args.threads,
         max_sessions=max_sessions,
         queue_limit=queue_limit,

@@ -21,7 +21,7 @@ from outrider.transport.grpc import GrpcDialer
 from outrider.wire.messages import VerifierInfo
 from outrider_bench.baseline import TransformersBaseline
 from outrider_bench.environment import describe
-from outrider_bench.models import add_model_arguments, local_config
+from outrider_bench.models import add_model_arguments, describe_placing, local_config
 from outrider_bench.prompts import BenchPrompt, is_loop, load_prompts
 from outrider_bench.report import finish, say
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure and report."""
     config = local_config(args)
     prompts = load_prompts(args.prompts, args.limit)
-    baseline = TransformersBaseline(config.model, dtype=args.dtype, threads=args.threads)
+    baseline = TransformersBaseline(config.model, dtype=config.element_type, threads=args.threads)
     tokenizer = Tokenizer.load(config.model)
     with LocalCluster(config) as cluster, Client(cluster.address, timeout_s=600.0) as client:
         drafts = {"draft_tokens": args.draft_tokens, "draft_top_k": args.draft_topk}
@@ -147,7 +147,7 @@ def _report(
         "benchmark": "local",
         **describe(),
         "model": config.model_name,
-        "dtype": args.dtype,
+        **describe_placing(config),
         "threads": args.threads,
         "draft_tokens": args.draft_tokens,
         "draft_topk": args.draft_topk,

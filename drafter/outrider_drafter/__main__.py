@@ -41,6 +41,11 @@ def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
     parser.add_argument("--methods", metavar="A,B", help="eagle3, eagle, ngram, model")
     parser.add_argument("--dtype", choices=DTYPES, help="element type of the draft models")
     parser.add_argument("--device", help="torch device")
+    parser.add_argument(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        help="run a head's drafts as captured CUDA graphs (the default)",
+    )
     parser.add_argument("--threads", type=int, help="threads of CPU operators")
     parser.add_argument("--drafter-id", metavar="NAME", help="stable name of this drafter")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")

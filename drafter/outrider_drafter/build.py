@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from outrider.engine.config import load_model_config
+from outrider.engine.device.head_weights import can_extract
 from outrider.engine.heads import DraftHead, load_head, load_head_config
 from outrider.engine.linear import make_linear
 from outrider.engine.loading import load_embedding, load_lm_head, load_target
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.models import resolve
-from outrider.spec.plan import DraftMethod
+from outrider.spec.plan import DraftMethod, Plan
 from outrider.text.tokenizer import tokenizer_hash
 from outrider.transport.base import Dialer
 from outrider_drafter.config import DrafterConfig
@@ -28,6 +29,9 @@ from outrider_drafter.source import DraftSource
 SWITCH_INTERVAL_S = 0.0005
 """Python's own 5 ms is longer than a draft step: the thread that sends proposals would wait that
 long for the interpreter lock while the next batch is drafted."""
+
+_WARM_BATCH = 8
+"""Sessions of the largest batch that is compiled and captured before serving."""
 
 
 def build_service(config: DrafterConfig, dialer: Dialer) -> DrafterService:
@@ -74,19 +78,13 @@ def _load_source(method: DraftMethod, config: DrafterConfig, identity: Identity)
     return _load_head(method, config, identity)
 
 
-def _load_head(method: DraftMethod, config: DrafterConfig, identity: Identity) -> HeadSource:
+def _load_head(method: DraftMethod, config: DrafterConfig, identity: Identity) -> DraftSource:
     dtype = getattr(torch, config.dtype)
     try:
         head = _read_head(config, dtype)
     except (ValueError, OSError) as error:
         raise InvalidRequestError(f"head {config.head}: {error}", reason="INVALID_HEAD") from error
-    source = HeadSource(
-        head,
-        max_rows=config.head_kv_rows,
-        max_context=config.head_max_context,
-        dtype=dtype,
-        device=config.device,
-    )
+    source = _head_source(head, config, dtype)
     if source.method is not method:
         raise FailedPreconditionError(f"{config.head} holds an {source.method} head, not {method}")
     if head.config.vocab_size != identity.vocab_size:
@@ -94,6 +92,31 @@ def _load_head(method: DraftMethod, config: DrafterConfig, identity: Identity) -
             f"{config.head} is for a vocabulary of {head.config.vocab_size} ids, "
             f"the target has {identity.vocab_size}"
         )
+    return source
+
+
+def _head_source(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> DraftSource:
+    if torch.device(config.device).type != "cuda" or not can_extract(head):
+        return HeadSource(
+            head,
+            max_rows=config.head_kv_rows,
+            max_context=config.head_max_context,
+            dtype=dtype,
+            device=config.device,
+        )
+    # Imported here: it needs Triton, which a drafter on a CPU can do without.
+    from outrider_drafter.device_source import DeviceHeadSource
+
+    source = DeviceHeadSource(
+        head,
+        max_rows=config.head_kv_rows,
+        max_context=config.head_max_context,
+        max_sessions=config.max_sessions,
+        dtype=dtype,
+        device=config.device,
+        cuda_graphs=config.cuda_graphs,
+    )
+    source.warm_up([Plan(method=DraftMethod.EAGLE3)], max_batch=_WARM_BATCH)
     return source
 
 

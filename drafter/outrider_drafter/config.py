@@ -65,6 +65,8 @@ class DrafterConfig:
     """Element type of the draft models: float32, bfloat16 or float16."""
     device: str = "cpu"
     """torch device of the draft models."""
+    cuda_graphs: bool = True
+    """Whether a CUDA device runs a head's drafts as captured graphs; off, kernel by kernel."""
     threads: int = 0
     """Threads of torch's CPU operators; 0 leaves torch's own choice."""
     drafter_id: str = field(default_factory=lambda: f"drafter-{secrets.token_hex(4)}")

@@ -60,6 +60,10 @@ def _dispatch(arguments: list[str]) -> int:
             from outrider.client import serve
 
             return serve.run(args)
+        case "status":
+            from outrider.client import status_command
+
+            return status_command.run(args)
         case _:
             from outrider.client import models_command
 
@@ -68,7 +72,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    from outrider.client import generate, models_command, serve
+    from outrider.client import generate, models_command, serve, status_command
 
     parser = argparse.ArgumentParser(
         prog="outrider", description="Speculative decoding in separate processes."
@@ -78,6 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, module, text in (
         ("serve", serve, "run router, verifier and drafter"),
         ("generate", generate, "answer prompts"),
+        ("status", status_command, "show a router and its fleet"),
         ("models", models_command, "pull and list models"),
     ):
         module.add_arguments(commands.add_parser(name, help=text, allow_abbrev=False))

@@ -12,10 +12,12 @@ from pathlib import Path
 
 from outrider.client.aio import AsyncClient
 from outrider.client.flags import at_least, seed
-from outrider.client.local import LocalCluster, LocalConfig, say
+from outrider.client.local import CPU, LocalCluster, LocalConfig, say
 from outrider.client.modelfiles import DEFAULT_MODEL, ModelFiles, find_model
 from outrider.client.options import GenerateOptions, assistant, user
+from outrider.client.placing import add_placing_arguments, placing_of
 from outrider.client.prompts import Turns, read_prompts
+from outrider.client.status_command import simulation_note
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider.wire.inference import ChatMessage, GenerateResult
@@ -24,7 +26,18 @@ DEFAULT_MAX_TOKENS = 256
 KV_TOKENS_PER_PROMPT = 2560
 MIN_KV_TOKENS = 8448
 DRAFTERS = ("eagle3", "ngram", "model", "none")
-LOCAL_ONLY = ("model", "head", "draft_model", "dtype")
+LOCAL_ONLY = (
+    "model",
+    "head",
+    "draft_model",
+    "dtype",
+    "device",
+    "drafter_device",
+    "placement",
+    "draft_length",
+    "no_cuda_graphs",
+    "simulated_acceptance",
+)
 
 OnText = Callable[[str], None]
 Answers = list[GenerateResult]
@@ -50,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drafter", choices=DRAFTERS, help="default: eagle3; ngram for a model without a head")
     add("--draft-tokens", metavar="N", type=at_least(0), default=4, help="a round; default: 4")
     add("--draft-topk", metavar="K", type=at_least(1), default=1, help="1 (default) is a chain")
-    add("--dtype", choices=("float32", "bfloat16"), help="default: float32")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
+    add_placing_arguments(parser)
     add("--router", metavar="HOST:PORT", help="use this router instead of starting processes")
     add("--json", action="store_true", help="one JSON object a prompt, in input order")
     add("--concurrency", metavar="N", type=at_least(1), default=1, help="prompts at a time")
@@ -63,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer every prompt; the exit status. Raises OutriderError."""
     prompts = [(args.prompt,)] if args.prompts is None else read_prompts(args.prompts)
     if args.router is not None:
-        ignored = [name for name in LOCAL_ONLY if getattr(args, name) is not None]
+        ignored = [name for name in LOCAL_ONLY if getattr(args, name) not in (None, False)]
         for name in ignored:
             say(f"--{name.replace('_', '-')} is ignored: it is the router's own choice")
         return asyncio.run(_answer_all(args, prompts, args.router))
@@ -84,14 +98,17 @@ def local_config(args: argparse.Namespace, files: ModelFiles, concurrency: int) 
         draft_model = files.path
         if args.draft_model is not None:
             draft_model = find_model(args.draft_model).path
+    placing = placing_of(args)
+    kv_tokens = max(MIN_KV_TOKENS, concurrency * KV_TOKENS_PER_PROMPT)
     return LocalConfig(
         model=files.path,
         model_name=files.name,
         methods=() if method is DraftMethod.NONE else (method,),
         head=files.head,
         draft_model=draft_model,
-        dtype=args.dtype or "float32",
-        kv_tokens=max(MIN_KV_TOKENS, concurrency * KV_TOKENS_PER_PROMPT),
+        dtype=args.dtype or "",
+        **placing,
+        kv_tokens=kv_tokens if placing["device"] == CPU else None,
         max_sessions=max(8, concurrency),
         queue_limit=max(256, concurrency),
     )
@@ -172,6 +189,9 @@ async def _answer_all(args: argparse.Namespace, prompts: Sequence[Turns], addres
     options = options_of(args)
     started = time.monotonic()
     async with AsyncClient(address) as client:
+        note = simulation_note(await client.server_info())
+        if note:
+            say(f"{note}: the answers are not the model's")
         if args.concurrency == 1 and not args.json:
             done = [await _show_live(client, turns, options) for turns in prompts]
         else:

@@ -6,7 +6,9 @@ print when they serve.
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +27,10 @@ from outrider.wire.inference import ServerInfo
 
 START_S = 180.0
 """Longest wait for a process to load its model and serve."""
+CPU, CUDA = DEVICES = ("cpu", "cuda")
+SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
+SHARED_MEMORY_FRACTION = 0.7
+"""Share of a GPU's memory that the verifier takes where the drafter computes on the same one."""
 HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
 
 
@@ -48,11 +54,23 @@ class LocalConfig:
     """Directory of the EAGLE head; needed by eagle3 and eagle."""
     draft_model: Path | None = None
     """Directory of the small model; needed by model."""
-    dtype: str = "float32"
+    dtype: str = ""
+    """Element type of the models; "" takes float32 on a CPU, bfloat16 on a GPU."""
+    device: str = "cpu"
+    """cpu or cuda: where target and draft models compute."""
+    drafter_device: str = ""
+    """torch device of the drafter; "" takes a GPU of its own where there are two."""
+    placement: str = SEPARATE
+    """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
+    draft_length: int | None = None
+    """Draft tokens a round of a head in the verifier; None takes its default."""
+    cuda_graphs: bool = True
+    simulated_acceptance: str = ""
+    """Benchmarks with random weights only: see the verifier's option of this name."""
     listen: str = "127.0.0.1:0"
     """HOST:PORT of the router; port 0 takes a free one."""
     kv_tokens: int | None = None
-    """KV budget of the verifier; None takes its default."""
+    """KV budget of the verifier; None takes its default, which on a GPU is what there is."""
     max_sessions: int | None = None
     queue_limit: int | None = None
     threads: int | None = None
@@ -65,6 +83,19 @@ class LocalConfig:
     """Let the processes log to our stderr instead."""
 
     def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise InvalidRequestError(
+                f"device must be cpu or cuda, got {self.device!r}", reason="INVALID_DEVICE"
+            )
+        if self.placement not in PLACEMENTS:
+            raise InvalidRequestError(
+                f"placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}",
+                reason="INVALID_PLACEMENT",
+            )
+        if self.placement != SEPARATE and DraftMethod.EAGLE3 not in self.methods:
+            raise InvalidRequestError(
+                f"{self.placement} drafting is for the method eagle3", reason="INVALID_PLACEMENT"
+            )
         if HEAD_METHODS & set(self.methods) and self.head is None:
             raise InvalidRequestError(
                 "drafting with a head needs one: no head ships for this model, give --head DIR",
@@ -74,6 +105,18 @@ class LocalConfig:
             raise InvalidRequestError(
                 "drafting with a small model needs --draft-model", reason="NO_DRAFT_MODEL"
             )
+
+    @property
+    def element_type(self) -> str:
+        """Element type of the models."""
+        return self.dtype or ("float32" if self.device == CPU else "bfloat16")
+
+    @property
+    def drafter_methods(self) -> tuple[DraftMethod, ...]:
+        """What the drafter process offers; none at all: there is no such process."""
+        if self.placement == SEPARATE:
+            return self.methods
+        return tuple(method for method in self.methods if method not in HEAD_METHODS)
 
 
 class LocalCluster:
@@ -133,16 +176,22 @@ class LocalCluster:
     def _start(self) -> str:
         config, logs = self._config, self._log_dir()
         name = config.model_name or config.model.name
-        self._progress(f"starting the verifier: {name}, {config.dtype}")
+        gpus = count_gpus() if config.device != CPU else 0
+        where = "" if config.placement == SEPARATE else f", {config.placement} drafting"
+        self._progress(
+            f"starting the verifier: {name}, {config.element_type} on {config.device}{where}"
+        )
+        if config.simulated_acceptance:
+            self._progress(f"SIMULATED ACCEPTANCE {config.simulated_acceptance}: no real text")
         self.verifier = ChildProcess(
-            "verifier", "outrider_verifier", verifier_args(config), log_dir=logs
+            "verifier", "outrider_verifier", verifier_args(config, gpus), log_dir=logs
         )
         self.verifier.start()
-        if config.methods:
-            methods = ", ".join(config.methods)
+        if config.drafter_methods:
+            methods = ", ".join(config.drafter_methods)
             self._progress(f"starting the drafter: {methods}")
             self.drafter = ChildProcess(
-                "drafter", "outrider_drafter", drafter_args(config), log_dir=logs
+                "drafter", "outrider_drafter", drafter_args(config, gpus), log_dir=logs
             )
             self.drafter.start()
         verifier = self.verifier.wait_ready(START_S)
@@ -203,32 +252,64 @@ def _flags(**values: object) -> list[str]:
     return flags
 
 
-def verifier_args(config: LocalConfig) -> list[str]:
+def count_gpus() -> int:
+    """CUDA devices that processes started here will see; at least 1. Imports no torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return max(1, len([name for name in visible.split(",") if name.strip()]))
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30.0, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 1
+    return max(1, sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))
+
+
+def devices(config: LocalConfig, gpus: int) -> tuple[str, str]:
+    """torch devices of verifier and drafter on a machine with so many GPUs."""
+    own = config.drafter_device
+    if config.device == CPU:
+        return CPU, own or CPU
+    return "cuda:0", own or ("cuda:1" if gpus > 1 else "cuda:0")
+
+
+def verifier_args(config: LocalConfig, gpus: int = 0) -> list[str]:
     """Flags of the verifier."""
     uses_head = bool(HEAD_METHODS & set(config.methods))
-    return _flags(
+    device, drafter_device = devices(config, gpus)
+    shares = device != CPU and device == drafter_device and bool(config.drafter_methods)
+    flags = _flags(
         model=config.model,
         features_from=config.head if uses_head else None,
-        dtype=config.dtype,
+        dtype=config.element_type,
+        device=device,
+        placement=config.placement,
+        draft_length=config.draft_length,
+        simulated_acceptance=config.simulated_acceptance or None,
         kv_tokens=config.kv_tokens,
+        memory_fraction=SHARED_MEMORY_FRACTION if shares else None,
         max_sessions=config.max_sessions,
         threads=config.threads,
         verifier_id="verifier-0",
     )
+    return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
 
 
-def drafter_args(config: LocalConfig) -> list[str]:
+def drafter_args(config: LocalConfig, gpus: int = 0) -> list[str]:
     """Flags of the drafter."""
-    uses_head = bool(HEAD_METHODS & set(config.methods))
-    return _flags(
+    methods = config.drafter_methods
+    flags = _flags(
         model=config.model,
-        head=config.head if uses_head else None,
-        methods=",".join(config.methods),
-        draft_model=config.draft_model if DraftMethod.MODEL in config.methods else None,
-        dtype=config.dtype,
+        head=config.head if HEAD_METHODS & set(methods) else None,
+        methods=",".join(methods),
+        draft_model=config.draft_model if DraftMethod.MODEL in methods else None,
+        dtype=config.element_type,
+        device=devices(config, gpus)[1],
         threads=config.threads,
         drafter_id="drafter-0",
     )
+    return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
 
 
 def router_args(config: LocalConfig, verifier: str, drafter: str | None) -> list[str]:

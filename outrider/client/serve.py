@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 from outrider.client.flags import at_least
-from outrider.client.local import LocalCluster, LocalConfig, say
+from outrider.client.local import CUDA, LocalCluster, LocalConfig, say
 from outrider.client.modelfiles import DEFAULT_MODEL, find_model
 from outrider.client.modules import run_module
+from outrider.client.placing import add_placing_arguments, placing_of
 from outrider.client.processes import ChildProcess
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
@@ -35,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drafter-methods", metavar="A,B", help="eagle3, eagle, ngram, model; or none")
     add("--host", default="127.0.0.1", help="default: 127.0.0.1")
     add("--port", type=at_least(0), default=50050, help="of the router; default: 50050")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
+    add_placing_arguments(parser)
     add("--kv-tokens", type=at_least(1), metavar="N", help="KV budget of the verifier")
     add("--max-sessions", type=at_least(1), metavar="N", help="sessions served at once")
     add("--queue-limit", type=at_least(0), metavar="N", help="requests that may wait")
@@ -72,7 +74,8 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         methods=methods,
         head=files.head,
         draft_model=draft_model,
-        dtype=args.dtype,
+        dtype=args.dtype or "",
+        **placing_of(args),
         listen=f"{args.host}:{args.port}",
         kv_tokens=args.kv_tokens,
         max_sessions=args.max_sessions,
@@ -131,7 +134,11 @@ def ray_args(config: LocalConfig) -> list[str]:
         "head": config.head,
         "draft-model": config.draft_model,
         "methods": ",".join(config.methods) or DraftMethod.NONE.value,
-        "dtype": config.dtype,
+        "dtype": config.element_type,
+        "placement": config.placement,
+        "draft-length": config.draft_length,
+        "simulated-acceptance": config.simulated_acceptance or None,
+        "gpus-per-actor": 1 if config.device == CUDA else None,
         "listen": config.listen,
         "kv-tokens": config.kv_tokens,
         "max-sessions": config.max_sessions,
@@ -140,4 +147,5 @@ def ray_args(config: LocalConfig) -> list[str]:
         "metrics-port": config.metrics_port,
     }
     flags = ((f"--{name}", str(value)) for name, value in values.items() if value is not None)
-    return [part for flag in flags for part in flag]
+    switches = [] if config.cuda_graphs else ["--no-cuda-graphs"]
+    return [part for flag in flags for part in flag] + switches

@@ -157,6 +157,11 @@ class KVSequence:
         """Whether the blocks went back to the pool."""
         return not self._blocks
 
+    @property
+    def blocks(self) -> Sequence[int]:
+        """Pool blocks in order; empty after the release."""
+        return self._blocks
+
     def begin(self, positions: Tensor) -> None:
         """Announce rows [N] to be written at slots len .. len+N; what was pending is dropped."""
         end = self._len + positions.shape[0]
@@ -182,6 +187,16 @@ class KVSequence:
         """Keep these rows of the last forward (0-based, ascending), compacted; drop the others."""
         if rows and rows[-1] >= self._pending:
             raise ValueError(f"row {rows[-1]} is not one of the {self._pending} rows written last")
+        self._keep(self._len, rows)
+
+    def advance(self, count: int) -> None:
+        """`count` more slots are committed: a device wrote them and made them contiguous."""
+        if self._len + count > self.capacity:
+            raise ValueError(f"{count} slots after {self._len} of {self.capacity}")
+        self._len, self._pending = self._len + count, 0
+
+    def keep_written(self, rows: Sequence[int]) -> None:
+        """As `commit`, for rows that a device wrote without `begin`."""
         self._keep(self._len, rows)
 
     def retain(self, start: int, rows: Sequence[int]) -> None:

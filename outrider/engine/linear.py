@@ -38,16 +38,17 @@ class PlainLinear:
     """`F.linear` over the weight as it is."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight = weight
-        self._bias = bias
+        self.weight = weight
+        """[out, in], for kernels that fuse more than the product."""
+        self.bias = bias
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """[..., in] -> [..., out]."""
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self.weight, self.bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual + self(x)`."""
-        return residual + F.linear(x, self._weight, self._bias)
+        return residual + F.linear(x, self.weight, self.bias)
 
 
 class PackedLinear:

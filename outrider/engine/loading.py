@@ -7,6 +7,7 @@ looked up; when the output projection is tied to it, that is a second, packed co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,27 +30,29 @@ def load_target(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    kv_tokens: int = 8192,
+    kv_tokens: int | Callable[[ModelConfig], int] = 8192,
     block_tokens: int = 16,
     packed: bool = True,
 ) -> TargetModel:
     """Load a model from a safetensors directory or a `.gguf` file.
 
-    `kv_tokens` is the size of the KV pool in tokens, rounded up to blocks of `block_tokens`.
-    `packed=False` keeps plain weights. Raises NotFoundError and InvalidRequestError.
+    `kv_tokens` is the size of the KV pool in tokens, rounded up to blocks of `block_tokens`, or
+    says it once the weights are loaded. `packed=False` keeps plain weights. Raises NotFoundError
+    and InvalidRequestError.
     """
     source = open_checkpoint(path)
     config = load_model_config(path)
+    weights = _WeightLoader(source, config, dtype, torch.device(device), packed).load()
+    tokens = kv_tokens(config) if callable(kv_tokens) else kv_tokens
     pool = KVPool(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        num_blocks=max(1, -(-kv_tokens // block_tokens)),
+        num_blocks=max(1, -(-tokens // block_tokens)),
         block_tokens=block_tokens,
         dtype=dtype,
         device=device,
     )
-    weights = _WeightLoader(source, config, dtype, torch.device(device), packed).load()
     return TargetModel(config, weights, pool)
 
 

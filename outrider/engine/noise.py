@@ -154,7 +154,7 @@ def _topk_row_by_row(
 
 def _best(perturbed: NDArray[np.float64], k: int) -> NDArray[np.int64]:
     """Indices of the k largest, largest first; fewer if there are not so many."""
-    if k == 1:
+    if k == 1 and len(perturbed):
         return np.array([perturbed.argmax()])
     return torch.from_numpy(perturbed).topk(min(k, len(perturbed))).indices.numpy()
 

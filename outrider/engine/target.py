@@ -85,8 +85,8 @@ class TargetModel:
     def __init__(self, config: ModelConfig, weights: ModelWeights, pool: KVPool) -> None:
         self.config = config
         self.pool = pool
-        self._weights = weights
-        self._inv_freq = scaled_inverse_frequencies(
+        self.weights = weights
+        self.inverse_frequencies = scaled_inverse_frequencies(
             config.head_dim,
             config.rope_theta,
             dict(config.rope_scaling) if config.rope_scaling else None,
@@ -101,17 +101,17 @@ class TargetModel:
     @property
     def embedding(self) -> Tensor:
         """The embedding [V, H], shared with draft heads in the same process."""
-        return self._weights.embedding
+        return self.weights.embedding
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of weights, activations and KV."""
-        return self._weights.embedding.dtype
+        return self.weights.embedding.dtype
 
     @property
     def device(self) -> torch.device:
         """Where forwards run and where a batch's tensors must be."""
-        return self._weights.embedding.device
+        return self.weights.embedding.device
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, *, tap_layers: tuple[int, ...] = ()) -> ForwardOutput:
@@ -124,11 +124,11 @@ class TargetModel:
         """
         num_rows = _check_batch(batch, self.config, tap_layers)
         shared = self._prepare(batch, num_rows)
-        x = F.embedding(batch.token_ids, self._weights.embedding)
+        x = F.embedding(batch.token_ids, self.weights.embedding)
         if shared.attention_RQd.shape[0] > num_rows:
             x = F.pad(x, (0, 0, 0, shared.attention_RQd.shape[0] - num_rows))
         outputs: dict[int, Tensor] = {}
-        for index, layer in enumerate(self._weights.layers):
+        for index, layer in enumerate(self.weights.layers):
             x = run_layer(layer, index, x, shared)
             if index in tap_layers:
                 outputs[index] = x[:num_rows]
@@ -168,7 +168,7 @@ class TargetModel:
             norm_eps=config.rms_norm_eps,
             rotations=rotations(
                 positions,
-                self._inv_freq,
+                self.inverse_frequencies,
                 num_rotated=config.num_heads + config.num_kv_heads,
                 num_plain=config.num_kv_heads,
             ),
@@ -177,14 +177,14 @@ class TargetModel:
         )
 
     def _final_norm(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self._weights.final_norm, self.config.rms_norm_eps)
+        return rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
 
     def _logits(self, x: Tensor, normed: Tensor | None, rows: Tensor | None) -> Tensor:
         if normed is None:
             normed = self._final_norm(x if rows is None else x[rows])
         elif rows is not None:
             normed = normed[rows]
-        return self._weights.lm_head(normed).float()
+        return self.weights.lm_head(normed).float()
 
 
 def _check_batch(batch: ForwardBatch, config: ModelConfig, tap_layers: tuple[int, ...]) -> int:

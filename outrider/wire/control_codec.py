@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from outrider.ids import DrafterId, SessionId, VerifierId
-from outrider.spec.plan import Plan
+from outrider.spec.plan import MAX_DRAFT_TOKENS, Plan
 from outrider.wire.checks import count, fail, finite, number, parse, text, token_ids
 from outrider.wire.common_codec import (
     FINISH_REASONS,
@@ -194,6 +194,9 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
         round_ms_p50=info.round_ms_p50,
         forward_ms_p50=info.forward_ms_p50,
         overhead_ms_p50=info.overhead_ms_p50,
+        own_methods=[METHODS[method] for method in info.own_methods],
+        own_draft_length=info.own_draft_length,
+        simulated_acceptance=info.simulated_acceptance,
     ).SerializeToString(deterministic=True)
 
 
@@ -236,6 +239,11 @@ def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
         round_ms_p50=finite(message.round_ms_p50, "round_ms_p50"),
         forward_ms_p50=finite(message.forward_ms_p50, "forward_ms_p50"),
         overhead_ms_p50=finite(message.overhead_ms_p50, "overhead_ms_p50"),
+        own_methods=methods_from_pb(message.own_methods),
+        own_draft_length=number(
+            message.own_draft_length, "own_draft_length", high=MAX_DRAFT_TOKENS
+        ),
+        simulated_acceptance=text(message.simulated_acceptance, "simulated_acceptance", empty=True),
     )
 
 

@@ -194,6 +194,10 @@ class VerifierSummary:
     max_sessions: int
     kv_free_blocks: int
     kv_total_blocks: int
+    own_methods: tuple[DraftMethod, ...] = ()
+    """Draft sources within the verifier itself."""
+    simulated_acceptance: str = ""
+    """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -281,6 +281,12 @@ class VerifierInfo:
     """Median time inside the target forward over the recent window."""
     overhead_ms_p50: float = 0.0
     """Median time of a round outside the target forward and outside waiting for drafts."""
+    own_methods: tuple[DraftMethod, ...] = ()
+    """Draft sources within the verifier itself; sessions that use them name no drafter."""
+    own_draft_length: int = 0
+    """Draft tokens a round of these sources; 0 without any."""
+    simulated_acceptance: str = ""
+    """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,8 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 max_sessions=verifier.max_sessions,
                 kv_free_blocks=verifier.kv_free_blocks,
                 kv_total_blocks=verifier.kv_total_blocks,
+                own_methods=[METHODS[method] for method in verifier.own_methods],
+                simulated_acceptance=verifier.simulated_acceptance,
             )
             for verifier in info.verifiers
         ],
@@ -97,6 +99,10 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 max_sessions=verifier.max_sessions,
                 kv_free_blocks=verifier.kv_free_blocks,
                 kv_total_blocks=verifier.kv_total_blocks,
+                own_methods=methods_from_pb(verifier.own_methods),
+                simulated_acceptance=text(
+                    verifier.simulated_acceptance, "simulated_acceptance", empty=True
+                ),
             )
             for verifier in message.verifiers
         ),

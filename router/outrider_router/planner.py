@@ -8,6 +8,7 @@ from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.inference import SamplingOptions, SpeculationOptions, StoppingOptions
+from outrider.wire.messages import VerifierInfo
 from outrider_router.config import SpeculationDefaults
 
 
@@ -31,6 +32,23 @@ def make_plan(options: SpeculationOptions, defaults: SpeculationDefaults) -> Pla
     return dataclasses.replace(
         wanted, draft_tokens=min(wanted.draft_tokens, defaults.max_draft_tokens)
     )
+
+
+def plan_on(plan: Plan, info: VerifierInfo) -> Plan:
+    """The plan as this verifier carries it out.
+
+    A verifier that drafts by itself does so in chains of one length, whatever was wished for.
+    """
+    if not drafts_itself(plan, info):
+        return plan
+    return dataclasses.replace(
+        plan, draft_tokens=info.own_draft_length, top_k=1, depth=0, look_ahead=0, fan_out=0
+    )
+
+
+def drafts_itself(plan: Plan, info: VerifierInfo) -> bool:
+    """Whether the verifier needs no drafter for sessions of this plan."""
+    return plan.speculative and info.own_draft_length > 0 and plan.method in info.own_methods
 
 
 def make_sampling(options: SamplingOptions, *, seed: int, vocab_size: int) -> SamplingParams:

@@ -44,8 +44,10 @@ class Job:
     """KV tokens that a verifier will reserve for it."""
     model: str
 
-    def spec(self, session_id: SessionId, epoch: int, drafter_id: DrafterId | None) -> SessionSpec:
-        """What a verifier is told."""
+    def spec(
+        self, session_id: SessionId, epoch: int, drafter_id: DrafterId | None, plan: Plan
+    ) -> SessionSpec:
+        """What a verifier is told; `plan` is the job's as that verifier carries it out."""
         return SessionSpec(
             session_id=session_id,
             epoch=epoch,
@@ -55,7 +57,7 @@ class Job:
             stop_token_ids=self.stop_ids,
             min_new_tokens=self.min_new_tokens,
             sampling=self.sampling,
-            plan=self.plan,
+            plan=plan,
             drafter_id=drafter_id,
         )
 

@@ -37,6 +37,7 @@ from outrider_router.fleet import TokenizerIdentity
 from outrider_router.journal import Entry, Journal
 from outrider_router.metrics import RouterMetrics
 from outrider_router.output import OutputAssembler
+from outrider_router.planner import drafts_itself, plan_on
 from outrider_router.registry import Registry, VerifierPeer
 from outrider_router.request import Job, make_job, tokenize
 from outrider_router.streaming import lost_error, pump, session_messages, stop_pump
@@ -269,15 +270,17 @@ class RouterService:
         if peer is None or peer.control is None:
             raise lost_error(lease.verifier_id)
         entry.verifier_id = lease.verifier_id
-        if job.plan.speculative:
+        assert peer.info is not None, "a healthy verifier has said who it is"
+        plan = plan_on(job.plan, peer.info)
+        if plan.speculative and not drafts_itself(plan, peer.info):
             entry.drafter_id = self.registry.choose_drafter(
-                peer, job.plan.method, self.journal.placed()
+                peer, plan.method, self.journal.placed()
             )
         session_id = SessionId(f"{self._incarnation}-{next(self._numbers)}")
         task = asyncio.create_task(
             pump(
                 peer.control,
-                job.spec(session_id, entry.epoch, entry.drafter_id),
+                job.spec(session_id, entry.epoch, entry.drafter_id, plan),
                 entry,
                 lambda event: self._observe(entry, peer, event),
             )

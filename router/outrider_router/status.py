@@ -51,6 +51,8 @@ def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
         max_sessions=info.max_sessions if info is not None else 0,
         kv_free_blocks=info.kv_free_blocks if info is not None else 0,
         kv_total_blocks=info.kv_total_blocks if info is not None else 0,
+        own_methods=info.own_methods if info is not None else (),
+        simulated_acceptance=info.simulated_acceptance if info is not None else "",
     )
 
 

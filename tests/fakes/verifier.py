@@ -82,6 +82,11 @@ class FakeVerifier:
             drafters=(),
         )
 
+    @classmethod
+    def describe(cls, **changes: object) -> VerifierInfo:
+        """What such a verifier says of itself, with changes."""
+        return replace(cls()._info, **changes)  # type: ignore[arg-type]
+
     def change_info(self, **changes: object) -> None:
         """Change what `info` answers."""
         self._info = replace(self._info, **changes)  # type: ignore[arg-type]
@@ -176,7 +181,9 @@ class FakeVerifier:
         return tokens, None
 
     def _count(self, stats: SpecStats, emitted: int, spec: SessionSpec) -> SpecStats:
-        drafted = spec.plan.speculative and spec.drafter_id is not None and self.drafters_alive
+        own = spec.drafter_id is None and spec.plan.method in self._info.own_methods
+        attached = spec.drafter_id is not None and self.drafters_alive
+        drafted = spec.plan.speculative and (own or attached)
         return SpecStats(
             rounds=stats.rounds + 1,
             emitted=stats.emitted + emitted,

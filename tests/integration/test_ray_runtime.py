@@ -222,6 +222,25 @@ def test_the_head_is_used_only_by_methods_that_need_it() -> None:
     assert drafter_config(LaunchConfig(model="m", methods=(DraftMethod.NONE,))) is None
 
 
+def test_a_head_in_the_verifier_needs_no_drafter() -> None:
+    config = LaunchConfig(
+        model="m",
+        head="h",
+        placement="fused",
+        draft_length=5,
+        gpus_per_actor=1.0,
+        cuda_graphs=False,
+    )
+    verifier = verifier_config(config)
+    assert (verifier.placement, verifier.draft_length, verifier.device) == ("fused", 5, "cuda")
+    assert (verifier.features_from, verifier.cuda_graphs) == ("h", False)
+    drafter = drafter_config(config)
+    assert drafter is not None
+    assert (drafter.methods, drafter.head) == ((DraftMethod.NGRAM,), "")
+    alone = LaunchConfig(model="m", head="h", methods=(DraftMethod.EAGLE3,), placement="colocated")
+    assert drafter_config(alone) is None
+
+
 def test_a_method_without_its_head_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="head"):
         drafter_config(LaunchConfig(model="m", methods=(DraftMethod.EAGLE3,)))

@@ -111,6 +111,8 @@ SERVER_INFOS = st.builds(
             max_sessions=UINT32,
             kv_free_blocks=UINT32,
             kv_total_blocks=UINT32,
+            own_methods=METHODS,
+            simulated_acceptance=MAYBE_NAMES,
         ),
         max_size=2,
     ).map(tuple),

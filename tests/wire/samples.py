@@ -180,6 +180,27 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             overhead_ms_p50=2.25,
         ),
     ),
+    "own_verifier_info": (
+        "verifier_info",
+        m.VerifierInfo(
+            protocol_version=1,
+            verifier_id=VerifierId("verifier-a"),
+            incarnation="9a8b",
+            model_name="smollm2-135m",
+            vocab_size=49152,
+            tokenizer_hash="",
+            max_context_len=8192,
+            kv_block_tokens=16,
+            kv_total_blocks=1024,
+            kv_free_blocks=1000,
+            sessions=3,
+            max_sessions=64,
+            drafters=(),
+            own_methods=(DraftMethod.EAGLE3,),
+            own_draft_length=3,
+            simulated_acceptance="2.6",
+        ),
+    ),
     "drafter_info": (
         "drafter_info",
         m.DrafterInfo(

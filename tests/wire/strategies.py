@@ -233,6 +233,9 @@ VERIFIER_INFOS = st.builds(
     round_ms_p50=TIMES,
     forward_ms_p50=TIMES,
     overhead_ms_p50=TIMES,
+    own_methods=METHODS,
+    own_draft_length=st.integers(0, 256),
+    simulated_acceptance=MAYBE_NAMES,
 )
 DRAFTER_INFOS = st.builds(
     messages.DrafterInfo,

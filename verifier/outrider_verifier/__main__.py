@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from outrider.config import load_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
-from outrider_verifier.config import DTYPES, VerifierConfig
+from outrider_verifier.config import DTYPES, PLACEMENTS, VerifierConfig
 
 if TYPE_CHECKING:
     from outrider_verifier.service import VerifierService
@@ -39,7 +39,22 @@ def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
     parser.add_argument("--features-from", metavar="DIR", help="head whose projection runs here")
     parser.add_argument("--dtype", choices=DTYPES, help="element type of the target")
     parser.add_argument("--device", help="torch device")
-    parser.add_argument("--kv-tokens", type=int, help="KV budget in tokens")
+    parser.add_argument("--placement", choices=PLACEMENTS, help="where drafts are made")
+    parser.add_argument("--draft-length", type=int, help="draft tokens a round of an own head")
+    parser.add_argument(
+        "--no-cuda-graphs",
+        dest="cuda_graphs",
+        action="store_const",
+        const=False,
+        help="launch kernels one by one",
+    )
+    parser.add_argument(
+        "--simulated-acceptance",
+        metavar="MEAN|R1,R2,...",
+        help="benchmarks only: drafts stand by chance",
+    )
+    parser.add_argument("--kv-tokens", type=int, help="KV budget in tokens; 0 sizes it")
+    parser.add_argument("--memory-fraction", type=float, help="share of the device's memory")
     parser.add_argument("--max-sessions", type=int, help="sessions served at once")
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus output, tokens")
     parser.add_argument("--threads", type=int, help="compute threads of torch")

@@ -6,18 +6,29 @@ import gc
 import logging
 import sys
 import time
+from functools import partial
+from pathlib import Path
 
 import torch
 
-from outrider.engine.heads import load_feature_projection
+from outrider.engine.config import ModelConfig
+from outrider.engine.heads import (
+    DraftHead,
+    FeatureProjection,
+    load_feature_projection,
+    load_head,
+    load_head_config,
+)
 from outrider.engine.linear import make_linear
-from outrider.engine.loading import load_target
+from outrider.engine.loading import kv_bytes_per_token, load_lm_head, load_target
+from outrider.engine.target import TargetModel
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.models import resolve
 from outrider.text.tokenizer import tokenizer_hash
-from outrider_verifier.config import VerifierConfig
-from outrider_verifier.engine import Projection
-from outrider_verifier.service import VerifierService
+from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
+from outrider_verifier.engine import RoundEngine, RoundRunner
+from outrider_verifier.memory import kv_tokens_that_fit, reserved_bytes
+from outrider_verifier.service import VerifierService, feature_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -35,28 +46,52 @@ def build_service(config: VerifierConfig) -> VerifierService:
         torch.set_num_threads(config.threads)
     began = time.monotonic()
     path = resolve(config.model)
-    dtype = getattr(torch, config.dtype)
-    target = load_target(
-        path,
-        dtype=dtype,
-        device=config.device,
-        kv_tokens=config.kv_tokens,
-        block_tokens=config.kv_block_tokens,
-    )
-    projection: Projection | None = None
+    target = _load_target(config, path)
+    projection: FeatureProjection | None = None
     if config.features_from:
         projection = _load_projection(config, target.config.num_layers)
+    runner = build_runner(config, target, projection)
     seconds = round(time.monotonic() - began, 2)
-    logger.info("target loaded", extra={"model": str(path), "seconds": seconds})
+    kv_tokens = target.pool.total_blocks * target.pool.block_tokens
+    facts = {"model": str(path), "seconds": seconds, "kv_tokens": kv_tokens}
+    logger.info("target loaded", extra=facts)
+    if config.simulated_acceptance:
+        logger.warning(
+            "SIMULATED ACCEPTANCE: drafts stand by chance, the text is not the model's",
+            extra={"rates": config.simulated_rates},
+        )
     return VerifierService(
         config,
         target,
         projection,
+        runner=runner,
         pool=target.pool,
         max_context_len=target.config.max_position_embeddings,
         model_name=config.model,
         tokenizer_hash=tokenizer_hash(path),
     )
+
+
+def build_runner(
+    config: VerifierConfig, target: TargetModel, projection: FeatureProjection | None
+) -> RoundRunner:
+    """What runs the rounds: the host's engine on a CPU, the device's wherever it can do more."""
+    if not uses_device_engine(config):
+        return RoundEngine(
+            target, projection, feature_dtype=feature_dtype(config), device=config.device
+        )
+    head = _load_own_head(config, target) if config.drafts_itself else None
+    from outrider_verifier.device_engine import DeviceRoundEngine
+
+    runner = DeviceRoundEngine.build(config, target, projection, head)
+    runner.warm_up(config.max_sessions)
+    return runner
+
+
+def uses_device_engine(config: VerifierConfig) -> bool:
+    """Whether rounds need the device engine: on a GPU, and on a CPU for what only it can do."""
+    on_device = torch.device(config.device).type != "cpu"
+    return on_device or config.drafts_itself or bool(config.simulated_acceptance)
 
 
 def tune_interpreter() -> None:
@@ -67,7 +102,83 @@ def tune_interpreter() -> None:
     gc.freeze()
 
 
-def _load_projection(config: VerifierConfig, num_layers: int) -> Projection:
+def _load_target(config: VerifierConfig, path: Path) -> TargetModel:
+    """The target and a K/V pool of the size that was asked for, or that the device has room for."""
+    sized = config.kv_tokens == 0 and torch.device(config.device).type == "cuda"
+    return load_target(
+        path,
+        dtype=getattr(torch, config.dtype),
+        device=config.device,
+        kv_tokens=partial(_kv_tokens, config) if sized else config.kv_tokens or DEFAULT_KV_TOKENS,
+        block_tokens=config.kv_block_tokens,
+        # Kernels read weights as they are; a CPU's packed ones have a layout of their own.
+        packed=not uses_device_engine(config),
+    )
+
+
+def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
+    """Tokens of K/V that the device has room for beside the weights, which are there already."""
+    per_token = kv_bytes_per_token(model, getattr(torch, config.dtype))
+    head_bytes = 0
+    if config.drafts_itself:
+        # The head's own K/V has the pool's slots: about one more layer.
+        per_token += per_token // model.num_layers
+        head_bytes = _size_of(Path(config.features_from))
+    free, total = torch.cuda.mem_get_info(config.device)
+    longest = config.max_context_len or model.max_position_embeddings
+    return kv_tokens_that_fit(
+        free_bytes=free,
+        total_bytes=total,
+        fraction=config.memory_fraction,
+        reserved=reserved_bytes(
+            decode_tokens=config.decode_tokens_per_round,
+            vocab_size=model.vocab_size,
+            head_bytes=head_bytes,
+        ),
+        bytes_per_token=per_token,
+        most_tokens=config.max_sessions * (longest + config.max_tree_nodes),
+    )
+
+
+def _size_of(directory: Path) -> int:
+    """Bytes of the files of a checkpoint."""
+    return sum(file.stat().st_size for file in directory.glob("*") if file.is_file())
+
+
+def _load_own_head(config: VerifierConfig, target: TargetModel) -> DraftHead:
+    """The head of `features_from`, on the target's device, with the target's embedding."""
+    path, num_layers = config.features_from, target.config.num_layers
+    try:
+        shape = load_head_config(path, num_target_layers=num_layers)
+        # Only a head over the whole vocabulary can be without an output projection of its own.
+        borrows = shape.draft_vocab_size == shape.vocab_size
+        head = load_head(
+            path,
+            embedding=target.embedding,
+            lm_head=load_lm_head(resolve(config.model), dtype=target.dtype) if borrows else None,
+            num_target_layers=num_layers,
+            dtype=target.dtype,
+            device=config.device,
+            make_linear=partial(make_linear, packed=False),
+        )
+    except (ValueError, OSError) as error:
+        message = f"features_from {path}: {error}"
+        raise InvalidRequestError(message, reason="INVALID_HEAD") from error
+    if shape.kind != "eagle3":
+        raise FailedPreconditionError(
+            f"{path} holds an {shape.kind} head: {config.placement} drafting takes an eagle3 head",
+            reason="UNSUPPORTED_HEAD",
+        )
+    if shape.vocab_size != target.vocab_size:
+        raise FailedPreconditionError(
+            f"{path} is for a vocabulary of {shape.vocab_size} ids, the target has "
+            f"{target.vocab_size}",
+            reason="VOCAB_MISMATCH",
+        )
+    return head
+
+
+def _load_projection(config: VerifierConfig, num_layers: int) -> FeatureProjection:
     try:
         projection = load_feature_projection(
             config.features_from,
@@ -83,7 +194,7 @@ def _load_projection(config: VerifierConfig, num_layers: int) -> Projection:
     return projection
 
 
-def _check_taps(projection: Projection, num_layers: int) -> None:
+def _check_taps(projection: FeatureProjection, num_layers: int) -> None:
     if any(tap >= num_layers for tap in projection.tap_layers):
         raise FailedPreconditionError(
             f"the head taps layers {projection.tap_layers}, the target has {num_layers}",

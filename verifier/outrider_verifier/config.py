@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider_verifier.simulation import parse_rates
+
 DTYPES = ("float32", "bfloat16")
+SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
+MAX_OWN_DRAFT_LENGTH = 31
+"""Longest chain of a head in this process: two rounds of it fit into a session's KV slack."""
+DEFAULT_KV_TOKENS = 32768
+"""KV budget where none is given and the size of the device's memory does not set one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +26,28 @@ class VerifierConfig:
     """HOST:PORT of the gRPC server; port 0 picks a free one."""
     features_from: str = ""
     """Draft head checkpoint whose feature projection runs here; empty serves no features."""
+    placement: str = SEPARATE
+    """Where drafts are made: separate (by drafters that attach), colocated (by the head of
+    `features_from` in this process), fused (the same, in one CUDA graph with the target)."""
+    draft_length: int = 3
+    """Draft tokens a round of a head in this process; the positions that simulated_acceptance
+    speaks of."""
+    simulated_acceptance: str = ""
+    """Benchmarks with random weights only: drafts stand by chance. The mean number of tokens a
+    round ("2.6"), or the conditional rate of each draft position ("0.8,0.6,0.4"); empty is off."""
+    cuda_graphs: bool = True
+    """Whether rounds are replayed from CUDA graphs; without, kernels are launched one by one."""
     dtype: str = "float32"
     """Compute dtype of the target, float32 or bfloat16; features cross the wire in it."""
     device: str = "cpu"
     """torch device of the target."""
     threads: int = 0
     """Compute threads of torch; 0 leaves its default."""
-    kv_tokens: int = 32768
-    """KV budget: tokens of all sessions together, prompt, output and draft nodes."""
+    kv_tokens: int = 0
+    """KV budget: tokens of all sessions together, prompt, output and draft nodes; 0 takes what
+    `memory_fraction` of a CUDA device leaves, 32768 elsewhere."""
+    memory_fraction: float = 0.9
+    """Share of the device's memory that may be used, weights included, where kv_tokens is 0."""
     kv_block_tokens: int = 16
     """Tokens in one KV block."""
     max_sessions: int = 64
@@ -67,7 +88,6 @@ class VerifierConfig:
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}")
         for name in (
-            "kv_tokens",
             "kv_block_tokens",
             "max_sessions",
             "max_tree_nodes",
@@ -79,12 +99,46 @@ class VerifierConfig:
             "heartbeat_ms",
         ):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1")
-        for name in ("threads", "max_context_len", "gather_ms", "feature_budget_mb", "drain_s"):
+        for name in (
+            "kv_tokens",
+            "threads",
+            "max_context_len",
+            "gather_ms",
+            "feature_budget_mb",
+            "drain_s",
+        ):
             _require(getattr(self, name) >= 0, f"{name} must not be negative")
+        self._check_drafting()
+        _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction must be in (0, 1]")
         _require(self.hello_s > 0.0, "hello_s must be positive")
         _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")
         _require(self.silence_ms > self.heartbeat_ms, "silence_ms must exceed heartbeat_ms")
         _require(bool(self.verifier_id), "verifier_id must not be empty")
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether a head drafts in this process."""
+        return self.placement != SEPARATE
+
+    @property
+    def simulated_rates(self) -> tuple[float, ...]:
+        """Conditional acceptance rates by draft position; empty where nothing is simulated."""
+        return parse_rates(self.simulated_acceptance, self.draft_length)
+
+    def _check_drafting(self) -> None:
+        placements = ", ".join(PLACEMENTS)
+        _require(self.placement in PLACEMENTS, f"placement must be one of {placements}")
+        _require(
+            1 <= self.draft_length <= MAX_OWN_DRAFT_LENGTH,
+            f"draft_length must be in [1, {MAX_OWN_DRAFT_LENGTH}]",
+        )
+        if self.drafts_itself:
+            _require(bool(self.features_from), f"{self.placement} needs `features_from`, a head")
+            _require(
+                self.draft_length <= self.max_tree_nodes,
+                "draft_length must not be greater than max_tree_nodes",
+            )
+        parse_rates(self.simulated_acceptance, self.draft_length)
 
 
 def _require(ok: bool, message: str) -> None:

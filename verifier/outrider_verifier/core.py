@@ -43,6 +43,7 @@ from outrider_verifier.commands import (
     Stop,
 )
 from outrider_verifier.effects import Answer, Effect, Emit, Fail, Post, Tell
+from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import FEATURE_FED, Handover
 from outrider_verifier.inbox import Inbox
@@ -52,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 KEEPS_FEATURES = (*FEATURE_FED, DraftMethod.NONE)
 """Plans whose sessions keep features: NONE may become one of the others later."""
+OWN_METHODS = (DraftMethod.EAGLE3,)
+"""How a verifier with a head of its own drafts."""
 
 
 class Core:
@@ -61,6 +64,7 @@ class Core:
         self,
         *,
         pool: KVPool,
+        runner: RoundRunner,
         inbox: Inbox,
         handover: Handover,
         store: FeatureStore | None,
@@ -71,6 +75,7 @@ class Core:
         post: Post,
     ) -> None:
         self._pool = pool
+        self._runner = runner
         self.inbox = inbox
         self.handover = handover
         self.store = store
@@ -164,17 +169,27 @@ class Core:
             and spec.drafter_id is not None
             and spec.plan.method in KEEPS_FEATURES
         )
-        kv = self._pool.allocate(len(spec.token_ids) + spec.max_new_tokens + self._max_tree_nodes)
+        slack = max(self._max_tree_nodes, self._runner.extra_slots)
+        kv = self._pool.allocate(len(spec.token_ids) + spec.max_new_tokens + slack)
         try:
             session = Session.create(spec, ticket=ticket, kv=kv, now=now, keeps_features=keeps)
+            session.own_draft = self._own_draft(spec, spec.plan)
             if keeps and self.store is not None:
                 self.store.open(spec.session_id, session.max_len)
+            self._runner.open(session)
         except Exception:
+            if self.store is not None:
+                self.store.close(spec.session_id)
             kv.release()
             raise
         self.sessions[spec.session_id] = session
         self.counters["sessions"] += 1
         self._announce(session)
+
+    def _own_draft(self, spec: SessionSpec, plan: Plan) -> int:
+        """Length of the drafts that this process makes for a session; 0: it makes none."""
+        own = spec.drafter_id is None and plan.speculative and plan.method in OWN_METHODS
+        return self._runner.drafts_itself if own else 0
 
     def _set_plan(self, session_id: SessionId, plan: Plan) -> None:
         session = self.sessions.get(session_id)
@@ -189,6 +204,7 @@ class Core:
             )
         same_method = plan.method is session.plan.method
         session.plan = plan
+        session.own_draft = self._own_draft(session.spec, plan)
         session.suspect = False
         if session.link_id is None:
             self._announce(session)
@@ -302,6 +318,8 @@ class Core:
         if self.store is not None:
             self.store.close(session.session_id)
         session.kv.release()
+        session.ended = True
+        self._runner.close(session)
 
     def fail(self, session: Session, error: OutriderError) -> None:
         """End a session's stream by an error and free all it holds."""

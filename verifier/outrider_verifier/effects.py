@@ -51,6 +51,8 @@ class RoundReport:
     accept_s: float
     project_s: float
     """In the draft head's `fc`."""
+    draft_s: float = 0.0
+    """In this process's own head."""
     waited_s: float
     """Idle time before the round in which some session awaited its proposal."""
     drafted_s: float
@@ -65,13 +67,16 @@ class RoundReport:
     @property
     def other_s(self) -> float:
         """Time of the round outside forwards and acceptance."""
-        return self.total_s - self.forward_s - self.project_s - self.accept_s
+        inside = self.forward_s + self.project_s + self.draft_s + self.accept_s
+        # A device's clock and the host's may disagree by a little.
+        return max(0.0, self.total_s - inside)
 
     @property
     def overhead_s(self) -> float:
         """Time of the round, its wait included, outside the two models' forwards: the target's,
         and the head's with the `fc` that runs here."""
-        return self.total_s + self.waited_s - self.forward_s - self.project_s - self.drafted_s
+        models_s = self.forward_s + self.project_s + self.draft_s + self.drafted_s
+        return max(0.0, self.total_s + self.waited_s - models_s)
 
 
 Effect = Emit | Fail | Tell | Answer | RoundReport

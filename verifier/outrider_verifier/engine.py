@@ -1,5 +1,8 @@
 """One round: batch the rows, run the target, accept, commit K/V, project features.
 
+`RoundRunner` is what the verifier drives; `RoundEngine` is the one that computes with the host's
+help at every step, which is right on a CPU.
+
 R rows of the batch, L rows with logits, V vocabulary, H feature width.
 """
 
@@ -14,10 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.engine.acceptance import Acceptance, AcceptRow, accept
+from outrider.engine.acceptance import Acceptance, accept
 from outrider.engine.target import ForwardBatch, ForwardOutput, Segment
-from outrider.wire.messages import Proposal, TensorDtype
-from outrider_verifier.rows import Draft, tree_mask
+from outrider.engine.warper import EMPTY_HISTORY, needs_edits, truncates
+from outrider.wire.messages import TensorDtype
+from outrider_verifier.packing import Packed, PrefillRow, VerifyRow, pack
 from outrider_verifier.sessions import Session
 
 
@@ -47,28 +51,6 @@ class Projection(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PrefillRow:
-    """The next prompt tokens of a session."""
-
-    session: Session
-    num_tokens: int
-
-    @property
-    def last(self) -> bool:
-        """Whether the prompt ends in this round, so that its first token is sampled."""
-        return self.num_tokens == self.session.prefill_left
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class VerifyRow:
-    """A session's root with the draft to verify, if any."""
-
-    session: Session
-    proposal: Proposal | None = None
-    draft: Draft | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowOutcome:
     """What a round did for one row; its K/V is committed."""
 
@@ -76,6 +58,8 @@ class RowOutcome:
     """None while a prompt is incomplete."""
     features: NDArray[np.generic] | None
     """[m, H] in the wire's element type, of the positions written; None if not kept."""
+    drafted: int = 0
+    """Nodes of this process's own draft that were verified; proposals are not counted here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,24 +73,81 @@ class RoundOutcome:
     accept_s: float
     project_s: float
     """In the draft head's `fc`, the part of its forward that runs here."""
+    draft_s: float = 0.0
+    """In this process's own head, as far as that can be told from the target's forward."""
 
 
-@dataclass(slots=True, eq=False)
-class _Packed:
-    """One row group of the batch."""
+class Flight(Protocol):
+    """A round that was submitted; means something to the runner that made it only."""
 
-    session: Session
-    token_ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    mask: NDArray[np.bool_] | None
-    start: int
-    accept_row: AcceptRow | None
-    kept: list[int]
-    """Rows to commit."""
+
+class RoundRunner(Protocol):
+    """Runs rounds, in order: flights are collected in the order of their submission.
+
+    Between `submit` and `collect` of a round the host's view of its sessions (`kv.len`, `length`)
+    stays that of before; `collect` moves `kv` on, for sessions that have not ended meanwhile, and
+    the caller appends the tokens. A session may be closed while a round with it is in flight: what
+    that round computes for it is dropped, and whatever takes over its K/V blocks or its slot is
+    submitted later.
+    """
+
+    @property
+    def run_ahead(self) -> bool:
+        """Whether a round may be submitted before the one with the same sessions is collected."""
+        ...
+
+    @property
+    def drafts_itself(self) -> int:
+        """Draft length of the head in this process; 0 if there is none."""
+        ...
+
+    @property
+    def extra_slots(self) -> int:
+        """K/V slots that a session may be written past its longest prefix."""
+        ...
+
+    def enter_thread(self) -> None:
+        """To be called once by the thread that will run the rounds."""
+        ...
+
+    def open(self, session: Session) -> None:
+        """A session begins. Raises ResourceExhaustedError if it cannot be taken in."""
+        ...
+
+    def close(self, session: Session) -> None:
+        """A session that was opened is over; must not fail."""
+        ...
+
+    def can_run_ahead(self, session: Session) -> bool:
+        """Whether the session's next round needs no decision that the host makes from its last
+        one; see `decided_by_host`."""
+        ...
+
+    def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
+        """Start a round. On an exception no row of it was started."""
+        ...
+
+    def collect(self, flight: Flight) -> RoundOutcome:
+        """Wait for a round. On an exception nothing that matters was committed: the caller ends
+        the sessions."""
+        ...
+
+
+def decided_by_host(session: Session) -> bool:
+    """Whether the warper of the session's next round depends on what was emitted, or is not one
+    of those that a device applies by itself: penalties, bans, truncation."""
+    sampling = session.spec.sampling
+    if session.banned_now or needs_edits(sampling, EMPTY_HISTORY):
+        return True
+    return sampling.temperature > 0.0 and truncates(sampling)
 
 
 class RoundEngine:
-    """Runs rounds; holds no session state."""
+    """Runs each round within `submit`; holds no session state."""
+
+    run_ahead = False
+    drafts_itself = 0
+    extra_slots = 0
 
     def __init__(
         self,
@@ -127,13 +168,32 @@ class RoundEngine:
         # OpenMP keeps its number of threads per thread; asking makes torch pass on the process's.
         torch.get_num_threads()
 
+    def open(self, session: Session) -> None:
+        """Nothing to do."""
+
+    def close(self, session: Session) -> None:
+        """Nothing to do."""
+
+    def can_run_ahead(self, session: Session) -> bool:
+        """Never: a submitted round has been run."""
+        return False
+
+    def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
+        """Run the round, K/V commit included."""
+        return self.run(prefill, verify)
+
+    def collect(self, flight: Flight) -> RoundOutcome:
+        """What the round gave."""
+        assert isinstance(flight, RoundOutcome)
+        return flight
+
     @torch.inference_mode()
     def run(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> RoundOutcome:
         """One forward over all rows, then acceptance and commit.
 
         On an exception nothing that matters was committed: the caller ends the sessions.
         """
-        packed, logit_rows = _pack(prefill, verify)
+        packed, logit_rows = pack(prefill, verify)
         batch = self._batch(packed, logit_rows if prefill else None)
         tapped = self._projection is not None and any(p.session.keeps_features for p in packed)
         taps = self._projection.tap_layers if self._projection is not None and tapped else ()
@@ -159,7 +219,7 @@ class RoundEngine:
             project_s=projected - accepted,
         )
 
-    def _batch(self, packed: list[_Packed], logit_rows: list[int] | None) -> ForwardBatch:
+    def _batch(self, packed: list[Packed], logit_rows: list[int] | None) -> ForwardBatch:
         token_ids = np.concatenate([row.token_ids for row in packed])
         segments = [
             Segment(
@@ -179,7 +239,7 @@ class RoundEngine:
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
-    def _accept(self, logits: torch.Tensor, packed: list[_Packed]) -> list[Acceptance | None]:
+    def _accept(self, logits: torch.Tensor, packed: list[Packed]) -> list[Acceptance | None]:
         """Judge every row that has logits and note which of its rows stay."""
         judged = [row for row in packed if row.accept_row is not None]
         if not judged:
@@ -193,7 +253,7 @@ class RoundEngine:
         return [by_row.get(id(row)) for row in packed]
 
     def _features(
-        self, taps: torch.Tensor | None, packed: list[_Packed]
+        self, taps: torch.Tensor | None, packed: list[Packed]
     ) -> list[NDArray[np.generic] | None]:
         """Project the tapped states of all kept rows in one call; one array a row."""
         if taps is None or self._projection is None:
@@ -217,74 +277,3 @@ class RoundEngine:
             bits = features.to(torch.bfloat16).contiguous().cpu().view(torch.uint16)
             return np.asarray(bits.numpy())
         return np.asarray(features.to(torch.float32).contiguous().cpu().numpy())
-
-
-def _pack(
-    prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
-) -> tuple[list[_Packed], list[int]]:
-    """Rows in batch order, and the batch rows whose logits are needed."""
-    packed: list[_Packed] = []
-    logit_rows: list[int] = []
-    start = 0
-    for chunk in prefill:
-        row = _pack_prefill(chunk, start, len(logit_rows))
-        packed.append(row)
-        start += len(row.token_ids)
-        if row.accept_row is not None:
-            logit_rows.append(start - 1)
-    for verified in verify:
-        row = _pack_verify(verified, start, len(logit_rows))
-        packed.append(row)
-        logit_rows.extend(range(start, start + len(row.token_ids)))
-        start += len(row.token_ids)
-    return packed, logit_rows
-
-
-def _pack_prefill(chunk: PrefillRow, start: int, logits_start: int) -> _Packed:
-    session, begin = chunk.session, chunk.session.kv.len
-    end = begin + chunk.num_tokens
-    return _Packed(
-        session=session,
-        token_ids=session.tokens[begin:end].astype(np.int64),
-        positions=np.arange(begin, end, dtype=np.int64),
-        mask=None,
-        start=start,
-        accept_row=_accept_row(session, logits_start, None) if chunk.last else None,
-        kept=list(range(chunk.num_tokens)),
-    )
-
-
-def _pack_verify(row: VerifyRow, start: int, logits_start: int) -> _Packed:
-    session, draft = row.session, row.draft
-    root_position = session.length - 1
-    if draft is None:
-        token_ids = np.array([session.root], dtype=np.int64)
-        positions = np.array([root_position], dtype=np.int64)
-        mask = None
-    else:
-        token_ids = np.concatenate(([session.root], draft.tree.tokens)).astype(np.int64)
-        positions = np.concatenate(([0], draft.depths)).astype(np.int64) + root_position
-        mask = tree_mask(draft.tree)
-    return _Packed(
-        session=session,
-        token_ids=token_ids,
-        positions=positions,
-        mask=mask,
-        start=start,
-        accept_row=_accept_row(session, logits_start, draft),
-        kept=[],
-    )
-
-
-def _accept_row(session: Session, logits_start: int, draft: Draft | None) -> AcceptRow:
-    prompt_len = session.spec.prompt_len
-    return AcceptRow(
-        logits_start=logits_start,
-        tree=None if draft is None else draft.tree,
-        law=None if draft is None else draft.law,
-        sampling=session.spec.sampling,
-        position=session.length,
-        prompt_ids=session.tokens[:prompt_len],
-        output_ids=session.tokens[prompt_len : session.length],
-        banned_now=session.banned_now,
-    )

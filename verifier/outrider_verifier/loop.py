@@ -1,4 +1,7 @@
-"""The engine thread: takes commands, runs rounds, hands effects to the asyncio thread."""
+"""The engine thread: takes commands, runs rounds, hands effects to the asyncio thread.
+
+Commands are taken whenever a round was submitted or settled, also while one is in flight.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class EngineLoop:
         self._commands.put(command)
 
     def stop(self, timeout_s: float) -> None:
-        """Fail all sessions and end the thread; waits for the round in progress."""
+        """Fail all sessions and end the thread; waits for the rounds in flight."""
         self.post(Stop())
         self._thread.join(timeout_s)
 
@@ -61,16 +64,23 @@ class EngineLoop:
         idle_since = time.monotonic()
         while not self._stopping:
             awaited = wait_until is not None
-            self._take_commands(wait_until, block=not self._core.sessions or awaited)
+            idle = awaited or not self._core.sessions
+            self._take_commands(wait_until, block=idle and not self._rounds.flying)
             woken = time.monotonic()
             plan = self._guarded_plan(woken)
             wait_until = plan.wait_until
+            self._flush()
             if not plan.empty:
                 waited_s = woken - idle_since if awaited else 0.0
-                self._flush()
                 self._rounds.run(plan, waited_s=waited_s, spent_s=time.monotonic() - woken)
                 idle_since = time.monotonic()
+            elif self._rounds.flying:
+                self._rounds.settle()
+                idle_since = time.monotonic()
             self._flush()
+        # Nothing may be left running on a device when the thread is gone.
+        self._rounds.settle()
+        self._flush()
 
     def _take_commands(self, wait_until: float | None, *, block: bool) -> None:
         """Handle every queued command; if `block`, wait for one until `wait_until`."""
@@ -112,6 +122,8 @@ class EngineLoop:
             self._core.fail_all(error)
         except Exception:
             logger.exception("sessions could not be dropped cleanly")
+            for session in self._core.sessions.values():
+                session.ended = True
             self._core.sessions.clear()
 
     def _flush(self) -> None:

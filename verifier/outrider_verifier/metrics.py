@@ -15,6 +15,7 @@ from outrider_verifier.effects import RoundReport
 WINDOW = 512
 """Rounds over which the medians run."""
 _BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_PARTS = ("forward", "accept", "draft", "other", "wait")
 _PROPOSALS = (
     "used",
     "stored",
@@ -99,9 +100,7 @@ class Metrics(Collector):
             buckets=_BUCKETS,
             registry=self.registry,
         )
-        self._parts = {
-            part: self._round.labels(part) for part in ("forward", "accept", "other", "wait")
-        }
+        self._parts = {part: self._round.labels(part) for part in _PARTS}
         self._rows = Histogram(
             "outrider_verifier_round_rows",
             "Token rows of a round's forward",
@@ -115,6 +114,7 @@ class Metrics(Collector):
         self.medians.add(report)
         self._parts["forward"].observe(report.forward_s)
         self._parts["accept"].observe(report.accept_s)
+        self._parts["draft"].observe(report.draft_s)
         self._parts["other"].observe(report.other_s)
         self._parts["wait"].observe(report.waited_s)
         self._rows.observe(report.rows)

@@ -1,36 +1,63 @@
-"""Rounds over the core's sessions: plan, run, settle each row (engine thread only)."""
+"""Rounds over the core's sessions: plan, submit, settle each row (engine thread only).
+
+A runner that can run ahead has a round in flight nearly all the time: the next one is submitted
+before the one in flight is settled, so that the device never waits for the host. What a session
+turns out not to need (it ended, or was closed) is dropped when its round is settled.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from outrider.errors import InternalError
 from outrider.spec.accounting import add_round
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
-from outrider_verifier.engine import (
-    PrefillRow,
-    RoundEngine,
-    RoundOutcome,
-    RowOutcome,
-    VerifyRow,
-)
+from outrider_verifier.engine import Flight, RoundOutcome, RoundRunner, RowOutcome
+from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.rows import cut_emission, trim
-from outrider_verifier.schedule import DecodeRow, Limits, RoundPlan, RowState, plan_round
+from outrider_verifier.schedule import (
+    DecodeRow,
+    Limits,
+    RoundPlan,
+    RowState,
+    plan_ahead,
+    plan_round,
+)
 from outrider_verifier.sessions import Session
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _InFlight:
+    """A round that was submitted and is not settled."""
+
+    plan: RoundPlan
+    prefill: list[PrefillRow]
+    verify: list[VerifyRow]
+    finishing: list[bool]
+    """By prefill row: whether its prompt ends in this round."""
+    flight: Flight
+    began: float
+    waited_s: float
+
+    @property
+    def sessions(self) -> list[Session]:
+        """All sessions of the round."""
+        return [row.session for row in self.prefill] + [row.session for row in self.verify]
+
+
 class Rounds:
-    """Runs one round at a time on behalf of the loop."""
+    """Runs rounds on behalf of the loop; at most two are submitted and not settled."""
 
     def __init__(
         self,
         core: Core,
-        engine: RoundEngine,
+        engine: RoundRunner,
         limits: Limits,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -39,43 +66,84 @@ class Rounds:
         self._engine = engine
         self._limits = limits
         self._clock = clock
+        self._flying: _InFlight | None = None
+        self._settled_at = 0.0
+
+    @property
+    def flying(self) -> bool:
+        """Whether a round is in flight."""
+        return self._flying is not None
 
     def enter_thread(self) -> None:
         """To be called once by the thread that will run the rounds."""
         self._engine.enter_thread()
 
     def plan(self, now: float) -> RoundPlan:
-        """What to do now."""
+        """What to do now; while a round is in flight, an empty plan means to settle it."""
         rows = [self._row_state(session) for session in self._core.sessions.values()]
+        if self._flying is not None:
+            return plan_ahead(rows, self._flying.plan)
         return plan_round(rows, now, self._limits)
 
     def run(self, plan: RoundPlan, *, waited_s: float = 0.0, spent_s: float = 0.0) -> None:
-        """Run a round; an exception inside it fails the sessions of this round only.
+        """Submit a round, then settle the one before it; the new one too unless the next round of
+        its sessions could be submitted before that.
 
-        `spent_s` is what taking commands and planning cost; it counts as part of the round.
+        An exception inside a round fails the sessions of that round only. `spent_s` is what
+        taking commands and planning cost; it counts as part of the round.
         """
         began = time.perf_counter() - spent_s
+        names = [row.session_id for row in plan.prefill] + [row.session_id for row in plan.decode]
+        sessions = [self._core.sessions[name] for name in names]
+        flying, failure = None, None
+        try:
+            flying = self._submit(plan, began, waited_s)
+        except Exception as bug:
+            failure = bug
+        # What the round in flight emitted counts even where its sessions cannot go on.
+        self.settle()
+        self._flying = flying
+        if failure is not None:
+            self._fail(sessions, failure)
+        elif flying is not None and not self._may_stay_in_flight(flying):
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the round in flight and act on its outcome; no-op if there is none."""
+        flying, self._flying = self._flying, None
+        if flying is None:
+            return
+        try:
+            outcome = self._engine.collect(flying.flight)
+            emitted = 0
+            for row, last, result in zip(
+                flying.prefill, flying.finishing, outcome.prefill, strict=True
+            ):
+                emitted += self._settle_prefill(row, last, result)
+            for verified, result in zip(flying.verify, outcome.verify, strict=True):
+                emitted += self._settle_verify(verified, result)
+        except Exception as bug:
+            self._fail(flying.sessions, bug)
+            return
+        self._report(flying, outcome, emitted)
+
+    def _submit(self, plan: RoundPlan, began: float, waited_s: float) -> _InFlight:
         prefill = [
             PrefillRow(session=self._core.sessions[chunk.session_id], num_tokens=chunk.num_tokens)
             for chunk in plan.prefill
         ]
-        verify: list[VerifyRow] = []
-        try:
-            verify.extend(self._verify_row(row) for row in plan.decode)
-            # `last` is a question about the state before the round.
-            finishing = [row.last for row in prefill]
-            outcome = self._engine.run(prefill, verify)
-            emitted = 0
-            for row, last, result in zip(prefill, finishing, outcome.prefill, strict=True):
-                emitted += self._settle_prefill(row, last, result)
-            for verified, result in zip(verify, outcome.verify, strict=True):
-                emitted += self._settle_verify(verified, result)
-        except Exception as bug:
-            self._fail(plan, bug)
-            return
-        drafted_s = max((row.proposal.draft_us for row in verify if row.proposal), default=0) / 1e6
-        total_s = time.perf_counter() - began
-        self._report(plan, outcome, emitted, total_s, waited_s, min(drafted_s, waited_s))
+        verify = [self._verify_row(row) for row in plan.decode]
+        # `last` is a question about the state before the round.
+        finishing = [row.last for row in prefill]
+        return _InFlight(
+            plan=plan,
+            prefill=prefill,
+            verify=verify,
+            finishing=finishing,
+            flight=self._engine.submit(prefill, verify),
+            began=began,
+            waited_s=waited_s,
+        )
 
     def _row_state(self, session: Session) -> RowState:
         proposal = None
@@ -86,11 +154,26 @@ class Rounds:
             session_id=session.session_id,
             prefill_left=left,
             nodes=None if proposal is None else len(proposal.tree),
+            own_nodes=session.own_depth,
             awaits_proposal=session.awaits_proposal,
             since=session.since,
             proposal_at=session.proposal_at,
             patience_s=session.plan.patience_ms / 1000.0,
+            runs_ahead=self._runs_ahead(session),
+            remaining=session.remaining,
         )
+
+    def _may_stay_in_flight(self, flying: _InFlight) -> bool:
+        # Prompts and proposals need the host after their round; so no command can come between.
+        return not flying.prefill and all(
+            row.session.ended or (row.proposal is None and self._runs_ahead(row.session))
+            for row in flying.verify
+        )
+
+    def _runs_ahead(self, session: Session) -> bool:
+        # A drafter that is told of every round could never catch up with one that runs ahead.
+        alone = session.link_id is None
+        return self._engine.run_ahead and alone and self._engine.can_run_ahead(session)
 
     def _verify_row(self, row: DecodeRow) -> VerifyRow:
         session = self._core.sessions[row.session_id]
@@ -98,7 +181,7 @@ class Rounds:
             session.suspect = True
             self._core.counters["patience_over"] += 1
         if not session.draft_wanted:
-            return VerifyRow(session=session)
+            return VerifyRow(session=session, own_depth=session.own_depth)
         proposal = self._core.inbox.take(session.session_id, session.digest)
         if proposal is None:
             return VerifyRow(session=session)
@@ -109,6 +192,8 @@ class Rounds:
         """Keep features, emit the first token if the prompt is complete, tell the drafter."""
         session = row.session
         self._core.counters["prefill_tokens"] += row.num_tokens
+        if session.ended:
+            return 0
         if self._core.store is not None and result.features is not None:
             self._core.store.append(session.session_id, result.features)
         if not last:
@@ -129,15 +214,19 @@ class Rounds:
     def _settle_verify(self, row: VerifyRow, result: RowOutcome) -> int:
         """Count the round, emit its tokens, tell the drafter or finish the session."""
         session, acceptance = row.session, result.acceptance
+        if session.ended:
+            return 0
         assert acceptance is not None
-        fallback = row.proposal is None and session.draft_wanted
+        proposed = result.drafted if row.draft is None else len(row.draft.tree)
+        missed = row.proposal is None and session.draft_wanted
+        fallback = missed or (row.own_depth > 0 and result.drafted == 0)
         tokens, reason = cut_emission(
             acceptance.tokens, stop_ids=session.stop_ids, remaining=session.remaining
         )
-        self._count(row, len(acceptance.accepted_nodes), fallback)
+        self._count(row, proposed, len(acceptance.accepted_nodes), fallback)
         session.stats = add_round(
             session.stats,
-            proposed=0 if row.draft is None else len(row.draft.tree),
+            proposed=proposed,
             accepted_len=min(len(acceptance.accepted_nodes), len(tokens)),
             emitted=len(tokens),
             fallback=fallback,
@@ -173,35 +262,31 @@ class Rounds:
         self._core.counters["finished"] += 1
         self._core.free(session)
 
-    def _count(self, row: VerifyRow, accepted_len: int, fallback: bool) -> None:
+    def _count(self, row: VerifyRow, proposed: int, accepted_len: int, fallback: bool) -> None:
         counters = self._core.counters
         counters["fallback_rounds"] += int(fallback)
         counters["accepted_tokens"] += accepted_len
-        if row.draft is not None:
-            counters["proposals_used"] += 1
-            counters["proposed_tokens"] += len(row.draft.tree)
+        counters["proposed_tokens"] += proposed
+        counters["proposals_used"] += int(row.draft is not None)
 
-    def _fail(self, plan: RoundPlan, bug: Exception) -> None:
-        logger.exception("round failed", extra={"sessions": len(plan.prefill) + len(plan.decode)})
+    def _fail(self, sessions: Sequence[Session], bug: Exception) -> None:
+        logger.error("round failed", exc_info=bug, extra={"sessions": len(sessions)})
         self._core.counters["failed_rounds"] += 1
         error = InternalError(
             f"the round failed: {type(bug).__name__}: {bug}", reason="ROUND_FAILED"
         )
-        ids = [chunk.session_id for chunk in plan.prefill] + [row.session_id for row in plan.decode]
-        for session_id in ids:
-            session = self._core.sessions.get(session_id)
-            if session is not None:
+        for session in sessions:
+            if not session.ended:
                 self._core.fail(session, error)
 
-    def _report(
-        self,
-        plan: RoundPlan,
-        outcome: RoundOutcome,
-        emitted: int,
-        total_s: float,
-        waited_s: float,
-        drafted_s: float,
-    ) -> None:
+    def _report(self, flying: _InFlight, outcome: RoundOutcome, emitted: int) -> None:
+        proposals = [row.proposal for row in flying.verify if row.proposal is not None]
+        drafted_s = max((proposal.draft_us for proposal in proposals), default=0) / 1e6
+        now = time.perf_counter()
+        # A round that ran ahead began while the one before it was in flight: its share of the
+        # time is what passed since that one was settled.
+        total_s = now - max(flying.began, self._settled_at)
+        self._settled_at = now
         self._core.counters["rounds"] += 1
         self._core.counters["emitted_tokens"] += emitted
         self._core.post(
@@ -210,11 +295,12 @@ class Rounds:
                 forward_s=outcome.forward_s,
                 accept_s=outcome.accept_s,
                 project_s=outcome.project_s,
-                waited_s=waited_s,
-                drafted_s=drafted_s,
+                draft_s=outcome.draft_s,
+                waited_s=flying.waited_s,
+                drafted_s=min(drafted_s, flying.waited_s),
                 rows=outcome.rows,
-                verify_rows=len(plan.decode),
-                prefill_tokens=sum(chunk.num_tokens for chunk in plan.prefill),
+                verify_rows=len(flying.verify),
+                prefill_tokens=sum(row.num_tokens for row in flying.prefill),
                 emitted=emitted,
             )
         )

@@ -29,6 +29,8 @@ class RowState:
     """Prompt tokens whose K/V is unwritten; 0 once the session decodes."""
     nodes: int | None
     """Nodes of the usable proposal, None if there is none."""
+    own_nodes: int = 0
+    """Nodes that this process's own head drafted for it."""
     awaits_proposal: bool
     """Whether a proposal is expected: speculative plan, live drafter that is not suspect."""
     since: float
@@ -37,6 +39,10 @@ class RowState:
     """When the usable proposal arrived."""
     patience_s: float = 0.0
     """How long the row waits for a proposal, from `since`."""
+    runs_ahead: bool = False
+    """Whether its next round needs nothing that the one in flight tells the host."""
+    remaining: int = 2
+    """Tokens it may still emit, those of a round in flight not counted off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +102,8 @@ def plan_round(rows: Iterable[RowState], now: float, limits: Limits) -> RoundPla
             at = max(row.since, row.proposal_at)
             ready.append(_Ready(at, 1 + row.nodes, DecodeRow(session_id=row.session_id)))
         elif not row.awaits_proposal:
-            ready.append(_Ready(row.since, 1, DecodeRow(session_id=row.session_id)))
+            own = DecodeRow(session_id=row.session_id)
+            ready.append(_Ready(row.since, 1 + row.own_nodes, own))
         elif now >= row.since + row.patience_s:
             missed = DecodeRow(session_id=row.session_id, missed=True)
             ready.append(_Ready(row.since + row.patience_s, 1, missed))
@@ -111,6 +118,25 @@ def plan_round(rows: Iterable[RowState], now: float, limits: Limits) -> RoundPla
         prefill=_fill(sorted(prefilling, key=lambda row: row.since), limits.prefill_tokens),
         decode=_fit(sorted(ready, key=lambda entry: entry.at), limits.decode_tokens),
     )
+
+
+def plan_ahead(rows: Iterable[RowState], flying: RoundPlan) -> RoundPlan:
+    """The round to submit before `flying` is settled; an empty one: settle first.
+
+    Only a round of the very same rows may go ahead: no prompt in it or waiting, no session beside
+    them, no proposal used or expected. Rows that the round in flight is sure to finish stay out.
+    """
+    states = {row.session_id: row for row in rows}
+    # A session that was closed meanwhile has no state: its row goes without being asked.
+    going = [row.session_id for row in flying.decode if row.session_id in states]
+    if flying.prefill or len(going) < len(states):
+        return RoundPlan()
+    for state in states.values():
+        if state.prefill_left > 0 or state.nodes is not None or not state.runs_ahead:
+            return RoundPlan()
+    # Every round emits a token at least.
+    unfinished = [name for name in going if states[name].remaining > 1]
+    return RoundPlan(decode=tuple(DecodeRow(session_id=name) for name in unfinished))
 
 
 def _fill(rows: list[RowState], budget: int) -> tuple[PrefillChunk, ...]:

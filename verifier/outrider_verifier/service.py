@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from typing import assert_never
 
-import torch
-
 from outrider.engine.kvcache import KVPool
 from outrider.errors import OutriderError, UnavailableError
 from outrider.ids import SessionId, VerifierId
@@ -28,10 +26,10 @@ from outrider.wire.messages import (
 )
 from outrider_verifier.commands import Close, Command, Open, SetPlan
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.core import Core
+from outrider_verifier.core import OWN_METHODS, Core
 from outrider_verifier.drafters import DrafterHub, Identity
 from outrider_verifier.effects import Answer, Effect, Emit, Fail, RoundReport, Tell
-from outrider_verifier.engine import Projection, RoundEngine, Target
+from outrider_verifier.engine import Projection, RoundEngine, RoundRunner, Target
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import Handover
 from outrider_verifier.inbox import Inbox
@@ -57,12 +55,16 @@ class VerifierService:
         target: Target,
         projection: Projection | None = None,
         *,
+        runner: RoundRunner | None = None,
         pool: KVPool,
         max_context_len: int,
         model_name: str = "",
         tokenizer_hash: str = "",
     ) -> None:
-        """`pool` holds the K/V of `target`; `max_context_len` is the model's own limit."""
+        """`pool` holds the K/V of `target`; `max_context_len` is the model's own limit.
+
+        Without a `runner`, rounds are run by a `RoundEngine` of target and projection.
+        """
         self._config = config
         self._pool = pool
         self._incarnation = secrets.token_hex(8)
@@ -70,13 +72,21 @@ class VerifierService:
         self._tokenizer_hash = tokenizer_hash
         self._fingerprint = "" if projection is None else projection.fingerprint
         self._vocab_size = target.vocab_size
+        if runner is None:
+            runner = RoundEngine(
+                target, projection, feature_dtype=feature_dtype(config), device=config.device
+            )
+        self._own_draft_length = runner.drafts_itself
         # A session longer than the whole budget could never be admitted.
-        fits = pool.total_blocks * pool.block_tokens - config.max_tree_nodes
+        slack = max(config.max_tree_nodes, runner.extra_slots)
+        self._kv_blocks = pool.free_blocks
+        """Blocks that sessions can get; what the runner took for itself is out of their reach."""
+        fits = self._kv_blocks * pool.block_tokens - slack
         limits = (config.max_context_len, max_context_len, fits)
         self._max_context_len = min(limit for limit in limits if limit > 0)
         self._outbox: list[Effect] = []
         self._core, self._rounds = _assemble(
-            config, target, projection, pool, self._max_context_len, self._outbox
+            config, target, projection, runner, pool, self._max_context_len, self._outbox
         )
         self._hub = DrafterHub(
             self._identity(),
@@ -138,7 +148,7 @@ class VerifierService:
             tokenizer_hash=self._tokenizer_hash,
             max_context_len=self._max_context_len,
             kv_block_tokens=self._pool.block_tokens,
-            kv_total_blocks=self._pool.total_blocks,
+            kv_total_blocks=self._kv_blocks,
             kv_free_blocks=self._pool.free_blocks,
             sessions=self._core.num_sessions,
             max_sessions=self._config.max_sessions,
@@ -158,6 +168,9 @@ class VerifierService:
             round_ms_p50=medians.round_ms,
             forward_ms_p50=medians.forward_ms,
             overhead_ms_p50=medians.overhead_ms,
+            own_methods=OWN_METHODS if self._own_draft_length else (),
+            own_draft_length=self._own_draft_length,
+            simulated_acceptance=self._config.simulated_acceptance,
         )
 
     async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
@@ -271,7 +284,7 @@ class VerifierService:
         store = self._core.store
         return {
             "sessions_running": self._core.num_sessions,
-            "kv_blocks_total": self._pool.total_blocks,
+            "kv_blocks_total": self._kv_blocks,
             "kv_blocks_free": self._pool.free_blocks,
             "drafters_connected": len(self._hub.links),
             "inbox_proposals": self._core.num_proposals,
@@ -288,26 +301,32 @@ def _settle(future: asyncio.Future[None], error: OutriderError | None) -> None:
         future.set_exception(error)
 
 
+def feature_dtype(config: VerifierConfig) -> TensorDtype:
+    """Element type in which features cross the wire: the target's own."""
+    return TensorDtype(config.dtype)
+
+
 def _assemble(
     config: VerifierConfig,
     target: Target,
     projection: Projection | None,
+    runner: RoundRunner,
     pool: KVPool,
     max_context_len: int,
     outbox: list[Effect],
 ) -> tuple[Core, Rounds]:
     """Everything that the engine thread will own."""
-    bfloat16 = config.dtype == "bfloat16"
-    dtype = TensorDtype.BFLOAT16 if bfloat16 else TensorDtype.FLOAT32
+    dtype = feature_dtype(config)
     store = None
     if projection is not None:
         store = FeatureStore(
             width=projection.hidden_size,
-            dtype="uint16" if bfloat16 else "float32",
+            dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
             budget_bytes=config.feature_budget_mb << 20,
         )
     core = Core(
         pool=pool,
+        runner=runner,
         inbox=Inbox(per_session=config.inbox_per_session, total=config.inbox_total),
         handover=Handover(store=store, dtype=dtype, chunk_tokens=config.prefill_tokens_per_round),
         store=store,
@@ -322,7 +341,4 @@ def _assemble(
         decode_tokens=config.decode_tokens_per_round,
         gather_s=config.gather_ms / 1000.0,
     )
-    engine = RoundEngine(
-        target, projection, feature_dtype=dtype, device=torch.device(config.device)
-    )
-    return core, Rounds(core, engine, limits)
+    return core, Rounds(core, runner, limits)

@@ -50,6 +50,10 @@ class Session:
     """Its drafter let a patience run out; no waiting until a proposal shows that it is back."""
     proposal_at: float = 0.0
     """When the newest usable proposal arrived."""
+    own_draft: int = 0
+    """Draft length of the head in this process, which drafts for the session; 0: it does not."""
+    ended: bool = False
+    """Whether everything it held was given back; a round in flight may still name it."""
 
     @classmethod
     def create(
@@ -121,8 +125,19 @@ class Session:
 
     @property
     def draft_wanted(self) -> bool:
-        """Whether a proposal for the current prefix could help."""
-        return self.plan.speculative and self.max_draft_depth > 0
+        """Whether a drafter's proposal for the current prefix could help."""
+        return self.plan.speculative and not self.own_draft and self.max_draft_depth > 0
+
+    @property
+    def own_depth(self) -> int:
+        """How deep the draft of this process's own head may stand in the next round.
+
+        The token budget does not bound it: what exceeds that is cut off the emission, and a round
+        may be submitted before the budget left is known.
+        """
+        depth = min(self.own_draft, self.plan.draft_tokens)
+        missing = self.spec.min_new_tokens - self.total_emitted
+        return min(depth, missing - 1) if missing > 0 else depth
 
     @property
     def awaits_proposal(self) -> bool:

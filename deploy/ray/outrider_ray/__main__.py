@@ -38,6 +38,16 @@ def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
     add("--draft-model", metavar="NAME|DIR", help="small model, same tokenizer")
     add("--methods", metavar="A,B", help="eagle3, eagle, ngram, model; or none")
     add("--dtype", help="element type of the models")
+    add("--placement", metavar="WHERE", help="of the head: separate, colocated or fused")
+    add("--draft-length", type=int, metavar="K", help="of a head in the verifier")
+    add(
+        "--no-cuda-graphs",
+        dest="cuda_graphs",
+        action="store_const",
+        const=False,
+        help="launch kernels one by one",
+    )
+    add("--simulated-acceptance", metavar="RATES", help="benchmarks only: drafts stand by chance")
     add("--listen", metavar="HOST:PORT", help="address of the client API")
     add("--kv-tokens", type=int, metavar="N", help="KV budget of the verifier")
     add("--max-sessions", type=int, metavar="N", help="sessions served at once")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outrider_drafter.config import DrafterConfig
 from outrider_router.config import RouterConfig
-from outrider_verifier.config import VerifierConfig
+from outrider_verifier.config import SEPARATE, VerifierConfig
 
 from outrider.config import load_config
 from outrider.spec.plan import DraftMethod
@@ -36,6 +36,14 @@ class LaunchConfig:
     """Ways of drafting; `none` starts no drafter; None takes all that `head` allows."""
     dtype: str = "float32"
     """Element type of target and draft models."""
+    placement: str = SEPARATE
+    """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
+    draft_length: int | None = None
+    """Draft tokens a round of a head in the verifier; None takes its default."""
+    cuda_graphs: bool = True
+    """Whether GPUs replay rounds from CUDA graphs."""
+    simulated_acceptance: str = ""
+    """Benchmarks with random weights only: see the verifier's option of this name."""
     listen: str = "127.0.0.1:50050"
     """HOST:PORT of the client API; port 0 takes a free one."""
     kv_tokens: int | None = None
@@ -86,6 +94,13 @@ class LaunchConfig:
         return tuple(method for method in self.methods if method is not DraftMethod.NONE)
 
     @property
+    def drafter_methods(self) -> tuple[DraftMethod, ...]:
+        """What the drafter offers; empty: there is none."""
+        if self.placement == SEPARATE:
+            return self.drafting
+        return tuple(method for method in self.drafting if method not in HEAD_METHODS)
+
+    @property
     def device(self) -> str:
         """torch device of the actors; Ray shows each only the GPUs that it reserved."""
         return "cuda" if self.gpus_per_actor > 0 else "cpu"
@@ -120,6 +135,10 @@ def verifier_config(config: LaunchConfig) -> VerifierConfig:
             "features_from": _portable(config.head) if uses_head else None,
             "dtype": config.dtype,
             "device": config.device,
+            "placement": config.placement,
+            "draft_length": config.draft_length,
+            "cuda_graphs": config.cuda_graphs,
+            "simulated_acceptance": config.simulated_acceptance,
             "threads": config.actor_threads,
             "kv_tokens": config.kv_tokens,
             "max_sessions": config.max_sessions,
@@ -130,19 +149,21 @@ def verifier_config(config: LaunchConfig) -> VerifierConfig:
 
 def drafter_config(config: LaunchConfig) -> DrafterConfig | None:
     """Configuration of the drafter; None without one. Raises InvalidRequestError."""
-    if not config.drafting:
+    methods = config.drafter_methods
+    if not methods:
         return None
-    uses_head = bool(HEAD_METHODS & set(config.drafting))
-    uses_model = DraftMethod.MODEL in config.drafting
+    uses_head = bool(HEAD_METHODS & set(methods))
+    uses_model = DraftMethod.MODEL in methods
     return load_config(
         DrafterConfig,
         overrides={
             "model": _portable(config.model),
             "head": _portable(config.head) if uses_head else None,
             "draft_model": _portable(config.draft_model) if uses_model else None,
-            "methods": config.drafting,
+            "methods": methods,
             "dtype": config.dtype,
             "device": config.device,
+            "cuda_graphs": config.cuda_graphs,
             "threads": config.actor_threads,
             "drafter_id": DRAFTER,
             "log_level": config.log_level,
@@ -159,7 +180,7 @@ def router_config(config: LaunchConfig, model: Path) -> RouterConfig:
             "model": model,
             "model_name": config.model_name,
             "verifiers": (VERIFIER,),
-            "drafters": (DRAFTER,) if config.drafting else (),
+            "drafters": (DRAFTER,) if config.drafter_methods else (),
             "queue_limit": config.queue_limit,
             "metrics_port": config.metrics_port,
             "drain_s": config.drain_s,

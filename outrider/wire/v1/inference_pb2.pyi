@@ -198,7 +198,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., queued: _Optional[int] = ..., queue_bound: _Optional[int] = ..., running: _Optional[int] = ..., verifiers: _Optional[_Iterable[_Union[VerifierSummary, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterSummary, _Mapping]]] = ...) -> None: ...
 
 class VerifierSummary(_message.Message):
-    __slots__ = ("verifier_id", "address", "healthy", "model", "sessions", "max_sessions", "kv_free_blocks", "kv_total_blocks")
+    __slots__ = ("verifier_id", "address", "healthy", "model", "sessions", "max_sessions", "kv_free_blocks", "kv_total_blocks", "own_methods", "simulated_acceptance")
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +207,8 @@ class VerifierSummary(_message.Message):
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     KV_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     KV_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OWN_METHODS_FIELD_NUMBER: _ClassVar[int]
+    SIMULATED_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     verifier_id: str
     address: str
     healthy: bool
@@ -215,7 +217,9 @@ class VerifierSummary(_message.Message):
     max_sessions: int
     kv_free_blocks: int
     kv_total_blocks: int
-    def __init__(self, verifier_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., model: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ...) -> None: ...
+    own_methods: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftMethod]
+    simulated_acceptance: str
+    def __init__(self, verifier_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., model: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., own_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., simulated_acceptance: _Optional[str] = ...) -> None: ...
 
 class DrafterSummary(_message.Message):
     __slots__ = ("drafter_id", "address", "healthy", "methods", "sessions")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
+import time
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
-from outrider.client import cli, generate, serve
+from outrider.client import cli, generate, local, serve
 from outrider.client.modelfiles import ModelFiles
 from outrider.client.prompts import read_prompts
 from outrider.errors import InvalidRequestError, NotFoundError
@@ -300,3 +302,92 @@ def test_interrupting_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(generate, "run", interrupt)
     assert cli.main(["generate", "--prompt", "a"]) == cli.EXIT_INTERRUPTED
+
+
+def test_status_shows_the_fleet(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert served.verifier is not None
+    served.verifier.change_info(own_methods=(DraftMethod.EAGLE,), simulated_acceptance="2.6")
+    try:
+        deadline = time.monotonic() + 5
+        while True:
+            assert cli.main(["status", "--router", served.address]) == 0
+            shown = capsys.readouterr().out
+            if "SIMULATED ACCEPTANCE 2.6" in shown:
+                break
+            assert time.monotonic() < deadline, shown
+        assert "drafts itself (eagle)" in shown
+        assert cli.main(["status", "--router", served.address, "--json"]) == 0
+        info = json.loads(capsys.readouterr().out)
+        assert info["verifiers"][0]["simulated_acceptance"] == "2.6"
+        arguments = ["generate", "--prompt", "a", "--max-tokens", "2", "--router", served.address]
+        assert cli.main(arguments) == 0
+        assert "SIMULATED ACCEPTANCE 2.6" in capsys.readouterr().err
+    finally:
+        served.verifier.change_info(own_methods=(), simulated_acceptance="")
+
+
+def flags_of(arguments: list[str]) -> dict[str, str]:
+    """--name value pairs."""
+    pairs = itertools.pairwise(arguments)
+    return {name[2:]: value for name, value in pairs if name.startswith("--")}
+
+
+def test_on_gpus_every_process_gets_one_and_half_the_bits() -> None:
+    config = parsed("--device", "cuda", "--no-cuda-graphs")
+    verifier = local.verifier_args(config, gpus=2)
+    assert flags_of(verifier)["device"] == "cuda:0"
+    assert flags_of(verifier)["dtype"] == "bfloat16"
+    assert "--no-cuda-graphs" in verifier and "--kv-tokens" not in verifier
+    assert "--memory-fraction" not in verifier
+    drafter = local.drafter_args(config, gpus=2)
+    assert flags_of(drafter)["device"] == "cuda:1"
+    assert "--no-cuda-graphs" in drafter
+
+
+def test_on_one_gpu_the_verifier_leaves_room_for_the_drafter() -> None:
+    config = parsed("--device", "cuda")
+    assert flags_of(local.drafter_args(config, gpus=1))["device"] == "cuda:0"
+    assert "memory-fraction" in flags_of(local.verifier_args(config, gpus=1))
+    elsewhere = parsed("--device", "cuda", "--drafter-device", "cpu")
+    assert flags_of(local.drafter_args(elsewhere, gpus=1))["device"] == "cpu"
+    assert "memory-fraction" not in flags_of(local.verifier_args(elsewhere, gpus=1))
+
+
+def test_a_head_in_the_verifier_needs_no_drafter() -> None:
+    config = parsed("--placement", "fused", "--draft-length", "5", "--simulated-acceptance", "3")
+    flags = flags_of(local.verifier_args(config))
+    assert (flags["placement"], flags["draft-length"]) == ("fused", "5")
+    assert (flags["features-from"], flags["simulated-acceptance"]) == ("/heads/tiny", "3")
+    assert config.drafter_methods == ()
+    with pytest.raises(InvalidRequestError, match="eagle3"):
+        parsed("--placement", "colocated", "--drafter", "ngram")
+
+
+def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,7")
+    assert local.count_gpus() == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert local.count_gpus() == 1
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    listing = tmp_path / "nvidia-smi"
+    listing.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
+    listing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert local.count_gpus() == 2
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert local.count_gpus() == 1
+
+
+def test_serve_passes_placing_on_to_ray() -> None:
+    args = cli.make_parser().parse_args(["serve", "--device", "cuda", "--placement", "fused"])
+    config = local.LocalConfig(
+        model=Path("/m"), head=Path("/h"), methods=(DraftMethod.EAGLE3,), **serve.placing_of(args)
+    )
+    arguments = serve.ray_args(config)
+    flags = flags_of(arguments)
+    assert (flags["placement"], flags["gpus-per-actor"], flags["dtype"]) == (
+        "fused",
+        "1",
+        "bfloat16",
+    )
+    assert "--no-cuda-graphs" not in arguments

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 from outrider_router.config import SpeculationDefaults
-from outrider_router.planner import make_plan, make_sampling, output_budget, stop_ids
+from outrider_router.planner import (
+    drafts_itself,
+    make_plan,
+    make_sampling,
+    output_budget,
+    plan_on,
+    stop_ids,
+)
 
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider.wire.inference import SamplingOptions, SpeculationOptions, StoppingOptions
+from tests.fakes.verifier import FakeVerifier
 
 DEFAULTS = SpeculationDefaults(max_draft_tokens=32)
 
@@ -48,6 +56,28 @@ def test_every_way_of_opting_out_is_plain_decoding(options: SpeculationOptions) 
 def test_impossible_wishes_are_refused(options: SpeculationOptions) -> None:
     with pytest.raises(InvalidRequestError):
         make_plan(options, DEFAULTS)
+
+
+OWN = FakeVerifier.describe(own_methods=(DraftMethod.EAGLE3,), own_draft_length=3)
+
+
+def test_a_verifier_that_drafts_itself_does_so_in_chains_of_its_own_length() -> None:
+    wish = make_plan(SpeculationOptions(draft_tokens=20, draft_top_k=4), DEFAULTS)
+    plan = plan_on(wish, OWN)
+    assert drafts_itself(plan, OWN)
+    assert (plan.method, plan.draft_tokens, plan.top_k) == (DraftMethod.EAGLE3, 3, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [SpeculationOptions(method=DraftMethod.NGRAM), SpeculationOptions(enabled=False)],
+)
+def test_other_plans_stay_as_they_are(options: SpeculationOptions) -> None:
+    wish = make_plan(options, DEFAULTS)
+    assert plan_on(wish, OWN) is wish
+    assert not drafts_itself(wish, OWN)
+    eagle3 = make_plan(SpeculationOptions(), DEFAULTS)
+    assert plan_on(eagle3, FakeVerifier.describe()) is eagle3
 
 
 def test_sampling_defaults_to_greedy_and_zero_is_a_seed() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from outrider_router.service import RouterService
+from outrider_router.status import server_info
 
 from outrider.errors import (
     AlreadyExistsError,
@@ -495,3 +496,27 @@ async def cancel_a_thousand(router: RouterService) -> None:
 
     for start in range(0, 1000, 50):
         await asyncio.gather(*(one(i) for i in range(start, start + 50)))
+
+
+async def test_a_verifier_that_drafts_itself_gets_its_sessions_without_a_drafter(
+    tmp_path: Path, verifier: FakeVerifier
+) -> None:
+    verifier.change_info(
+        own_methods=(DraftMethod.EAGLE3,), own_draft_length=3, simulated_acceptance="2.6"
+    )
+    drafter = FakeDrafter({"v": verifier})
+    async with running_router(tmp_path, {"v": verifier}, {"d": drafter}) as router:
+        for method in (None, DraftMethod.EAGLE3, DraftMethod.NGRAM):
+            wish = SpeculationOptions(method=method, draft_tokens=7)
+            result = await router.generate(text_request(speculation=wish))
+        stats = result.finish.stats
+        own, asked, remote = verifier.specs
+        for spec in (own, asked):
+            assert (spec.drafter_id, spec.plan.method) == (None, DraftMethod.EAGLE3)
+            assert (spec.plan.draft_tokens, spec.plan.top_k) == (3, 1)
+        assert remote.plan.draft_tokens == 7
+        assert remote.drafter_id is not None
+        assert stats.fallback_rounds == 0
+        (summary,) = server_info(router).verifiers
+        assert summary.own_methods == (DraftMethod.EAGLE3,)
+        assert summary.simulated_acceptance == "2.6"

@@ -21,6 +21,7 @@ from outrider.spec.tree import DraftTree
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.transport.inproc import InprocNetwork
 from outrider.wire.messages import SessionEvent, SessionSpec
+from tests.fakes.runner import FakeRunner
 from tests.fakes.scripted_drafter import Followed, ProposeFn, ScriptedDrafter, make_tree
 from tests.fakes.target import FakeProjection, FakeTarget
 
@@ -127,6 +128,7 @@ async def verifier(
     *,
     target: FakeTarget | None = None,
     features: bool = True,
+    runner: FakeRunner | None = None,
     heartbeat: HeartbeatConfig | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
@@ -138,6 +140,7 @@ async def verifier(
         VerifierConfig(model="fake", **settings),
         target,
         FakeProjection() if features else None,
+        runner=runner,
         pool=target.pool,
         max_context_len=4096,
     )

@@ -97,11 +97,42 @@ def test_flags_of_the_verifier_fill_its_configuration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": "int8"}, {"kv_tokens": 0}, {"heartbeat_ms": 5000}, {"metrics_port": 70000}],
+    [
+        {"dtype": "int8"},
+        {"kv_tokens": -1},
+        {"heartbeat_ms": 5000},
+        {"metrics_port": 70000},
+        {"placement": "elsewhere"},
+        {"placement": "fused"},
+        {"placement": "colocated", "features_from": ""},
+        {"placement": "fused", "features_from": "h", "draft_length": 20, "max_tree_nodes": 16},
+        {"draft_length": 0},
+        {"draft_length": 32},
+        {"memory_fraction": 0.0},
+        {"memory_fraction": 1.1},
+        {"simulated_acceptance": "often"},
+        {"simulated_acceptance": "0.9"},
+        {"simulated_acceptance": "4.1"},
+        {"simulated_acceptance": "0.5,0.5"},
+        {"simulated_acceptance": "0.5,0.5,1.5"},
+        {"simulated_acceptance": "nan"},
+    ],
 )
 def test_a_verifier_configuration_out_of_range_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError):
         load_config(VerifierConfig, None, changes)
+
+
+def test_flags_place_the_head_and_simulate() -> None:
+    flags = "--model m --features-from h --placement fused --draft-length 5 --no-cuda-graphs"
+    config = parse_args([*flags.split(), "--simulated-acceptance", "3.2"])
+    assert (config.placement, config.draft_length, config.drafts_itself) == ("fused", 5, True)
+    assert not config.cuda_graphs
+    assert len(config.simulated_rates) == 5
+    plain = parse_args(["--model", "m"])
+    assert plain.cuda_graphs and not plain.drafts_itself and plain.simulated_rates == ()
+    separate = parse_args(["--model", "m", "--simulated-acceptance", "0.8,0.6,0.4"])
+    assert separate.simulated_rates == (0.8, 0.6, 0.4)
 
 
 def test_parsing_flags_imports_no_torch() -> None:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_verifier.schedule import Limits, RoundPlan, RowState, plan_round
+from outrider_verifier.schedule import (
+    DecodeRow,
+    Limits,
+    PrefillChunk,
+    RoundPlan,
+    RowState,
+    plan_ahead,
+    plan_round,
+)
 
 from outrider.ids import SessionId
 
@@ -151,3 +160,53 @@ def test_a_plan_always_makes_progress_and_keeps_its_bounds(
         if state.nodes is None and state.awaits_proposal and state.prefill_left == 0:
             assert chosen.missed
             assert now >= state.since + state.patience_s
+
+
+def test_own_drafts_count_against_the_rows_of_a_round() -> None:
+    rows = [row(name, own_nodes=3) for name in "abcd"]
+    assert decoded(plan_round(rows, 0.0, LIMITS)) == ["a", "b", "c"]
+
+
+def ready(name: str, **changes: Any) -> RowState:
+    """A decoding row that needs nothing from outside."""
+    return row(name, runs_ahead=True, remaining=9, **changes)
+
+
+def flight(*names: str) -> RoundPlan:
+    """A round of these rows."""
+    return RoundPlan(decode=tuple(DecodeRow(session_id=SessionId(name)) for name in names))
+
+
+def test_a_round_of_the_same_rows_goes_ahead_in_the_same_order() -> None:
+    assert decoded(plan_ahead([ready("a"), ready("b")], flight("b", "a"))) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"runs_ahead": False},
+        {"prefill_left": 3},
+        {"nodes": 0},
+        {"nodes": 4},
+    ],
+)
+def test_one_row_that_needs_the_host_holds_the_next_round_back(changes: dict[str, Any]) -> None:
+    held = row("b", **({"runs_ahead": True, "remaining": 9} | changes))
+    assert plan_ahead([ready("a"), held], flight("a", "b")).empty
+
+
+def test_a_session_beside_the_round_in_flight_is_not_passed_over() -> None:
+    assert plan_ahead([ready("a"), ready("b")], flight("a")).empty
+
+
+def test_no_round_goes_ahead_of_a_prompt() -> None:
+    chunk = PrefillChunk(session_id=SessionId("b"), num_tokens=4)
+    flying = RoundPlan(prefill=(chunk,), decode=flight("a").decode)
+    assert plan_ahead([ready("a")], flying).empty
+
+
+def test_rows_that_were_closed_or_are_sure_to_end_stay_out() -> None:
+    last = row("b", runs_ahead=True, remaining=1)
+    assert decoded(plan_ahead([ready("a"), last], flight("a", "b", "gone"))) == ["a"]
+    assert plan_ahead([last], flight("b")).empty
+    assert plan_ahead([], flight("gone")).empty

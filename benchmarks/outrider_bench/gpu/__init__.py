@@ -1,0 +1,1 @@
+"""Benchmarks of the device engine: `outrider bench gpu NAME`."""

@@ -1,0 +1,109 @@
+"""`outrider bench gpu NAME`: benchmarks of the device engine, one command each.
+
+`gpu all --only verify,draft,plain` runs several over models that are loaded once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.errors import InternalError, InvalidRequestError
+from outrider_bench.report import say
+
+NAMES: Final = {
+    "kernels": "kernel times against bytes moved",
+    "verify": "a verify forward by rows and nodes",
+    "draft": "a draft step, and a catch-up with a chain of five",
+    "plain": "plain decoding end to end",
+    "rounds": "rounds on one device, SIMULATED acceptance, with a timeline",
+    "ideas": "each of the five ideas before and after",
+    "serving": "tokens/s, time to first token, inter-token latency by placement",
+    "placement": "widened model: tokens/s by placement and the split of a round",
+    "equality": "greedy text with and without speculation, differences explained",
+    "acceptance": "tokens a round and time a token by rule and temperature",
+    "summary": "merge the results of a folder",
+}
+"""Benchmarks in the order in which `all` runs them: those that share a model follow each other."""
+ALL: Final = "all"
+DEFAULT_OUT: Final = Path("benchmarks/results/gpu")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the benchmarks and their flags."""
+    from outrider_bench.gpu.bench import add_arguments as add_flags
+
+    commands = parser.add_subparsers(dest="gpu_name", metavar="NAME", required=True)
+    for name, text in {**NAMES, ALL: "several of them, models loaded once"}.items():
+        command = commands.add_parser(name, help=text, description=text)
+        add_flags(command)
+        if name == ALL:
+            command.add_argument("--only", help="comma-separated names; default: all")
+            command.set_defaults(out=DEFAULT_OUT)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run what was asked for. Raises InternalError if a part of `all` failed."""
+    from outrider_bench.gpu.bench import Bench
+
+    bench = Bench(args)
+    try:
+        if args.gpu_name != ALL:
+            finish(args, args.gpu_name, _module(args.gpu_name).run(bench))
+            return
+        failed = run_all(bench, chosen(args.only))
+    finally:
+        bench.close()
+    if failed:
+        raise InternalError(f"these parts failed: {', '.join(failed)}", reason="PARTS_FAILED")
+
+
+def chosen(only: str | None) -> list[str]:
+    """The parts of `all`, in its order. Raises InvalidRequestError for unknown names."""
+    if only is None:
+        return list(NAMES)
+    wanted = only.split(",")
+    unknown = sorted(set(wanted) - set(NAMES))
+    if unknown:
+        raise InvalidRequestError(f"no such benchmark: {', '.join(unknown)}")
+    return [name for name in NAMES if name in wanted]
+
+
+def run_all(bench: Any, names: list[str]) -> list[str]:
+    """Run parts one after the other; a part that fails is told and left behind. Their names."""
+    from outrider_bench.gpu.bench import free_memory
+    from outrider_bench.gpu.summary import write_summary
+
+    failed = []
+    for name in names:
+        began = time.perf_counter()
+        try:
+            finish(bench.args, name, _module(name).run(bench))
+        except Exception as error:
+            failed.append(name)
+            traceback.print_exc()
+            say(f"{name} FAILED: {type(error).__name__}: {error}")
+        free_memory()
+        say(f"{name}: {time.perf_counter() - began:.1f} s")
+    if bench.args.out is not None and "summary" not in names and len(failed) < len(names):
+        write_summary(bench.args.out)
+    return failed
+
+
+def finish(args: argparse.Namespace, name: str, result: dict[str, object]) -> None:
+    """Store a result under its name; the summary writes itself."""
+    if args.out is not None and name != "summary":
+        args.out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(result, indent=2) + "\n"
+        (args.out / f"{name}.json").write_text(text, encoding="utf-8")
+    if args.json:
+        print(json.dumps(result), flush=True)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"outrider_bench.gpu.{name}")

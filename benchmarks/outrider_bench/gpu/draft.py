@@ -1,0 +1,45 @@
+"""Cost of drafting: one step, a catch-up with a chain of five, by sessions."""
+
+from __future__ import annotations
+
+from outrider_bench.gpu.bench import Bench, show
+from outrider_bench.gpu.steps import DraftBench
+
+CHAIN = 5
+
+
+def run(bench: Bench) -> dict[str, object]:
+    """Measure at every batch. The step is a quarter of what a chain of five takes longer than a
+    chain of one; a chain of one is a catch-up on a row with its draft."""
+    models = bench.random()
+    draft = DraftBench(
+        models, max_rows=max(bench.batches), max_tokens=bench.max_tokens, graphs=bench.args.graphs
+    )
+    rows, table = [], {}
+    try:
+        for batch in bench.batches:
+            context, repeats = bench.prompt_tokens, bench.repeats
+            one = draft.chain_ms(batch, 1, context, new_rows=CHAIN + 1, repeats=repeats)
+            five = draft.chain_ms(batch, CHAIN, context, new_rows=CHAIN + 1, repeats=repeats)
+            step = (five - one) / (CHAIN - 1)
+            table[str(batch)] = {
+                "first_ms": round(one, 4),
+                "step_ms": round(step, 4),
+                "chain5_ms": round(five, 4),
+            }
+            rows.append((batch, round(one, 3), round(step, 3), round(five, 3)))
+    finally:
+        draft.close()
+    head = models.head
+    assert head is not None
+    vocab = head.config.draft_vocab_size
+    show(
+        f"drafting, {models.name}, draft vocabulary {vocab}, catch-up on {CHAIN + 1} rows",
+        ("sessions", "catch-up + 1 ms", "step ms", "catch-up + chain of 5 ms"),
+        rows,
+    )
+    first = table[str(bench.batches[0])]
+    figures = {}
+    if bench.batches[0] == 1:
+        figures = {"draft_step_ms": first["step_ms"], "chain5_ms": first["chain5_ms"]}
+    return bench.result("draft", models, draft_vocab=vocab, by_sessions=table, figures=figures)

@@ -1,0 +1,141 @@
+"""The widened model by placement: tokens a second, and what a round is made of.
+
+Lock-step: a round's draft begins when its verdict is known. Of a round with a separate drafter:
+`draft` is what the drafter says that it worked, `transfer` the rest of the wait for its proposal,
+`verify` the forward on the device, `other` what remains of the time between two rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from outrider_bench.gpu.bench import SPARE_SESSIONS, Bench, show
+from outrider_bench.gpu.drive import drive
+from outrider_bench.gpu.engine import COLOCATED, PLAIN, SEPARATE, Models, Running, Setup, serving
+from outrider_bench.gpu.plain import WARM_TOKENS, sized
+from outrider_bench.gpu.rounds import save, wrap_engine
+from outrider_bench.gpu.timeline import (
+    DRAFT,
+    VERIFY,
+    HostTimeline,
+    device_spans,
+    idle_gaps_us,
+)
+from outrider_bench.gpu.trace import TrackSpan
+
+BATCHES = (1, 8)
+DRAFT_LENGTH = 3
+REQUESTS = 8
+"""Requests of a batch of one; larger batches serve one wave."""
+
+
+def run(bench: Bench) -> dict[str, object]:
+    """Measure the placements at batch 1 and 8."""
+    models = bench.widened()
+    speeds: dict[str, dict[str, float]] = {str(batch): {} for batch in BATCHES}
+    details: dict[str, Any] = {}
+    overhead: dict[str, float] = {}
+    rows = []
+    for placement in bench.placements(PLAIN, COLOCATED, SEPARATE):
+        for batch, facts in asyncio.run(_measure(bench, models, placement)).items():
+            speeds[str(batch)][placement] = facts["tokens_per_s"]
+            details.setdefault(placement, {})[str(batch)] = facts
+            split = facts["split_ms"]
+            rows.append((placement, batch, facts["tokens_per_s"], *split.values()))
+            if placement == SEPARATE and batch == 1 and facts["overhead_us"] is not None:
+                overhead["grpc"] = facts["overhead_us"]
+    show(
+        f"placement, {models.name}, K = {DRAFT_LENGTH}, lock-step",
+        ("placement", "batch", "tokens/s", "draft ms", "transfer ms", "verify ms", "other ms"),
+        rows,
+    )
+    figures: dict[str, object] = {"placement_tokens_per_s": speeds}
+    if overhead:
+        figures["round_overhead_us"] = overhead
+    return bench.result(
+        "placement",
+        models,
+        draft_length=DRAFT_LENGTH,
+        output_tokens=bench.output_tokens,
+        placements=details,
+        figures=figures,
+    )
+
+
+async def _measure(bench: Bench, models: Models, placement: str) -> dict[int, dict[str, Any]]:
+    setup = sized(
+        bench,
+        Setup(placement=placement, draft_length=DRAFT_LENGTH, record=True, warm_buckets=True),
+    )
+    largest = min(max(BATCHES), max(bench.batches))
+    setup = replace(setup, max_sessions=largest + SPARE_SESSIONS)
+    found = {}
+    async with serving(models, setup) as running:
+        for batch in (b for b in BATCHES if b <= largest):
+            prompts = bench.prompts(REQUESTS if batch == 1 else batch)
+            warm = prompts[:batch]
+            await drive(running, warm, min(WARM_TOKENS, bench.output_tokens), tag=f"w{batch}")
+            found[batch] = await _one(bench, running, prompts, batch)
+    return found
+
+
+async def _one(
+    bench: Bench, running: Running, prompts: list[list[int]], batch: int
+) -> dict[str, Any]:
+    running.reports.clear()
+    if running.recorder is not None:
+        running.recorder.take()
+    host = HostTimeline()
+    if bench.args.out is not None and batch == BATCHES[0]:
+        wrap_engine(running, host)
+    wave = await drive(
+        running,
+        prompts,
+        bench.output_tokens,
+        stop_ids=bench.stop_ids,
+        concurrency=batch,
+        tag=f"b{batch}",
+    )
+    # The reports of the last rounds follow their events.
+    await asyncio.sleep(0.01)
+    spans = [] if running.recorder is None else device_spans(running.recorder.take())
+    if batch == BATCHES[0]:
+        title = f"{running.models.name}, {running.setup.placement}, batch {batch}"
+        save(bench.args.out, f"timeline-widened-{running.setup.placement}", spans, title)
+    split, overhead = split_round(running.reports, spans, batch)
+    return {
+        **wave.summary(),
+        "drafter_device": running.drafter_device,
+        "split_ms": split,
+        "overhead_us": overhead,
+    }
+
+
+def split_round(
+    reports: Sequence[Any], spans: Sequence[TrackSpan], batch: int
+) -> tuple[dict[str, float], float | None]:
+    """Medians of a round's parts in milliseconds, over rounds in which all sessions decoded, and
+    the idle time in microseconds between two forwards less the drafting."""
+    full = [r for r in reports if r.prefill_tokens == 0 and r.verify_rows == batch]
+    if not full:
+        return dict.fromkeys(("draft", "transfer", "verify", "other"), float("nan")), None
+    drafted = median(r.drafted_s for r in full) * 1000.0
+    waited = median(r.waited_s for r in full) * 1000.0
+    period = median(r.total_s + r.waited_s for r in full) * 1000.0
+    verify = _median_ms(spans, VERIFY, median(r.forward_s for r in full) * 1000.0)
+    own = _median_ms(spans, DRAFT, 0.0)
+    transfer = max(0.0, waited - drafted)
+    other = max(0.0, period - verify - own - drafted - transfer)
+    parts = {"draft": drafted + own, "transfer": transfer, "verify": verify, "other": other}
+    gaps = idle_gaps_us(spans)
+    overhead = round(max(0.0, median(gaps) - drafted * 1000.0), 1) if gaps else None
+    return {name: round(value, 4) for name, value in parts.items()}, overhead
+
+
+def _median_ms(spans: Sequence[TrackSpan], track: str, otherwise: float) -> float:
+    found = [span.ms for span in spans if span.track == track]
+    return median(found) if found else otherwise

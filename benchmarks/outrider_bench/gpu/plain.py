@@ -1,0 +1,68 @@
+"""Plain decoding end to end through the verifier's loop, per token."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from outrider_bench.gpu.bench import SPARE_SESSIONS, Bench, show
+from outrider_bench.gpu.drive import Wave, drive, percentiles, random_prompts
+from outrider_bench.gpu.engine import PLAIN, Models, Setup, serving
+
+VLLM_MS = {1: 4.73, 8: 4.90, 32: 5.63, 64: 6.53}
+WARM_TOKENS = 24
+
+
+def run(bench: Bench) -> dict[str, object]:
+    """Measure every batch on the random-weight model."""
+    models = bench.random()
+    waves = asyncio.run(measure(bench, models, Setup(placement=PLAIN)))
+    cells = {str(batch): round(wave.round_ms, 4) for batch, wave in waves.items()}
+    show(
+        f"plain decoding, {models.name}, {bench.prompt_tokens} in, {bench.output_tokens} out",
+        ("batch", "ms per token", "vLLM 0.26 on H200", "tokens/s", "TTFT p50 ms"),
+        [
+            (
+                batch,
+                cells[str(batch)],
+                VLLM_MS.get(batch, ""),
+                round(wave.steady_tokens_per_s, 1),
+                percentiles(wave.first_ms).get("p50"),
+            )
+            for batch, wave in waves.items()
+        ],
+    )
+    return bench.result(
+        "plain",
+        models,
+        prompt_tokens=bench.prompt_tokens,
+        output_tokens=bench.output_tokens,
+        by_batch={str(batch): wave.summary() for batch, wave in waves.items()},
+        figures={"plain_ms": cells},
+    )
+
+
+async def measure(bench: Bench, models: Models, setup: Setup) -> dict[int, Wave]:
+    """A wave of random prompts for every batch through one service, after a short one that
+    captures the graphs."""
+    setup = sized(bench, setup)
+    waves: dict[int, Wave] = {}
+    async with serving(models, setup) as running:
+        for batch in bench.batches:
+            vocab = models.target.vocab_size
+            prompts = random_prompts(batch, bench.prompt_tokens, vocab, seed=batch)
+            warm = min(WARM_TOKENS, bench.output_tokens)
+            await drive(running, prompts, warm, tag=f"warm-{batch}")
+            waves[batch] = await drive(running, prompts, bench.output_tokens, tag=f"b{batch}")
+    return waves
+
+
+def sized(bench: Bench, setup: Setup) -> Setup:
+    """The setup with the bounds of this run."""
+    return replace(
+        setup,
+        max_sessions=max(bench.batches) + SPARE_SESSIONS,
+        max_tokens=bench.max_tokens,
+        cuda_graphs=bench.args.graphs,
+        drafter_device=bench.args.drafter_device,
+    )

@@ -1,0 +1,109 @@
+"""End-to-end serving by placement and batch: tokens/s, time to first token, inter-token latency.
+
+The widened model over real chat prompts: acceptance is real, the time is a large model's. As many
+requests as `REQUESTS` says go through at a constant number at a time, until their end of turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from outrider.spec.sampling import SamplingParams
+from outrider_bench.gpu.bench import Bench, show
+from outrider_bench.gpu.drive import Wave, drive
+from outrider_bench.gpu.engine import COLOCATED, FUSED, PLAIN, SEPARATE, Models, Setup, serving
+from outrider_bench.gpu.plain import WARM_TOKENS, sized
+from outrider_bench.prompts import is_loop
+
+DRAFT_LENGTH = 3
+REQUESTS = 2
+"""Requests of a wave, in multiples of those at a time; at least four."""
+BOTH = (32, 64)
+"""Batches at which fused and plain decoding are compared."""
+
+
+def run(bench: Bench) -> dict[str, object]:
+    """Measure every placement and batch."""
+    models = bench.widened()
+    placements = bench.placements(PLAIN, FUSED, COLOCATED, SEPARATE)
+    results: dict[str, dict[str, Any]] = {}
+    rows = []
+    for placement in placements:
+        for batch, wave in waves(bench, models, placement, bench.batches).items():
+            facts = describe_wave(wave)
+            results.setdefault(placement, {})[str(batch)] = facts
+            rows.append(
+                (
+                    placement,
+                    batch,
+                    facts["tokens_per_s"],
+                    facts["requests_per_s"],
+                    facts["ttft_ms"].get("p50"),
+                    *(facts["itl_ms"].get(f"p{p}") for p in (50, 90, 99)),
+                    facts["emitted_per_round"],
+                )
+            )
+    headers = ("placement", "batch", "tokens/s", "requests/s", "TTFT p50", "ITL p50", "p90", "p99")
+    show(f"serving, {models.name}, K = {DRAFT_LENGTH}, ms", (*headers, "emitted"), rows)
+    return bench.result(
+        "serving",
+        models,
+        draft_length=DRAFT_LENGTH,
+        temperature=bench.args.temperature,
+        output_tokens=bench.output_tokens,
+        placements=results,
+        figures=fused_over_plain(results),
+    )
+
+
+def waves(
+    bench: Bench, models: Models, placement: str, batches: tuple[int, ...]
+) -> dict[int, Wave]:
+    """A wave for every batch through one service; measured once a run."""
+    missing = [b for b in batches if ("serving", models.name, placement, b) not in bench.memo]
+    if missing:
+        found = asyncio.run(_measure(bench, models, placement, missing))
+        for batch, wave in found.items():
+            bench.memo["serving", models.name, placement, batch] = wave
+    return {batch: bench.memo["serving", models.name, placement, batch] for batch in batches}
+
+
+def describe_wave(wave: Wave) -> dict[str, Any]:
+    """The figures of a wave, and how many of its answers loop."""
+    loops = sum(is_loop(stream.tokens) for stream in wave.streams)
+    return {**wave.summary(), "answers_that_loop": loops}
+
+
+def fused_over_plain(results: dict[str, dict[str, Any]]) -> dict[str, object]:
+    """Requests a second, fused over plain, where both were measured."""
+    ratios = {}
+    for batch in map(str, BOTH):
+        pair = [results.get(name, {}).get(batch) for name in (FUSED, PLAIN)]
+        if pair[0] and pair[1]:
+            ratios[batch] = round(pair[0]["requests_per_s"] / pair[1]["requests_per_s"], 4)
+    return {"fused_over_plain": ratios} if ratios else {}
+
+
+async def _measure(
+    bench: Bench, models: Models, placement: str, batches: list[int]
+) -> dict[int, Wave]:
+    setup = Setup(placement=placement, draft_length=DRAFT_LENGTH, warm_buckets=True)
+    setup = sized(bench, setup)
+    sampling = SamplingParams(temperature=bench.args.temperature, seed=1234)
+    found = {}
+    async with serving(models, setup) as running:
+        for batch in batches:
+            prompts = bench.prompts(max(4, REQUESTS * batch))
+            warm = prompts[:batch]
+            await drive(running, warm, min(WARM_TOKENS, bench.output_tokens), tag=f"w{batch}")
+            found[batch] = await drive(
+                running,
+                prompts,
+                bench.output_tokens,
+                sampling=sampling,
+                stop_ids=bench.stop_ids,
+                concurrency=batch,
+                tag=f"b{batch}",
+            )
+    return found

@@ -1,0 +1,86 @@
+"""`summary.json`: the figures of all results of a folder under the names that stay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.errors import InvalidRequestError
+from outrider_bench.gpu.bench import Bench, show
+
+FILE: Final = "summary.json"
+ABOUT: Final = ("commit", "date", "device", "versions")
+FIGURES: Final = (
+    "floor_ms",
+    "verify_ms",
+    "plain_ms",
+    "round_ms",
+    "draft_step_ms",
+    "chain5_ms",
+    "round_overhead_us",
+    "catchup_speedup",
+    "fused_over_plain",
+    "acceptance",
+    "placement_tokens_per_s",
+)
+"""Figures in the order of the file; those that were not measured are null."""
+
+
+def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """One object of all results, oldest first: a later figure replaces an earlier one.
+
+    `commit`, `date` and `versions` are the newest result's; where results differ in commit or
+    device, all of them are listed. Raises InvalidRequestError for a figure that has no name here.
+    """
+    if not results:
+        raise InvalidRequestError("there is no result to summarise", reason="NO_RESULTS")
+    results = sorted(results, key=lambda result: str(result.get("date", "")))
+    summary: dict[str, Any] = {name: results[-1].get(name) for name in ABOUT}
+    for name in ("commit", "device"):
+        seen = list(dict.fromkeys(str(result.get(name)) for result in results))
+        summary[name] = seen[0] if len(seen) == 1 else seen
+    summary |= dict.fromkeys(FIGURES)
+    for result in results:
+        for name, value in result.get("figures", {}).items():
+            if name not in FIGURES:
+                raise InvalidRequestError(f"{result.get('benchmark')}: no such figure: {name}")
+            summary[name] = _merged(summary[name], value)
+    return summary
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Results of device benchmarks in a folder."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        if path.name == FILE or path.name.endswith(".trace.json"):
+            continue
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and str(content.get("benchmark", "")).startswith("gpu "):
+            found.append(content)
+    return found
+
+
+def write_summary(folder: Path) -> dict[str, Any]:
+    """Merge a folder's results into its summary file."""
+    summary = merge(read_results(folder))
+    text = json.dumps(summary, indent=2) + "\n"
+    (folder / FILE).write_text(text, encoding="utf-8")
+    return summary
+
+
+def run(bench: Bench) -> dict[str, object]:
+    """Summarise the folder given by --out."""
+    if bench.args.out is None:
+        raise InvalidRequestError("summary needs --out, the folder with the results")
+    summary = write_summary(bench.args.out)
+    rows = [(name, json.dumps(summary[name])) for name in FIGURES]
+    show(f"{bench.args.out / FILE}", ("figure", "value"), rows)
+    return summary
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """Tables are merged key by key, down to the single figures."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
+    return new

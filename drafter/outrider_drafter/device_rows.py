@@ -1,0 +1,132 @@
+"""K/V rows of a head on the device: slots, blocks and sampling state of the followed sessions.
+
+X session slots, the last one for padding; T blocks of a table, G key/value heads, S pool slots,
+d head dimension.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.heads import HeadConfig
+from outrider.engine.kernels.state import (
+    RULE_COUPLED,
+    RULE_GREEDY,
+    RULE_REJECTION,
+    RULE_TARGET_ONLY,
+    SamplingState,
+)
+from outrider.engine.kvcache import BlockAllocator
+from outrider.errors import ResourceExhaustedError
+from outrider.spec.sampling import Rule, SamplingParams
+
+BLOCK_TOKENS = 16
+_FIRST_CAPACITY = 256
+_RULES = {
+    Rule.GREEDY: RULE_GREEDY,
+    Rule.COUPLED: RULE_COUPLED,
+    Rule.TARGET_ONLY: RULE_TARGET_ONLY,
+    Rule.REJECTION: RULE_REJECTION,
+}
+
+
+class DeviceRows:
+    """Paged K/V of many sessions. Table entries that hold no block name the padding block."""
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        *,
+        max_rows: int,
+        max_session_rows: int,
+        max_sessions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`max_rows` of all sessions together, `max_session_rows` of one."""
+        blocks = max(max_rows // BLOCK_TOKENS, 1)
+        table = min(-(-max_session_rows // BLOCK_TOKENS), blocks)
+        count = max_sessions + 1
+        self.padding = max_sessions
+        self._allocator = BlockAllocator(blocks)
+        self._free = list(reversed(range(max_sessions)))
+        self._held: dict[int, list[int]] = {}
+        shape = (2, 1, config.num_kv_heads, (blocks + 1) * BLOCK_TOKENS, config.head_dim)
+        self.storage = torch.zeros(shape, dtype=dtype, device=device)
+        """[2, 1, G, S, d]."""
+        self.tables = torch.full((count, table), blocks, dtype=torch.int32, device=device)
+        """int32 [X, T]."""
+        self.sampling = SamplingState(
+            seeds=torch.zeros(count, dtype=torch.int64, device=device),
+            temperatures=torch.zeros(count, dtype=torch.float32, device=device),
+            rules=torch.zeros(count, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Most rows of a session."""
+        return self.tables.shape[1] * BLOCK_TOKENS
+
+    @property
+    def used_rows(self) -> int:
+        """Rows reserved now."""
+        return (self._allocator.total - self._allocator.free) * BLOCK_TOKENS
+
+    def open(self, sampling: SamplingParams) -> int:
+        """A slot for a new session. Raises ResourceExhaustedError when all are taken."""
+        if not self._free:
+            raise ResourceExhaustedError(
+                f"all {self.padding} draft slots are taken", reason="DRAFT_SLOTS_EXHAUSTED"
+            )
+        slot = self._free.pop()
+        self._held[slot] = []
+        state = self.sampling
+        # Copies from pageable memory have left it when they return: nothing to keep alive.
+        state.seeds[slot : slot + 1].copy_(_words(np.array([sampling.seed], np.uint64)))
+        state.temperatures[slot] = sampling.temperature
+        state.rules[slot] = _RULES[sampling.effective_rule]
+        return slot
+
+    def reserve(self, slot: int, rows: int, *, ceiling: int) -> None:
+        """Make room for `rows` in all; doubles, but not beyond `ceiling` rows nor what is free.
+
+        Raises ResourceExhaustedError if the budget, or a table, has no room for `rows`.
+        """
+        held = self._held[slot]
+        have = len(held)
+        needed = -(-rows // BLOCK_TOKENS)
+        if needed <= have:
+            return
+        if needed > self.tables.shape[1]:
+            raise ResourceExhaustedError(
+                f"a session may hold {self.capacity} draft K/V rows, not {rows}",
+                reason="DRAFT_CONTEXT_TOO_LONG",
+            )
+        wished = min(max(2 * have * BLOCK_TOKENS, _FIRST_CAPACITY), ceiling) // BLOCK_TOKENS
+        wished = min(max(wished, needed), self.tables.shape[1])
+        spare = max(needed, have + self._allocator.free)
+        fresh = self._allocator.take(min(wished, spare) - have)
+        held += fresh
+        table = torch.tensor(fresh, dtype=torch.int32)
+        self.tables[slot, have : len(held)].copy_(table)
+
+    def close(self, slot: int) -> None:
+        """Give a session's slot and blocks back."""
+        held = self._held.pop(slot)
+        if held:
+            self._allocator.give(held)
+            self.tables[slot, : len(held)] = self._allocator.total
+        self._free.append(slot)
+
+    def view(self, slot: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [G, rows, d] of a session, copied together."""
+        index = torch.arange(rows, device=self.tables.device)
+        blocks = self.tables[slot, index // BLOCK_TOKENS].long()
+        pool = blocks * BLOCK_TOKENS + index % BLOCK_TOKENS
+        return self.storage[0, 0, :, pool], self.storage[1, 0, :, pool]
+
+
+def _words(seeds: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> Tensor:
+    return torch.from_numpy(seeds.view(np.int64))

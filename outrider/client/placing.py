@@ -1,0 +1,51 @@
+"""Flags that say where models compute and where drafts are made; shared by the commands."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TypedDict
+
+from outrider.client.flags import at_least
+from outrider.client.local import CPU, DEVICES, PLACEMENTS, SEPARATE
+
+
+class Placing(TypedDict):
+    """The fields of `LocalConfig` that these flags set."""
+
+    device: str
+    drafter_device: str
+    placement: str
+    draft_length: int | None
+    cuda_graphs: bool
+    simulated_acceptance: str
+
+
+def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    add("--device", choices=DEVICES, help="of target and draft models; default: cpu")
+    add("--drafter-device", metavar="DEVICE", help="default: a GPU of its own where there are two")
+    add(
+        "--placement",
+        choices=PLACEMENTS,
+        help="where the head drafts: a drafter (default), or the verifier",
+    )
+    add("--draft-length", type=at_least(1), metavar="K", help="of a head in the verifier")
+    add("--no-cuda-graphs", action="store_true", help="launch kernels one by one (debugging)")
+    add(
+        "--simulated-acceptance",
+        metavar="MEAN|R1,R2,...",
+        help="random weights only: drafts stand by chance",
+    )
+
+
+def placing_of(args: argparse.Namespace) -> Placing:
+    """What the flags say."""
+    return {
+        "device": args.device or CPU,
+        "drafter_device": args.drafter_device or "",
+        "placement": args.placement or SEPARATE,
+        "draft_length": args.draft_length,
+        "cuda_graphs": not args.no_cuda_graphs,
+        "simulated_acceptance": args.simulated_acceptance or "",
+    }

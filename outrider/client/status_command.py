@@ -1,0 +1,74 @@
+"""`outrider status`: what a router says of itself and its fleet."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+
+from outrider.client.retry import RetryPolicy
+from outrider.client.sync import Client
+from outrider.wire.inference import DrafterSummary, ServerInfo, VerifierSummary
+
+DEFAULT_ROUTER = "127.0.0.1:50050"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    add("--router", metavar="HOST:PORT", default=DEFAULT_ROUTER, help=f"default: {DEFAULT_ROUTER}")
+    add("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status. Raises OutriderError."""
+    with Client(args.router, retry=RetryPolicy(max_attempts=1)) as client:
+        info = client.server_info()
+    if args.json:
+        sys.stdout.write(json.dumps(dataclasses.asdict(info)) + "\n")
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in describe(info)))
+    return 0
+
+
+def describe(info: ServerInfo) -> Iterator[str]:
+    """A line for the router and one for each peer."""
+    yield (
+        f"router {info.version}: {info.running} running, "
+        f"{info.queued} of at most {info.queue_bound} waiting"
+    )
+    yield from (_verifier(verifier) for verifier in info.verifiers)
+    yield from (_drafter(drafter) for drafter in info.drafters)
+
+
+def simulation_note(info: ServerInfo) -> str:
+    """How results obtained from these verifiers must be labelled; "" if all is real."""
+    rates = sorted({v.simulated_acceptance for v in info.verifiers if v.simulated_acceptance})
+    return f"SIMULATED ACCEPTANCE {'; '.join(rates)}" if rates else ""
+
+
+def _verifier(verifier: VerifierSummary) -> str:
+    parts = [
+        f"verifier {verifier.verifier_id} at {verifier.address}: {_health(verifier.healthy)}",
+        verifier.model,
+        f"{verifier.sessions} of {verifier.max_sessions} sessions",
+        f"{verifier.kv_free_blocks} of {verifier.kv_total_blocks} KV blocks free",
+    ]
+    if verifier.own_methods:
+        parts.append(f"drafts itself ({', '.join(verifier.own_methods)})")
+    if verifier.simulated_acceptance:
+        parts.append(f"SIMULATED ACCEPTANCE {verifier.simulated_acceptance}")
+    return ", ".join(part for part in parts if part)
+
+
+def _drafter(drafter: DrafterSummary) -> str:
+    return (
+        f"drafter {drafter.drafter_id} at {drafter.address}: {_health(drafter.healthy)}, "
+        f"{', '.join(drafter.methods) or 'no methods'}, {drafter.sessions} sessions"
+    )
+
+
+def _health(healthy: bool) -> str:
+    return "healthy" if healthy else "NOT HEALTHY"

@@ -1,0 +1,389 @@
+"""Drafting with an EAGLE-3 head on static device tensors: chains and dynamic trees.
+
+Every function launches kernels and looks at no value, so that a whole draft can be one CUDA graph;
+on a CPU the same code runs on the kernels' torch twins.
+
+B sessions, R new rows a session, K chain length, F frontier rows of a tree step, n tree nodes,
+k candidates a row, H hidden size, Vd draft vocabulary, X session slots, T blocks of a table.
+Draft row i pairs feature f_i with token t_{i+1} at draft position i and K/V slot i; the live row is
+the newest one, the only one whose prediction is wanted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.engine.device.head_weights import HeadWeights
+from outrider.engine.kernels.attention import tree_attention
+from outrider.engine.kernels.draft_inputs import (
+    BlockInputs,
+    DraftLayout,
+    draft_layout,
+    head_inputs,
+)
+from outrider.engine.kernels.growth import (
+    FrontierRows,
+    empty_candidates,
+    grow_mask,
+    num_candidates,
+    select_frontier,
+)
+from outrider.engine.kernels.linear import SKINNY_ROWS, fused_linear
+from outrider.engine.kernels.norm import rms_norm
+from outrider.engine.kernels.rotary import rotary_table, rotary_write
+from outrider.engine.kernels.sampling import choose_tokens
+from outrider.engine.kernels.state import SamplingState
+from outrider.engine.kernels.topk import log_softmax_topk
+from outrider.engine.kernels.tree_rank import TreeDraft, rank_tree
+
+_MIN_TEMPERATURE = 1e-6
+
+
+class NewRows(NamedTuple):
+    """New rows of a batch: the arguments of `DraftProgram.catch_up`, in order."""
+
+    slots: Tensor
+    tables: Tensor
+    tokens: Tensor
+    features: Tensor
+    counts: Tensor
+    starts: Tensor
+
+
+class ChainDraft(NamedTuple):
+    """One chain a session."""
+
+    tokens: Tensor
+    """int32 [B, K]: target ids."""
+    columns: Tensor
+    """int32 [B, K]: draft ids."""
+    probs: Tensor | None
+    """float32 [B, K, Vd]: softmax(logits / T), the laws that the tokens were drawn from."""
+
+
+class _Places(NamedTuple):
+    """Where the rows of one forward stand."""
+
+    table: Tensor
+    """[N, 2, d/2]: cos and sin."""
+    write_slots: Tensor
+    """int64 [N]."""
+
+
+class _Session(NamedTuple):
+    """What attention needs beside the queries."""
+
+    tables: Tensor
+    slots: Tensor
+    context: Tensor
+    """int32 [B]: K/V rows that every row sees."""
+
+
+class DraftProgram:
+    """The head as functions of device tensors. K/V lives in a paged storage of the caller.
+
+    A session's table must hold the rows up to live + K - 1 (chains) or live + (depth - 1) * F
+    (trees): what is past the table's end is not kept. Rows of a session with count 0 (padding) are
+    written nowhere; what is computed for them is not defined.
+    """
+
+    def __init__(
+        self, weights: HeadWeights, *, storage: Tensor, block_tokens: int, max_len: int
+    ) -> None:
+        """storage [2, 1, G, S, d]: keys and values, finite; max_len: most rows of a session."""
+        self.weights = weights
+        self._keys, self._values = storage[0, 0], storage[1, 0]
+        self._block_tokens = block_tokens
+        self._max_len = max_len
+
+    def write(
+        self,
+        slots: Tensor,
+        tables: Tensor,
+        tokens: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        starts: Tensor,
+    ) -> None:
+        """Write the K/V of new rows and compute nothing else; arguments as of `catch_up`."""
+        rows = NewRows(slots, tables, tokens, features, counts, starts)
+        layout = self._layout(rows)
+        self._write_kv(self._inputs(rows).inputs, self._places(layout))
+
+    def catch_up(
+        self,
+        slots: Tensor,
+        tables: Tensor,
+        tokens: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        starts: Tensor,
+        *,
+        prune: bool = True,
+    ) -> Tensor:
+        """Write the K/V of new rows; x [B, H], the output feature of each session's live row.
+
+        slots int32 [B] into tables int32 [X, T]; tokens int32 [B, R]: t_{i+1} of row i; features
+        [B, R, H]; counts int32 [B]: rows that are there; starts int32 [B]: draft position of the
+        first one. prune: dead rows stop after their K/V write, else they run through the block.
+        """
+        rows = NewRows(slots, tables, tokens, features, counts, starts)
+        layout = self._layout(rows)
+        return self._catch_up(rows, layout, self._places(layout), prune)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Draft logits [N, Vd] of features [N, H]: float32 or bfloat16."""
+        w = self.weights
+        norm = None if w.config.norm_output else w.final_norm
+        dtype = torch.float32 if x.dtype == torch.float16 else None
+        eps = w.config.rms_norm_eps
+        return fused_linear(x, w.lm_head, norm_weight=norm, eps=eps, out_dtype=dtype)
+
+    def chain(
+        self,
+        slots: Tensor,
+        tables: Tensor,
+        tokens: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        starts: Tensor,
+        *,
+        state: SamplingState,
+        length: int,
+        with_probs: bool = False,
+        prune: bool = True,
+    ) -> ChainDraft:
+        """Catch up, then draft `length` tokens by each session's rule; arguments as of `catch_up`.
+
+        Greedy and target-only sessions take the mode, coupled ones the target's noise, rejection
+        ones draw from the laws that `with_probs` returns. Penalties and truncation are not applied.
+        """
+        rows = NewRows(slots, tables, tokens, features, counts, starts)
+        layout = self._layout(rows, num_steps=length - 1)
+        places = self._places(layout)
+        x = self._catch_up(rows, layout, places, prune)
+        batch, num_new = tokens.shape
+        columns: list[Tensor] = []
+        laws: list[Tensor] = []
+        for level in range(length):
+            if level:
+                first = batch * (num_new + level - 1)
+                here = slice(first, first + batch)
+                block = self._block_inputs(columns[-1], x, ids=self.weights.target_ids)
+                session = _Session(tables, slots, layout.positions[here])
+                x = self._step(block, _at(places, here), session, num_nodes=1, mask=None)
+            logits = self.logits(x)
+            columns.append(
+                choose_tokens(
+                    logits,
+                    state,
+                    slots,
+                    layout.following[level],
+                    rows_per_slot=1,
+                    side="draft",
+                    ids=self.weights.target_ids,
+                )
+            )
+            if with_probs:
+                laws.append(_law(logits, state, slots))
+        chosen = torch.stack(columns, dim=1)
+        return ChainDraft(
+            tokens=self.weights.target_ids[chosen.long()].int(),
+            columns=chosen,
+            probs=torch.stack(laws, dim=1) if laws else None,
+        )
+
+    def tree(
+        self,
+        slots: Tensor,
+        tables: Tensor,
+        tokens: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        starts: Tensor,
+        *,
+        state: SamplingState,
+        num_nodes: int,
+        top_k: int,
+        depth: int,
+        prune: bool = True,
+    ) -> TreeDraft:
+        """Catch up, then grow EAGLE's dynamic tree; arguments as of `catch_up`.
+
+        Nodes are ranked by sums of log softmax(logits / T), for greedy and target-only sessions.
+        """
+        rows = NewRows(slots, tables, tokens, features, counts, starts)
+        batch, width = slots.shape[0], min(top_k, num_nodes)
+        layout = self._layout(rows, num_steps=depth - 1, step_rows=width)
+        places = self._places(layout)
+        x = self._catch_up(rows, layout, places, prune)
+        heat = state.temperatures[slots.long()]
+        session = _Session(tables, slots, layout.live + 1)
+        size = num_candidates(top_k, width, depth)
+        candidates = empty_candidates(batch, size, x.device)
+        frontier: FrontierRows | None = None
+        mask: Tensor | None = None
+        first, place = 0, tokens.numel()
+        for level in range(depth):
+            if frontier is not None:
+                here = slice(place, place + batch * width)
+                mask = grow_mask(mask, frontier.parents)
+                block = self._block_inputs(
+                    frontier.columns.flatten(),
+                    x,
+                    ids=self.weights.target_ids,
+                    rows=frontier.parents.flatten(),
+                )
+                x = self._step(block, _at(places, here), session, num_nodes=width, mask=mask)
+                place += batch * width
+            row_heat = heat[:, None].expand(-1, width if level else 1).reshape(-1)
+            offered, ids = log_softmax_topk(self.logits(x), top_k, temperatures=row_heat)
+            frontier = select_frontier(offered, ids, frontier, candidates, first, width=width)
+            first += offered.numel() // batch
+        return rank_tree(candidates, self.weights.target_ids, num_nodes=num_nodes)
+
+    def _layout(self, rows: NewRows, *, num_steps: int = 0, step_rows: int = 1) -> DraftLayout:
+        return draft_layout(
+            rows.counts,
+            rows.starts,
+            rows.tables,
+            rows.slots,
+            num_rows=rows.tokens.shape[1],
+            num_steps=num_steps,
+            step_rows=step_rows,
+            block_tokens=self._block_tokens,
+        )
+
+    def _places(self, layout: DraftLayout) -> _Places:
+        table = rotary_table(layout.positions, self.weights.inv_freq)
+        return _Places(table, layout.write_slots)
+
+    def _inputs(self, rows: NewRows) -> BlockInputs:
+        return self._block_inputs(rows.tokens.reshape(-1), rows.features.flatten(0, 1))
+
+    def _block_inputs(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        *,
+        ids: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> BlockInputs:
+        w = self.weights
+        return head_inputs(
+            tokens,
+            features,
+            w.embedding,
+            w.input_norm,
+            w.hidden_norm,
+            eps=w.config.rms_norm_eps,
+            ids=ids,
+            rows=rows,
+            norm_before_residual=w.config.norm_before_residual,
+        )
+
+    def _catch_up(self, rows: NewRows, layout: DraftLayout, places: _Places, prune: bool) -> Tensor:
+        block = self._inputs(rows)
+        session = _Session(rows.tables, rows.slots, rows.starts)
+        num_rows = rows.tokens.shape[1]
+        new = _at(places, slice(0, rows.tokens.numel()))
+        if num_rows == 1 or not prune:
+            x = self._step(block, new, session, num_nodes=num_rows, mask=None)
+            return x if num_rows == 1 else x[layout.live_rows]
+        session = session._replace(context=layout.live)
+        if rows.tokens.numel() <= SKINNY_ROWS:
+            # So few rows cost one pass over the weights: queries of dead rows come free.
+            query = self._project(block.inputs, new)[layout.live_rows]
+        else:
+            self._write_kv(block.inputs, new)
+            query = self._query(block.inputs[layout.live_rows], new.table[layout.live_rows])
+        attended = self._attend(query, session, num_nodes=1, mask=None)
+        return self._finish(block.residual[layout.live_rows], attended)
+
+    def _step(
+        self,
+        block: BlockInputs,
+        places: _Places,
+        session: _Session,
+        *,
+        num_nodes: int,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """The whole block for every row; x [N, H]."""
+        query = self._project(block.inputs, places)
+        attended = self._attend(query, session, num_nodes=num_nodes, mask=mask)
+        return self._finish(block.residual, attended)
+
+    def _project(self, inputs: Tensor, places: _Places) -> Tensor:
+        """Queries [N, Q, d] of all rows; their K/V is written."""
+        w = self.weights
+        qkv = fused_linear(inputs, w.qkv, bias=w.qkv_bias)
+        return self._rotate(qkv, places, num_heads=w.config.num_heads)
+
+    def _write_kv(self, inputs: Tensor, places: _Places) -> None:
+        weight, bias = self.weights.kv
+        self._rotate(fused_linear(inputs, weight, bias=bias), places, num_heads=0)
+
+    def _query(self, inputs: Tensor, table: Tensor) -> Tensor:
+        weight, bias = self.weights.query
+        config = self.weights.config
+        query = fused_linear(inputs, weight, bias=bias)
+        nowhere = torch.full(query.shape[:1], -1, dtype=torch.int64, device=query.device)
+        return rotary_write(
+            query.view(-1, config.num_heads, config.head_dim),
+            table,
+            nowhere,
+            self._keys[:0],
+            self._values[:0],
+            num_heads=config.num_heads,
+            interleaved=False,
+        )
+
+    def _rotate(self, projected: Tensor, places: _Places, *, num_heads: int) -> Tensor:
+        return rotary_write(
+            projected.view(projected.shape[0], -1, self.weights.config.head_dim),
+            places.table,
+            places.write_slots,
+            self._keys,
+            self._values,
+            num_heads=num_heads,
+            interleaved=False,
+        )
+
+    def _attend(
+        self, query: Tensor, session: _Session, *, num_nodes: int, mask: Tensor | None
+    ) -> Tensor:
+        return tree_attention(
+            query,
+            self._keys,
+            self._values,
+            tables=session.tables,
+            slots=session.slots,
+            context=session.context,
+            num_nodes=num_nodes,
+            mask=mask,
+            block_tokens=self._block_tokens,
+            positions=None,
+            max_len=self._max_len,
+        )
+
+    def _finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        w, eps = self.weights, self.weights.config.rms_norm_eps
+        h = fused_linear(attended, w.o_proj, residual=residual)
+        gated = fused_linear(h, w.gate_up, norm_weight=w.post_norm, eps=eps, gated=True)
+        x = fused_linear(gated, w.down, residual=h)
+        return rms_norm(x, w.final_norm, eps) if w.config.norm_output else x
+
+
+def _at(places: _Places, rows: slice) -> _Places:
+    return _Places(places.table[rows], places.write_slots[rows])
+
+
+def _law(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
+    """softmax(logits / T), float32 [B, Vd]; T = 0 counts as 1."""
+    heat = state.temperatures[slots.long()]
+    heat = torch.where(heat > 0, heat.clamp(min=_MIN_TEMPERATURE), torch.ones_like(heat))
+    return (logits.float() / heat[:, None]).softmax(dim=-1)

@@ -1,0 +1,70 @@
+"""CUDA graphs by key, with an eager mode of the same code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class GraphCache:
+    """Replays functions of static tensors.
+
+    A function reads only tensors that stay where they are, never waits for the device and never
+    looks at values on the host; what it returns (a tensor, or tuples of tensors and None) is
+    written anew by every run.
+    """
+
+    def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
+        self.enabled = enabled and device.type == "cuda"
+        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._pool: Any = None
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
+
+    def run(self, key: Hashable, fn: Callable[[], T]) -> T:
+        """The outcome of `fn`; the same tensors for a key whenever graphs are on.
+
+        The first call for a key runs eagerly, which also compiles the kernels, and captures the
+        graph afterwards: a capture executes nothing, so effects happen once.
+        """
+        if not self.enabled:
+            return fn()
+        if key not in self._captured:
+            eager = fn()
+            graph, static = self._capture(fn)
+            for to, source in zip(_tensors(static), _tensors(eager), strict=True):
+                to.copy_(source)
+            self._captured[key] = (graph, static)
+            return static
+        graph, static = self._captured[key]
+        graph.replay()
+        result: T = static
+        return result
+
+    def _capture(self, fn: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (a drafter's, a server's) may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            static = fn()
+        return graph, static
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Tensors of nested tuples, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _tensors(part)

@@ -1,0 +1,134 @@
+"""The tensors of an EAGLE-3 head, for kernels that fuse more than its modules.
+
+H hidden size, I MLP size, Q query heads, G key/value heads, d head dimension, V target vocabulary,
+Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.engine.heads import DraftHead
+from outrider.engine.heads.config import HeadConfig
+from outrider.engine.heads.eagle3 import Eagle3Head
+from outrider.engine.heads.layers import rope_inverse_frequencies
+from outrider.engine.linear import PlainLinear
+from outrider.errors import FailedPreconditionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadWeights:
+    """One EAGLE-3 head. Projections are [out, in]."""
+
+    config: HeadConfig
+    embedding: Tensor
+    """[V, H]."""
+    input_norm: Tensor
+    """[H]: of the embedding."""
+    hidden_norm: Tensor
+    """[H]: of the feature."""
+    post_norm: Tensor
+    """[H]: before the MLP."""
+    final_norm: Tensor
+    """[H]: before lm_head (and of the next feature under `norm_output`)."""
+    qkv: Tensor
+    """[(Q + 2G) * d, 2H]: query rows, then keys, then values."""
+    qkv_bias: Tensor | None
+    """[(Q + 2G) * d]."""
+    o_proj: Tensor
+    """[H, Q * d]."""
+    gate_up: Tensor
+    """[2I, H]: gate rows first."""
+    down: Tensor
+    """[H, I]."""
+    lm_head: Tensor
+    """[Vd, H]."""
+    target_ids: Tensor
+    """int64 [Vd]: target id of every draft id."""
+    draft_columns: Tensor
+    """int32 [V]: draft id of every target id, -1 where there is none."""
+    inv_freq: Tensor
+    """float32 [d/2]: rotary frequencies."""
+
+    @classmethod
+    def from_head(cls, head: DraftHead) -> HeadWeights:
+        """The tensors of a loaded head, shared with it: it keeps working, on views of the fused
+        ones. Raises FailedPreconditionError for other kinds of heads and for packed weights."""
+        if not isinstance(head, Eagle3Head):
+            raise FailedPreconditionError(
+                f"device drafting needs an eagle3 head, not {head.config.kind}"
+            )
+        config, block = head.config, head._block._block
+        qkv, qkv_bias = _fuse(*(_plain(linear) for linear in block.qkv))
+        columns = torch.full((config.vocab_size,), -1, dtype=torch.int32, device=qkv.device)
+        columns[head.target_ids] = torch.arange(
+            config.draft_vocab_size, dtype=torch.int32, device=qkv.device
+        )
+        return cls(
+            config=config,
+            embedding=head._embedding,
+            input_norm=head._input_norm,
+            hidden_norm=head._hidden_norm,
+            post_norm=block.post_norm,
+            final_norm=head._final_norm,
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            o_proj=_plain(block.o_proj).weight,
+            gate_up=_plain(block.gate_up).weight,
+            down=_plain(block.down).weight,
+            lm_head=_plain(head._lm_head).weight,
+            target_ids=head.target_ids,
+            draft_columns=columns,
+            inv_freq=rope_inverse_frequencies(config, qkv.device),
+        )
+
+    @property
+    def query_rows(self) -> int:
+        """Q * d: where the key rows of `qkv` begin."""
+        return self.config.num_heads * self.config.head_dim
+
+    @property
+    def query(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the query projection, views."""
+        rows = self.query_rows
+        return self.qkv[:rows], None if self.qkv_bias is None else self.qkv_bias[:rows]
+
+    @property
+    def kv(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the key and value projections, views."""
+        rows = self.query_rows
+        return self.qkv[rows:], None if self.qkv_bias is None else self.qkv_bias[rows:]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.qkv.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their element type."""
+        return self.qkv.dtype
+
+
+def can_extract(head: DraftHead) -> bool:
+    """Whether `head_weights` serves this head: EAGLE-3 over plain (not packed) projections."""
+    return isinstance(head, Eagle3Head) and isinstance(head._lm_head, PlainLinear)
+
+
+def _fuse(query: PlainLinear, kv: PlainLinear) -> tuple[Tensor, Tensor | None]:
+    """One weight and bias for both projections, which read views of them from now on."""
+    weight = torch.cat((query.weight, kv.weight))
+    rows = query.weight.shape[0]
+    query.weight, kv.weight = weight[:rows], weight[rows:]
+    if query.bias is None or kv.bias is None:
+        return weight, None
+    return weight, torch.cat((query.bias, kv.bias))
+
+
+def _plain(linear: object) -> PlainLinear:
+    if not isinstance(linear, PlainLinear):
+        raise FailedPreconditionError("device drafting needs plain weights, these are packed")
+    return linear

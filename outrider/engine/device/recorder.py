@@ -1,0 +1,55 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Device times of what was launched, for timelines and the idle time between two forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of device work, in milliseconds since the recorder's origin."""
+
+    name: str
+    start_ms: float
+    end_ms: float
+
+
+class Recorder:
+    """Marks the start and the end of device work with events; off, it costs nothing."""
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self.enabled = enabled and device.type == "cuda"
+        self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._origin: torch.cuda.Event | None = None
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Record what is launched inside, on the current stream."""
+        if not self.enabled:
+            yield
+            return
+        if self._origin is None:
+            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin.record()
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        self._marks.append((name, start, end))
+
+    def take(self) -> list[Span]:
+        """Everything recorded so far, oldest first; waits for the device."""
+        if self._origin is None:
+            return []
+        torch.cuda.synchronize()
+        marks, self._marks = self._marks, []
+        return [
+            Span(name, self._origin.elapsed_time(start), self._origin.elapsed_time(end))
+            for name, start, end in marks
+        ]

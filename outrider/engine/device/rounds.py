@@ -1,0 +1,326 @@
+"""Rounds on the device: verify, accept, commit, project, and draft with a head of this process.
+
+B rows of the bucket, N nodes a row, M = B * N, V vocabulary, H feature width, K own drafts.
+
+A round is one graph: fused placement adds the drafting of the next round to it, colocated
+placement keeps that in a second graph. What the next round of the same sessions needs (root,
+lengths, own drafts) stays on the device, so it can be launched before the host has seen the
+outcome of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.buffers import Downloader, Readback, Uploader
+from outrider.engine.device.graphs import GraphCache
+from outrider.engine.device.own_head import OwnHead
+from outrider.engine.device.recorder import Recorder
+from outrider.engine.device.shapes import (
+    NODE_BUCKETS,
+    ROW_BUCKETS,
+    Drafts,
+    Judge,
+    RoundShape,
+    bucket,
+)
+from outrider.engine.device.slots import SessionSlots
+from outrider.engine.device.target import RoundRows, TargetProgram
+from outrider.engine.heads import FeatureProjection
+from outrider.engine.kernels.acceptance import (
+    DeviceAcceptance,
+    accept_matching,
+    advance_state,
+)
+from outrider.engine.kernels.assemble import assemble
+from outrider.engine.kernels.coins import accept_sampled
+from outrider.engine.kernels.compaction import compact_kv, gather_rows
+from outrider.engine.kernels.layout import tree_layout
+from outrider.engine.kernels.sampling import choose_tokens
+from outrider.engine.target import TargetModel
+from outrider.spec.tree import DraftTree
+
+NO_TOKEN = -1
+PADDING_PARENT = -2
+
+
+class Verified(NamedTuple):
+    """Static results of a verify graph."""
+
+    result: Tensor
+    """int32 [B, 2 + 2N]: counts, resampled, rows, tokens (see `DeviceAcceptance`); with
+    Judge.HOST it is empty."""
+    acceptance: DeviceAcceptance | None
+    context: Tensor
+    """int32 [B]: K/V slots written before the round."""
+    features: Tensor | None
+    """[M, H]: of the accepted rows first, in every row of the bucket; with Judge.HOST of all
+    rows in place."""
+    logits: Tensor
+    """float32 [M, V]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowInput:
+    """One session's row of a round."""
+
+    slot: int
+    tree: DraftTree | None = None
+    """The host's draft."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Launched:
+    """A round on its way."""
+
+    shape: RoundShape
+    rows: int
+    """Rows that belong to sessions; they come first."""
+    result: Readback | None
+    features: Readback | None
+    verified: Verified
+    """Device tensors; valid until the shape is launched again."""
+
+
+class DeviceRounds:
+    """Launches rounds; every tensor that a graph reads or writes lives here."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        slots: SessionSlots,
+        *,
+        projection: FeatureProjection | None = None,
+        own_head: OwnHead | None = None,
+        fused: bool = False,
+        graphs: bool = True,
+        simulated_rates: Sequence[float] | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`simulated_rates`: SIMULATED acceptance, the chance of each draft position."""
+        self._device = target.device
+        self._slots = slots
+        self._pool = target.pool
+        self._projection = projection
+        self._own_head = own_head
+        self._fused = fused
+        self.graphs = GraphCache(target.device, enabled=graphs)
+        self.recorder = recorder or Recorder(target.device, enabled=False)
+        taps = projection.tap_layers if projection is not None else ()
+        self._tapped = TargetProgram(target, taps)
+        self._plain = TargetProgram(target)
+        self._max_len = slots.sequence.tables.shape[1] * self._pool.block_tokens
+        self._inputs: dict[tuple[int, int], _Inputs] = {}
+        self._downloads = Downloader(target.device)
+        self._rates = None
+        if simulated_rates is not None:
+            self._rates = torch.tensor(simulated_rates, dtype=torch.float32, device=self._device)
+
+    @torch.inference_mode()
+    def launch(
+        self, rows: Sequence[RowInput], *, drafts: Drafts, judge: Judge, features: bool
+    ) -> Launched:
+        """Start a round of rows of one kind; nothing waits for the device."""
+        nodes = self._num_nodes(rows, drafts)
+        shape = RoundShape(
+            rows=bucket(len(rows), ROW_BUCKETS),
+            nodes=nodes,
+            drafts=drafts,
+            judge=judge,
+            features=features or drafts is Drafts.OWN,
+        )
+        inputs = self._upload(shape, rows)
+        verified = self._run(shape, inputs)
+        result = None if judge is Judge.HOST else self._downloads.start(verified.result)
+        sent = None
+        if features and verified.features is not None:
+            sent = self._downloads.start(verified.features)
+        return Launched(
+            shape=shape, rows=len(rows), result=result, features=sent, verified=verified
+        )
+
+    def warm_up(self, shapes: Sequence[RoundShape]) -> None:
+        """Compile and capture: rounds of nothing but padding rows."""
+        for shape in shapes:
+            with torch.inference_mode():
+                self._run(shape, self._upload(shape, []))
+
+    def _num_nodes(self, rows: Sequence[RowInput], drafts: Drafts) -> int:
+        if drafts is Drafts.OWN:
+            assert self._own_head is not None
+            return 1 + self._own_head.length
+        largest = max((len(row.tree) for row in rows if row.tree is not None), default=0)
+        return bucket(1 + largest, NODE_BUCKETS)
+
+    def _upload(self, shape: RoundShape, rows: Sequence[RowInput]) -> _Inputs:
+        key = (shape.rows, shape.nodes)
+        inputs = self._inputs.get(key)
+        if inputs is None:
+            inputs = self._inputs[key] = _Inputs(*key, self._device)
+        inputs.fill(rows, shape.drafts, self._slots.padding)
+        return inputs
+
+    def _run(self, shape: RoundShape, inputs: _Inputs) -> Verified:
+        record, head = self.recorder, self._own_head
+        if shape.drafts is not Drafts.OWN or head is None:
+            with record.span("verify"):
+                return self.graphs.run(shape, lambda: self._verify(shape, inputs))
+        if self._fused:
+            with record.span("round"):
+                return self.graphs.run(
+                    shape, lambda: self._draft(shape, inputs, self._verify(shape, inputs))
+                )
+        with record.span("verify"):
+            verified = self.graphs.run(shape, lambda: self._verify(shape, inputs))
+        with record.span("draft"):
+            self.graphs.run(
+                ("draft", shape), lambda: self._draft(shape, inputs, verified).acceptance
+            )
+        return verified
+
+    def _verify(self, shape: RoundShape, inputs: _Inputs) -> Verified:
+        sequence, nodes = self._slots.sequence, shape.nodes
+        slots = inputs.slots
+        drafts = inputs.drafts
+        own = shape.drafts is Drafts.OWN and self._own_head is not None
+        if own:
+            assert self._own_head is not None
+            drafts = self._own_head.tokens
+        tokens, context = assemble(sequence, slots, drafts, num_nodes=nodes, by_slot=own)
+        parents = inputs.parents if shape.drafts is Drafts.TREE else None
+        rows = RoundRows(slots, context, sequence.tables)
+        layout = tree_layout(
+            parents,
+            context,
+            sequence.tables,
+            slots,
+            num_nodes=nodes,
+            block_tokens=self._pool.block_tokens,
+        )
+        program = self._tapped if shape.features else self._plain
+        output = program.forward(tokens, layout, rows, num_nodes=nodes, max_len=self._max_len)
+        features = None
+        if shape.features and self._projection is not None and output.taps is not None:
+            features = self._projection(output.taps)
+        if shape.judge is Judge.HOST:
+            return Verified(tokens, None, context, features, output.logits)
+        acceptance = self._accept(shape, inputs, output.logits, tokens, parents, layout.positions)
+        if shape.drafts is Drafts.TREE:
+            compact_kv(
+                self._pool.storage,
+                acceptance.rows,
+                acceptance.counts,
+                context,
+                sequence.tables,
+                slots,
+                block_tokens=self._pool.block_tokens,
+            )
+            if features is not None:
+                features = gather_rows(features, acceptance.rows, num_nodes=nodes)
+        advance_state(acceptance, sequence, slots)
+        result = torch.cat(
+            (
+                acceptance.counts[:, None],
+                acceptance.resampled[:, None],
+                acceptance.rows,
+                acceptance.tokens,
+            ),
+            dim=1,
+        )
+        return Verified(result, acceptance, context, features, output.logits)
+
+    def _accept(
+        self,
+        shape: RoundShape,
+        inputs: _Inputs,
+        logits: Tensor,
+        tokens: Tensor,
+        parents: Tensor | None,
+        positions: Tensor,
+    ) -> DeviceAcceptance:
+        state, slots, nodes = self._slots.sampling, inputs.slots, shape.nodes
+        # The token chosen at a row takes the position after it.
+        following = positions + 1
+        chosen = choose_tokens(
+            logits, state, slots, following, rows_per_slot=nodes, side="target", ids=None
+        )
+        if shape.judge is Judge.MATCH or self._rates is not None:
+            rates = self._rates if nodes > 1 else None
+            return accept_matching(
+                chosen,
+                tokens,
+                parents,
+                num_nodes=nodes,
+                simulate=rates,
+                state=state,
+                slots=slots,
+                positions=following,
+            )
+        own = shape.drafts is Drafts.OWN and self._own_head is not None
+        return accept_sampled(
+            logits,
+            chosen,
+            tokens,
+            parents,
+            num_nodes=nodes,
+            state=state,
+            slots=slots,
+            positions=following,
+            law=self._own_head.law if own and self._own_head is not None else None,
+        )
+
+    def _draft(self, shape: RoundShape, inputs: _Inputs, verified: Verified) -> Verified:
+        assert self._own_head is not None
+        assert verified.acceptance is not None and verified.features is not None
+        self._own_head.draft(
+            inputs.slots,
+            tokens=verified.acceptance.tokens,
+            features=verified.features.view(shape.rows, shape.nodes, -1),
+            counts=verified.acceptance.counts,
+            starts=verified.context,
+            with_law=shape.judge is Judge.SAMPLED,
+        )
+        return verified
+
+
+class _Inputs:
+    """What the host says of a bucket's rows: one static buffer, uploaded when it changes."""
+
+    def __init__(self, rows: int, nodes: int, device: torch.device) -> None:
+        self._rows, self._drafted = rows, nodes - 1
+        size = rows + 2 * rows * self._drafted
+        self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
+        self._uploader = Uploader(size, device)
+        self._last: bytes = b""
+        ends = rows + rows * self._drafted
+        self.slots = self._buffer[:rows]
+        self.drafts = self._buffer[rows:ends].view(rows, self._drafted)
+        self.parents = self._buffer[ends:].view(rows, self._drafted)
+
+    def fill(self, rows: Sequence[RowInput], drafts: Drafts, padding: int) -> None:
+        """Describe the rows; the rest are padding."""
+        slots = np.full(self._rows, padding, dtype=np.int32)
+        slots[: len(rows)] = [row.slot for row in rows]
+        if drafts in (Drafts.NONE, Drafts.OWN):
+            self._send(slots, slots)
+            return
+        tokens = np.full((self._rows, self._drafted), NO_TOKEN, dtype=np.int32)
+        parents = np.full((self._rows, self._drafted), PADDING_PARENT, dtype=np.int32)
+        for index, row in enumerate(rows):
+            if row.tree is not None:
+                tokens[index, : len(row.tree)] = row.tree.tokens
+                parents[index, : len(row.tree)] = row.tree.parents
+        self._send(np.concatenate((slots, tokens.ravel(), parents.ravel())), slots)
+
+    def _send(self, words: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        data = words.tobytes()
+        if data != self._last:
+            self._uploader.upload(words, self._buffer[: words.size])
+            self._last = data

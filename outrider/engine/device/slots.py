@@ -1,0 +1,107 @@
+"""Session slots: what the device keeps of each session from one round to the next.
+
+X slots, the last one for padding; T blocks of the longest sequence; K own drafts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.buffers import Uploader
+from outrider.engine.kernels.state import (
+    RULE_COUPLED,
+    RULE_GREEDY,
+    RULE_REJECTION,
+    RULE_TARGET_ONLY,
+    SamplingState,
+    SequenceState,
+)
+from outrider.engine.kvcache import KVPool, KVSequence
+from outrider.errors import ResourceExhaustedError
+from outrider.spec.sampling import Rule, SamplingParams
+
+_RULES = {
+    Rule.GREEDY: RULE_GREEDY,
+    Rule.COUPLED: RULE_COUPLED,
+    Rule.TARGET_ONLY: RULE_TARGET_ONLY,
+    Rule.REJECTION: RULE_REJECTION,
+}
+_FIELDS = 6
+"""Words of a slot beside its table: seed (2), temperature, rule, length, root."""
+
+
+class SessionSlots:
+    """Allocates slots and writes their state, in the order of the stream."""
+
+    def __init__(
+        self, pool: KVPool, *, max_sessions: int, max_len: int, max_nodes: int, device: torch.device
+    ) -> None:
+        """`max_len`: most K/V slots of a session; `max_nodes`: most nodes of a row."""
+        count, blocks = max_sessions + 1, pool.blocks_for(max_len)
+        self.padding = max_sessions
+        self._free = list(reversed(range(max_sessions)))
+        # Padding rows write the nodes of a round, and the steps of a draft behind them.
+        self._padding_kv = pool.allocate(2 * max_nodes)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.sequence = SequenceState(
+            tables=zeros(count, blocks), lengths=zeros(count), roots=zeros(count)
+        )
+        self.sampling = SamplingState(
+            seeds=zeros(count, dtype=torch.int64),
+            temperatures=zeros(count, dtype=torch.float32),
+            rules=zeros(count),
+        )
+        self._staged = zeros(_FIELDS + blocks)
+        self._uploader = Uploader(_FIELDS + blocks, device)
+        self._write(self.padding, self._padding_kv.blocks, SamplingParams(), length=1, root=0)
+
+    def open(self, kv: KVSequence) -> int:
+        """A slot for a new session. Raises ResourceExhaustedError when all are taken."""
+        if not self._free:
+            raise ResourceExhaustedError("no session slot is free", reason="SESSIONS_EXHAUSTED")
+        if len(kv.blocks) > self.sequence.tables.shape[1]:
+            raise ResourceExhaustedError(
+                f"the session reserves {len(kv.blocks)} K/V blocks, a slot's table holds "
+                f"{self.sequence.tables.shape[1]}",
+                reason="CONTEXT_TOO_LONG",
+            )
+        return self._free.pop()
+
+    def close(self, slot: int) -> None:
+        """Give a slot back; rounds in flight may still write to it."""
+        self._free.append(slot)
+
+    def release(self) -> None:
+        """Give the padding slot's blocks back; the slots are of no use afterwards."""
+        self._padding_kv.release()
+
+    def set_prefix(
+        self, slot: int, kv: KVSequence, sampling: SamplingParams, *, length: int, root: int
+    ) -> None:
+        """The host's word on a session: `length` committed tokens, the last one `root`."""
+        self._write(slot, kv.blocks, sampling, length=length, root=root)
+
+    def _write(
+        self, slot: int, blocks: object, sampling: SamplingParams, *, length: int, root: int
+    ) -> None:
+        table = np.asarray(blocks, dtype=np.int32)
+        words: NDArray[np.int32] = np.zeros(_FIELDS + len(table), dtype=np.int32)
+        words[0:2] = np.array([sampling.seed], dtype=np.uint64).view(np.int32)
+        words[2] = np.array([sampling.temperature], dtype=np.float32).view(np.int32)[0]
+        words[3:6] = (_RULES[sampling.effective_rule], length, root)
+        words[_FIELDS:] = table
+        staged = self._staged[: len(words)]
+        self._uploader.upload(words, staged)
+        self.sampling.seeds[slot : slot + 1].copy_(staged[0:2].view(torch.int64))
+        self.sampling.temperatures[slot : slot + 1].copy_(staged[2:3].view(torch.float32))
+        self.sampling.rules[slot : slot + 1].copy_(staged[3:4])
+        self.sequence.lengths[slot : slot + 1].copy_(staged[4:5])
+        self.sequence.roots[slot : slot + 1].copy_(staged[5:6])
+        # Blocks past the end are never read: attention stops at the context.
+        self.sequence.tables[slot, : len(table)].copy_(staged[_FIELDS:])

@@ -1,0 +1,174 @@
+"""The target's forward from static buffers, for a CUDA graph.
+
+M = B * N token rows (N nodes of B sessions), L layers, Q query and G key/value heads, d head
+dimension, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outrider.engine.heads.config import FINAL_NORM
+from outrider.engine.kernels.attention import tree_attention
+from outrider.engine.kernels.layout import RoundLayout
+from outrider.engine.kernels.linear import SKINNY_ROWS, fused_linear
+from outrider.engine.kernels.norm import rms_norm
+from outrider.engine.kernels.rotary import rotary_table, rotary_write
+from outrider.engine.layers import LayerWeights
+from outrider.engine.linear import Linear, PlainLinear
+from outrider.engine.target import TargetModel
+from outrider.errors import FailedPreconditionError
+
+
+class RoundRows(NamedTuple):
+    """The sessions of a round."""
+
+    slots: Tensor
+    """int32 [B]: session slots."""
+    context: Tensor
+    """int32 [B]: K/V slots written before the round."""
+    tables: Tensor
+    """int32 [X, T]: see `SequenceState`."""
+
+
+class TargetOutput(NamedTuple):
+    """Results of one forward."""
+
+    logits: Tensor
+    """float32 [M, V]."""
+    taps: Tensor | None
+    """[M, n_taps * H]: as `outrider.engine.target.ForwardOutput.taps`."""
+
+
+class TargetProgram:
+    """Runs all nodes of all rows of a bucket; K/V goes to the slots after each context."""
+
+    def __init__(self, model: TargetModel, tap_layers: tuple[int, ...] = ()) -> None:
+        self._model = model
+        self._config = model.config
+        self.tap_layers = tap_layers
+        weights = model.weights
+        self._layers = [_Layer(layer) for layer in weights.layers]
+        self._lm_head = plain(weights.lm_head)
+        self._keys = model.pool.storage[0].unbind(0)
+        self._values = model.pool.storage[1].unbind(0)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._config.vocab_size
+
+    def forward(
+        self, tokens: Tensor, layout: RoundLayout, rows: RoundRows, *, num_nodes: int, max_len: int
+    ) -> TargetOutput:
+        """Run token ids int32 [M]; ids below 0 stand for absent nodes.
+
+        `max_len` bounds the slots that any row sees. Nothing is committed.
+        """
+        weights = self._model.weights
+        x = F.embedding(tokens.clamp(min=0), weights.embedding)
+        table = rotary_table(layout.positions, self._model.inverse_frequencies)
+        outputs: dict[int, Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            x = self._layer(layer, index, x, table, layout, rows, num_nodes, max_len)
+            if index in self.tap_layers:
+                # With many rows the next layer adds to x in place.
+                outputs[index] = x if x.shape[0] <= SKINNY_ROWS else x.clone()
+        eps = self._config.rms_norm_eps
+        if FINAL_NORM in self.tap_layers:
+            outputs[FINAL_NORM] = rms_norm(x, weights.final_norm, eps)
+        logits = fused_linear(
+            x,
+            self._lm_head.weight,
+            bias=self._lm_head.bias,
+            norm_weight=weights.final_norm,
+            eps=eps,
+            out_dtype=torch.float32,
+        )
+        taps = None
+        if self.tap_layers:
+            taps = torch.cat([outputs[tap] for tap in self.tap_layers], dim=-1)
+        return TargetOutput(logits, taps)
+
+    def _layer(
+        self,
+        layer: _Layer,
+        index: int,
+        x: Tensor,
+        table: Tensor,
+        layout: RoundLayout,
+        rows: RoundRows,
+        num_nodes: int,
+        max_len: int,
+    ) -> Tensor:
+        config, weights = self._config, layer.weights
+        eps = config.rms_norm_eps
+        qkv = fused_linear(
+            x, layer.qkv.weight, bias=layer.qkv.bias, norm_weight=weights.input_norm, eps=eps
+        )
+        query = rotary_write(
+            qkv.view(qkv.shape[0], -1, config.head_dim),
+            table,
+            layout.write_slots,
+            self._keys[index],
+            self._values[index],
+            num_heads=config.num_heads,
+            interleaved=True,
+            qk_norms=weights.qk_norms,
+            eps=eps,
+        )
+        attended = tree_attention(
+            query,
+            self._keys[index],
+            self._values[index],
+            tables=rows.tables,
+            slots=rows.slots,
+            context=rows.context,
+            num_nodes=num_nodes,
+            mask=layout.mask,
+            block_tokens=self._model.pool.block_tokens,
+            positions=layout.positions,
+            window=config.sliding_window,
+            max_len=max_len,
+        )
+        x = fused_linear(
+            attended, layer.o_proj.weight, bias=layer.o_proj.bias, residual=x, overwrite=True
+        )
+        inner = fused_linear(
+            x,
+            layer.gate_up.weight,
+            bias=layer.gate_up.bias,
+            norm_weight=weights.post_norm,
+            eps=eps,
+            gated=True,
+        )
+        return fused_linear(
+            inner, layer.down.weight, bias=layer.down.bias, residual=x, overwrite=True
+        )
+
+
+class _Layer:
+    """A layer's weights, known to be plain."""
+
+    __slots__ = ("down", "gate_up", "o_proj", "qkv", "weights")
+
+    def __init__(self, weights: LayerWeights) -> None:
+        self.weights = weights
+        self.qkv = plain(weights.qkv)
+        self.o_proj = plain(weights.o_proj)
+        self.gate_up = plain(weights.gate_up)
+        self.down = plain(weights.down)
+
+
+def plain(linear: Linear) -> PlainLinear:
+    """The layer as plain weights. Raises FailedPreconditionError for packed ones."""
+    if not isinstance(linear, PlainLinear):
+        raise FailedPreconditionError(
+            "the device engine needs plain weights: load the model with packed=False",
+            reason="PACKED_WEIGHTS",
+        )
+    return linear

@@ -1,0 +1,335 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+"""Acceptance on the device for rules that compare tokens, and the state that follows from it.
+
+At a node the target chose y; the child whose token is y stands and the walk goes on there,
+otherwise y is emitted (`outrider.engine.acceptance`, greedy and coupled). Rules that toss coins:
+`outrider.engine.kernels.coins`.
+
+Shape suffixes: B sessions of the bucket, N nodes a session with the root, M = B * N rows,
+X session slots (the last one is the padding slot).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.engine.kernels.noise import noise_bits, noise_key, row_keys, uniform
+from outrider.engine.kernels.runtime import next_power_of_2
+from outrider.engine.kernels.state import SamplingState, SequenceState
+from outrider.engine.noise import noise_bits as noise_words
+from outrider.engine.noise import uniform_from_bits
+from outrider.errors import InvalidRequestError
+from outrider.spec.noise import SHARED_COIN_ID, Stream
+
+_ACCEPT = tl.constexpr(int(Stream.ACCEPT))
+_SHARED_COIN_ID = tl.constexpr(SHARED_COIN_ID)
+
+
+class DeviceAcceptance(NamedTuple):
+    """The outcome of a round, one row a session."""
+
+    counts: Tensor
+    """int32 [B]: accepted nodes + 1, which is also the number of emitted tokens."""
+    rows: Tensor
+    """int32 [B, N]: 0 and the accepted nodes' rows, ascending; place j >= counts holds j."""
+    tokens: Tensor
+    """int32 [B, N]: the accepted nodes' tokens and the final one; the rest is -1."""
+    resampled: Tensor
+    """int32 [B]: 1 if the last accepted node had children (the final token follows a rejection),
+    0 if the final token is a bonus."""
+
+
+def accept_matching(
+    chosen: Tensor,
+    tokens: Tensor,
+    parents: Tensor | None,
+    *,
+    num_nodes: int,
+    simulate: Tensor | None = None,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+) -> DeviceAcceptance:
+    """Judge the drafts of greedy and coupled sessions.
+
+    chosen: int32 [M], the target's token at each row (`choose_tokens`, side "target").
+    tokens: int32 [M], each row's own token, the root's is not looked at; -1: no node.
+    parents: int32 [B, N - 1], the parent of each node (-1: the root, -2: no node), parents first;
+    None: chains. Of several children with the chosen token the first one stands.
+    simulate: float32 [N - 1], for benchmarks with random weights, chains only: the node of depth
+    i + 1 stands with probability simulate[i] given that its parent stands, whatever its token;
+    the coin is uniform(seed, ACCEPT, position of the token, SHARED_COIN_ID).
+    state, slots int32 [B], positions int32 [M] (of the token that follows each row): only looked
+    at with `simulate`. Raises InvalidRequestError for simulated trees.
+    """
+    if simulate is not None and parents is not None:
+        raise InvalidRequestError("only chains can be simulated", reason="KERNEL_SHAPES")
+    function = accept_matching_triton if chosen.is_cuda else accept_matching_torch
+    return function(
+        chosen,
+        tokens,
+        parents,
+        num_nodes=num_nodes,
+        simulate=simulate,
+        state=state,
+        slots=slots,
+        positions=positions,
+    )
+
+
+def new_acceptance(batch: int, num_nodes: int, device: torch.device) -> DeviceAcceptance:
+    """Room for an outcome, not initialised."""
+    one, many = (batch,), (batch, num_nodes)
+    shapes = (one, many, many, one)
+    return DeviceAcceptance(*(torch.empty(s, dtype=torch.int32, device=device) for s in shapes))
+
+
+def chain_parents(batch: int, num_nodes: int, device: torch.device) -> Tensor:
+    """Parents of chains, int32 [B, N - 1]."""
+    chain = torch.arange(-1, num_nodes - 2, dtype=torch.int32, device=device)
+    return chain.expand(batch, num_nodes - 1)
+
+
+def accept_matching_torch(
+    chosen: Tensor,
+    tokens: Tensor,
+    parents: Tensor | None,
+    *,
+    num_nodes: int,
+    simulate: Tensor | None = None,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+) -> DeviceAcceptance:
+    """See `accept_matching`."""
+    chosen_BN, tokens_BN = chosen.view(-1, num_nodes), tokens.view(-1, num_nodes)
+    batch = len(chosen_BN)
+    parents_BN = chain_parents(batch, num_nodes, chosen.device) if parents is None else parents
+    coins_BN = None
+    if simulate is not None:
+        keys = row_keys(
+            state.seeds[slots.long()][:, None], Stream.ACCEPT, positions.view(batch, -1)
+        )
+        coins_BN = uniform_from_bits(noise_words(keys, torch.full_like(keys, SHARED_COIN_ID)))
+    node = torch.zeros(batch, dtype=torch.int64, device=chosen.device)
+    walk = TorchWalk(batch, num_nodes, chosen.device)
+    for row in range(1, num_nodes):
+        drafted = tokens_BN[:, row]
+        below = (parents_BN[:, row - 1] == node - 1) & (drafted >= 0)
+        if simulate is None or coins_BN is None:
+            stands = below & (drafted == chosen_BN.gather(1, node[:, None])[:, 0])
+        else:
+            stands = below & (coins_BN[:, row - 1] < simulate[row - 1])
+        node = walk.step(row, node, drafted, below, stands)
+    return walk.finish(chosen_BN.gather(1, node[:, None])[:, 0])
+
+
+class TorchWalk:
+    """The walks of all sessions down their trees, for the twins: nodes in order, one at a time."""
+
+    def __init__(self, batch: int, num_nodes: int, device: torch.device) -> None:
+        self.counts = torch.ones(batch, dtype=torch.int64, device=device)
+        places = torch.arange(num_nodes, dtype=torch.int32, device=device)
+        self.rows = places.repeat(batch, 1)
+        self.tokens = torch.full_like(self.rows, -1)
+        self.rejected = torch.zeros(batch, dtype=torch.bool, device=device)
+
+    def step(
+        self, row: int, node: Tensor, drafted: Tensor, below: Tensor, stands: Tensor
+    ) -> Tensor:
+        """Go down to `row` where it stands; returns the rows [B] that the walks are at."""
+        at = self.counts[:, None]
+        self.rows.scatter_(1, at, torch.where(stands, row, self.rows.gather(1, at)[:, 0])[:, None])
+        self._put(stands, drafted)
+        self.counts += stands
+        self.rejected = (self.rejected | below) & ~stands
+        return torch.where(stands, row, node)
+
+    def _put(self, where: Tensor, tokens: Tensor) -> None:
+        at = (self.counts - 1)[:, None]
+        before = self.tokens.gather(1, at)[:, 0]
+        self.tokens.scatter_(1, at, torch.where(where, tokens, before)[:, None])
+
+    def finish(self, final: Tensor) -> DeviceAcceptance:
+        """The outcome; final: int32 [B], the last token of each session."""
+        self._put(torch.ones_like(self.rejected), final)
+        counts, resampled = self.counts.to(torch.int32), self.rejected.to(torch.int32)
+        return DeviceAcceptance(counts, self.rows, self.tokens, resampled)
+
+
+def advance_state(acceptance: DeviceAcceptance, sequence: SequenceState, slots: Tensor) -> None:
+    """Commit a round: lengths grow by the counts, roots become the last emitted tokens.
+
+    slots: int32 [B], distinct but for the padding slot, whose state stays as it is.
+    """
+    function = advance_state_triton if slots.is_cuda else advance_state_torch
+    function(acceptance, sequence, slots)
+
+
+def advance_state_torch(
+    acceptance: DeviceAcceptance, sequence: SequenceState, slots: Tensor
+) -> None:
+    """See `advance_state`."""
+    live = slots != len(sequence.lengths) - 1
+    where = slots.long()
+    sequence.lengths.index_add_(0, where, acceptance.counts * live)
+    last = acceptance.tokens.gather(1, (acceptance.counts - 1).long()[:, None])[:, 0]
+    sequence.roots[where] = torch.where(live, last, sequence.roots[where])
+
+
+def advance_state_triton(
+    acceptance: DeviceAcceptance, sequence: SequenceState, slots: Tensor
+) -> None:
+    """See `advance_state`."""
+    batch, num_nodes = acceptance.tokens.shape
+    _advance_state[(1,)](
+        acceptance.counts,
+        acceptance.tokens,
+        sequence.lengths,
+        sequence.roots,
+        slots,
+        batch,
+        len(sequence.lengths) - 1,
+        NODES=num_nodes,
+        BLOCK=next_power_of_2(batch),
+        num_warps=1,
+    )
+
+
+def accept_matching_triton(
+    chosen: Tensor,
+    tokens: Tensor,
+    parents: Tensor | None,
+    *,
+    num_nodes: int,
+    simulate: Tensor | None = None,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+) -> DeviceAcceptance:
+    """See `accept_matching`."""
+    batch = chosen.shape[0] // num_nodes
+    result = new_acceptance(batch, num_nodes, chosen.device)
+    if batch:
+        _accept_matching[(batch,)](
+            chosen,
+            tokens,
+            parents,
+            simulate,
+            state.seeds,
+            slots,
+            positions,
+            *result,
+            NODES=num_nodes,
+            BLOCK=next_power_of_2(num_nodes),
+            CHAIN=parents is None,
+            SIMULATE=simulate is not None,
+            num_warps=1,
+        )
+    return result
+
+
+@triton.jit
+def load_parents(parents_ptr, batch, rows, NODES: tl.constexpr, CHAIN: tl.constexpr):
+    """The row of each row's parent; -1 for the root and for rows that are not there."""
+    if CHAIN:
+        above = rows - 1
+    else:
+        inside = (rows > 0) & (rows < NODES)
+        where = parents_ptr + batch * (NODES - 1) + rows - 1
+        above = tl.load(where, mask=inside, other=-2) + 1
+    return above
+
+
+@triton.jit
+def _accept_matching(
+    chosen_ptr,
+    tokens_ptr,
+    parents_ptr,
+    simulate_ptr,
+    seeds_ptr,
+    slots_ptr,
+    positions_ptr,
+    counts_ptr,
+    rows_ptr,
+    emitted_ptr,
+    resampled_ptr,
+    NODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAIN: tl.constexpr,
+    SIMULATE: tl.constexpr,
+):
+    """One session's walk. A step is one reduction over its nodes; a chain is a single step."""
+    batch = tl.program_id(0)
+    rows = tl.arange(0, BLOCK)
+    inside = rows < NODES
+    first = batch * NODES
+    drafted = tl.load(tokens_ptr + first + rows, mask=inside, other=-1)
+    chosen = tl.load(chosen_ptr + first + rows, mask=inside, other=-1)
+    there = inside & (drafted >= 0) & (rows > 0)
+    above = load_parents(parents_ptr, batch, rows, NODES, CHAIN)
+    path, emitted = rows, tl.full((BLOCK,), -1, tl.int32)
+    if CHAIN:
+        if SIMULATE:
+            seed = tl.load(seeds_ptr + tl.load(slots_ptr + batch))
+            where = tl.load(positions_ptr + first + rows - 1, mask=there, other=0)
+            keys = noise_key(seed, _ACCEPT, where)
+            coins = uniform(noise_bits(keys, tl.full((BLOCK,), _SHARED_COIN_ID, tl.int32)))
+            rates = tl.load(simulate_ptr + rows - 1, mask=there, other=0.0)
+            stands = there & (coins < rates.to(tl.float64))
+        else:
+            wanted = tl.load(chosen_ptr + first + rows - 1, mask=there, other=-1)
+            stands = there & (drafted == wanted)
+        count = tl.min(tl.where(stands | (rows == 0), NODES, rows), 0)
+        node = count - 1
+        following = tl.load(tokens_ptr + first + rows + 1, mask=rows < NODES - 1, other=-1)
+        emitted = tl.where(rows < node, following, emitted)
+    else:
+        count = tl.full((), 0, tl.int32)
+        node = tl.full((), 0, tl.int32)
+        child = tl.full((), 0, tl.int32)
+        while child < NODES:
+            node = child
+            count += 1
+            path = tl.where(rows == count - 1, node, path)
+            wanted = tl.sum(tl.where(rows == node, chosen, 0), 0)
+            stands = there & (above == node) & (drafted == wanted)
+            child = tl.min(tl.where(stands, rows, NODES), 0)
+            emitted = tl.where((rows == count - 1) & (child < NODES), wanted, emitted)
+    final = tl.sum(tl.where(rows == node, chosen, 0), 0)
+    emitted = tl.where(rows == count - 1, final, emitted)
+    below = there & (above == node)
+    tl.store(counts_ptr + batch, count)
+    tl.store(rows_ptr + first + rows, path, mask=inside)
+    tl.store(emitted_ptr + first + rows, emitted, mask=inside)
+    tl.store(resampled_ptr + batch, tl.max(below.to(tl.int32), 0))
+
+
+@triton.jit
+def _advance_state(
+    counts_ptr,
+    tokens_ptr,
+    lengths_ptr,
+    roots_ptr,
+    slots_ptr,
+    batch,
+    padding_slot,
+    NODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All sessions of the bucket in one program."""
+    index = tl.arange(0, BLOCK)
+    slots = tl.load(slots_ptr + index, mask=index < batch, other=0)
+    live = (index < batch) & (slots != padding_slot)
+    counts = tl.load(counts_ptr + index, mask=live, other=1)
+    lengths = tl.load(lengths_ptr + slots, mask=live, other=0)
+    last = tl.load(tokens_ptr + index * NODES + counts - 1, mask=live, other=0)
+    tl.store(lengths_ptr + slots, lengths + counts, mask=live)
+    tl.store(roots_ptr + slots, last, mask=live)

@@ -1,0 +1,243 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false
+"""Attention of the rows of a round over the paged K/V cache.
+
+B rows of the bucket, N nodes a row, M = B * N token rows, W slots that follow the context, Q query
+heads, G key/value heads, g = Q / G, d head dimension, S pool slots, X session slots, T blocks of a
+table.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from outrider.engine.kernels.attention_config import AttentionConfig, choose_config
+from outrider.engine.kernels.attention_kernel import attention_kernel, combine_kernel
+from outrider.engine.kernels.layout import pool_slots
+from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
+from outrider.errors import InvalidRequestError
+
+
+def tree_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    tables: Tensor,
+    slots: Tensor,
+    context: Tensor,
+    num_nodes: int,
+    mask: Tensor | None,
+    block_tokens: int,
+    positions: Tensor | None,
+    max_len: int,
+    window: int | None = None,
+    scale: float | None = None,
+    config: AttentionConfig | None = None,
+) -> Tensor:
+    """Attention of each token row over its session's context and the slots after it.
+
+    Row (b, j), token row b * N + j, sees every slot below context[b], and slot context[b] + w
+    where mask[b, j, w] is not 0. The W slots must hold finite values, also where they are masked;
+    a row that sees nothing gives zeros. Slots past the table's end are not seen.
+
+    q [M, Q, d]: rows may be strided. keys, values [G, S, d] in q's dtype, each head contiguous.
+    tables int32 [X, T], slots int32 [B], context int32 [B]. mask uint8 [B, N, W], or None for
+    W = N and w <= j. positions int32 [M], needed with a window only, which needs W = N: it hides
+    slots whose position is at most positions[row] - window; slots of the context are at their own
+    index, slot context + w at the position of row w, never below context. scale: of the scores,
+    1 / sqrt(d) if None. max_len: no row has more than max_len = context + W slots.
+    Products take the cache's dtype, sums are float32. Returns [M, Q * d] in q's dtype, a new
+    tensor. Raises InvalidRequestError for shapes that do not fit together.
+    """
+    _check(q, keys, slots, mask, positions, num_nodes, window)
+    launch = tree_attention_triton if q.is_cuda else tree_attention_torch
+    return launch(
+        q,
+        keys,
+        values,
+        tables=tables,
+        slots=slots,
+        context=context,
+        num_nodes=num_nodes,
+        mask=mask,
+        block_tokens=block_tokens,
+        positions=positions,
+        max_len=max_len,
+        window=window,
+        scale=scale,
+        config=config,
+    )
+
+
+def _check(
+    q: Tensor,
+    keys: Tensor,
+    slots: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    num_nodes: int,
+    window: int | None,
+) -> None:
+    batch = slots.shape[0]
+    if q.shape[0] != batch * num_nodes or q.shape[1] % keys.shape[0] or q.shape[2] != keys.shape[2]:
+        raise InvalidRequestError(
+            f"queries {tuple(q.shape)} do not fit {batch} x {num_nodes} nodes and a cache of "
+            f"{tuple(keys.shape)}"
+        )
+    if keys.shape[1] * keys.shape[2] >= 2**31:
+        raise InvalidRequestError("a head of the cache must have fewer than 2^31 elements")
+    if mask is not None and mask.shape[:2] != (batch, num_nodes):
+        raise InvalidRequestError(f"mask {tuple(mask.shape)} for {batch} x {num_nodes} nodes")
+    if window is None:
+        return
+    if positions is None or (mask is not None and mask.shape[2] != num_nodes):
+        raise InvalidRequestError("a window needs the positions, and one mask column per node")
+
+
+def tree_attention_torch(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    tables: Tensor,
+    slots: Tensor,
+    context: Tensor,
+    num_nodes: int,
+    mask: Tensor | None,
+    block_tokens: int,
+    positions: Tensor | None,
+    max_len: int,
+    window: int | None = None,
+    scale: float | None = None,
+    config: AttentionConfig | None = None,
+) -> Tensor:
+    """What `tree_attention` computes; `config` has no meaning here."""
+    batch, (num_rows, num_heads, dim) = slots.shape[0], q.shape
+    num_kv_heads, factor = keys.shape[0], dim**-0.5 if scale is None else scale
+    if mask is None:
+        mask = torch.ones((num_nodes, num_nodes), dtype=torch.uint8, device=q.device)
+        mask = mask.tril_().expand(batch, -1, -1)
+    width = mask.shape[2]
+    index = torch.arange(min(max_len, tables.shape[1] * block_tokens), device=q.device)
+    index_BL = index.expand(batch, -1)
+    after_BL = index - context[:, None]
+    column_BL = after_BL.clamp(0, width - 1).long()
+    drafted = mask.bool().gather(2, column_BL[:, None].expand(-1, num_nodes, -1))
+    seen_BNL = torch.where((after_BL < 0)[:, None], True, drafted & (after_BL < width)[:, None])
+    if window is not None:
+        assert positions is not None
+        rows_BN = positions.view(batch, num_nodes)
+        place_BL = torch.where(after_BL < 0, index_BL, rows_BN.gather(1, column_BL))
+        seen_BNL = seen_BNL & (place_BL[:, None] > rows_BN[:, :, None] - window)
+    pool_BL = pool_slots(tables, slots, index_BL, block_tokens)
+    k_GBLd, v_GBLd = keys[:, pool_BL].float(), values[:, pool_BL].float()
+    # A weight of zero does not hide a NaN.
+    v_GBLd = v_GBLd.masked_fill((after_BL >= width)[:, :, None], 0.0)
+    q_GBNgd = q.float().view(batch, num_nodes, num_kv_heads, -1, dim).permute(2, 0, 1, 3, 4)
+    scores = torch.einsum("hbngd,hbld->hbngl", q_GBNgd, k_GBLd) * factor
+    scores = scores.masked_fill(~seen_BNL[None, :, :, None], -math.inf)
+    blind_BN1 = ~seen_BNL.any(-1, keepdim=True)
+    weights = scores.softmax(-1).masked_fill(blind_BN1[None, :, :, None], 0.0)
+    out = torch.einsum("hbngl,hbld->bnhgd", weights, v_GBLd)
+    return out.reshape(num_rows, num_heads * dim).to(q.dtype)
+
+
+def tree_attention_triton(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    tables: Tensor,
+    slots: Tensor,
+    context: Tensor,
+    num_nodes: int,
+    mask: Tensor | None,
+    block_tokens: int,
+    positions: Tensor | None,
+    max_len: int,
+    window: int | None = None,
+    scale: float | None = None,
+    config: AttentionConfig | None = None,
+) -> Tensor:
+    """`tree_attention` in one kernel, or two where the context is split."""
+    (num_rows, num_heads, dim), num_kv_heads = q.shape, keys.shape[0]
+    config = config or choose_config(
+        batch=slots.shape[0],
+        num_nodes=num_nodes,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=dim,
+        itemsize=keys.element_size(),
+        max_len=max_len,
+    )
+    group, splits = num_heads // num_kv_heads, config.splits
+    dims = max(next_power_of_2(dim), 16)
+    out = torch.empty((num_rows, num_heads * dim), dtype=q.dtype, device=q.device)
+    partial, stats = out, out
+    if splits > 1:
+        shape = (num_rows, num_heads, splits, dim)
+        partial = torch.empty(shape, dtype=torch.float32, device=q.device)
+        stats = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+    if mask is not None:
+        mask = mask.contiguous()
+    tiles = cdiv(num_nodes * group, config.block_rows)
+    pdl = config.pdl and not INTERPRETED
+    options = {"launch_pdl": True} if pdl else {}
+    attention_kernel[(tiles * num_kv_heads, splits, slots.shape[0])](
+        q,
+        keys,
+        values,
+        tables,
+        slots,
+        context,
+        q if mask is None else mask,
+        context if positions is None else positions,
+        partial,
+        stats,
+        q.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        tables.stride(0),
+        tables.shape[1] * block_tokens,
+        (dim**-0.5 if scale is None else scale) * math.log2(math.e),
+        num_nodes,
+        num_nodes if mask is None else mask.shape[2],
+        splits,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        DIM=dim,
+        DIMS=dims,
+        BLOCK_TOKENS=block_tokens,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_SLOTS=config.block_slots,
+        SINGLE=splits == 1,
+        MASKED=mask is not None,
+        WINDOW=0 if window is None else window,
+        STAGES=config.num_stages,
+        PDL=pdl,
+        INTERPRETED=INTERPRETED,
+        num_warps=config.num_warps,
+        **options,
+    )
+    if splits > 1:
+        block_splits = next_power_of_2(splits)
+        # Few rows spread over the device; many share programs, so that enough loads are under way.
+        joined = max(1, min(8, 32 // block_splits)) if num_rows * num_heads > 1024 else 1
+        combine_kernel[(cdiv(num_rows * num_heads, joined),)](
+            partial,
+            stats,
+            out,
+            num_rows * num_heads,
+            splits,
+            ROWS=joined,
+            BLOCK_SPLITS=block_splits,
+            DIM=dim,
+            DIMS=dims,
+            PDL=pdl,
+            num_warps=4,
+            **options,
+        )
+    return out

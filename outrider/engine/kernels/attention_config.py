@@ -1,0 +1,102 @@
+"""Launch parameters of the attention kernels: how the work of a shape is cut."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from outrider.engine.kernels.runtime import cdiv, next_power_of_2
+
+_SM_COUNT = 132
+"""Multiprocessors to fill: an H100's or H200's."""
+_MAX_SPLITS = 64
+_STEP_BYTES = 16384
+"""Most bytes of keys that one step of a program reads."""
+
+
+class AttentionConfig(NamedTuple):
+    """Launch parameters of the kernels."""
+
+    block_rows: int
+    """Query rows of a program's tile: a power of two, at least 16."""
+    block_slots: int
+    """Cache slots of one step: a power of two, at least 16."""
+    splits: int
+    """Parts of the context; 1 writes the result without a second kernel."""
+    num_warps: int
+    num_stages: int
+    pdl: bool = False
+    """Programmatic dependent launch: start while the kernel in front still runs."""
+
+
+class _Tuned(NamedTuple):
+    max_tiles: int
+    """Row tiles over all bucket rows and key/value heads that the entry is for, at most."""
+    block_slots: int
+    programs_per_sm: int
+    """How many programs the splits should make, in all, over the multiprocessors."""
+    num_warps: int
+    num_stages: int
+    pdl: bool
+
+
+_TUNED = (
+    _Tuned(16, block_slots=64, programs_per_sm=2, num_warps=4, num_stages=2, pdl=False),
+    _Tuned(320, block_slots=64, programs_per_sm=1, num_warps=4, num_stages=5, pdl=False),
+    _Tuned(1 << 31, block_slots=32, programs_per_sm=1, num_warps=2, num_stages=3, pdl=False),
+)
+"""The first entry that fits a shape is taken."""
+
+
+def num_splits(
+    batch: int,
+    kv_heads: int,
+    tiles: int,
+    max_len: int,
+    *,
+    block_slots: int = 64,
+    programs_per_sm: int = 2,
+) -> int:
+    """Parts to cut up to `max_len` slots into: about enough programs to fill the device.
+
+    tiles: tiles of query rows per key/value head. A power of two, at most one part per step.
+    """
+    wanted = cdiv(_SM_COUNT * programs_per_sm, batch * kv_heads * tiles)
+    splits = max(min(wanted, cdiv(max_len, block_slots), _MAX_SPLITS), 1)
+    return 1 << (splits.bit_length() - 1)
+
+
+def choose_config(
+    *,
+    batch: int,
+    num_nodes: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    max_len: int,
+) -> AttentionConfig:
+    """Launch parameters for a shape; itemsize: bytes of a cache element."""
+    rows = num_nodes * (num_heads // num_kv_heads)
+    dims = next_power_of_2(head_dim)
+    # float32 products have no matrix unit: a large tile would spill registers.
+    most_rows = 64 if itemsize <= 2 else 16
+    block_rows = min(max(next_power_of_2(rows), 16), most_rows)
+    tiles = cdiv(rows, block_rows)
+    all_tiles = batch * num_kv_heads * tiles
+    tuned = next(t for t in _TUNED if all_tiles <= t.max_tiles)
+    block_slots = max(min(tuned.block_slots, _STEP_BYTES // (dims * itemsize)), 16)
+    return AttentionConfig(
+        block_rows=block_rows,
+        block_slots=block_slots,
+        splits=num_splits(
+            batch,
+            num_kv_heads,
+            tiles,
+            max_len,
+            block_slots=block_slots,
+            programs_per_sm=tuned.programs_per_sm,
+        ),
+        num_warps=8 if block_rows * dims > 64 * 128 else tuned.num_warps,
+        num_stages=tuned.num_stages,
+        pdl=tuned.pdl,
+    )

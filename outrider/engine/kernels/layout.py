@@ -1,0 +1,179 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# pyright: reportCallIssue=false, reportIndexIssue=false
+"""Where the token rows of a round go: positions, pool slots and the tree mask, from parents.
+
+B rows of the bucket, N nodes a row (the root and N - 1 drafts), M = B * N token rows, X session
+slots, T blocks of a table. The root of a session takes the slot and the position `context`, the
+number of slots that hold K/V already; node j takes slot context + j, position context + depth.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.engine.kernels.runtime import next_power_of_2
+from outrider.errors import InvalidRequestError
+
+PADDING_NODE = -2
+"""Parent of a node that is not there: it takes the root's position and sees itself only."""
+
+
+class RoundLayout(NamedTuple):
+    """Rows of one round."""
+
+    positions: Tensor
+    """int32 [M]: absolute position."""
+    write_slots: Tensor
+    """int64 [M]: pool slot of the row's K/V; -1 past the end of the table (nothing is kept)."""
+    mask: Tensor | None
+    """uint8 [B, N, N]: 1 where row j sees row w. None for chains, whose mask is causal."""
+
+
+def tree_layout(
+    parents: Tensor | None,
+    context: Tensor,
+    tables: Tensor,
+    slots: Tensor,
+    *,
+    num_nodes: int,
+    block_tokens: int,
+) -> RoundLayout:
+    """Lay out the rows of a round.
+
+    parents int32 [B, N - 1]: parent of each draft node among the draft nodes, before it; -1 for
+    the root, PADDING_NODE for a node that is not there. None: chains. context int32 [B]: slots
+    of each row's session that hold K/V. tables int32 [X, T]. slots int32 [B]: session slots.
+    Raises InvalidRequestError for parents of another shape.
+    """
+    if parents is not None and parents.shape != (slots.shape[0], num_nodes - 1):
+        raise InvalidRequestError(
+            f"parents of shape {tuple(parents.shape)} for {slots.shape[0]} x {num_nodes} nodes"
+        )
+    launch = tree_layout_triton if context.is_cuda else tree_layout_torch
+    return launch(parents, context, tables, slots, num_nodes=num_nodes, block_tokens=block_tokens)
+
+
+def tree_layout_torch(
+    parents: Tensor | None,
+    context: Tensor,
+    tables: Tensor,
+    slots: Tensor,
+    *,
+    num_nodes: int,
+    block_tokens: int,
+) -> RoundLayout:
+    """What `tree_layout` computes."""
+    nodes = torch.arange(num_nodes, dtype=torch.int32, device=context.device)
+    logical = context[:, None] + nodes
+    write_slots = pool_slots(tables, slots, logical, block_tokens).flatten()
+    if parents is None:
+        return RoundLayout(logical.flatten(), write_slots, None)
+    batch = torch.arange(slots.shape[0], device=context.device)
+    mask = torch.eye(num_nodes, dtype=torch.uint8, device=context.device)
+    mask = mask.repeat(slots.shape[0], 1, 1)
+    depth = torch.zeros((slots.shape[0], num_nodes), dtype=torch.int32, device=context.device)
+    for node in range(1, num_nodes):
+        parent = parents[:, node - 1].long() + 1
+        exists = parent >= 0
+        parent = parent.clamp(min=0)
+        mask[:, node] |= mask[batch, parent] * exists[:, None]
+        depth[:, node] = (depth[batch, parent] + 1) * exists
+    return RoundLayout((context[:, None] + depth).flatten(), write_slots, mask)
+
+
+def tree_layout_triton(
+    parents: Tensor | None,
+    context: Tensor,
+    tables: Tensor,
+    slots: Tensor,
+    *,
+    num_nodes: int,
+    block_tokens: int,
+) -> RoundLayout:
+    """`tree_layout` in one kernel: a program per token row walks up to the root."""
+    batch, device = slots.shape[0], context.device
+    positions = torch.empty(batch * num_nodes, dtype=torch.int32, device=device)
+    write_slots = torch.empty(batch * num_nodes, dtype=torch.int64, device=device)
+    mask = None
+    if parents is not None:
+        parents = parents.contiguous()
+        mask = torch.empty((batch, num_nodes, num_nodes), dtype=torch.uint8, device=device)
+    _layout_kernel[(num_nodes, batch)](
+        positions if parents is None else parents,
+        context,
+        tables,
+        slots,
+        positions,
+        write_slots,
+        positions if mask is None else mask,
+        num_nodes,
+        tables.stride(0),
+        tables.shape[1],
+        BLOCK_TOKENS=block_tokens,
+        NODES=next_power_of_2(num_nodes),
+        CHAIN=parents is None,
+        num_warps=1,
+    )
+    return RoundLayout(positions, write_slots, mask)
+
+
+@triton.jit
+def _layout_kernel(
+    parents_ptr,
+    context_ptr,
+    tables_ptr,
+    slots_ptr,
+    positions_ptr,
+    write_slots_ptr,
+    mask_ptr,
+    num_nodes,
+    table_stride,
+    table_width,
+    BLOCK_TOKENS: tl.constexpr,
+    NODES: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
+    node = tl.program_id(0)
+    b = tl.program_id(1)
+    context = tl.load(context_ptr + b)
+    table = tables_ptr + tl.load(slots_ptr + b).to(tl.int64) * table_stride
+    row = b * num_nodes + node
+    logical = context + node
+    block = logical // BLOCK_TOKENS
+    fits = block < table_width
+    pool_block = tl.load(table + block, mask=fits, other=0).to(tl.int64)
+    pool_slot = pool_block * BLOCK_TOKENS + logical % BLOCK_TOKENS
+    tl.store(write_slots_ptr + row, tl.where(fits, pool_slot, -1))
+    depth = node
+    if not CHAIN:
+        columns = tl.arange(0, NODES)
+        seen = columns == node
+        depth = node * 0
+        current = node
+        while current > 0:
+            parent = tl.load(parents_ptr + b * (num_nodes - 1) + current - 1) + 1
+            # Always true of a tree; it ends the walk on any input.
+            current = tl.minimum(parent, current - 1)
+            seen = seen | (columns == current)
+            depth += (current >= 0).to(tl.int32)
+        out = mask_ptr + row.to(tl.int64) * num_nodes + columns
+        tl.store(out, seen.to(tl.uint8), mask=columns < num_nodes)
+    tl.store(positions_ptr + row, context + depth)
+
+
+def pool_slots(tables: Tensor, slots: Tensor, logical: Tensor, block_tokens: int) -> Tensor:
+    """int64 [B, n]: pool slots of the logical slots [B, n] (>= 0) of sessions `slots` [B].
+
+    -1 for logical slots that the table [X, T] has no block for.
+    """
+    logical = logical.long()
+    block = logical // block_tokens
+    fits = block < tables.shape[1]
+    rows = tables[slots.long()].long()
+    pool_block = rows.gather(1, block.clamp(max=tables.shape[1] - 1))
+    return torch.where(fits, pool_block * block_tokens + logical % block_tokens, -1)

@@ -1,0 +1,129 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+"""The noise of `outrider.spec.noise` inside kernels, and the best of a tile of perturbed scores.
+
+The integers are uint64 (wrap-around products, logical shifts) and equal numpy's bit for bit; a
+variate is float64, so only the logarithm may differ by an ulp between platforms.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.engine.noise import mix64_
+from outrider.spec import noise as spec
+from outrider.spec.mixing import GOLDEN64, MULTIPLIER_A, MULTIPLIER_B
+
+_GOLDEN = tl.constexpr(GOLDEN64)
+_MULTIPLIER_A = tl.constexpr(MULTIPLIER_A)
+_MULTIPLIER_B = tl.constexpr(MULTIPLIER_B)
+_SEED_OFFSET = tl.constexpr(spec.SEED_OFFSET)
+_LAST_MANTISSA = tl.constexpr(2**52 - 1)
+_SCALE = tl.constexpr(2.0**-52)
+_NO_COLUMN = tl.constexpr(2**31 - 1)
+
+_ESTIMATE_ERROR = tl.constexpr(1e-3)
+"""Bound on |gumbel_estimate - gumbel|, thirty times what a logarithm good to 2^-22 gives."""
+_SCORE_ERROR = tl.constexpr(2.0**-20)
+"""Bound on the relative error of a float32 sum of score and noise."""
+_NOISE_RANGE = tl.constexpr(64.0)
+"""Above every |Gumbel variate|."""
+
+
+def row_keys(seeds: Tensor, streams: Tensor | int, positions: Tensor) -> Tensor:
+    """`spec.noise.noise_keys` on the tensors' device: int64 words, by broadcasting int64 words.
+
+    streams: numbers of `outrider.spec.noise.Stream`; positions: absolute, >= 0.
+    """
+    offset = spec.SEED_OFFSET - 2**64  # its word as an int64
+    inner = mix64_(seeds.to(torch.int64) + offset)
+    return mix64_(mix64_(inner + streams) + positions.to(torch.int64))
+
+
+@triton.jit
+def mix64(x):
+    """Finalise uint64 words."""
+    x = (x ^ (x >> 30)) * _MULTIPLIER_A
+    x = (x ^ (x >> 27)) * _MULTIPLIER_B
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def noise_key(seed, stream, position):
+    """Key as a uint64 word; seed int64, stream uint64 or constexpr, position an integer."""
+    inner = mix64(seed.to(tl.uint64) + _SEED_OFFSET)
+    return mix64(mix64(inner + stream) + position.to(tl.uint64))
+
+
+@triton.jit
+def noise_bits(key, ids):
+    """64 noise bits as uint64 words, by broadcasting a key with integer ids >= -1."""
+    return mix64(key + (ids.to(tl.int64) + 1).to(tl.uint64) * _GOLDEN)
+
+
+@triton.jit
+def uniform(bits):
+    """Uniform variates in (0, 1), float64."""
+    return ((bits >> 12).to(tl.float64) + 0.5) * _SCALE
+
+
+@triton.jit
+def gumbel(bits):
+    """Gumbel(0, 1) variates, float64, all finite."""
+    return -tl.log(-tl.log(uniform(bits)))
+
+
+@triton.jit
+def gumbel_estimate(bits):
+    """The variates of `gumbel` to within _ESTIMATE_ERROR, in float32.
+
+    The distance of U to the nearer end of (0, 1) keeps its relative precision in float32, and
+    near U = 1, where a float32 logarithm has none, -log U = s + s^2/2 + s^3/3 + s^4/4 + ..
+    """
+    mantissas = bits >> 12
+    upper = (mantissas >> 51) != 0
+    distances = tl.where(upper, mantissas ^ _LAST_MANTISSA, mantissas)
+    s = (distances.to(tl.int64).to(tl.float32) + 0.5) * _SCALE
+    series = s * (1.0 + s * (0.5 + s * (0.33333333 + s * 0.25)))
+    exponentials = -tl.log(tl.where(upper, 1.0 - s, s))
+    return -tl.log(tl.where(upper & (s < 0.0625), series, exponentials))
+
+
+@triton.jit
+def best_of(scores, columns, valid):
+    """(largest score, its lowest column) of a tile; -inf and the first valid column if all are."""
+    top = tl.max(scores, 0)
+    return top, tl.min(tl.where((scores == top) & valid, columns, _NO_COLUMN), 0)
+
+
+@triton.jit
+def best_perturbed(scores, columns, valid, key, ids_ptr, HAS_IDS: tl.constexpr):
+    """(largest `score + gumbel(key, id)` as float64, its lowest column) of a tile.
+
+    scores: float32, no NaN or +inf, -inf where a column cannot win; (-inf, first valid column)
+    if none can. Exact although float64 noise is made for a few columns only: the winner's float32
+    estimate is within twice the error bound of the best estimate, and all such columns are tried.
+    """
+    ids = columns
+    if HAS_IDS:
+        ids = tl.load(ids_ptr + columns, mask=valid, other=0).to(tl.int32)
+    estimates = scores + gumbel_estimate(noise_bits(key, ids))
+    top = tl.max(estimates, 0)
+    error = _ESTIMATE_ERROR + (tl.abs(top) + _NOISE_RANGE) * _SCORE_ERROR
+    possible = (estimates >= top - 2.0 * error) & (scores > float("-inf"))
+    best = tl.full((), float("-inf"), tl.float64)
+    best_column = tl.min(tl.where(valid, columns, _NO_COLUMN), 0)
+    column = tl.min(tl.where(possible, columns, _NO_COLUMN), 0)
+    while column < _NO_COLUMN:
+        here = columns == column
+        score = tl.max(tl.where(here, scores, float("-inf")), 0).to(tl.float64)
+        token = tl.max(tl.where(here, ids, 0), 0)
+        exact = score + gumbel(noise_bits(key, token))
+        best_column = tl.where(exact > best, column, best_column)
+        best = tl.where(exact > best, exact, best)
+        column = tl.min(tl.where(possible & (columns > column), columns, _NO_COLUMN), 0)
+    return best, best_column

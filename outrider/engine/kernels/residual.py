@@ -1,0 +1,111 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+"""Recursive rejection on the ids of a draft law, as `outrider.engine.residual` does it (float64).
+
+A node's law is the entries begin .. end; `inside` and `draft` are workspaces beside them. One
+program owns a session's entries; the barriers are for values that other threads of it wrote.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider.engine.kernels.sampling import scaled_tile
+
+
+@triton.jit
+def find_entry(ids_ptr, counts_ptr, begin, end, token, ENTRIES: tl.constexpr):
+    """(the token's entry or -1, the sum of all counts) of a law."""
+    entries = tl.arange(0, ENTRIES)
+    place = tl.full((), -1, tl.int32)
+    total = tl.full((), 0, tl.int32)
+    for start in range(begin, end, ENTRIES):
+        at = start + entries
+        valid = at < end
+        ids = tl.load(ids_ptr + at, mask=valid, other=-1)
+        place = tl.maximum(place, tl.max(tl.where(valid & (ids == token), at, -1), 0))
+        total += tl.sum(tl.load(counts_ptr + at, mask=valid, other=0), 0)
+    return place, total
+
+
+@triton.jit
+def start_residual(
+    ids_ptr,
+    counts_ptr,
+    inside_ptr,
+    draft_ptr,
+    logits_ptr,
+    begin,
+    end,
+    total,
+    temperature,
+    logsumexp,
+    ENTRIES: tl.constexpr,
+):
+    """Fill the workspaces with p and q on the law's ids; returns p's mass on all other ids."""
+    entries = tl.arange(0, ENTRIES)
+    inside_mass = tl.full((), 0.0, tl.float64)
+    for start in range(begin, end, ENTRIES):
+        at = start + entries
+        valid = at < end
+        ids = tl.load(ids_ptr + at, mask=valid, other=0)
+        scores = scaled_tile(logits_ptr, ids, valid, temperature).to(tl.float64)
+        probs = tl.exp(scores - logsumexp)
+        counts = tl.load(counts_ptr + at, mask=valid, other=0).to(tl.float64)
+        tl.store(inside_ptr + at, probs, mask=valid)
+        tl.store(draft_ptr + at, counts / total.to(tl.float64), mask=valid)
+        inside_mass += tl.sum(probs, 0)
+    tl.debug_barrier()
+    return tl.maximum(1.0 - inside_mass, 0.0)
+
+
+@triton.jit
+def reject_entry(inside_ptr, draft_ptr, begin, end, place, rest, outside, ENTRIES: tl.constexpr):
+    """p <- max(p - q, 0) and q <- q without `place`, normalised.
+
+    Returns the new scale of p on all other ids; -1 if nothing is left of p.
+    """
+    entries = tl.arange(0, ENTRIES)
+    mass = outside * rest
+    remaining = tl.full((), 0.0, tl.float64)
+    for start in range(begin, end, ENTRIES):
+        at = start + entries
+        valid = at < end
+        inside = tl.load(inside_ptr + at, mask=valid, other=0.0)
+        draft = tl.load(draft_ptr + at, mask=valid, other=0.0)
+        inside = tl.maximum(inside - draft, 0.0)
+        draft = tl.where(at == place, 0.0, draft)
+        tl.debug_barrier()
+        tl.store(inside_ptr + at, inside, mask=valid)
+        tl.store(draft_ptr + at, draft, mask=valid)
+        mass += tl.sum(inside, 0)
+        remaining += tl.sum(draft, 0)
+    tl.debug_barrier()
+    mass_divisor = tl.where(mass > 0.0, mass, 1.0)
+    draft_divisor = tl.where(remaining > 0.0, remaining, 1.0)
+    for start in range(begin, end, ENTRIES):
+        at = start + entries
+        valid = at < end
+        inside = tl.load(inside_ptr + at, mask=valid, other=0.0) / mass_divisor
+        draft = tl.load(draft_ptr + at, mask=valid, other=0.0) / draft_divisor
+        tl.debug_barrier()
+        tl.store(inside_ptr + at, inside, mask=valid)
+        tl.store(draft_ptr + at, draft, mask=valid)
+    tl.debug_barrier()
+    return tl.where(mass > 0.0, outside / mass_divisor, -1.0)
+
+
+@triton.jit
+def finish_residual(inside_ptr, begin, end, outside, ENTRIES: tl.constexpr):
+    """Replace the residual by its log-probabilities up to the constant of log p elsewhere."""
+    entries = tl.arange(0, ENTRIES)
+    for start in range(begin, end, ENTRIES):
+        at = start + entries
+        valid = at < end
+        inside = tl.load(inside_ptr + at, mask=valid, other=0.0)
+        positive = inside > 0.0
+        logs = tl.log(tl.where(positive, inside, 1.0)) - tl.log(outside)
+        tl.debug_barrier()
+        tl.store(inside_ptr + at, tl.where(positive, logs, float("-inf")), mask=valid)

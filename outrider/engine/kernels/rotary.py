@@ -1,0 +1,290 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportIndexIssue=false
+"""Rotary embedding of fresh queries and keys, and the write of K/V to the cache.
+
+M token rows, Q query heads, G key/value heads, d head dimension (even), S pool slots.
+The rotation is that of RoFormer (Su et al. 2021): a pair of features (a, b) of a row at position p
+becomes (a cos(p f) - b sin(p f), a sin(p f) + b cos(p f)) for the pair's frequency f. Pairs are
+neighbours (2i, 2i + 1) where `interleaved`, else (i, i + d/2).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
+from outrider.errors import InvalidRequestError
+
+_PROGRAM_ELEMENTS = 1024
+"""Features that a program handles: 16 bytes a thread of four warps in 16-bit types."""
+
+
+def rotary_table(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """float32 [M, 2, d/2]: cos and sin of position * frequency; the angles are float32.
+
+    positions int32 [M], inv_freq float32 [d/2].
+    """
+    return (rotary_table_triton if positions.is_cuda else rotary_table_torch)(positions, inv_freq)
+
+
+def rotary_table_torch(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """What `rotary_table` computes."""
+    angles = positions.to(torch.float32)[:, None] * inv_freq
+    return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+
+def rotary_table_triton(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """`rotary_table` in one kernel, a program per row."""
+    num_rows, pairs = positions.shape[0], inv_freq.shape[0]
+    table = torch.empty((num_rows, 2, pairs), dtype=torch.float32, device=positions.device)
+    _table_kernel[(num_rows,)](
+        positions, inv_freq, table, PAIRS=pairs, BLOCK=next_power_of_2(pairs), num_warps=1
+    )
+    return table
+
+
+@triton.jit
+def _table_kernel(positions_ptr, inv_freq_ptr, table_ptr, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    inside = pair < PAIRS
+    position = tl.load(positions_ptr + row).to(tl.float32)
+    angle = position * tl.load(inv_freq_ptr + pair, mask=inside, other=0.0)
+    out = table_ptr + row.to(tl.int64) * (2 * PAIRS) + pair
+    tl.store(out, tl.cos(angle), mask=inside)
+    tl.store(out + PAIRS, tl.sin(angle), mask=inside)
+
+
+def rotary_write(
+    qkv: Tensor,
+    table: Tensor,
+    write_slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    interleaved: bool,
+    qk_norms: Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
+) -> Tensor:
+    """Rotate queries in place, write rotated keys and plain values to the cache.
+
+    qkv [M, Q + 2G, d], rows may be strided: Q = num_heads query heads, then keys, then values.
+    table: `rotary_table` of the rows. write_slots int64 [M]: pool slots; -1 writes nothing.
+    keys, values [G, S, d], each head contiguous. qk_norms [Q + G, d]: weights of a per-head
+    RMSNorm with `eps` before the rotation. Norm and rotation are computed in float32; the normed
+    value is rounded to qkv's dtype before and after its weight. Returns the queries, a view
+    [M, Q, d] of qkv; what qkv's key heads hold afterwards is not defined. pdl: programmatic
+    dependent launch, the kernel may start while the one before it still runs.
+    Raises InvalidRequestError for shapes that do not fit together.
+    """
+    dim, num_kv_heads = qkv.shape[2], keys.shape[0]
+    if dim % 2 or qkv.shape[1] != num_heads + 2 * num_kv_heads or keys.shape[2] != dim:
+        raise InvalidRequestError(
+            f"qkv {tuple(qkv.shape)} does not hold {num_heads} query heads and the "
+            f"key/value heads of a cache {tuple(keys.shape)}"
+        )
+    launch = rotary_write_triton if qkv.is_cuda else rotary_write_torch
+    return launch(
+        qkv,
+        table,
+        write_slots,
+        keys,
+        values,
+        num_heads=num_heads,
+        interleaved=interleaved,
+        qk_norms=qk_norms,
+        eps=eps,
+        pdl=pdl,
+    )
+
+
+def rotary_write_torch(
+    qkv: Tensor,
+    table: Tensor,
+    write_slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    interleaved: bool,
+    qk_norms: Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
+) -> Tensor:
+    """What `rotary_write` computes; `pdl` has no meaning here."""
+    num_rotated = num_heads + keys.shape[0]
+    rotated = qkv[:, :num_rotated]
+    if qk_norms is not None:
+        normed = F.rms_norm(rotated.float(), rotated.shape[-1:], None, eps)
+        rotated = normed.to(qkv.dtype) * qk_norms
+    shape = (-1, 2) if interleaved else (2, rotated.shape[2] // 2)
+    pairs = rotated.float().reshape(*rotated.shape[:2], *shape)
+    split = -1 if interleaved else -2
+    first, second = pairs.unbind(split)
+    cos, sin = table[:, None].unbind(2)
+    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=split)
+    turned = turned.flatten(-2).to(qkv.dtype)
+    qkv[:, :num_heads] = turned[:, :num_heads]
+    there = write_slots >= 0
+    for cache, fresh in ((keys, turned[:, num_heads:]), (values, qkv[:, num_rotated:])):
+        cache[:, write_slots[there]] = fresh[there].transpose(0, 1).to(cache.dtype)
+    return qkv[:, :num_heads]
+
+
+def rotary_write_triton(
+    qkv: Tensor,
+    table: Tensor,
+    write_slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    interleaved: bool,
+    qk_norms: Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
+) -> Tensor:
+    """`rotary_write` in one kernel: a program turns a few heads of one row."""
+    num_rows, num_all, dim = qkv.shape
+    pairs = next_power_of_2(dim // 2)
+    block_heads = min(max(_PROGRAM_ELEMENTS // (2 * pairs), 1), next_power_of_2(num_all))
+    options = {"launch_pdl": True} if pdl and not INTERPRETED else {}
+    _rotary_kernel[(cdiv(num_all, block_heads), num_rows)](
+        qkv,
+        table,
+        write_slots,
+        keys,
+        values,
+        qkv if qk_norms is None else qk_norms,
+        qkv.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        eps,
+        QUERY_HEADS=num_heads,
+        KV_HEADS=keys.shape[0],
+        DIM=dim,
+        PAIRS=pairs,
+        BLOCK_HEADS=block_heads,
+        INTERLEAVED=interleaved,
+        NORMED=qk_norms is not None,
+        PDL=bool(options),
+        num_warps=4,
+        **options,
+    )
+    return qkv[:, :num_heads]
+
+
+@triton.jit
+def _rotary_kernel(
+    qkv_ptr,
+    table_ptr,
+    write_slots_ptr,
+    keys_ptr,
+    values_ptr,
+    norms_ptr,
+    qkv_stride,
+    keys_stride,
+    values_stride,
+    eps,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORMED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    turns = head < QUERY_HEADS + KV_HEADS
+    slot = tl.load(write_slots_ptr + row)
+    pair = tl.arange(0, PAIRS)[None, :]
+    inside = pair < DIM // 2
+    cos = tl.load(table_ptr + row * DIM + pair, mask=inside, other=1.0)
+    sin = tl.load(table_ptr + row * DIM + DIM // 2 + pair, mask=inside, other=0.0)
+    # Without a rotation the value heads keep their bits.
+    cos = tl.where(turns, cos, 1.0)
+    sin = tl.where(turns, sin, 0.0)
+    source = qkv_ptr + row * qkv_stride + head * DIM
+    exists = head < QUERY_HEADS + 2 * KV_HEADS
+    dtype = qkv_ptr.dtype.element_ty
+    first, second = _load_pairs(source, exists, DIM, PAIRS, BLOCK_HEADS, INTERLEAVED)
+    if NORMED:
+        square = tl.sum(first * first + second * second, axis=1)[:, None]
+        scale = 1.0 / tl.sqrt_rn(square / DIM + eps)
+        weights = norms_ptr + head * DIM
+        a, b = _load_pairs(weights, turns, DIM, PAIRS, BLOCK_HEADS, INTERLEAVED)
+        normed_a = ((first * scale).to(dtype).to(tl.float32) * a).to(dtype).to(tl.float32)
+        normed_b = ((second * scale).to(dtype).to(tl.float32) * b).to(dtype).to(tl.float32)
+        first = tl.where(turns, normed_a, first)
+        second = tl.where(turns, normed_b, second)
+    out_a = first * cos - second * sin
+    out_b = first * sin + second * cos
+    is_query = head < QUERY_HEADS
+    _store_pairs(source, out_a, out_b, is_query, DIM, PAIRS, BLOCK_HEADS, INTERLEAVED)
+    last = tl.where(slot >= 0, QUERY_HEADS + 2 * KV_HEADS, 0)
+    key_head = (head - QUERY_HEADS).to(tl.int64)
+    keys = keys_ptr + key_head * keys_stride + slot * DIM
+    is_key = (head >= QUERY_HEADS) & turns & (head < last)
+    _store_pairs(keys, out_a, out_b, is_key, DIM, PAIRS, BLOCK_HEADS, INTERLEAVED)
+    values = values_ptr + (key_head - KV_HEADS) * values_stride + slot * DIM
+    is_value = (head >= QUERY_HEADS + KV_HEADS) & (head < last)
+    _store_pairs(values, out_a, out_b, is_value, DIM, PAIRS, BLOCK_HEADS, INTERLEAVED)
+
+
+@triton.jit
+def _load_pairs(
+    head_ptrs,
+    there,
+    DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Both features of every pair, float32 [BLOCK_HEADS, PAIRS], of heads at [BLOCK_HEADS, 1]."""
+    if INTERLEAVED:
+        # One wide load, split in registers, instead of two that each use half of what they fetch.
+        feature = tl.arange(0, 2 * PAIRS)[None, :]
+        both = tl.load(head_ptrs + feature, mask=there & (feature < DIM), other=0.0)
+        both = tl.reshape(both.to(tl.float32), [BLOCK_HEADS, PAIRS, 2])
+        first, second = tl.split(both)
+    else:
+        pair = tl.arange(0, PAIRS)[None, :]
+        inside = there & (pair < DIM // 2)
+        first = tl.load(head_ptrs + pair, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(head_ptrs + DIM // 2 + pair, mask=inside, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _store_pairs(
+    head_ptrs,
+    first,
+    second,
+    there,
+    DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    dtype = head_ptrs.dtype.element_ty
+    if INTERLEAVED:
+        feature = tl.arange(0, 2 * PAIRS)[None, :]
+        both = tl.reshape(tl.join(first, second), [BLOCK_HEADS, 2 * PAIRS])
+        tl.store(head_ptrs + feature, both.to(dtype), mask=there & (feature < DIM))
+    else:
+        pair = tl.arange(0, PAIRS)[None, :]
+        inside = there & (pair < DIM // 2)
+        tl.store(head_ptrs + pair, first.to(dtype), mask=inside)
+        tl.store(head_ptrs + DIM // 2 + pair, second.to(dtype), mask=inside)

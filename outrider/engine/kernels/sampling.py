@@ -1,0 +1,272 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+"""Tokens from logits on the device: argmax or perturbed argmax, by each session's own rule.
+
+The choices are those of `outrider.engine.noise` and `outrider.engine.warper.plain_argmax` bit for
+bit: score = logit / T rounded to float32, plus the float64 Gumbel noise of the session's stream.
+
+Shape suffixes: R rows, V columns, B sessions of the bucket, X session slots, P tiles of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.engine.kernels.noise import best_of, best_perturbed, noise_key, row_keys
+from outrider.engine.kernels.runtime import cdiv, next_power_of_2
+from outrider.engine.kernels.state import (
+    RULE_COUPLED,
+    RULE_GREEDY,
+    RULE_REJECTION,
+    RULE_TARGET_ONLY,
+    SamplingState,
+)
+from outrider.engine.noise import perturbed_argmax
+from outrider.engine.warper import MAX_LOGIT, MIN_TEMPERATURE
+from outrider.errors import InvalidRequestError
+from outrider.spec.noise import Stream
+
+Side = Literal["target", "draft"]
+
+_STREAMS: Final[dict[str, dict[int, int]]] = {
+    "target": {
+        RULE_GREEDY: 0,
+        RULE_COUPLED: Stream.TARGET,
+        RULE_TARGET_ONLY: Stream.RECOVER,
+        RULE_REJECTION: Stream.RECOVER,
+    },
+    "draft": {
+        RULE_GREEDY: 0,
+        RULE_COUPLED: Stream.TARGET,
+        RULE_TARGET_ONLY: 0,
+        RULE_REJECTION: Stream.DRAFT,
+    },
+}
+"""Noise stream by side and rule; 0 is none, a plain argmax."""
+
+_MAX_LOGIT = tl.constexpr(MAX_LOGIT)
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
+
+
+def choose_tokens(
+    logits: Tensor,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    rows_per_slot: int,
+    side: Side,
+    ids: Tensor | None = None,
+    num_columns: int | None = None,
+) -> Tensor:
+    """The column that each row of logits chooses, int32 [R].
+
+    logits: float32 or bfloat16 [R, V], columns contiguous, rows of any stride; row r belongs to
+    the session of slot slots[r // rows_per_slot], slots int32 [B]. NaN never wins and a row of
+    nothing else gives column 0; +inf is allowed; the lowest of equal columns wins.
+    positions: int32 [R], the absolute position of the token that is being chosen.
+    side: "target" draws coupled sessions with TARGET noise and those of the coin rules with
+    RECOVER noise (their bonus token); "draft" draws coupled sessions with TARGET, rejection
+    sessions with DRAFT noise and takes the mode for target-only ones. Greedy sessions (or T = 0)
+    take the mode on both sides, and then no noise is computed.
+    ids: integer [V], the target id of each column, which keys its noise; None: the column itself.
+    num_columns: columns that count, the rest being padding; None: all.
+    Raises InvalidRequestError if R is not rows_per_slot * B.
+    """
+    if logits.shape[0] != rows_per_slot * slots.shape[0]:
+        raise InvalidRequestError(
+            f"{logits.shape[0]} rows of logits for {slots.shape[0]} slots of {rows_per_slot}",
+            reason="KERNEL_SHAPES",
+        )
+    function = choose_tokens_triton if logits.is_cuda else choose_tokens_torch
+    return function(
+        logits,
+        state,
+        slots,
+        positions,
+        rows_per_slot=rows_per_slot,
+        side=side,
+        ids=ids,
+        num_columns=num_columns,
+    )
+
+
+def choose_tokens_torch(
+    logits: Tensor,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    rows_per_slot: int,
+    side: Side,
+    ids: Tensor | None = None,
+    num_columns: int | None = None,
+) -> Tensor:
+    """See `choose_tokens`."""
+    columns = logits.shape[1] if num_columns is None else num_columns
+    logits = logits[:, :columns].to(torch.float32)
+    owners = slots.long().repeat_interleave(rows_per_slot)
+    temperatures = state.temperatures[owners]
+    streams = torch.zeros_like(owners)
+    for rule, stream in _STREAMS[side].items():
+        streams.masked_fill_(state.rules[owners] == rule, stream)
+    chosen = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(dim=-1)
+    noisy = ((temperatures > 0) & (streams > 0)).nonzero()[:, 0]
+    if len(noisy):
+        keys = row_keys(state.seeds[owners[noisy]], streams[noisy], positions[noisy])
+        scores = scaled_scores(logits[noisy], temperatures[noisy])
+        wanted = None if ids is None else ids[:columns].long()
+        # A row without a finite score has no best column there (-1); here it has the first.
+        chosen[noisy] = perturbed_argmax(scores, keys, wanted).clamp(min=0)
+    return chosen.to(torch.int32)
+
+
+def scaled_scores(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
+    """logits / T in float32, without NaN (-inf) and above MAX_LOGIT / T, as the warper does it."""
+    tamed = logits_RV.to(torch.float32)
+    tamed = tamed.nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
+    return tamed.clamp_(max=MAX_LOGIT) / temperatures_R.clamp(min=MIN_TEMPERATURE)[:, None]
+
+
+def choose_tokens_triton(
+    logits: Tensor,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    rows_per_slot: int,
+    side: Side,
+    ids: Tensor | None = None,
+    num_columns: int | None = None,
+    tile: int | None = None,
+) -> Tensor:
+    """See `choose_tokens`. tile: columns a program, a power of two; None picks it."""
+    rows = logits.shape[0]
+    columns = logits.shape[1] if num_columns is None else num_columns
+    tile = tile or tile_columns(rows, columns)
+    tiles = cdiv(columns, tile)
+    scores = torch.empty(rows, tiles, dtype=torch.float64, device=logits.device)
+    winners = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
+    chosen = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if rows == 0:
+        return chosen
+    streams = _STREAMS[side]
+    _choose_in_tile[(rows, tiles)](
+        logits,
+        logits.stride(0),
+        columns,
+        state.seeds,
+        state.temperatures,
+        state.rules,
+        slots,
+        positions,
+        ids,
+        scores,
+        winners,
+        rows_per_slot=rows_per_slot,
+        COUPLED=RULE_COUPLED,
+        TARGET_ONLY=RULE_TARGET_ONLY,
+        REJECTION=RULE_REJECTION,
+        COUPLED_STREAM=int(streams[RULE_COUPLED]),
+        TARGET_ONLY_STREAM=int(streams[RULE_TARGET_ONLY]),
+        REJECTION_STREAM=int(streams[RULE_REJECTION]),
+        HAS_IDS=ids is not None,
+        TILE=tile,
+        num_warps=warps_of(tile),
+    )
+    block = next_power_of_2(tiles)
+    _choose_among_tiles[(rows,)](scores, winners, chosen, tiles, BLOCK=block, num_warps=1)
+    return chosen
+
+
+def tile_columns(rows: int, columns: int) -> int:
+    """Columns a program: few enough that a few rows fill the device, at most 4096."""
+    tile = 1024
+    while tile < 4096 and rows * cdiv(columns, 2 * tile) >= 256:
+        tile *= 2
+    return tile
+
+
+def warps_of(tile: int) -> int:
+    """Warps of a program over so many columns: eight columns a thread, two to eight warps."""
+    return min(max(tile // 256, 2), 8)
+
+
+@triton.jit
+def scaled_tile(logits_ptr, columns, valid, temperature):
+    """`scaled_scores` of a tile of one row; -inf where a column is not valid."""
+    values = tl.load(logits_ptr + columns, mask=valid, other=float("-inf")).to(tl.float32)
+    values = tl.where(values == values, values, float("-inf"))
+    values = tl.where(values > _MAX_LOGIT, _MAX_LOGIT, values)
+    divisors = tl.zeros_like(values) + tl.maximum(temperature, _MIN_TEMPERATURE)
+    return tl.div_rn(values, divisors)
+
+
+@triton.jit
+def _choose_in_tile(
+    logits_ptr,
+    logits_stride,
+    num_columns,
+    seeds_ptr,
+    temperatures_ptr,
+    rules_ptr,
+    slots_ptr,
+    positions_ptr,
+    ids_ptr,
+    scores_ptr,
+    winners_ptr,
+    rows_per_slot,
+    COUPLED: tl.constexpr,
+    TARGET_ONLY: tl.constexpr,
+    REJECTION: tl.constexpr,
+    COUPLED_STREAM: tl.constexpr,
+    TARGET_ONLY_STREAM: tl.constexpr,
+    REJECTION_STREAM: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The best (score, column) of one tile of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = tl.load(slots_ptr + row // rows_per_slot)
+    temperature = tl.load(temperatures_ptr + slot)
+    rule = tl.load(rules_ptr + slot)
+    stream = tl.where(rule == COUPLED, COUPLED_STREAM, 0)
+    stream = tl.where(rule == TARGET_ONLY, TARGET_ONLY_STREAM, stream)
+    stream = tl.where(rule == REJECTION, REJECTION_STREAM, stream)
+    columns = part * TILE + tl.arange(0, TILE)
+    valid = columns < num_columns
+    logits_ptr += row * logits_stride
+    if (temperature > 0.0) & (stream > 0):
+        scores = scaled_tile(logits_ptr, columns, valid, temperature)
+        seed = tl.load(seeds_ptr + slot)
+        key = noise_key(seed, stream.to(tl.uint64), tl.load(positions_ptr + row))
+        best, winner = best_perturbed(scores, columns, valid, key, ids_ptr, HAS_IDS)
+    else:
+        values = tl.load(logits_ptr + columns, mask=valid, other=float("-inf")).to(tl.float32)
+        values = tl.where(values == values, values, float("-inf"))
+        top, winner = best_of(values, columns, valid)
+        best = top.to(tl.float64)
+    where = row * tl.num_programs(1) + part
+    tl.store(scores_ptr + where, best)
+    tl.store(winners_ptr + where, winner)
+
+
+@triton.jit
+def _choose_among_tiles(scores_ptr, winners_ptr, chosen_ptr, tiles, BLOCK: tl.constexpr):
+    """The best of a row's tiles."""
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.arange(0, BLOCK)
+    valid = parts < tiles
+    where = row * tiles + parts
+    scores = tl.load(scores_ptr + where, mask=valid, other=float("-inf"))
+    winners = tl.load(winners_ptr + where, mask=valid, other=0)
+    _, winner = best_of(scores, winners, valid)
+    tl.store(chosen_ptr + row, winner)

@@ -1,0 +1,42 @@
+"""Tensors that the device keeps of the sessions between rounds, one row a session slot.
+
+X session slots (the last one is the padding slot, which fills the rows of a bucket that no session
+uses), T blocks of the longest sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class SamplingState(NamedTuple):
+    """How each session samples."""
+
+    seeds: Tensor
+    """int64 [X]: the session's seed as a 64-bit word."""
+    temperatures: Tensor
+    """float32 [X]; 0 for greedy sessions."""
+    rules: Tensor
+    """int32 [X]: a RULE_* number."""
+
+
+class SequenceState(NamedTuple):
+    """Where each session's K/V is and how far it got."""
+
+    tables: Tensor
+    """int32 [X, T]: pool blocks in order; slot i of a sequence is pool slot
+    tables[x, i // block_tokens] * block_tokens + i % block_tokens."""
+    lengths: Tensor
+    """int32 [X]: tokens of the committed prefix, the root included; K/V is written for
+    lengths - 1 of them."""
+    roots: Tensor
+    """int32 [X]: the newest committed token, not yet run."""
+
+
+RULE_GREEDY = 0
+RULE_COUPLED = 1
+RULE_TARGET_ONLY = 2
+RULE_REJECTION = 3
+"""Numbers of `outrider.spec.sampling.Rule` on the device (the effective rule: greedy at T = 0)."""

@@ -1,0 +1,194 @@
+"""A round runner that stands for a device: it knows each session's prefix by itself, so that a
+round can be submitted before the host has seen the one before it.
+
+Texts are those of a `FakeTarget`; how much of an own draft stands follows from the prefix.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, decided_by_host
+from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.sessions import Session
+
+from outrider.engine.acceptance import Acceptance, AcceptRow, accept
+from outrider.errors import ResourceExhaustedError
+from tests.fakes.target import FakeTarget
+
+Verify = Sequence[VerifyRow]
+
+
+@dataclass(eq=False)
+class FakeFlight(Flight):
+    """A round whose outcome is known and not yet told."""
+
+    prefill: list[PrefillRow]
+    verify: list[VerifyRow]
+    outcome: RoundOutcome
+    written: list[int]
+    """K/V rows that each session keeps, prompts first."""
+    ahead: bool
+    """Whether it was submitted while another one was in flight."""
+
+
+class FakeRunner:
+    """Implements `RoundRunner`; drafts by itself unless `drafts` is 0."""
+
+    run_ahead = True
+
+    def __init__(self, target: FakeTarget, *, drafts: int = 3, slots: int = 64) -> None:
+        self.target = target
+        self.drafts_itself = drafts
+        self.extra_slots = 2 * (drafts + 1)
+        self.flights: list[FakeFlight] = []
+        """All that were ever submitted."""
+        self.in_flight: deque[FakeFlight] = deque()
+        self.most_in_flight = 0
+        self.prefixes: dict[int, list[int]] = {}
+        """What the device holds: the prefix by the session's ticket."""
+        self.before_submit: Callable[[Verify], None] | None = None
+        """May raise."""
+        self.before_collect: Callable[[FakeFlight], None] | None = None
+        """May raise or wait."""
+        self._slots = slots
+
+    @property
+    def rounds_ahead(self) -> int:
+        """Rounds that were submitted while another one was in flight."""
+        return sum(flight.ahead for flight in self.flights)
+
+    def enter_thread(self) -> None:
+        """Nothing to do."""
+
+    def open(self, session: Session) -> None:
+        """Take a slot."""
+        if len(self.prefixes) >= self._slots:
+            raise ResourceExhaustedError("no session slot is free", reason="SESSIONS_EXHAUSTED")
+        assert session.ticket not in self.prefixes
+        self.prefixes[session.ticket] = []
+
+    def close(self, session: Session) -> None:
+        """Give the slot back."""
+        del self.prefixes[session.ticket]
+
+    def can_run_ahead(self, session: Session) -> bool:
+        """Whether the device samples by itself."""
+        return not decided_by_host(session)
+
+    def submit(self, prefill: Sequence[PrefillRow], verify: Verify) -> FakeFlight:
+        """Compute the round from the device's own prefixes."""
+        if self.before_submit is not None:
+            self.before_submit(verify)
+        if self.in_flight:
+            assert not prefill
+            assert all(row.proposal is None for row in verify)
+            assert all(self.can_run_ahead(row.session) for row in verify)
+        written: list[int] = []
+        outcomes: list[RowOutcome] = []
+        for chunk in prefill:
+            outcomes.append(self._prefill(chunk))
+            written.append(chunk.num_tokens)
+        for row in verify:
+            outcome = self._verify(row)
+            assert outcome.acceptance is not None
+            outcomes.append(outcome)
+            written.append(len(outcome.acceptance.tokens))
+        flight = FakeFlight(
+            prefill=list(prefill),
+            verify=list(verify),
+            outcome=RoundOutcome(
+                prefill=outcomes[: len(prefill)],
+                verify=outcomes[len(prefill) :],
+                rows=sum(written),
+                forward_s=0.0,
+                accept_s=0.0,
+                project_s=0.0,
+            ),
+            written=written,
+            ahead=bool(self.in_flight),
+        )
+        self.flights.append(flight)
+        self.in_flight.append(flight)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        return flight
+
+    def collect(self, flight: Flight) -> RoundOutcome:
+        """Tell a round's outcome; rounds end in order."""
+        assert isinstance(flight, FakeFlight)
+        assert self.in_flight.popleft() is flight
+        if self.before_collect is not None:
+            self.before_collect(flight)
+        for row, count in zip((*flight.prefill, *flight.verify), flight.written, strict=True):
+            if not row.session.ended:
+                kv = row.session.kv
+                kv.begin(torch.zeros(count, dtype=torch.int64))
+                kv.commit(range(count))
+        return flight.outcome
+
+    def _prefill(self, chunk: PrefillRow) -> RowOutcome:
+        session, prefix = chunk.session, self.prefixes[chunk.session.ticket]
+        prompt = session.spec.token_ids
+        prefix += prompt[len(prefix) : len(prefix) + chunk.num_tokens]
+        assert chunk.last == (len(prefix) == len(prompt))
+        acceptance = self._emit(session, 0) if chunk.last else None
+        return RowOutcome(acceptance=acceptance, features=self._features(session, chunk.num_tokens))
+
+    def _verify(self, row: VerifyRow) -> RowOutcome:
+        session = row.session
+        before = len(self.prefixes[session.ticket])
+        if row.draft is not None:
+            assert session.spec.drafter_id is not None
+            acceptance = self._emit(session, self._standing(row))
+            drafted = 0
+        else:
+            # An own draft is as long as ever; how much of it stands changes from round to round.
+            drafted = self.drafts_itself if row.own_depth else 0
+            acceptance = self._emit(session, before % (row.own_depth + 1))
+        assert before + max(drafted, len(acceptance.tokens) - 1) <= session.kv.capacity
+        features = self._features(session, len(acceptance.tokens))
+        return RowOutcome(acceptance=acceptance, features=features, drafted=drafted)
+
+    def _standing(self, row: VerifyRow) -> int:
+        """How many tokens of a proposed chain are what the target emits."""
+        assert row.draft is not None
+        prefix = list(self.prefixes[row.session.ticket])
+        for count, token in enumerate(row.draft.tree.tokens.tolist()):
+            if token != self._next_token(row.session, prefix):
+                return count
+            prefix.append(token)
+        return len(row.draft.tree)
+
+    def _features(self, session: Session, count: int) -> np.ndarray | None:
+        return np.zeros((count, 2), dtype=np.float32) if session.keeps_features else None
+
+    def _emit(self, session: Session, accepted: int) -> Acceptance:
+        prefix = self.prefixes[session.ticket]
+        tokens: list[int] = []
+        for _ in range(accepted + 1):
+            tokens.append(self._next_token(session, prefix))
+            prefix.append(tokens[-1])
+        return Acceptance(
+            accepted_nodes=tuple(range(accepted)),
+            tokens=tuple(tokens),
+            resampled=False,
+            used_target_only_fallback=False,
+        )
+
+    def _next_token(self, session: Session, prefix: list[int]) -> int:
+        spec = session.spec
+        output = prefix[spec.prompt_len :]
+        banned = spec.stop_token_ids if len(output) < spec.min_new_tokens else ()
+        row = AcceptRow(
+            logits_start=0,
+            sampling=spec.sampling,
+            position=len(prefix),
+            prompt_ids=np.array(prefix[: spec.prompt_len], dtype=np.int32),
+            output_ids=np.array(output, dtype=np.int32),
+            banned_now=banned,
+        )
+        return accept(torch.from_numpy(self.target.logits(prefix)[None]), [row])[0].tokens[0]

@@ -1,0 +1,260 @@
+"""Drafting on a GPU: kernels against their twins, graphs against eager, device against host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from outrider_drafter.device_source import DeviceHeadSource
+from outrider_drafter.head_source import HeadSource
+from outrider_drafter.source import DraftSource
+from torch import Tensor
+
+from outrider.engine.device.draft import NewRows
+from outrider.engine.device.graphs import GraphCache
+from outrider.engine.kernels import draft_inputs, growth, tree_rank
+from outrider.engine.kernels.growth import (
+    FrontierRows,
+    empty_candidates,
+    num_candidates,
+)
+from outrider.engine.kernels.tree_rank import TreeDraft
+from outrider.spec.sampling import SamplingParams
+from outrider.wire.messages import Proposal
+from tests.factories import make_eagle3_head
+from tests.unit.drafter.helpers import CHAIN, TREE, Script, drain, make_engine
+from tests.unit.drafter.test_device_source import MIX
+from tests.unit.engine.device.draft_sessions import (
+    DETERMINISTIC,
+    MIXED,
+    ROUNDS,
+    Sessions,
+    plain_head,
+    total,
+    tree_of,
+)
+
+pytestmark = pytest.mark.gpu
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return CUDA
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_eagle3_head(tmp_path_factory.mktemp("gpu-head"))
+
+
+def sessions(
+    checkpoint: Path,
+    device: str = "cuda:0",
+    dtype: torch.dtype = torch.float32,
+    sampling: Sequence[SamplingParams] = MIXED,
+) -> Sessions:
+    return Sessions(plain_head(checkpoint, dtype=dtype, device=device), sampling, device, dtype)
+
+
+def tree(s: Sessions, rows: NewRows) -> TreeDraft:
+    return s.program.tree(*rows, state=s.state, num_nodes=24, top_k=6, depth=4)
+
+
+@torch.inference_mode()
+def test_chains_and_trees_are_those_of_the_cpu(checkpoint: Path) -> None:
+    here, there = sessions(checkpoint), sessions(checkpoint, "cpu")
+    for starts, counts in ROUNDS:
+        chains = [
+            s.program.chain(*s.rows(starts, counts, 9), state=s.state, length=5).tokens[:-1]
+            for s in (here, there)
+        ]
+        assert chains[0].tolist() == chains[1].tolist()
+    here, there = (
+        sessions(checkpoint, sampling=DETERMINISTIC),
+        sessions(checkpoint, "cpu", sampling=DETERMINISTIC),
+    )
+    for starts, counts in ROUNDS:
+        trees = [tree(s, s.rows(starts, counts, 9)) for s in (here, there)]
+        for row in range(len(DETERMINISTIC)):
+            found, expected = tree_of(trees[0], row), tree_of(trees[1], row)
+            assert found[:2] == expected[:2]
+            np.testing.assert_allclose(found[2], expected[2], atol=1e-3)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["chain", "law", "tree"])
+def test_a_graph_drafts_what_eager_launches_draft(
+    checkpoint: Path, dtype: torch.dtype, kind: str
+) -> None:
+    def draft(s: Sessions, rows: NewRows) -> tuple[Tensor, ...]:
+        if kind == "tree":
+            return tree(s, rows)
+        chain = s.program.chain(*rows, state=s.state, length=5, with_probs=kind == "law")
+        laws = () if chain.probs is None else (chain.probs,)
+        return (chain.tokens, chain.columns, *laws)
+
+    eager, graphed = sessions(checkpoint, dtype=dtype), sessions(checkpoint, dtype=dtype)
+    graphs, static = GraphCache(CUDA), graphed.rows(*ROUNDS[0], 9)
+    for starts, counts in [*ROUNDS, *ROUNDS]:
+        for to, new in zip(static, graphed.rows(starts, counts, 9), strict=True):
+            to.copy_(new)
+        found = graphs.run(kind, lambda: draft(graphed, static))
+        expected = draft(eager, eager.rows(starts, counts, 9))
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one[:-1], other[:-1])
+    assert len(graphs) == 1
+    assert torch.equal(eager.storage, graphed.storage)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("width", [9, 40])
+def test_pruning_dead_rows_changes_no_draft(checkpoint: Path, width: int) -> None:
+    pruned, whole = sessions(checkpoint), sessions(checkpoint)
+    for starts, counts in ROUNDS:
+        drafts = [
+            s.program.chain(
+                *s.rows(starts, counts, width), state=s.state, length=4, prune=s is pruned
+            ).tokens[:-1]
+            for s in (pruned, whole)
+        ]
+        assert drafts[0].tolist() == drafts[1].tolist()
+
+
+@torch.inference_mode()
+def test_dead_rows_and_padding_are_written_nowhere(checkpoint: Path) -> None:
+    s = sessions(checkpoint)
+    lengths = total(*ROUNDS[0])
+    s.program.write(*s.rows([0, 0, 0], lengths, 16))
+    for row, length in enumerate(lengths):
+        kept = s.kept(row, 64)
+        assert kept[:, :, length:].eq(0).all() and kept[:, :, :length].ne(0).any(-1).all()
+
+
+@pytest.mark.parametrize(
+    ("batch", "k", "depth", "nodes"),
+    [(1, 10, 7, 60), (8, 4, 4, 12), (3, 32, 4, 256), (64, 1, 3, 3)],
+)
+def test_tree_kernels_equal_their_twins(batch: int, k: int, depth: int, nodes: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    width = min(k, nodes)
+    size = num_candidates(k, width, depth)
+    lists = [empty_candidates(batch, size, device) for device in (CPU, CUDA)]
+    above: dict[torch.device, FrontierRows] = {}
+    masks: dict[torch.device, Tensor] = {}
+    first = 0
+    for level in range(depth):
+        shape = (batch * (width if level else 1), k)
+        # Few distinct values: many ties.
+        logprobs = -torch.randint(0, 9, shape, generator=generator).float() / 8
+        columns = torch.randint(0, 32000, shape, generator=generator, dtype=torch.int32)
+        for candidates, device in zip(lists, (CPU, CUDA), strict=True):
+            offered = logprobs.to(device), columns.to(device)
+            above[device] = growth.select_frontier(
+                *offered, above.get(device), candidates, first, width=width
+            )
+            masks[device] = growth.grow_mask(masks.get(device), above[device].parents)
+        for one, other in zip(above[CPU], above[CUDA], strict=True):
+            assert torch.equal(one, other.cpu())
+        assert torch.equal(masks[CPU], masks[CUDA].cpu())
+        first += k * shape[0] // batch
+    ids = torch.arange(32000) * 2
+    expected = tree_rank.rank_tree(lists[0], ids, num_nodes=nodes)
+    found = tree_rank.rank_tree(lists[1], ids.to(CUDA), num_nodes=nodes)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_and_layout_equal_their_twins(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    tokens = torch.randint(-1, 500, (48,), generator=generator, dtype=torch.int32)
+    tensors = (tokens, random(48, 4096), random(1000, 4096), random(4096), random(4096))
+    ids = torch.randperm(1000, generator=generator)[:500]
+    rows = torch.randint(0, 48, (48,), generator=generator, dtype=torch.int32)
+    for normed in (False, True):
+        expected = draft_inputs.head_inputs(
+            *tensors, eps=1e-5, ids=ids, rows=rows, norm_before_residual=normed
+        )
+        found = draft_inputs.head_inputs(
+            *(t.to(CUDA) for t in tensors),
+            eps=1e-5,
+            ids=ids.to(CUDA),
+            rows=rows.to(CUDA),
+            norm_before_residual=normed,
+        )
+        for one, other in zip(expected, found, strict=True):
+            # One unit in the last place, where the sum's order rounds it the other way.
+            torch.testing.assert_close(
+                one, other.cpu(), rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+            )
+    tables = torch.randperm(4000, generator=generator)[:3000].view(100, 30).int()
+    slots = torch.randint(0, 100, (64,), generator=generator, dtype=torch.int32)
+    counts = torch.randint(0, 9, (64,), generator=generator, dtype=torch.int32)
+    starts = torch.randint(0, 480, (64,), generator=generator, dtype=torch.int32)
+    arguments = (counts, starts, tables, slots)
+    layouts = [
+        draft_inputs.draft_layout(
+            *(t.to(device) for t in arguments),
+            num_rows=8,
+            num_steps=5,
+            step_rows=10,
+            block_tokens=16,
+        )
+        for device in (CPU, CUDA)
+    ]
+    for one, other in zip(*layouts, strict=True):
+        assert torch.equal(one, other.cpu())
+
+
+def proposals(source: DraftSource) -> list[dict[str, Proposal]]:
+    """Four rounds of the mixed sessions of the CPU's tests."""
+    engine = make_engine([source])
+    scripts = [Script(f"s{i}", seed=20 + i) for i in range(len(MIX))]
+    for script, (plan, sampling) in zip(scripts, MIX, strict=True):
+        engine.handle(1, script.start(plan=plan, sampling=sampling))
+    rng = np.random.default_rng(4)
+    ends = rng.integers(5, 40, len(MIX))
+    rounds = []
+    for _ in range(4):
+        for script, end in zip(scripts, ends, strict=True):
+            engine.handle(1, script.verdict(int(end)))
+        rounds.append({str(p.session_id): p for p in drain(engine)})
+        ends = ends + rng.integers(1, 6, len(MIX))
+    return rounds
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_device_source_proposes_what_the_host_source_on_a_cpu_does(
+    checkpoint: Path, graphs: bool
+) -> None:
+    device = DeviceHeadSource(
+        plain_head(checkpoint, device="cuda:0"),
+        max_rows=8192,
+        max_context=256,
+        max_sessions=16,
+        dtype=torch.float32,
+        device="cuda:0",
+        cuda_graphs=graphs,
+    )
+    if graphs:
+        device.warm_up([CHAIN, TREE], max_batch=4)
+        assert len(device.graphs) > 0
+    found = proposals(device)
+    expected = proposals(HeadSource(plain_head(checkpoint), max_rows=8192))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys() and len(ours) == len(MIX)
+        for name, proposal in ours.items():
+            assert proposal.tree.tokens.tolist() == theirs[name].tree.tokens.tolist(), name
+            assert proposal.tree.parents.tolist() == theirs[name].tree.parents.tolist()

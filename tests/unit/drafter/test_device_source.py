@@ -1,0 +1,269 @@
+"""The device's draft source against the host's, on the kernels' CPU twins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from outrider_drafter import device_source as device_source_module
+from outrider_drafter.__main__ import parse_args
+from outrider_drafter.build import _head_source
+from outrider_drafter.device_rows import BLOCK_TOKENS
+from outrider_drafter.device_source import DeviceHeadSource
+from outrider_drafter.engine import DraftEngine
+from outrider_drafter.head_source import HeadSource
+
+from outrider.engine.heads import DraftHead, load_head
+from outrider.engine.linear import PlainLinear
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.tree import validate_tree
+from outrider.wire.messages import PlanChange, Proposal, SessionEnd
+from tests.factories import make_eagle3_head
+from tests.unit.drafter.helpers import (
+    CHAIN,
+    HIDDEN,
+    TREE,
+    VOCAB,
+    Script,
+    answers,
+    drain,
+    make_engine,
+)
+
+COUPLED = SamplingParams(temperature=0.8, seed=2**64 - 9)
+TARGET_ONLY = SamplingParams(temperature=0.7, rule=Rule.TARGET_ONLY, seed=6)
+REJECTION = SamplingParams(temperature=1.0, rule=Rule.REJECTION, seed=5)
+MIX: list[tuple[Plan, SamplingParams]] = [
+    (CHAIN, SamplingParams()),
+    (CHAIN, COUPLED),
+    (Plan(method=DraftMethod.EAGLE3, draft_tokens=7, top_k=1), TARGET_ONLY),
+    (TREE, SamplingParams()),
+    (TREE, TARGET_ONLY),
+    (TREE, COUPLED),
+    (CHAIN, REJECTION),
+    (CHAIN, SamplingParams(temperature=0.8, seed=3, top_p=0.7)),
+    (TREE, SamplingParams(temperature=0.6, rule=Rule.TARGET_ONLY, min_p=0.1)),
+    (CHAIN, SamplingParams(repetition_penalty=1.3)),
+    (CHAIN, SamplingParams(banned_ids=(7, 11))),
+]
+HOSTED = 6
+"""How many of them the device leaves to the host."""
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> DraftHead:
+    directory = make_eagle3_head(tmp_path_factory.mktemp("device-head"))
+    generator = torch.Generator().manual_seed(5)
+    embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
+    return load_head(directory, embedding=embedding, make_linear=PlainLinear)
+
+
+def on_device(head: DraftHead, *, max_rows: int = 8192, max_context: int = 256) -> DeviceHeadSource:
+    return DeviceHeadSource(
+        head,
+        max_rows=max_rows,
+        max_context=max_context,
+        max_sessions=16,
+        dtype=torch.float32,
+        device="cpu",
+    )
+
+
+def told(
+    engine: DraftEngine, mix: Sequence[tuple[Plan, SamplingParams]], ends: Sequence[Sequence[int]]
+) -> list[dict[str, Proposal]]:
+    """Proposals after each round of verdicts, session i being told up to `ends[round][i]`."""
+    scripts = [Script(f"s{i}", seed=20 + i) for i in range(len(mix))]
+    for script, (plan, sampling) in zip(scripts, mix, strict=True):
+        engine.handle(1, script.start(plan=plan, sampling=sampling))
+    rounds = []
+    for round_ends in ends:
+        for script, end in zip(scripts, round_ends, strict=True):
+            engine.handle(1, script.verdict(end))
+        rounds.append({str(p.session_id): p for p in drain(engine)})
+    return rounds
+
+
+def assert_same(found: Proposal, expected: Proposal) -> None:
+    assert found.prefix_len == expected.prefix_len
+    assert found.tree.tokens.tolist() == expected.tree.tokens.tolist()
+    assert found.tree.parents.tolist() == expected.tree.parents.tolist()
+    np.testing.assert_allclose(found.tree.logprobs, expected.tree.logprobs, atol=1e-4)
+    assert (found.law is None) == (expected.law is None)
+    if found.law is not None and expected.law is not None:
+        np.testing.assert_array_equal(found.law.ids, expected.law.ids)
+        np.testing.assert_array_equal(found.law.counts, expected.law.counts)
+
+
+def test_every_session_gets_the_hosts_drafts_round_after_round(head: DraftHead) -> None:
+    rng = np.random.default_rng(1)
+    ends = [[int(e) for e in rng.integers(5, 25, len(MIX))]]
+    for _ in range(4):
+        ends.append(
+            [e + int(step) for e, step in zip(ends[-1], rng.integers(1, 6, len(MIX)), strict=True)]
+        )
+    source = on_device(head)
+    found = told(make_engine([source]), MIX, ends)
+    expected = told(make_engine([HeadSource(head, max_rows=8192)]), MIX, ends)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys() and len(ours) == len(MIX)
+        for name, proposal in ours.items():
+            assert_same(proposal, theirs[name])
+            validate_tree(proposal.tree, vocab_size=VOCAB, max_nodes=12)
+    assert len(source._on_host) == HOSTED
+
+
+def test_stable_rows_are_the_hosts(head: DraftHead) -> None:
+    source, host = on_device(head), HeadSource(head, max_rows=8192)
+    for each in (source, host):
+        told(make_engine([each]), [(TREE, SamplingParams())], [[22], [23], [40]])
+    (ours, theirs) = (each.kv(Script("s0").session_id, 1) for each in (source, host))
+    assert ours[0].shape[1] == 39
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_chunks_of_a_prompt_are_taken_in_before_the_draft_is_wanted(
+    head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_source_module, "_MAX_ROWS_PER_WRITE", 5)
+    proposals = []
+    for source in (on_device(head), HeadSource(head, max_rows=8192)):
+        engine, script = make_engine([source]), Script("s0", seed=9)
+        engine.handle(1, script.start(prompt_len=48, plan=CHAIN, sampling=COUPLED))
+        for end in (18, 36, 48):
+            engine.handle(1, script.verdict(end, draft_wanted=False))
+            assert drain(engine) == []
+            assert source.kv(script.session_id, 1)[0].shape[1] == end - 1
+        engine.handle(1, script.verdict(49))
+        proposals += drain(engine)
+    assert_same(*proposals)
+
+
+def test_the_same_verdict_again_gives_the_same_draft(head: DraftHead) -> None:
+    engine, script = make_engine([on_device(head)]), Script(seed=11)
+    engine.handle(1, script.start(plan=TREE))
+    verdict = script.verdict(15)
+    drafts = []
+    for _ in range(2):
+        engine.handle(1, verdict)
+        drafts += drain(engine)
+    assert_same(*drafts)
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE])
+def test_near_its_end_a_session_gets_what_still_fits(head: DraftHead, plan: Plan) -> None:
+    proposals = []
+    for source in (on_device(head), HeadSource(head, max_rows=8192)):
+        engine, script = make_engine([source]), Script(seed=12)
+        engine.handle(1, script.start(plan=plan, max_len=20))
+        for end in (16, 17, 18, 19):
+            engine.handle(1, script.verdict(end))
+            proposals += drain(engine)
+    assert len(proposals) == 6, "room for 3, 2, 1 and 0 levels"
+    for ours, theirs in zip(proposals[:3], proposals[3:], strict=True):
+        assert_same(ours, theirs)
+
+
+def test_a_coupled_session_whose_plan_becomes_a_tree_keeps_getting_drafts(
+    head: DraftHead,
+) -> None:
+    source = on_device(head)
+    engine, script = make_engine([source]), Script(seed=13)
+    engine.handle(1, script.start(plan=CHAIN, sampling=COUPLED))
+    engine.handle(1, script.verdict(12))
+    (before,) = drain(engine)
+    engine.handle(1, PlanChange(session_id=script.session_id, plan=TREE))
+    engine.handle(1, script.verdict(14))
+    (after,) = drain(engine)
+    assert len(before.tree) == CHAIN.draft_tokens
+    assert after.tree.parents.tolist() == [-1, 0, 1, 2], "a chain as deep as the tree"
+    assert not source._on_host
+
+
+def test_features_of_nan_harm_no_other_session(head: DraftHead) -> None:
+    clean, spoilt = (make_engine([on_device(head)]) for _ in range(2))
+    found = []
+    for engine, bad in ((clean, False), (spoilt, True)):
+        scripts = [Script("good", seed=1), Script("bad", seed=2), Script("tree", seed=3)]
+        if bad:
+            scripts[1].features[:] = np.nan
+        for script, plan in zip(scripts, (CHAIN, CHAIN, TREE), strict=True):
+            engine.handle(1, script.start(plan=plan))
+            engine.handle(1, script.verdict(15))
+        found.append({str(p.session_id): p for p in answers(engine)})
+    for name in ("good", "tree"):
+        assert_same(found[1][name], found[0][name])
+    validate_tree(found[1]["bad"].tree, vocab_size=VOCAB, max_nodes=12)
+
+
+def test_a_session_beyond_the_budget_is_not_drafted_and_harms_no_other(head: DraftHead) -> None:
+    source = on_device(head, max_rows=4 * BLOCK_TOKENS)
+    engine = make_engine([source])
+    small, large = Script("small", seed=1), Script("large", seed=2)
+    engine.handle(1, small.start(max_len=40))
+    engine.handle(1, small.verdict(10))
+    assert len(drain(engine)) == 1
+    engine.handle(1, large.start(max_len=500))
+    engine.handle(1, large.verdict(60))
+    engine.handle(1, small.verdict(12))
+    assert [p.session_id for p in drain(engine)] == ["small"]
+    engine.handle(1, large.verdict(62))
+    assert drain(engine) == []
+    engine.handle(1, SessionEnd(session_id=small.session_id))
+    assert source.used_rows == 0
+
+
+def test_a_session_beyond_the_heads_context_is_not_drafted(head: DraftHead) -> None:
+    source = on_device(head, max_context=16)
+    engine, script = make_engine([source]), Script(seed=1)
+    engine.handle(1, script.start())
+    engine.handle(1, script.verdict(14))
+    assert len(drain(engine)) == 1
+    for end in (15, 40):
+        engine.handle(1, script.verdict(end))
+        assert drain(engine) == []
+    assert source.used_rows == 0
+
+
+def test_more_sessions_than_slots_and_freed_slots_are_used_again(head: DraftHead) -> None:
+    source = on_device(head)
+    engine = make_engine([source])
+    for number in range(20):
+        script = Script(f"s{number}", seed=number)
+        engine.handle(1, script.start())
+        engine.handle(1, script.verdict(10))
+    assert len(drain(engine)) == 16
+    for number in range(20):
+        engine.handle(1, SessionEnd(session_id=Script(f"s{number}").session_id))
+    assert source.used_rows == 0
+    again = Script("again", seed=3)
+    engine.handle(1, again.start())
+    engine.handle(1, again.verdict(10))
+    (proposal,) = drain(engine)
+    fresh = make_engine([HeadSource(head, max_rows=999)])
+    other = Script("again", seed=3)
+    fresh.handle(1, other.start())
+    fresh.handle(1, other.verdict(10))
+    assert_same(proposal, drain(fresh)[0])
+
+
+def test_warming_up_leaves_no_trace(head: DraftHead) -> None:
+    source = on_device(head)
+    source.warm_up([CHAIN, TREE], max_batch=3)
+    assert source.used_rows == 0
+    assert not source._rows.storage.any()
+    assert len(source.graphs) == 0, "a CPU captures nothing"
+
+
+def test_a_cpu_gets_the_hosts_source_and_graphs_can_be_switched_off(
+    head: DraftHead, tmp_path: Path
+) -> None:
+    plain = ["--model", "m", "--head", str(tmp_path)]
+    config = parse_args(plain)
+    assert config.cuda_graphs
+    assert not parse_args([*plain, "--no-cuda-graphs"]).cuda_graphs
+    assert type(_head_source(head, config, torch.float32)) is HeadSource

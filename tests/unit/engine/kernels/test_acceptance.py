@@ -1,0 +1,333 @@
+"""Acceptance on the device: twin and kernels against the host's `accept`, decision by decision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.acceptance import Acceptance, accept
+from outrider.engine.kernels.acceptance import (
+    DeviceAcceptance,
+    accept_matching,
+    accept_matching_torch,
+    accept_matching_triton,
+    advance_state_torch,
+    advance_state_triton,
+)
+from outrider.engine.kernels.coins import (
+    ChainLaw,
+    DeviceLaw,
+    accept_sampled,
+    accept_sampled_torch,
+    accept_sampled_triton,
+)
+from outrider.engine.kernels.sampling import choose_tokens_torch
+from outrider.engine.kernels.state import SequenceState
+from outrider.errors import InvalidRequestError
+from outrider.spec.law import make_law
+from outrider.spec.noise import SHARED_COIN_ID, Stream, uniform
+from outrider.spec.sampling import Rule, SamplingParams
+from tests.reference.acceptance_oracle import judge, softmax
+from tests.reference.device_rounds import (
+    DEVICE,
+    DeviceRound,
+    Launch,
+    MixedBatch,
+    Outcome,
+    dense_law,
+    device_law,
+    device_round,
+    mixed_batch,
+    outcomes,
+)
+from tests.reference.rounds import Drafts, tree_shape
+
+Law = DeviceLaw | ChainLaw | None
+CPU = torch.device("cpu")
+MATCHING = (Rule.GREEDY, Rule.COUPLED)
+
+
+def _host(results: Sequence[Acceptance]) -> list[Outcome]:
+    return [(r.accepted_nodes, r.tokens, r.resampled) for r in results]
+
+
+def _judge(
+    launch: Launch, logits: Tensor, arguments: DeviceRound, law: Law, device: torch.device,
+    tile: int | None = None,
+) -> list[Outcome]:  # fmt: skip
+    """`choose_tokens`, then a function of the form of `accept_sampled`."""
+    here, logits = arguments.to(device), logits.to(device)
+    chosen = choose_tokens_torch(
+        logits, here.state, here.slots, here.positions, rows_per_slot=here.num_nodes, side="target"
+    )
+    moved = None if law is None else type(law)(*(t.to(device) for t in law))
+    extra = {} if tile is None else {"tile": tile}
+    result = launch(
+        logits, chosen, here.tokens, here.parents, num_nodes=here.num_nodes, state=here.state,
+        slots=here.slots, positions=here.positions, law=moved, **extra,
+    )  # fmt: skip
+    return outcomes(result)
+
+
+def _matched(launch: Launch, batch: MixedBatch, device: torch.device) -> list[Outcome]:
+    here, logits = batch.device.to(device), batch.logits.to(device)
+    chosen = choose_tokens_torch(
+        logits, here.state, here.slots, here.positions, rows_per_slot=here.num_nodes, side="target"
+    )
+    result = launch(
+        chosen, here.tokens, here.parents, num_nodes=here.num_nodes, state=here.state,
+        slots=here.slots, positions=here.positions,
+    )  # fmt: skip
+    return outcomes(result)
+
+
+def _without_some_laws(batch: MixedBatch) -> MixedBatch:
+    rows = [replace(r, law=None) if i % 5 == 0 else r for i, r in enumerate(batch.rows)]
+    return batch._replace(rows=rows)
+
+
+def _laws(batch: MixedBatch) -> DeviceLaw:
+    return device_law([row.law for row in batch.rows], batch.device.num_nodes)
+
+
+SHAPES: tuple[list[int], ...] = ([], [1], [1, 1, 1, 1], [3, 2], [4, 2, 1])
+
+
+@pytest.mark.parametrize("widths", SHAPES)
+def test_the_matching_twin_judges_as_the_host_does(widths: list[int]) -> None:
+    batch = mixed_batch(1000, 24, widths, seed=1, rules=MATCHING)
+    expected = _host(accept(batch.logits, batch.rows))
+    assert _matched(accept_matching_torch, batch, CPU) == expected
+    if widths:
+        assert {r.resampled for r in accept(batch.logits, batch.rows)} == {True, False}
+
+
+@pytest.mark.parametrize("widths", SHAPES)
+def test_the_matching_kernel_judges_as_the_host_does(widths: list[int]) -> None:
+    batch = mixed_batch(64, 24, widths, seed=2, rules=MATCHING)
+    expected = _host(accept(batch.logits, batch.rows))
+    assert _matched(accept_matching_triton, batch, DEVICE) == expected
+
+
+@pytest.mark.parametrize("widths", SHAPES)
+def test_the_twin_judges_mixed_rules_as_the_host_does(widths: list[int]) -> None:
+    batch = _without_some_laws(mixed_batch(2000, 40, widths, seed=3))
+    expected = _host(accept(batch.logits, batch.rows))
+    assert _judge(accept_sampled_torch, batch.logits, batch.device, _laws(batch), CPU) == expected
+
+
+@pytest.mark.parametrize("widths", SHAPES)
+@pytest.mark.parametrize("vocab", [50, 130])
+def test_the_kernels_judge_mixed_rules_as_the_host_does(widths: list[int], vocab: int) -> None:
+    batch = _without_some_laws(mixed_batch(32, vocab, widths, seed=4))
+    expected = _host(accept(batch.logits, batch.rows))
+    laws = _laws(batch)
+    assert _judge(accept_sampled_triton, batch.logits, batch.device, laws, DEVICE, 64) == expected
+
+
+@pytest.mark.parametrize("widths", [[1, 1, 1], [3, 2]])
+def test_without_laws_rejection_is_target_only(widths: list[int]) -> None:
+    batch = mixed_batch(48, 50, widths, seed=5)
+    rows = [replace(row, law=None) for row in batch.rows]
+    expected = _host(accept(batch.logits, rows))
+    assert _judge(accept_sampled_torch, batch.logits, batch.device, None, CPU) == expected
+    assert _judge(accept_sampled_triton, batch.logits, batch.device, None, DEVICE, 64) == expected
+
+
+def _chains(size: int, vocab: int, *, seed: int) -> tuple[MixedBatch, ChainLaw]:
+    batch = mixed_batch(size, vocab, [1, 1, 1], seed=seed)
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))
+    laws = [row.law for row in batch.rows]
+    return batch, dense_law(laws, batch.device.slots, 4, order.to(torch.int32), vocab)
+
+
+def test_dense_laws_are_judged_as_the_same_sparse_laws() -> None:
+    batch, law = _chains(1000, 40, seed=6)
+    expected = _host(accept(batch.logits, batch.rows))
+    assert _judge(accept_sampled_torch, batch.logits, batch.device, law, CPU) == expected
+
+
+def test_the_kernels_judge_dense_laws_as_the_host_does_sparse_ones() -> None:
+    batch, law = _chains(48, 70, seed=7)
+    expected = _host(accept(batch.logits, batch.rows))
+    assert _judge(accept_sampled_triton, batch.logits, batch.device, law, DEVICE, 32) == expected
+
+
+def _row_after(probs: NDArray[np.float64], node: int) -> NDArray[np.float64]:
+    return np.asarray(probs[1 + node])
+
+
+@pytest.mark.parametrize("widths", [[1, 1, 1], [3, 2]])
+def test_the_twin_follows_the_textbook(widths: list[int]) -> None:
+    """Against dense float64 vectors, and not only against the host's shortcuts."""
+    batch = mixed_batch(200, 20, widths, seed=8)
+    found = _judge(accept_sampled_torch, batch.logits, batch.device, _laws(batch), CPU)
+    logits, nodes = batch.logits.double().numpy(), batch.device.num_nodes
+    for index, row in enumerate(batch.rows):
+        laws = logits[index * nodes : (index + 1) * nodes] / (row.sampling.temperature or 1.0)
+        probs = np.stack([softmax(scores) for scores in laws])
+        tree = batch.drafts.tree(index)
+        expected = judge(tree, row.law, row.sampling, row.position, partial(_row_after, probs))
+        assert found[index][:2] == expected
+
+
+@pytest.mark.parametrize(
+    ("launch", "device"), [(accept_sampled_torch, CPU), (accept_sampled_triton, DEVICE)]
+)
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.TARGET_ONLY, Rule.REJECTION])
+def test_placeholders_and_ids_out_of_range_never_stand(
+    launch: Launch, device: torch.device, rule: Rule
+) -> None:
+    """The last two of four children are possible; the others are not there, or not ids."""
+    parents = tree_shape([4])
+    params = [SamplingParams(temperature=1.0, rule=rule, seed=s) for s in range(24)]
+    tokens = np.tile(np.array([-1, 12, 3, 5], dtype=np.int32), (24, 1))
+    entries = (np.array([3, 5, 8], np.int32), np.array([9, 3, 4], np.uint16))
+    laws = {0: entries} if rule is Rule.REJECTION else {}
+    drafts = Drafts(parents, tokens, [laws] * 24)
+    logits = torch.zeros(24 * 5, 12)
+    logits[:, [3, 5]] = 2.0
+    found = _judge(
+        launch, logits, device_round(drafts, params, [9] * 24),
+        device_law([drafts.law(i) for i in range(24)], 5), device,
+    )  # fmt: skip
+    assert {nodes for nodes, _, _ in found} == {(), (2,), (3,)}
+    assert all(0 <= token < 12 for _, tokens, _ in found for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("launch", "device"), [(accept_sampled_torch, CPU), (accept_sampled_triton, DEVICE)]
+)
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_token_that_the_law_cannot_have_drawn_proves_nothing(
+    launch: Launch, device: torch.device, dense: bool
+) -> None:
+    """It is not accepted, and p itself is sampled: the same token as if nothing was drafted."""
+    params = [SamplingParams(temperature=1.0, rule=Rule.REJECTION, seed=s) for s in range(16)]
+    law = make_law(1, {0: (np.array([1], np.int32), np.array([9], np.uint16))})
+    drafts = Drafts(tree_shape([1]), np.full((16, 1), 2, np.int32), [{}] * 16)
+    arguments = device_round(drafts, params, [4] * 16)
+    logits = torch.randn(32, 12, generator=torch.Generator().manual_seed(0))
+    laws: Law = device_law([law] * 16, 2)
+    if dense:
+        ids = torch.tensor([1], dtype=torch.int32)
+        laws = dense_law([law] * 16, arguments.slots, 1, ids, 12)
+    here = arguments
+    chosen = choose_tokens_torch(
+        logits, here.state, here.slots, here.positions, rows_per_slot=2, side="target"
+    )
+    found = _judge(launch, logits, arguments, laws, device)
+    assert found == [((), (token,), True) for token in chosen[::2].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("launch", "device"), [(accept_sampled_torch, CPU), (accept_sampled_triton, DEVICE)]
+)
+def test_children_that_hold_all_of_p_leave_nothing_to_draw(
+    launch: Launch, device: torch.device
+) -> None:
+    """The sibling coin is below 1, so one child stands; the walk ends at a leaf."""
+    params = [SamplingParams(temperature=1.0, rule=Rule.TARGET_ONLY, seed=s) for s in range(16)]
+    drafts = Drafts(tree_shape([2]), np.tile(np.array([3, 4], np.int32), (16, 1)), [{}] * 16)
+    logits = torch.full((16 * 3, 12), -torch.inf)
+    logits[:, [3, 4]] = 0.5
+    found = _judge(launch, logits, device_round(drafts, params, [4] * 16), None, device)
+    assert all(len(nodes) == 1 and not resampled for nodes, _, resampled in found)
+    assert {tokens[0] for _, tokens, _ in found} == {3, 4}
+
+
+def test_a_dense_law_must_be_long_enough_and_of_a_chain() -> None:
+    batch, law = _chains(4, 12, seed=9)
+    short = law._replace(probs=law.probs[:, :2])
+    with pytest.raises(InvalidRequestError, match="2 steps for 3 nodes"):
+        _judge(accept_sampled, batch.logits, batch.device, short, CPU)
+    tree = mixed_batch(4, 12, [2], seed=9)
+    with pytest.raises(InvalidRequestError, match="of a tree"):
+        _judge(accept_sampled, tree.logits, tree.device, law, CPU)
+
+
+def _simulated(
+    launch: Launch, rates: Tensor, batch: int, device: torch.device
+) -> tuple[list[Outcome], DeviceRound, Tensor]:
+    length = len(rates)
+    params = [SamplingParams(temperature=0.0, seed=seed) for seed in range(batch)]
+    tokens = np.full((batch, length), 6, dtype=np.int32)
+    tokens[1::4, length - 1] = -1
+    drafts = Drafts(tree_shape([1] * length), tokens, [{}] * batch)
+    arguments = device_round(drafts, params, list(range(100, 100 + batch)))
+    chosen = torch.arange(batch * (length + 1), dtype=torch.int32) + 1000
+    here = arguments.to(device)
+    result = launch(
+        chosen.to(device), here.tokens, None, num_nodes=length + 1, simulate=rates.to(device),
+        state=here.state, slots=here.slots, positions=here.positions,
+    )  # fmt: skip
+    return outcomes(result), arguments, chosen
+
+
+@pytest.mark.parametrize(
+    ("launch", "device"), [(accept_matching_torch, CPU), (accept_matching_triton, DEVICE)]
+)
+def test_simulated_acceptance_tosses_the_documented_coin(
+    launch: Launch, device: torch.device
+) -> None:
+    rates = torch.tensor([0.8, 0.5, 0.9])
+    found, arguments, chosen = _simulated(launch, rates, 48, device)
+    for index, (nodes, tokens, _) in enumerate(found):
+        coins = [
+            float(uniform(index, Stream.ACCEPT, 100 + index + i, SHARED_COIN_ID)) for i in range(3)
+        ]
+        drafted = arguments.tokens.view(-1, 4)[index, 1:].tolist()
+        stand = [coin < rate for coin, rate in zip(coins, rates.tolist(), strict=True)]
+        stand = [s and d >= 0 for s, d in zip(stand, drafted, strict=True)]
+        count = (*stand, False).index(False)
+        assert nodes == tuple(range(count))
+        assert tokens == (*[6] * count, int(chosen[index * 4 + count]))
+
+
+def test_simulated_acceptance_meets_its_rates() -> None:
+    rates = torch.tensor([0.7, 0.4])
+    found, _, _ = _simulated(accept_matching_torch, rates, 4000, CPU)
+    complete = [nodes for index, (nodes, _, _) in enumerate(found) if index % 4 != 1]
+    first = np.mean([len(nodes) >= 1 for nodes in complete])
+    second = np.mean([len(nodes) == 2 for nodes in complete if nodes])
+    assert abs(first - 0.7) < 0.03 and abs(second - 0.4) < 0.04
+
+
+def test_trees_are_not_simulated() -> None:
+    batch = mixed_batch(4, 12, [2], seed=1, rules=MATCHING).device
+    with pytest.raises(InvalidRequestError, match="chains"):
+        accept_matching(
+            batch.tokens, batch.tokens, batch.parents, num_nodes=3, simulate=torch.ones(2),
+            state=batch.state, slots=batch.slots, positions=batch.positions,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("advance", [advance_state_torch, advance_state_triton])
+def test_state_advances_for_all_but_the_padding_slot(advance: object) -> None:
+    device = DEVICE if advance is advance_state_triton else CPU
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    acceptance = DeviceAcceptance(
+        counts=ints(2, 1, 3, 1, 2),
+        rows=torch.zeros(5, 3, dtype=torch.int32, device=device),
+        tokens=ints(11, 12, -1, 21, -1, -1, 31, 32, 33, 41, -1, -1, 51, 52, -1).view(5, 3),
+        resampled=ints(0, 0, 0, 0, 0),
+    )
+    sequence = SequenceState(
+        tables=torch.zeros(6, 2, dtype=torch.int32, device=device),
+        lengths=ints(10, 20, 30, 40, 50, 60),
+        roots=ints(1, 2, 3, 4, 5, 6),
+    )
+    assert callable(advance)
+    advance(acceptance, sequence, ints(3, 5, 0, 5, 4))
+    assert sequence.lengths.tolist() == [13, 20, 30, 42, 52, 60]
+    assert sequence.roots.tolist() == [33, 2, 3, 12, 52, 6]

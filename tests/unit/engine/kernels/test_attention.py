@@ -1,0 +1,305 @@
+"""Paged tree attention: the twin against the engine's own attention, the kernels against it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outrider.engine.attention import attend, plan_segment
+from outrider.engine.kernels.attention import (
+    tree_attention,
+    tree_attention_torch,
+    tree_attention_triton,
+)
+from outrider.engine.kernels.attention_config import AttentionConfig, choose_config, num_splits
+from outrider.engine.kernels.layout import tree_layout
+from outrider.engine.kvcache import KVPool
+from outrider.errors import InvalidRequestError
+from tests.unit.engine.kernels.trees import Paging, random_parents, scattered
+
+BLOCK = 4
+WIDTH = 11
+# Sums in another order; in 16-bit types the weights of the values are rounded too.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+class Case(NamedTuple):
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    keywords: dict[str, Any]
+    paging: Paging
+
+
+def _case(
+    *,
+    contexts: tuple[int, ...] = (21, 0, 6),
+    num_nodes: int = 5,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    tree: bool = True,
+    window: int | None = None,
+    seed: int = 0,
+) -> Case:
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    batch = len(contexts)
+    paging = scattered(rng, batch, WIDTH, BLOCK)
+    context = torch.tensor(contexts, dtype=torch.int32)
+    parents = [random_parents(rng, num_nodes - 1, padded=b % num_nodes) for b in range(batch)]
+    layout = tree_layout(
+        torch.tensor(parents, dtype=torch.int32).view(batch, -1) if tree else None,
+        context,
+        paging.tables,
+        paging.slots,
+        num_nodes=num_nodes,
+        block_tokens=BLOCK,
+    )
+    cache = torch.randn(2, kv_heads, paging.num_pool_slots, dim, generator=generator).to(dtype)
+    qkv = torch.randn(batch * num_nodes, heads + 2 * kv_heads, dim, generator=generator).to(dtype)
+    keywords = {
+        "tables": paging.tables,
+        "slots": paging.slots,
+        "context": context,
+        "num_nodes": num_nodes,
+        "mask": layout.mask,
+        "block_tokens": BLOCK,
+        "positions": layout.positions,
+        "window": window,
+        "max_len": WIDTH * BLOCK,
+    }
+    return Case(qkv[:, :heads], cache[0], cache[1], keywords, paging)
+
+
+def _plain(case: Case, b: int) -> Tensor:
+    """float64 [N, Q, d] of row b: each session's slots in order, one dense masked softmax."""
+    keywords = case.keywords
+    nodes, context = keywords["num_nodes"], int(keywords["context"][b])
+    mask = keywords["mask"]
+    own = torch.ones(nodes, nodes).tril().bool() if mask is None else mask[b].bool()
+    slots = torch.from_numpy(case.paging.pool_slots(b, BLOCK)[: context + own.shape[1]])
+    own = own[:, : len(slots) - context]
+    seen = torch.cat((torch.ones(nodes, context, dtype=torch.bool), own), dim=1)
+    if keywords["window"] is not None:
+        rows = keywords["positions"].view(-1, nodes)[b]
+        places = torch.cat((torch.arange(context), rows))
+        seen &= places > rows[:, None] - keywords["window"]
+    queries = case.q[b * nodes : (b + 1) * nodes].double().transpose(0, 1)
+    group = queries.shape[0] // case.keys.shape[0]
+    k = case.keys[:, slots].double().repeat_interleave(group, 0)
+    v = case.values[:, slots].double().repeat_interleave(group, 0)
+    out = F.scaled_dot_product_attention(
+        queries, k, v, attn_mask=seen, scale=keywords.get("scale")
+    ).transpose(0, 1)
+    return out.masked_fill(~seen.any(1)[:, None, None], 0.0)
+
+
+def _assert_right(got: Tensor, case: Case) -> None:
+    nodes = case.keywords["num_nodes"]
+    expected = torch.cat([_plain(case, b) for b in range(len(case.keywords["context"]))])
+    assert got.dtype == case.q.dtype and got.shape == (expected.shape[0], expected[0].numel())
+    assert expected.shape[0] == nodes * len(case.keywords["context"])
+    tolerance = TOLERANCE[case.q.dtype]
+    torch.testing.assert_close(got.double(), expected.flatten(1), atol=tolerance, rtol=tolerance)
+
+
+def _both(case: Case, config: AttentionConfig | None = None) -> None:
+    arguments = (case.q, case.keys, case.values)
+    _assert_right(tree_attention_torch(*arguments, **case.keywords), case)
+    _assert_right(tree_attention_triton(*arguments, **case.keywords, config=config), case)
+
+
+def _config(splits: int, rows: int = 16, slots: int = 16) -> AttentionConfig:
+    return AttentionConfig(rows, slots, splits, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_trees_over_scattered_blocks(dtype: torch.dtype, splits: int) -> None:
+    _both(_case(dtype=dtype), _config(splits))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (6, 1), (16, 1), (4, 4)])
+@pytest.mark.parametrize("num_nodes", [1, 3])
+def test_groups_of_any_size(heads: int, kv_heads: int, num_nodes: int) -> None:
+    case = _case(heads=heads, kv_heads=kv_heads, num_nodes=num_nodes, tree=num_nodes > 1)
+    _both(case, _config(2))
+
+
+@pytest.mark.parametrize("dim", [6, 24, 80])
+def test_head_dimensions_that_are_no_power_of_two(dim: int) -> None:
+    _both(_case(dim=dim, contexts=(18, 3)), _config(2))
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_more_query_rows_than_one_tile(tree: bool) -> None:
+    _both(_case(num_nodes=9, heads=6, kv_heads=2, tree=tree, contexts=(33, 4)), _config(2))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 31, 32, 39])
+def test_context_lengths_around_a_step(context: int, splits: int) -> None:
+    _both(_case(contexts=(context,), num_nodes=5), _config(splits))
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("window", [1, 3, 20, 100])
+def test_window_hides_old_positions(window: int, tree: bool) -> None:
+    case = _case(window=window, tree=tree, contexts=(35, 0, 6), seed=window)
+    _both(case, _config(1))
+    _both(case, _config(2))
+
+
+def test_frontier_rows_see_more_slots_than_they_are() -> None:
+    case = _case(num_nodes=3, contexts=(20, 0, 7))
+    generator = torch.Generator().manual_seed(9)
+    mask = torch.randint(0, 2, (3, 3, 11), generator=generator, dtype=torch.uint8)
+    mask[1, 2] = 0
+    case.keywords["mask"] = mask
+    _both(case, _config(2))
+    _both(case, _config(1))
+
+
+def test_a_row_that_sees_nothing_gives_zeros() -> None:
+    case = _case(contexts=(0, 0), num_nodes=3)
+    mask = case.keywords["mask"].clone()
+    mask[0, 1] = 0
+    case.keywords["mask"] = mask
+    for splits in (1, 3):
+        got = tree_attention_triton(
+            case.q, case.keys, case.values, **case.keywords, config=_config(splits)
+        )
+        assert torch.equal(got[1], torch.zeros_like(got[1]))
+        _assert_right(got, case)
+
+
+def test_slots_past_the_table_are_not_seen() -> None:
+    _both(_case(contexts=(WIDTH * BLOCK - 2,), num_nodes=4, tree=False), _config(2))
+
+
+def test_scale_of_the_scores() -> None:
+    case = _case()
+    case.keywords["scale"] = 0.7
+    _both(case, _config(2))
+
+
+def test_default_launch_parameters_and_dispatch() -> None:
+    case = _case()
+    _both(case)
+    arguments = (case.q, case.keys, case.values)
+    got = tree_attention(*arguments, **case.keywords)
+    assert torch.equal(got, tree_attention_torch(*arguments, **case.keywords))
+
+
+def test_what_is_past_the_end_never_matters() -> None:
+    case = _case(contexts=(21, 0, 6))
+    arguments = (case.q, case.keys, case.values)
+    before = tree_attention_triton(*arguments, **case.keywords, config=_config(2))
+    for b, context in enumerate((21, 0, 6)):
+        unused = case.paging.pool_slots(b, BLOCK)[context + 5 :]
+        case.keys[:, unused] = torch.nan
+        case.values[:, unused] = torch.nan
+    for attention in (tree_attention_torch, tree_attention_triton):
+        got = attention(*arguments, **case.keywords)
+        torch.testing.assert_close(got, before, atol=2e-6, rtol=2e-6)
+
+
+def test_twin_is_the_attention_of_the_engine() -> None:
+    """One session of a pool: the same rows through the CPU path and through the twin."""
+    heads, kv_heads, dim, context, nodes = 4, 2, 16, 10, 4
+    pool = KVPool(
+        num_layers=1, num_kv_heads=kv_heads, head_dim=dim, num_blocks=6, block_tokens=BLOCK
+    )
+    generator = torch.Generator().manual_seed(5)
+    sequence = pool.allocate(20)
+    pool.storage.normal_(generator=generator)
+    sequence.begin(torch.arange(context))
+    sequence.commit(range(context))
+    layout = tree_layout(
+        torch.tensor([[-1, -1, 0]], dtype=torch.int32),
+        torch.tensor([context], dtype=torch.int32),
+        torch.tensor([list(sequence.blocks)], dtype=torch.int32),
+        torch.tensor([0], dtype=torch.int32),
+        num_nodes=nodes,
+        block_tokens=BLOCK,
+    )
+    assert layout.mask is not None
+    sequence.begin(layout.positions)
+    qkv = torch.randn(nodes, heads + 2 * kv_heads, dim, generator=generator)
+    plan = plan_segment(
+        sequence,
+        pool,
+        slice(0, nodes),
+        mask=layout.mask[0].bool(),
+        window=5,
+        num_heads=heads,
+        dtype=torch.float32,
+    )
+    expected = attend(plan, 0, qkv, heads)
+    got = tree_attention_torch(
+        qkv[:, :heads],
+        pool.storage[0, 0],
+        pool.storage[1, 0],
+        tables=torch.tensor([list(sequence.blocks)], dtype=torch.int32),
+        slots=torch.tensor([0], dtype=torch.int32),
+        context=torch.tensor([context], dtype=torch.int32),
+        num_nodes=nodes,
+        mask=layout.mask,
+        block_tokens=BLOCK,
+        positions=layout.positions,
+        window=5,
+        max_len=context + nodes,
+    )
+    torch.testing.assert_close(got, expected.reshape(nodes, -1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64, 512])
+@pytest.mark.parametrize("max_len", [1, 520, 131_072])
+def test_splits_fill_the_device_and_no_part_is_shorter_than_a_step(
+    batch: int, max_len: int
+) -> None:
+    splits, steps = num_splits(batch, 8, 1, max_len, block_slots=64), -(-max_len // 64)
+    assert 1 <= splits <= steps and splits & (splits - 1) == 0
+    # Twice as many programs would be over 264, or too short, or more parts than are joined.
+    assert 2 * splits * batch * 8 > 264 or 2 * splits > steps or splits == 64
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_dim", [6, 64, 80, 256])
+@pytest.mark.parametrize("num_nodes", [1, 8, 65])
+def test_launch_parameters_are_ones_the_kernel_can_take(
+    itemsize: int, head_dim: int, num_nodes: int
+) -> None:
+    for batch, max_len in ((1, 32), (1, 8192), (64, 600)):
+        config = choose_config(
+            batch=batch,
+            num_nodes=num_nodes,
+            num_heads=9,
+            num_kv_heads=3,
+            head_dim=head_dim,
+            itemsize=itemsize,
+            max_len=max_len,
+        )
+        for value in (config.block_rows, config.block_slots):
+            assert 16 <= value <= 128 and value & (value - 1) == 0
+        assert 1 <= config.splits <= 64
+        # Keys and values of a step in every stage fit the shared memory of a multiprocessor.
+        step = config.block_slots * max(head_dim, 16) * 2 * itemsize
+        assert step * config.num_stages < 200_000
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    case = _case()
+    arguments = (case.q, case.keys, case.values)
+    with pytest.raises(InvalidRequestError, match="queries"):
+        tree_attention(*arguments, **(case.keywords | {"num_nodes": 4}))
+    with pytest.raises(InvalidRequestError, match="mask"):
+        tree_attention(*arguments, **(case.keywords | {"mask": case.keywords["mask"][:2]}))
+    with pytest.raises(InvalidRequestError, match="window"):
+        tree_attention(*arguments, **(case.keywords | {"window": 3, "positions": None}))

@@ -1,0 +1,82 @@
+"""From a configuration to a service: which engine runs the rounds, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outrider_verifier.build import build_service, uses_device_engine
+from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
+from outrider_verifier.engine import RoundEngine
+
+from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.spec.plan import DraftMethod
+
+
+def config(model: Path, **settings: Any) -> VerifierConfig:
+    """A small verifier."""
+    return VerifierConfig(model=str(model), **({"kv_tokens": 1024, "max_sessions": 2} | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "device"),
+    [
+        ({}, False),
+        ({"features_from": "h"}, False),
+        ({"features_from": "h", "placement": "colocated"}, True),
+        ({"features_from": "h", "placement": "fused"}, True),
+        ({"simulated_acceptance": "2.6"}, True),
+        ({"device": "cuda:0"}, True),
+    ],
+)
+def test_the_device_engine_runs_what_only_it_can(settings: dict[str, Any], device: bool) -> None:
+    assert uses_device_engine(config(Path("m"), **settings)) is device
+
+
+async def test_on_a_cpu_the_hosts_engine_runs_over_the_default_budget(tiny_target: Path) -> None:
+    service = build_service(config(tiny_target, kv_tokens=0))
+    assert isinstance(service._rounds._engine, RoundEngine)
+    info = await service.info()
+    assert info.kv_total_blocks * info.kv_block_tokens == DEFAULT_KV_TOKENS
+    assert (info.own_methods, info.own_draft_length, info.simulated_acceptance) == ((), 0, "")
+
+
+@pytest.mark.parametrize("placement", ["colocated", "fused"])
+async def test_a_head_in_this_process_is_told_to_the_router(
+    placement: str, tiny_target: Path, tiny_head: Path
+) -> None:
+    service = build_service(
+        config(tiny_target, features_from=str(tiny_head), placement=placement, draft_length=4)
+    )
+    info = await service.info()
+    assert (info.own_methods, info.own_draft_length) == ((DraftMethod.EAGLE3,), 4)
+    # What the engine holds for itself is no capacity.
+    assert info.kv_free_blocks == info.kv_total_blocks
+
+
+async def test_simulated_acceptance_is_said_in_the_log_and_in_the_info(
+    tiny_target: Path, tiny_head: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        service = build_service(
+            config(tiny_target, features_from=str(tiny_head), simulated_acceptance="2.6")
+        )
+    assert "SIMULATED ACCEPTANCE" in caplog.text
+    assert (await service.info()).simulated_acceptance == "2.6"
+
+
+def test_a_head_that_cannot_draft_here_is_refused(
+    tiny_target: Path, tiny_head: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidRequestError, match="features_from"):
+        build_service(config(tiny_target, features_from=str(tmp_path), placement="fused"))
+    other = tmp_path / "head"
+    shutil.copytree(tiny_head, other)
+    shape = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(shape | {"vocab_size": 512}))
+    with pytest.raises((InvalidRequestError, FailedPreconditionError)):
+        build_service(config(tiny_target, features_from=str(other), placement="fused"))

@@ -1,0 +1,67 @@
+"""Rates of simulated acceptance, and how much K/V a device has room for: plain arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from outrider_verifier.memory import kv_tokens_that_fit, reserved_bytes
+from outrider_verifier.simulation import parse_rates, rate_of_mean
+
+from outrider.errors import FailedPreconditionError
+
+GIB = 1 << 30
+
+
+@given(st.integers(1, 31), st.floats(0.0, 1.0))
+def test_the_rate_gives_the_mean_back(num_drafts: int, part: float) -> None:
+    mean = 1.0 + part * num_drafts
+    rate = rate_of_mean(mean, num_drafts)
+    assert 0.0 <= rate <= 1.0
+    assert sum(rate**i for i in range(num_drafts + 1)) == pytest.approx(mean, abs=1e-9)
+
+
+def test_a_mean_becomes_one_rate_for_every_position() -> None:
+    rates = parse_rates("2.6", 3)
+    assert len(set(rates)) == 1 and len(rates) == 3
+    assert 1 + rates[0] + rates[0] ** 2 + rates[0] ** 3 == pytest.approx(2.6)
+    assert parse_rates("4", 3) == (1.0, 1.0, 1.0)
+    assert parse_rates("1.0", 1) == pytest.approx((0.0,))
+    assert parse_rates("1.7", 1) == pytest.approx((0.7,))
+
+
+def test_rates_are_taken_as_they_are_and_nothing_is_off() -> None:
+    assert parse_rates("0.8, 0.6,0", 3) == (0.8, 0.6, 0.0)
+    assert parse_rates("", 3) == ()
+
+
+def fit(**changes: int | float) -> int:
+    facts: dict[str, int | float] = {
+        "free_bytes": 60 * GIB,
+        "total_bytes": 80 * GIB,
+        "fraction": 0.9,
+        "reserved": 2 * GIB,
+        "bytes_per_token": 1 << 17,
+        "most_tokens": 10**9,
+    }
+    return kv_tokens_that_fit(**(facts | changes))  # type: ignore[arg-type]
+
+
+def test_kv_takes_what_the_fraction_leaves_beside_weights_and_workspace() -> None:
+    # 72 GiB may be used, 20 are, 2 are reserved: 50 GiB of 128 KiB tokens.
+    assert fit() == 50 * GIB >> 17
+    assert fit(most_tokens=1000) == 1000
+    # What another process uses of the device counts too.
+    assert fit(free_bytes=30 * GIB) == 20 * GIB >> 17
+
+
+def test_a_device_without_room_is_refused_with_the_figures() -> None:
+    with pytest.raises(FailedPreconditionError, match="20480 MiB are in use") as caught:
+        fit(fraction=0.25)
+    assert caught.value.reason == "NO_DEVICE_MEMORY"
+
+
+def test_large_rounds_and_heads_need_room() -> None:
+    small = reserved_bytes(decode_tokens=64, vocab_size=1000, head_bytes=0)
+    large = reserved_bytes(decode_tokens=1024, vocab_size=128256, head_bytes=GIB)
+    assert large - small == GIB + 8 * (1024 * 128256 - 64 * 1000)

@@ -1,0 +1,435 @@
+"""Rounds on a device: the host says which sessions, the device decides which tokens.
+
+Rows of one kind share a launch: rows with drafts of this process's own head, rows with drafts
+from outside (or none), and rows whose acceptance the host decides from the logits. N nodes of a
+row's bucket, H feature width.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.acceptance import Acceptance, accept
+from outrider.engine.device.own_head import OwnHead
+from outrider.engine.device.recorder import Recorder
+from outrider.engine.device.rounds import DeviceRounds, Launched, RowInput
+from outrider.engine.device.shapes import Drafts, Judge, RoundShape, row_buckets
+from outrider.engine.device.slots import SessionSlots
+from outrider.engine.heads import DraftHead, FeatureProjection
+from outrider.engine.target import ForwardBatch, Segment, TargetModel
+from outrider.spec.sampling import Rule
+from outrider.spec.tree import is_chain
+from outrider.wire.messages import TensorDtype
+from outrider_verifier.config import VerifierConfig
+from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, decided_by_host
+from outrider_verifier.packing import Packed, PrefillRow, VerifyRow, accept_row, pack
+from outrider_verifier.sessions import Session
+
+logger = logging.getLogger(__name__)
+
+_MATCHING = (Rule.GREEDY, Rule.COUPLED)
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Rows of one launch, by their place in the round."""
+
+    places: list[int]
+    rows: list[VerifyRow]
+    drafts: Drafts
+    judge: Judge
+    launched: Launched | None = None
+
+
+@dataclass(slots=True, eq=False)
+class DeviceFlight(Flight):
+    """A round on its way."""
+
+    prefill: Sequence[PrefillRow]
+    verify: Sequence[VerifyRow]
+    groups: list[_Group]
+    submitted: float = field(default_factory=time.perf_counter)
+
+
+class DeviceRoundEngine:
+    """A `RoundRunner` over `DeviceRounds`."""
+
+    run_ahead = True
+
+    def __init__(
+        self,
+        target: TargetModel,
+        slots: SessionSlots,
+        rounds: DeviceRounds,
+        *,
+        projection: FeatureProjection | None,
+        own_head: OwnHead | None,
+        feature_dtype: TensorDtype,
+    ) -> None:
+        self._target = target
+        self._slots = slots
+        self.rounds = rounds
+        self._projection = projection
+        self._own_head = own_head
+        self._bfloat16 = feature_dtype is TensorDtype.BFLOAT16
+        self._device = target.device
+        self._slot_of: dict[int, int] = {}
+        """Slot by the session's ticket."""
+        self._collected = 0.0
+        """When the last round had been collected."""
+        self._drafted: set[int] = set()
+        """Tickets of sessions whose own drafts on the device follow their prefix."""
+
+    @classmethod
+    def build(
+        cls,
+        config: VerifierConfig,
+        target: TargetModel,
+        projection: FeatureProjection | None = None,
+        head: DraftHead | None = None,
+        *,
+        recorder: Recorder | None = None,
+    ) -> DeviceRoundEngine:
+        """The engine of a loaded target; `head` drafts in this process (colocated, fused)."""
+        length = config.draft_length if head is not None else 0
+        slack = config.max_tree_nodes + 2 * (1 + length)
+        pool = target.pool
+        held = pool.free_blocks * pool.block_tokens
+        longest = config.max_context_len or target.config.max_position_embeddings
+        max_len = min(longest + slack, held)
+        slots = SessionSlots(
+            pool,
+            max_sessions=config.max_sessions,
+            max_len=max_len,
+            max_nodes=config.max_tree_nodes + 1,
+            device=target.device,
+        )
+        own_head = None
+        if head is not None:
+            own_head = OwnHead(head, slots, pool, length=length, max_len=max_len)
+        rounds = DeviceRounds(
+            target,
+            slots,
+            projection=projection,
+            own_head=own_head,
+            fused=config.placement == "fused",
+            graphs=config.cuda_graphs,
+            simulated_rates=config.simulated_rates or None,
+            recorder=recorder,
+        )
+        bfloat16 = config.dtype == "bfloat16"
+        return cls(
+            target,
+            slots,
+            rounds,
+            projection=projection,
+            own_head=own_head,
+            feature_dtype=TensorDtype.BFLOAT16 if bfloat16 else TensorDtype.FLOAT32,
+        )
+
+    def warm_up(self, max_sessions: int) -> None:
+        """Compile the kernels and capture the graphs of plain rounds, and of rounds with own
+        drafts, for up to `max_sessions` sessions; others are captured when first met."""
+        if not self.rounds.graphs.enabled:
+            return
+        kinds = [(1, Drafts.NONE)]
+        if self._own_head is not None:
+            kinds.append((1 + self._own_head.length, Drafts.OWN))
+        tapped = self._own_head is None and self._projection is not None
+        self.rounds.warm_up(
+            [
+                RoundShape(
+                    rows=rows,
+                    nodes=nodes,
+                    drafts=drafts,
+                    judge=Judge.MATCH,
+                    features=tapped or drafts is Drafts.OWN,
+                )
+                for nodes, drafts in kinds
+                for rows in row_buckets(max_sessions)
+            ]
+        )
+
+    def release(self) -> None:
+        """Give back what the engine itself holds of the target's pool."""
+        self._slots.release()
+
+    @property
+    def drafts_itself(self) -> int:
+        """Draft length of the head in this process."""
+        return 0 if self._own_head is None else self._own_head.length
+
+    @property
+    def extra_slots(self) -> int:
+        """Two rounds may be under way when a session ends."""
+        return 2 * (1 + self.drafts_itself)
+
+    def enter_thread(self) -> None:
+        """To be called once by the thread that will run the rounds."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def open(self, session: Session) -> None:
+        """Give the session a slot; its K/V blocks are known to the device from here on."""
+        self._slot_of[session.ticket] = self._slots.open(session.kv)
+        self._set_prefix(session, 1, 0)
+
+    def close(self, session: Session) -> None:
+        """Take the slot back."""
+        slot = self._slot_of.pop(session.ticket, None)
+        self._drafted.discard(session.ticket)
+        if slot is not None:
+            self._slots.close(slot)
+
+    def can_run_ahead(self, session: Session) -> bool:
+        """Whether the device can go on with the session by itself."""
+        return not decided_by_host(session)
+
+    # ---- submitting ----------------------------------------------------------------------------
+
+    def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> DeviceFlight:
+        """Launch the verify rows. Prompts are run by `collect`, behind them."""
+        flight = DeviceFlight(prefill, verify, self._group(verify))
+        for group in flight.groups:
+            group.launched = self.rounds.launch(
+                [self._input(row) for row in group.rows],
+                drafts=group.drafts,
+                judge=group.judge,
+                features=any(row.session.keeps_features for row in group.rows),
+            )
+        return flight
+
+    def _group(self, verify: Sequence[VerifyRow]) -> list[_Group]:
+        def kind(place: int) -> str:
+            row = verify[place]
+            if _judged_by_host(row):
+                return "host"
+            return "own" if self._uses_own(row) else "device"
+
+        groups: list[_Group] = []
+        places = sorted(range(len(verify)), key=kind)
+        for name, members in groupby(places, key=kind):
+            chosen = list(members)
+            rows = [verify[place] for place in chosen]
+            if name != "own":
+                self._drafted.difference_update(row.session.ticket for row in rows)
+            drafts = Drafts.OWN if name == "own" else _drafts(rows)
+            judge = Judge.HOST if name == "host" else _judge(rows)
+            groups.append(_Group(chosen, rows, drafts, judge))
+        return groups
+
+    def _uses_own(self, row: VerifyRow) -> bool:
+        return row.own_depth > 0 and row.session.ticket in self._drafted
+
+    def _input(self, row: VerifyRow) -> RowInput:
+        tree = None if row.draft is None else row.draft.tree
+        return RowInput(slot=self._slot_of[row.session.ticket], tree=tree)
+
+    # ---- collecting ----------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def collect(self, flight: Flight) -> RoundOutcome:
+        """Run the prompts, wait for the launches, move the host's view on."""
+        assert isinstance(flight, DeviceFlight)
+        prompts = self._run_prompts(flight.prefill) if flight.prefill else []
+        outcomes: list[RowOutcome | None] = [None] * len(flight.verify)
+        accept_s = 0.0
+        for group in flight.groups:
+            assert group.launched is not None
+            if group.judge is Judge.HOST:
+                began = time.perf_counter()
+                results = self._judge_on_host(group, group.launched)
+                accept_s += time.perf_counter() - began
+            else:
+                results = self._read(group, group.launched)
+            for place, result in zip(group.places, results, strict=True):
+                outcomes[place] = result
+        # A round that was submitted behind another one began when that one ended.
+        now = time.perf_counter()
+        took = now - max(flight.submitted, self._collected)
+        self._collected = now
+        rows = sum(row.num_tokens for row in flight.prefill)
+        rows += sum(len(group.rows) * _nodes(group) for group in flight.groups)
+        return RoundOutcome(
+            prefill=prompts,
+            verify=[outcome for outcome in outcomes if outcome is not None],
+            rows=rows,
+            forward_s=took - accept_s,
+            accept_s=accept_s,
+            project_s=0.0,
+        )
+
+    def _read(self, group: _Group, launched: Launched) -> list[RowOutcome]:
+        """Outcomes of rows that the device judged."""
+        assert launched.result is not None
+        nodes = launched.shape.nodes
+        result = launched.result.wait().numpy()[: len(group.rows)]
+        counts, resampled = result[:, 0].tolist(), result[:, 1].tolist()
+        kept, tokens = result[:, 2 : 2 + nodes].tolist(), result[:, 2 + nodes :].tolist()
+        features = None
+        if launched.features is not None:
+            features = self._wire_array(launched.features.wait())
+        own = group.drafts is Drafts.OWN
+        outcomes: list[RowOutcome] = []
+        for index, row in enumerate(group.rows):
+            count = counts[index]
+            if not row.session.ended:
+                row.session.kv.advance(count)
+            mine = None
+            if features is not None and row.session.keeps_features:
+                mine = features[index * nodes : index * nodes + count].copy()
+            acceptance = Acceptance(
+                accepted_nodes=tuple(node - 1 for node in kept[index][1:count]),
+                tokens=tuple(tokens[index][:count]),
+                resampled=bool(resampled[index]),
+                used_target_only_fallback=False,
+            )
+            drafted = self.drafts_itself if own else 0
+            outcomes.append(RowOutcome(acceptance=acceptance, features=mine, drafted=drafted))
+        return outcomes
+
+    def _judge_on_host(self, group: _Group, launched: Launched) -> list[RowOutcome]:
+        """Outcomes of rows whose warper or law the device does not know."""
+        nodes = launched.shape.nodes
+        judged = [
+            accept_row(row.session, index * nodes, row.draft)
+            for index, row in enumerate(group.rows)
+        ]
+        accepted = accept(launched.verified.logits, judged)
+        features = launched.verified.features
+        outcomes: list[RowOutcome] = []
+        for index, (row, acceptance) in enumerate(zip(group.rows, accepted, strict=True)):
+            session = row.session
+            mine = None
+            if not session.ended:
+                rows = [0, *(1 + node for node in acceptance.accepted_nodes)]
+                session.kv.keep_written(rows)
+                self._set_prefix(session, session.length + len(rows), acceptance.tokens[-1])
+                if features is not None and session.keeps_features:
+                    index_of = torch.tensor(rows, device=self._device) + index * nodes
+                    mine = self._wire_array(features[index_of].cpu())
+            outcomes.append(RowOutcome(acceptance=acceptance, features=mine))
+        return outcomes
+
+    # ---- prompts -------------------------------------------------------------------------------
+
+    def _run_prompts(self, prefill: Sequence[PrefillRow]) -> list[RowOutcome]:
+        """One forward over all prompt chunks, by the general (eager) path."""
+        packed, logit_rows = pack(prefill, ())
+        own = self._own_head is not None and any(row.session.own_draft for row in prefill)
+        kept = any(row.session.keeps_features for row in prefill)
+        taps = self._projection.tap_layers if self._projection is not None and (own or kept) else ()
+        output = self._target.forward(self._batch(packed, logit_rows), tap_layers=taps)
+        judged = [row.accept_row for row in packed if row.accept_row is not None]
+        accepted = iter(accept(output.logits, judged)) if judged else iter(())
+        features = None
+        if self._projection is not None and output.taps is not None:
+            features = self._projection(output.taps)
+        outcomes: list[RowOutcome] = []
+        for chunk, row in zip(prefill, packed, strict=True):
+            acceptance = next(accepted) if row.accept_row is not None else None
+            outcomes.append(self._end_prompt_row(chunk, row, acceptance, features))
+        return outcomes
+
+    def _end_prompt_row(
+        self,
+        chunk: PrefillRow,
+        row: Packed,
+        acceptance: Acceptance | None,
+        features: Tensor | None,
+    ) -> RowOutcome:
+        session, count = chunk.session, len(row.token_ids)
+        start = session.kv.len
+        last = acceptance is not None
+        session.kv.commit(row.kept)
+        if acceptance is not None:
+            self._set_prefix(session, session.length + 1, acceptance.tokens[-1])
+        mine = None
+        if features is not None:
+            rows = features[row.start : row.start + count]
+            if session.keeps_features:
+                mine = self._wire_array(rows.cpu())
+            if session.own_draft and self._own_head is not None:
+                # Draft row i pairs the feature of position i with the token after it.
+                known = session.tokens[start + 1 : session.length]
+                following = acceptance.tokens[-1:] if acceptance is not None else ()
+                tokens = np.concatenate((known, np.array(following, dtype=np.int32)))[:count]
+                sampling = session.spec.sampling
+                self._own_head.prefill(
+                    self._slot_of[session.ticket],
+                    tokens.astype(np.int32),
+                    rows,
+                    start=start,
+                    last=last,
+                    with_law=sampling.effective_rule not in _MATCHING,
+                )
+                if last and not decided_by_host(session):
+                    self._drafted.add(session.ticket)
+        return RowOutcome(acceptance=acceptance, features=mine)
+
+    def _batch(self, packed: list[Packed], logit_rows: list[int]) -> ForwardBatch:
+        segments = [
+            Segment(
+                sequence=row.session.kv,
+                num_rows=len(row.token_ids),
+                positions=self._tensor(row.positions),
+            )
+            for row in packed
+        ]
+        token_ids = np.concatenate([row.token_ids for row in packed])
+        return ForwardBatch(
+            token_ids=self._tensor(token_ids),
+            segments=segments,
+            logit_rows=self._tensor(np.asarray(logit_rows, dtype=np.int64)),
+        )
+
+    # ---- between host and device ---------------------------------------------------------------
+
+    def _set_prefix(self, session: Session, length: int, root: int) -> None:
+        self._slots.set_prefix(
+            self._slot_of[session.ticket],
+            session.kv,
+            session.spec.sampling,
+            length=length,
+            root=root,
+        )
+
+    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _wire_array(self, features: Tensor) -> NDArray[np.generic]:
+        """Features on the host in the wire's element type (a view where it is theirs already)."""
+        if self._bfloat16:
+            return np.asarray(features.to(torch.bfloat16).view(torch.uint16).numpy())
+        return np.asarray(features.to(torch.float32).numpy())
+
+
+def _judged_by_host(row: VerifyRow) -> bool:
+    """Whether the warper is beyond the device, or the row brings a law from outside."""
+    law = row.draft is not None and row.draft.law is not None
+    return law or decided_by_host(row.session)
+
+
+def _drafts(rows: Sequence[VerifyRow]) -> Drafts:
+    trees = [row.draft.tree for row in rows if row.draft is not None and len(row.draft.tree)]
+    if not trees:
+        return Drafts.NONE
+    return Drafts.CHAIN if all(is_chain(tree.parents) for tree in trees) else Drafts.TREE
+
+
+def _judge(rows: Sequence[VerifyRow]) -> Judge:
+    matching = all(row.session.spec.sampling.effective_rule in _MATCHING for row in rows)
+    return Judge.MATCH if matching else Judge.SAMPLED
+
+
+def _nodes(group: _Group) -> int:
+    return group.launched.shape.nodes if group.launched is not None else 1

@@ -1,0 +1,43 @@
+"""How many tokens of K/V a CUDA device has room for (pure)."""
+
+from __future__ import annotations
+
+from outrider.errors import FailedPreconditionError
+
+WORKSPACE_BYTES = 2 << 30
+"""Left for activations, kernels' scratch and the pools of CUDA graphs."""
+_LOGIT_COPIES = 2
+_FLOAT32_BYTES = 4
+
+
+def reserved_bytes(*, decode_tokens: int, vocab_size: int, head_bytes: int) -> int:
+    """What rounds need beside weights and K/V: the logits of `decode_tokens` rows, a workspace,
+    and the weights of a head that is loaded later."""
+    logits = _LOGIT_COPIES * _FLOAT32_BYTES * decode_tokens * vocab_size
+    return WORKSPACE_BYTES + logits + head_bytes
+
+
+def kv_tokens_that_fit(
+    *,
+    free_bytes: int,
+    total_bytes: int,
+    fraction: float,
+    reserved: int,
+    bytes_per_token: int,
+    most_tokens: int,
+) -> int:
+    """Tokens of K/V within `fraction` of a device, at most `most_tokens`.
+
+    free_bytes: what is free with the weights loaded; bytes_per_token: K/V of one token over all
+    layers. Raises FailedPreconditionError if there is room for none.
+    """
+    used = total_bytes - free_bytes
+    budget = int(total_bytes * fraction) - used - reserved
+    tokens = min(budget // bytes_per_token, most_tokens)
+    if tokens < 1:
+        raise FailedPreconditionError(
+            f"no memory is left for K/V: of {total_bytes >> 20} MiB, {fraction:.0%} may be used, "
+            f"{used >> 20} MiB are in use and {reserved >> 20} MiB are needed by rounds",
+            reason="NO_DEVICE_MEMORY",
+        )
+    return tokens

@@ -1,0 +1,124 @@
+"""Rows of a round as arrays: token ids, positions, masks, and what acceptance must know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engine.acceptance import AcceptRow
+from outrider.wire.messages import Proposal
+from outrider_verifier.rows import Draft, tree_mask
+from outrider_verifier.sessions import Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PrefillRow:
+    """The next prompt tokens of a session."""
+
+    session: Session
+    num_tokens: int
+
+    @property
+    def last(self) -> bool:
+        """Whether the prompt ends in this round, so that its first token is sampled."""
+        return self.num_tokens == self.session.prefill_left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VerifyRow:
+    """A session's root with the draft to verify, if any."""
+
+    session: Session
+    proposal: Proposal | None = None
+    draft: Draft | None = None
+    own_depth: int = 0
+    """How deep the draft that this process's own head made may stand; 0 verifies none of it."""
+
+
+@dataclass(slots=True, eq=False)
+class Packed:
+    """One session's rows in the batch."""
+
+    session: Session
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    mask: NDArray[np.bool_] | None
+    start: int
+    accept_row: AcceptRow | None
+    kept: list[int]
+    """Rows to commit."""
+
+
+def pack(
+    prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
+) -> tuple[list[Packed], list[int]]:
+    """Rows in batch order, and the batch rows whose logits are needed."""
+    packed: list[Packed] = []
+    logit_rows: list[int] = []
+    start = 0
+    for chunk in prefill:
+        row = pack_prefill_row(chunk, start, len(logit_rows))
+        packed.append(row)
+        start += len(row.token_ids)
+        if row.accept_row is not None:
+            logit_rows.append(start - 1)
+    for verified in verify:
+        row = _pack_verify(verified, start, len(logit_rows))
+        packed.append(row)
+        logit_rows.extend(range(start, start + len(row.token_ids)))
+        start += len(row.token_ids)
+    return packed, logit_rows
+
+
+def pack_prefill_row(chunk: PrefillRow, start: int, logits_start: int) -> Packed:
+    session, begin = chunk.session, chunk.session.kv.len
+    end = begin + chunk.num_tokens
+    return Packed(
+        session=session,
+        token_ids=session.tokens[begin:end].astype(np.int64),
+        positions=np.arange(begin, end, dtype=np.int64),
+        mask=None,
+        start=start,
+        accept_row=accept_row(session, logits_start, None) if chunk.last else None,
+        kept=list(range(chunk.num_tokens)),
+    )
+
+
+def _pack_verify(row: VerifyRow, start: int, logits_start: int) -> Packed:
+    session, draft = row.session, row.draft
+    root_position = session.length - 1
+    if draft is None:
+        token_ids = np.array([session.root], dtype=np.int64)
+        positions = np.array([root_position], dtype=np.int64)
+        mask = None
+    else:
+        token_ids = np.concatenate(([session.root], draft.tree.tokens)).astype(np.int64)
+        positions = np.concatenate(([0], draft.depths)).astype(np.int64) + root_position
+        mask = tree_mask(draft.tree)
+    return Packed(
+        session=session,
+        token_ids=token_ids,
+        positions=positions,
+        mask=mask,
+        start=start,
+        accept_row=accept_row(session, logits_start, draft),
+        kept=[],
+    )
+
+
+def accept_row(session: Session, logits_start: int, draft: Draft | None) -> AcceptRow:
+    """What acceptance must know of a session whose root's logits are at `logits_start`."""
+    prompt_len = session.spec.prompt_len
+    return AcceptRow(
+        logits_start=logits_start,
+        tree=None if draft is None else draft.tree,
+        law=None if draft is None else draft.law,
+        sampling=session.spec.sampling,
+        position=session.length,
+        prompt_ids=session.tokens[:prompt_len],
+        output_ids=session.tokens[prompt_len : session.length],
+        banned_now=session.banned_now,
+    )
