@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_EXIT_LOST = 1
 _EXIT_MISUSE = 2
 
 
@@ -57,8 +58,8 @@ def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
     return load_config(DrafterConfig, path, flags)
 
 
-async def serve(config: DrafterConfig) -> None:
-    """Serve until SIGTERM or SIGINT."""
+async def serve(config: DrafterConfig) -> int:
+    """Serve until SIGTERM or SIGINT, or until a device is lost. The exit status."""
     from outrider.transport.grpc import GrpcDialer, GrpcServer, drafter_services
     from outrider_drafter.build import build_service, tune_interpreter
 
@@ -78,8 +79,10 @@ async def serve(config: DrafterConfig) -> None:
             ready["metrics"] = metrics_address
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
-        await stop.wait()
+        waits = [asyncio.create_task(event.wait()) for event in (stop, service.lost)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         logger.info("stopping")
+        return _EXIT_LOST if service.lost.is_set() else 0
     finally:
         await server.stop(1.0)
         await service.close()
@@ -102,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        asyncio.run(serve(config))
+        return asyncio.run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")
         return _EXIT_MISUSE

@@ -23,6 +23,7 @@ from outrider.engine.device.buffers import Downloader
 from outrider.engine.device.draft import DraftProgram
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.head_weights import HeadWeights
+from outrider.engine.device.health import device_works
 from outrider.engine.device.shapes import ROW_BUCKETS, bucket
 from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.tree_rank import PADDING
@@ -142,6 +143,11 @@ class DeviceHeadSource:
     def used_rows(self) -> int:
         """K/V rows reserved now."""
         return self._rows.used_rows + (self._host.used_rows if self._host else 0)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the device still works; waits for all that was launched."""
+        return device_works(self._device)
 
     def kv(self, session_id: SessionId, connection: int) -> tuple[Tensor, Tensor]:
         """Keys and values [G, S, d] of a session's stable rows, for inspection."""

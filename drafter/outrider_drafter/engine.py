@@ -63,6 +63,8 @@ class DraftEngine:
         self._wanting: dict[SessionKey, Session] = {}
         self._behind: dict[SessionKey, Session] = {}
         """Sessions with news that no source has taken in."""
+        self.device_lost = False
+        """Whether a device was found not to work after a failure; no draft can follow."""
 
     @property
     def num_sessions(self) -> int:
@@ -122,8 +124,17 @@ class DraftEngine:
                 source.catch_up([session])
             except Exception:
                 logger.exception("catch-up failed", extra={"session": session.key.session_id})
+                self.check_devices()
                 self._lose(session, "error")
                 return
+
+    def check_devices(self) -> None:
+        """After a failure: note whether a device is the reason."""
+        if self.device_lost or all(source.usable for source in self._sources.values()):
+            return
+        self.device_lost = True
+        self.metrics.device_losses.inc()
+        logger.critical("the device is lost")
 
     def _draft_batch(
         self, source: DraftSource, sessions: Sequence[Session]
@@ -137,6 +148,7 @@ class DraftEngine:
         except Exception:
             # State half-way through a batch cannot be trusted: these sessions decode plainly.
             logger.exception("drafting failed", extra={"sessions": len(sessions)})
+            self.check_devices()
             for session in sessions:
                 self._lose(session, "error")
             yield from self._none_of(waiting.values())

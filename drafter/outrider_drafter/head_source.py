@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.engine.device.health import device_works
 from outrider.engine.heads import DraftHead
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import SessionId
@@ -74,6 +75,11 @@ class HeadSource:
     def used_rows(self) -> int:
         """K/V rows reserved now."""
         return self._budget.used_rows
+
+    @property
+    def usable(self) -> bool:
+        """Whether the device still works; waits for all that was launched."""
+        return device_works(self._device)
 
     def kv(self, session_id: SessionId, connection: int) -> tuple[Tensor, Tensor]:
         """Keys and values [nkv, S, hd] of a session's stable rows, for inspection."""

@@ -46,6 +46,11 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
+        self.device_losses = Counter(
+            "outrider_drafter_device_losses",
+            "Devices that stopped working; the process ends with the first",
+            registry=registry,
+        )
         self.ignored_messages = Counter(
             "outrider_drafter_ignored_messages",
             "Messages without effect, by reason",

@@ -48,6 +48,7 @@ class NgramSource:
     feature_layout = FeatureLayout.NONE
     feature_size = 0
     feature_fingerprint = ""
+    usable = True
 
     def __init__(self, *, max_match: int = 4, min_match: int = 2) -> None:
         if not 1 <= min_match <= max_match:

@@ -62,7 +62,11 @@ class _Link:
 
 
 class DrafterService:
-    """Implements `DrafterControl`; constructible over any transport's dialer."""
+    """Implements `DrafterControl`; constructible over any transport's dialer.
+
+    When a device is lost, it leaves every verifier and refuses every call with DEVICE_LOST; the
+    owner, told by `lost`, is to end the process, so that its keeper starts a new one.
+    """
 
     def __init__(
         self,
@@ -90,7 +94,9 @@ class DrafterService:
         engine = DraftEngine(
             sources, limits=limits, max_sessions=config.max_sessions, metrics=self.metrics
         )
-        self._worker = DraftWorker(engine, self._deliver)
+        self._worker = DraftWorker(engine, self._deliver, on_lost=self._on_lost)
+        self.lost = asyncio.Event()
+        """Set when a device does not work any more."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._links: dict[str, _Link] = {}
         self._outboxes: dict[int, asyncio.Queue[Proposal]] = {}
@@ -108,6 +114,7 @@ class DrafterService:
 
     async def info(self) -> DrafterInfo:
         """Identity and load."""
+        self._check_device()
         return DrafterInfo(
             protocol_version=PROTOCOL_VERSION,
             drafter_id=DrafterId(self._config.drafter_id),
@@ -130,6 +137,7 @@ class DrafterService:
         """
         if not verifier_address:
             raise InvalidRequestError("verifier_address must not be empty")
+        self._check_device()
         link = self._links.get(verifier_address)
         if link is None:
             self._start_worker()
@@ -269,6 +277,24 @@ class DrafterService:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(self._enqueue, number, proposal)
+
+    def _on_lost(self) -> None:
+        """Called on the drafting thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._leave)
+
+    def _leave(self) -> None:
+        """Drop all connections: their verifiers go on without this drafter."""
+        self.lost.set()
+        for link in self._links.values():
+            link.connected = False
+            if link.task is not None:
+                link.task.cancel()
+
+    def _check_device(self) -> None:
+        if self.lost.is_set():
+            raise UnavailableError("the drafter has lost its device", reason="DEVICE_LOST")
 
     def _enqueue(self, number: int, proposal: Proposal) -> None:
         outbox = self._outboxes.get(number)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.engine.device.health import device_works
 from outrider.engine.kvcache import KVSequence
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
 from outrider.errors import ResourceExhaustedError
@@ -99,6 +100,11 @@ class SmallModelSource:
         self._model = model
         self._vocab_size = vocab_size
         self._sequences: dict[SessionKey, KVSequence] = {}
+
+    @property
+    def usable(self) -> bool:
+        """Whether the device still works; waits for all that was launched."""
+        return device_works(self._model.device)
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[Session]) -> None:

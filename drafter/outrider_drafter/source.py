@@ -22,6 +22,12 @@ class DraftSource(Protocol):
     feature_fingerprint: str
     """Identity of the projection that makes the features; "" without features."""
 
+    @property
+    def usable(self) -> bool:
+        """Whether the device still works; asked after a failure only. False is final: nothing
+        can be run in this process any more. Must not raise."""
+        ...
+
     def catch_up(self, sessions: Sequence[Session]) -> None:
         """Take in what is new of these sessions; no draft is wanted."""
         ...

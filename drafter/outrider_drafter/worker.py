@@ -22,11 +22,17 @@ class DraftWorker:
     """Runs a `DraftEngine`: all waiting messages, then all wanted drafts, then a little catch-up.
 
     Verdicts that arrive while a batch runs wait for its end and form the next batch together.
+    The thread ends when it is stopped, or when a device is lost.
     """
 
-    def __init__(self, engine: DraftEngine, deliver: Deliver) -> None:
+    def __init__(
+        self, engine: DraftEngine, deliver: Deliver, *, on_lost: Callable[[], None]
+    ) -> None:
+        """`on_lost` is called on the drafting thread, as the last thing it does, if a device is
+        lost; it must not block."""
         self._engine = engine
         self._deliver = deliver
+        self._on_lost = on_lost
         self._inbox: deque[tuple[int, SessionMessage]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -74,6 +80,10 @@ class DraftWorker:
             except Exception:
                 # Whatever it was, the other sessions must go on.
                 logger.exception("drafting thread: unexpected error")
+                self._engine.check_devices()
+            if self._engine.device_lost:
+                self._on_lost()
+                return
 
     def _wait(self) -> bool:
         """Sleep until there is work; False when the thread should end."""

@@ -55,6 +55,8 @@ class FakeRunner:
         """May raise."""
         self.before_collect: Callable[[FakeFlight], None] | None = None
         """May raise or wait."""
+        self.usable = True
+        """Set it to False for a device that is lost."""
         self._slots = slots
 
     @property
@@ -69,6 +71,8 @@ class FakeRunner:
         """Take a slot."""
         if len(self.prefixes) >= self._slots:
             raise ResourceExhaustedError("no session slot is free", reason="SESSIONS_EXHAUSTED")
+        if not self.usable:
+            raise RuntimeError("the device is lost")
         assert session.ticket not in self.prefixes
         self.prefixes[session.ticket] = []
 

@@ -175,14 +175,13 @@ def test_attention_of_chains(name: str, device: torch.device) -> None:
     assert _error(got, _reference(case)) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("splits", [1, 4, 32])
 @pytest.mark.parametrize("block_slots", [16, 64, 128])
 def test_every_way_to_cut_the_work_gives_the_same(
-    block_slots: int, splits: int, pdl: bool, device: torch.device
+    block_slots: int, splits: int, device: torch.device
 ) -> None:
     case = _case(SHAPES["8b_batch"], torch.bfloat16, device)
-    config = AttentionConfig(32, block_slots, splits, num_warps=4, num_stages=3, pdl=pdl)
+    config = AttentionConfig(32, block_slots, splits, num_warps=4, num_stages=3)
     got = tree_attention(case.q, case.keys, case.values, **case.keywords, config=config)
     assert _error(got, _reference(case)) < TOLERANCE[torch.bfloat16]
 

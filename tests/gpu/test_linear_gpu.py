@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.kernels.linear import fused_linear, fused_linear_triton
-from outrider.engine.kernels.linear_configs import LinearConfig, choose_config
+from outrider.engine.kernels.linear import add_linear, fused_linear, fused_linear_triton
+from outrider.engine.kernels.linear_configs import LinearConfig
 from outrider.engine.kernels.norm import rms_norm, rms_norm_torch, silu_mul, silu_mul_torch
 
 pytestmark = pytest.mark.gpu
@@ -100,42 +100,55 @@ def test_products_are_right(name: str, m: int, dtype: torch.dtype, device: torch
     assert _error(got, _reference(x, weight, **options)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("split_k", [1, 4])
-def test_every_variant_of_the_kernel(
-    split_k: int, swap: bool, pdl: bool, device: torch.device
-) -> None:
+def test_every_variant_of_the_kernel(split_k: int, swap: bool, device: torch.device) -> None:
     for name in ("qkv", "o_proj", "gate_up", "odd"):
         x, weight, options = _case(name, 13, torch.bfloat16, device)
-        config = LinearConfig(16, 64, 64, split_k, 4, 3, swap, pdl)
+        config = LinearConfig(16, 64, 64, split_k, 4, 3, swap)
         expected = _reference(x, weight, **options)
-        # Launched back to back, as a dependent launch would be.
+        if "norm_weight" in options:
+            x = rms_norm(x, options.pop("norm_weight"), options.pop("eps"))
+        # Back to back, so that each product meets the counters as the one before it left them.
         results = [fused_linear_triton(x, weight, config=config, **options) for _ in range(5)]
         for got in results:
             assert _error(got, expected) < TOLERANCE[torch.bfloat16]
             assert torch.equal(got, results[0])
 
 
-@pytest.mark.parametrize("pdl", [False, True])
-def test_a_chain_of_dependent_products_in_a_graph(pdl: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("m", [1, 8, 33, 64, 65])
+def test_a_norm_split_around_products(m: int, dtype: torch.dtype, device: torch.device) -> None:
+    _, o_proj, _ = _case("o_proj", m, dtype, device)
+    _, up, options = _case("gate_up", m, dtype, device)
+    x = torch.randn(m, o_proj.shape[1], device=device, dtype=dtype)
+    residual = torch.randn(m, o_proj.shape[0], device=device, dtype=dtype)
+    weight, eps = options.pop("norm_weight"), options.pop("eps")
+    expected = _reference(x, o_proj, gated=False, residual=residual)
+    total, normed = add_linear(x, o_proj, residual.clone(), norm_weight=weight, eps=eps)
+    assert _error(total, expected) < TOLERANCE[dtype]
+    got = fused_linear(normed, up, **options)
+    wanted = _reference(expected, up, norm_weight=weight, eps=eps, **options)
+    assert _error(got, wanted) < 2 * TOLERANCE[dtype]
+
+
+def test_a_chain_of_dependent_products_in_a_graph(device: torch.device) -> None:
     """Each product waits for the one before it, replay after replay."""
+    _, o_proj, _ = _case("o_proj", 4, torch.bfloat16, device)
     _, up, up_options = _case("gate_up", 4, torch.bfloat16, device)
     _, down, _ = _case("down", 4, torch.bfloat16, device)
     x = torch.randn(4, 4096, device=device, dtype=torch.bfloat16)
 
     def run(rows: Tensor) -> Tensor:
         for _ in range(8):
-            configs = [
-                choose_config(4, weight.shape[0], weight.shape[1], gated, device)._replace(pdl=pdl)
-                for weight, gated in ((up, True), (down, False))
-            ]
-            hidden = fused_linear_triton(rows, up, config=configs[0], **up_options)
-            rows = fused_linear_triton(hidden, down, residual=rows, config=configs[1])
+            rows = fused_linear(rows, o_proj, residual=rows)
+            hidden = fused_linear(rows, up, **up_options)
+            rows = fused_linear(hidden, down, residual=rows)
         return rows
 
     expected = x.double()
     for _ in range(8):
+        expected = _reference(expected, o_proj, gated=False, residual=expected)
         hidden = _reference(expected, up, **up_options)
         expected = _reference(hidden, down, gated=False, residual=expected)
     eager = run(x)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_EXIT_LOST = 1
 _EXIT_MISUSE = 2
 
 
@@ -65,8 +66,8 @@ def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
     return load_config(VerifierConfig, flags.pop("config"), flags)
 
 
-async def serve(config: VerifierConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then drain."""
+async def serve(config: VerifierConfig) -> int:
+    """Serve until SIGTERM or SIGINT, then drain; or until the device is lost. The exit status."""
     from outrider.transport.grpc import GrpcConfig, GrpcServer, verifier_services
     from outrider.transport.heartbeat import HeartbeatConfig
     from outrider_verifier.build import build_service, tune_interpreter
@@ -90,11 +91,15 @@ async def serve(config: VerifierConfig) -> None:
             ready["metrics"] = metrics_address
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
-        await stop.wait()
-        logger.info("draining")
+        waits = [asyncio.create_task(event.wait()) for event in (stop, service.lost)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         server.set_serving(False)
-        drained = await service.drain(config.drain_s)
+        drained = True
+        if not service.lost.is_set():
+            logger.info("draining")
+            drained = await service.drain(config.drain_s)
         logger.info("stopping", extra={"drained": drained})
+        return _EXIT_LOST if service.lost.is_set() else 0
     finally:
         await service.stop()
         await server.stop(1.0)
@@ -117,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        asyncio.run(serve(config))
+        return asyncio.run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")
         return _EXIT_MISUSE

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.acceptance import Acceptance, accept
+from outrider.engine.device.health import device_works
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.recorder import Recorder
 from outrider.engine.device.rounds import DeviceRounds, Launched, RowInput
@@ -26,28 +26,14 @@ from outrider.engine.device.shapes import Drafts, Judge, RoundShape, row_buckets
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.heads import DraftHead, FeatureProjection
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
-from outrider.spec.sampling import Rule
-from outrider.spec.tree import is_chain
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
+from outrider_verifier.device_groups import MATCHING, Group, group_rows, own_drafts
 from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, decided_by_host
 from outrider_verifier.packing import Packed, PrefillRow, VerifyRow, accept_row, pack
 from outrider_verifier.sessions import Session
 
 logger = logging.getLogger(__name__)
-
-_MATCHING = (Rule.GREEDY, Rule.COUPLED)
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """Rows of one launch, by their place in the round."""
-
-    places: list[int]
-    rows: list[VerifyRow]
-    drafts: Drafts
-    judge: Judge
-    launched: Launched | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +42,7 @@ class DeviceFlight(Flight):
 
     prefill: Sequence[PrefillRow]
     verify: Sequence[VerifyRow]
-    groups: list[_Group]
+    groups: list[Group]
     submitted: float = field(default_factory=time.perf_counter)
 
 
@@ -173,6 +159,11 @@ class DeviceRoundEngine:
         """Two rounds may be under way when a session ends."""
         return 2 * (1 + self.drafts_itself)
 
+    @property
+    def usable(self) -> bool:
+        """Whether the device still works; waits for all that was launched."""
+        return device_works(self._device)
+
     def enter_thread(self) -> None:
         """To be called once by the thread that will run the rounds."""
         if self._device.type == "cuda":
@@ -198,7 +189,12 @@ class DeviceRoundEngine:
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> DeviceFlight:
         """Launch the verify rows. Prompts are run by `collect`, behind them."""
-        flight = DeviceFlight(prefill, verify, self._group(verify))
+        groups = group_rows(verify, self._uses_own)
+        for group in groups:
+            if not group.own:
+                # Whatever the device drafted for these sessions will not follow their prefix.
+                self._drafted.difference_update(row.session.ticket for row in group.rows)
+        flight = DeviceFlight(prefill, verify, groups)
         for group in flight.groups:
             group.launched = self.rounds.launch(
                 [self._input(row) for row in group.rows],
@@ -207,25 +203,6 @@ class DeviceRoundEngine:
                 features=any(row.session.keeps_features for row in group.rows),
             )
         return flight
-
-    def _group(self, verify: Sequence[VerifyRow]) -> list[_Group]:
-        def kind(place: int) -> str:
-            row = verify[place]
-            if _judged_by_host(row):
-                return "host"
-            return "own" if self._uses_own(row) else "device"
-
-        groups: list[_Group] = []
-        places = sorted(range(len(verify)), key=kind)
-        for name, members in groupby(places, key=kind):
-            chosen = list(members)
-            rows = [verify[place] for place in chosen]
-            if name != "own":
-                self._drafted.difference_update(row.session.ticket for row in rows)
-            drafts = Drafts.OWN if name == "own" else _drafts(rows)
-            judge = Judge.HOST if name == "host" else _judge(rows)
-            groups.append(_Group(chosen, rows, drafts, judge))
-        return groups
 
     def _uses_own(self, row: VerifyRow) -> bool:
         return row.own_depth > 0 and row.session.ticket in self._drafted
@@ -268,7 +245,7 @@ class DeviceRoundEngine:
             project_s=0.0,
         )
 
-    def _read(self, group: _Group, launched: Launched) -> list[RowOutcome]:
+    def _read(self, group: Group, launched: Launched) -> list[RowOutcome]:
         """Outcomes of rows that the device judged."""
         assert launched.result is not None
         nodes = launched.shape.nodes
@@ -278,7 +255,6 @@ class DeviceRoundEngine:
         features = None
         if launched.features is not None:
             features = self._wire_array(launched.features.wait())
-        own = group.drafts is Drafts.OWN
         outcomes: list[RowOutcome] = []
         for index, row in enumerate(group.rows):
             count = counts[index]
@@ -293,32 +269,55 @@ class DeviceRoundEngine:
                 resampled=bool(resampled[index]),
                 used_target_only_fallback=False,
             )
-            drafted = self.drafts_itself if own else 0
+            drafted = self.drafts_itself if group.own else 0
             outcomes.append(RowOutcome(acceptance=acceptance, features=mine, drafted=drafted))
         return outcomes
 
-    def _judge_on_host(self, group: _Group, launched: Launched) -> list[RowOutcome]:
+    def _judge_on_host(self, group: Group, launched: Launched) -> list[RowOutcome]:
         """Outcomes of rows whose warper or law the device does not know."""
         nodes = launched.shape.nodes
+        drafts = [row.draft for row in group.rows]
+        if group.own:
+            drafts = own_drafts(group.rows, launched.verified.result.cpu().view(-1, nodes))
         judged = [
-            accept_row(row.session, index * nodes, row.draft)
-            for index, row in enumerate(group.rows)
+            accept_row(row.session, index * nodes, draft)
+            for index, (row, draft) in enumerate(zip(group.rows, drafts, strict=True))
         ]
         accepted = accept(launched.verified.logits, judged)
-        features = launched.verified.features
         outcomes: list[RowOutcome] = []
         for index, (row, acceptance) in enumerate(zip(group.rows, accepted, strict=True)):
-            session = row.session
             mine = None
-            if not session.ended:
-                rows = [0, *(1 + node for node in acceptance.accepted_nodes)]
-                session.kv.keep_written(rows)
-                self._set_prefix(session, session.length + len(rows), acceptance.tokens[-1])
-                if features is not None and session.keeps_features:
-                    index_of = torch.tensor(rows, device=self._device) + index * nodes
-                    mine = self._wire_array(features[index_of].cpu())
-            outcomes.append(RowOutcome(acceptance=acceptance, features=mine))
+            if not row.session.ended:
+                mine = self._commit(
+                    row.session, acceptance, launched.verified.features, index, nodes
+                )
+            draft = drafts[index]
+            drafted = len(draft.tree) if group.own and draft is not None else 0
+            outcomes.append(RowOutcome(acceptance=acceptance, features=mine, drafted=drafted))
+        if group.own:
+            counts = np.array([len(a.tokens) for a in accepted], dtype=np.int32)
+            tokens = np.zeros((len(accepted), nodes), dtype=np.int32)
+            for index, acceptance in enumerate(accepted):
+                tokens[index, : counts[index]] = acceptance.tokens
+            self.rounds.draft_after(launched, counts, tokens)
         return outcomes
+
+    def _commit(
+        self,
+        session: Session,
+        acceptance: Acceptance,
+        features: Tensor | None,
+        index: int,
+        nodes: int,
+    ) -> NDArray[np.generic] | None:
+        """Move a host-judged session on; its features, if it keeps them."""
+        rows = [0, *(1 + node for node in acceptance.accepted_nodes)]
+        session.kv.keep_written(rows)
+        self._set_prefix(session, session.length + len(rows), acceptance.tokens[-1])
+        if features is None or not session.keeps_features:
+            return None
+        places = torch.tensor(rows, device=self._device) + index * nodes
+        return self._wire_array(features[places].cpu())
 
     # ---- prompts -------------------------------------------------------------------------------
 
@@ -370,9 +369,9 @@ class DeviceRoundEngine:
                     rows,
                     start=start,
                     last=last,
-                    with_law=sampling.effective_rule not in _MATCHING,
+                    with_law=sampling.effective_rule not in MATCHING,
                 )
-                if last and not decided_by_host(session):
+                if last:
                     self._drafted.add(session.ticket)
         return RowOutcome(acceptance=acceptance, features=mine)
 
@@ -413,23 +412,5 @@ class DeviceRoundEngine:
         return np.asarray(features.to(torch.float32).numpy())
 
 
-def _judged_by_host(row: VerifyRow) -> bool:
-    """Whether the warper is beyond the device, or the row brings a law from outside."""
-    law = row.draft is not None and row.draft.law is not None
-    return law or decided_by_host(row.session)
-
-
-def _drafts(rows: Sequence[VerifyRow]) -> Drafts:
-    trees = [row.draft.tree for row in rows if row.draft is not None and len(row.draft.tree)]
-    if not trees:
-        return Drafts.NONE
-    return Drafts.CHAIN if all(is_chain(tree.parents) for tree in trees) else Drafts.TREE
-
-
-def _judge(rows: Sequence[VerifyRow]) -> Judge:
-    matching = all(row.session.spec.sampling.effective_rule in _MATCHING for row in rows)
-    return Judge.MATCH if matching else Judge.SAMPLED
-
-
-def _nodes(group: _Group) -> int:
+def _nodes(group: Group) -> int:
     return group.launched.shape.nodes if group.launched is not None else 1

@@ -106,6 +106,12 @@ class RoundRunner(Protocol):
         """K/V slots that a session may be written past its longest prefix."""
         ...
 
+    @property
+    def usable(self) -> bool:
+        """Whether the device still works; asked after a failure only. False is final: nothing
+        can be run in this process any more. Must not raise."""
+        ...
+
     def enter_thread(self) -> None:
         """To be called once by the thread that will run the rounds."""
         ...
@@ -148,6 +154,7 @@ class RoundEngine:
     run_ahead = False
     drafts_itself = 0
     extra_slots = 0
+    usable = True
 
     def __init__(
         self,

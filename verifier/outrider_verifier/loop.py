@@ -1,22 +1,25 @@
 """The engine thread: takes commands, runs rounds, hands effects to the asyncio thread.
 
-Commands are taken whenever a round was submitted or settled, also while one is in flight.
+Commands are taken whenever a round was submitted or settled, also while one is in flight. The
+thread ends when it is stopped, or when the device is lost: then every session fails with
+DEVICE_LOST, and what was asked meanwhile is left for `left_over`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 
-from outrider.errors import InternalError
+from outrider.errors import InternalError, OutriderError
 from outrider_verifier.commands import Command, Stop
 from outrider_verifier.core import Core
-from outrider_verifier.effects import Effect
-from outrider_verifier.rounds import Rounds
+from outrider_verifier.effects import Answer, Effect
+from outrider_verifier.rounds import Rounds, device_lost_error
 from outrider_verifier.schedule import RoundPlan
 
 logger = logging.getLogger(__name__)
@@ -35,12 +38,16 @@ class EngineLoop:
         *,
         loop: asyncio.AbstractEventLoop,
         dispatch: Dispatch,
+        on_lost: Callable[[], None],
     ) -> None:
+        """`dispatch` and `on_lost` are called on the asyncio thread; `on_lost` at most once, when
+        the device is lost and all effects were dispatched. The thread takes no command then."""
         self._core = core
         self._rounds = rounds
         self._outbox = outbox
         self._loop = loop
         self._dispatch = dispatch
+        self._on_lost = on_lost
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
@@ -58,14 +65,20 @@ class EngineLoop:
         self.post(Stop())
         self._thread.join(timeout_s)
 
+    def left_over(self) -> list[Command]:
+        """Commands that the thread will never take; to be asked once it has ended."""
+        return [self._commands.get_nowait() for _ in range(self._commands.qsize())]
+
     def _run(self) -> None:
         self._rounds.enter_thread()
         wait_until: float | None = None
         idle_since = time.monotonic()
-        while not self._stopping:
+        while not (self._stopping or self._rounds.device_lost):
             awaited = wait_until is not None
             idle = awaited or not self._core.sessions
             self._take_commands(wait_until, block=idle and not self._rounds.flying)
+            if self._rounds.device_lost:
+                break
             woken = time.monotonic()
             plan = self._guarded_plan(woken)
             wait_until = plan.wait_until
@@ -80,7 +93,12 @@ class EngineLoop:
             self._flush()
         # Nothing may be left running on a device when the thread is gone.
         self._rounds.settle()
+        if self._rounds.device_lost:
+            self._drop_all(device_lost_error())
         self._flush()
+        if self._rounds.device_lost:
+            with contextlib.suppress(RuntimeError):  # the asyncio loop is closed
+                self._loop.call_soon_threadsafe(self._on_lost)
 
     def _take_commands(self, wait_until: float | None, *, block: bool) -> None:
         """Handle every queued command; if `block`, wait for one until `wait_until`."""
@@ -102,10 +120,20 @@ class EngineLoop:
 
     def _guarded_handle(self, command: Command) -> None:
         self._stopping = self._stopping or isinstance(command, Stop)
+        told = len(self._outbox)
         try:
             self._core.handle(command, time.monotonic())
         except Exception as bug:
             self._give_up(bug)
+        for place, effect in enumerate(self._outbox[told:], told):
+            if isinstance(effect, Answer) and isinstance(effect.error, InternalError):
+                self._outbox[place] = self._judged(effect, effect.error)
+
+    def _judged(self, answer: Answer, bug: InternalError) -> Answer:
+        """The answer to a command that failed: opening a session writes to the device, which may
+        have failed while no round was in flight."""
+        self._rounds.check_device(bug)
+        return Answer(answer.future, device_lost_error()) if self._rounds.device_lost else answer
 
     def _guarded_plan(self, now: float) -> RoundPlan:
         try:
@@ -117,7 +145,11 @@ class EngineLoop:
     def _give_up(self, bug: Exception) -> None:
         """State that cannot be trusted is dropped; the loop goes on with none."""
         logger.exception("engine failed; all sessions are dropped")
-        error = InternalError(f"{type(bug).__name__}: {bug}", reason="ENGINE_FAILED")
+        self._rounds.check_device(bug)
+        error: OutriderError = InternalError(f"{type(bug).__name__}: {bug}", reason="ENGINE_FAILED")
+        self._drop_all(device_lost_error() if self._rounds.device_lost else error)
+
+    def _drop_all(self, error: OutriderError) -> None:
         try:
             self._core.fail_all(error)
         except Exception:

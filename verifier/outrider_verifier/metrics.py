@@ -32,6 +32,7 @@ _COUNTERS = {
     "failed": "Sessions ended by an error",
     "rounds": "Rounds run",
     "failed_rounds": "Rounds that raised an error",
+    "device_losses": "Devices that stopped working; the process ends with the first",
     "emitted_tokens": "Tokens emitted",
     "prefill_tokens": "Prompt tokens processed",
     "proposed_tokens": "Draft nodes verified",

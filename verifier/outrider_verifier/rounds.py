@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from outrider.errors import InternalError
+from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.spec.accounting import add_round
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
@@ -51,6 +51,11 @@ class _InFlight:
         return [row.session for row in self.prefill] + [row.session for row in self.verify]
 
 
+def device_lost_error() -> UnavailableError:
+    """For whoever is served by, or calls, a verifier whose device does not work any more."""
+    return UnavailableError("the verifier has lost its device", reason="DEVICE_LOST")
+
+
 class Rounds:
     """Runs rounds on behalf of the loop; at most two are submitted and not settled."""
 
@@ -68,6 +73,8 @@ class Rounds:
         self._clock = clock
         self._flying: _InFlight | None = None
         self._settled_at = 0.0
+        self.device_lost = False
+        """Whether the device was found not to work after a failure; no round can follow."""
 
     @property
     def flying(self) -> bool:
@@ -109,9 +116,12 @@ class Rounds:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the round in flight and act on its outcome; no-op if there is none."""
+        """Wait for the round in flight and act on its outcome; no-op if there is none.
+
+        On a lost device it is dropped; its sessions have yet to be failed.
+        """
         flying, self._flying = self._flying, None
-        if flying is None:
+        if flying is None or self.device_lost:
             return
         try:
             outcome = self._engine.collect(flying.flight)
@@ -126,6 +136,14 @@ class Rounds:
             self._fail(flying.sessions, bug)
             return
         self._report(flying, outcome, emitted)
+
+    def check_device(self, bug: BaseException | None) -> None:
+        """After a failure, `bug` if it is known: note whether the device is the reason."""
+        if self.device_lost or self._engine.usable:
+            return
+        self.device_lost = True
+        self._core.counters["device_losses"] += 1
+        logger.critical("the device is lost", exc_info=bug)
 
     def _submit(self, plan: RoundPlan, began: float, waited_s: float) -> _InFlight:
         prefill = [
@@ -270,11 +288,16 @@ class Rounds:
         counters["proposals_used"] += int(row.draft is not None)
 
     def _fail(self, sessions: Sequence[Session], bug: Exception) -> None:
-        logger.error("round failed", exc_info=bug, extra={"sessions": len(sessions)})
         self._core.counters["failed_rounds"] += 1
-        error = InternalError(
-            f"the round failed: {type(bug).__name__}: {bug}", reason="ROUND_FAILED"
-        )
+        self.check_device(bug)
+        error: OutriderError
+        if self.device_lost:
+            error = device_lost_error()
+        else:
+            logger.error("round failed", exc_info=bug, extra={"sessions": len(sessions)})
+            error = InternalError(
+                f"the round failed: {type(bug).__name__}: {bug}", reason="ROUND_FAILED"
+            )
         for session in sessions:
             if not session.ended:
                 self._core.fail(session, error)

@@ -35,7 +35,7 @@ from outrider_verifier.handover import Handover
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.loop import EngineLoop
 from outrider_verifier.metrics import Metrics
-from outrider_verifier.rounds import Rounds
+from outrider_verifier.rounds import Rounds, device_lost_error
 from outrider_verifier.schedule import Limits
 
 REST_DELAY_S = 0.001
@@ -47,7 +47,11 @@ _EventQueue = asyncio.Queue[SessionEvent | OutriderError]
 
 class VerifierService:
     """Implements `VerifierEndpoint`. The engine thread starts with the first call (or `start`)
-    and belongs to the event loop that runs then; `stop` ends it."""
+    and belongs to the event loop that runs then; `stop` ends it.
+
+    When the device is lost, every session fails and every call is refused with DEVICE_LOST; the
+    owner, told by `lost`, is to end the process, so that its keeper starts a new one.
+    """
 
     def __init__(
         self,
@@ -102,11 +106,14 @@ class VerifierService:
         self._loop: EngineLoop | None = None
         self._draining = False
         self._stopped = False
+        self.lost = asyncio.Event()
+        """Set when the device does not work any more, after all sessions have failed."""
 
     # ---- life ----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the engine thread on the running event loop; idempotent."""
+        self._check_device()
         if self._stopped:
             raise UnavailableError("the verifier has stopped", reason="STOPPING")
         if self._loop is None:
@@ -116,6 +123,7 @@ class VerifierService:
                 self._outbox,
                 loop=asyncio.get_running_loop(),
                 dispatch=self._dispatch,
+                on_lost=self._on_lost,
             )
             self._loop.start()
 
@@ -138,6 +146,7 @@ class VerifierService:
 
     async def info(self) -> VerifierInfo:
         """Identity, capacity and load."""
+        self._check_device()
         medians, counters = self.metrics.medians, self._core.counters
         return VerifierInfo(
             protocol_version=PROTOCOL_VERSION,
@@ -220,9 +229,25 @@ class VerifierService:
     def _post(self, command: Command) -> None:
         if self._loop is not None:
             self._loop.post(command)
-        elif isinstance(command, Open | SetPlan | Close) and command.answer is not None:
-            error = UnavailableError("the verifier has stopped", reason="STOPPING")
-            command.answer.set_exception(error)
+        else:
+            self._refuse(command, UnavailableError("the verifier has stopped", reason="STOPPING"))
+
+    @staticmethod
+    def _refuse(command: Command, error: OutriderError) -> None:
+        if isinstance(command, Open | SetPlan | Close) and command.answer is not None:
+            _settle(command.answer, error)
+
+    def _on_lost(self) -> None:
+        """The engine thread has ended because the device is lost; all it told has come."""
+        loop, self._loop = self._loop, None
+        self._dispatch_rest()
+        self.lost.set()
+        for command in [] if loop is None else loop.left_over():
+            self._refuse(command, device_lost_error())
+
+    def _check_device(self) -> None:
+        if self.lost.is_set():
+            raise device_lost_error()
 
     def _dispatch(self, effects: list[Effect]) -> None:
         """Perform what a round (or a command) asked for, verdicts first.

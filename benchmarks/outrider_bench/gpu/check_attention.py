@@ -67,9 +67,11 @@ class Shape(NamedTuple):
         return self.batch * (self.context + self.nodes) * SLOT_BYTES
 
 
+WIDE_TREE = Shape(1, 64)
+"""The shape whose best candidates are printed."""
 TIMED = (
+    WIDE_TREE,
     *(Shape(batch, nodes) for batch in (1, 8, 32, 64) for nodes in (1, 4, 6, 8)),
-    Shape(1, 64),
     *(Shape(1, nodes, LONG) for nodes in (1, 6, 64)),
 )
 CHECKED = (Shape(1, 1), Shape(1, 8), Shape(1, 64), Shape(1, 6, LONG), Shape(8, 4), Shape(64, 6))
@@ -147,15 +149,24 @@ def default_config(shape: Shape) -> AttentionConfig:
 
 
 def candidates(shape: Shape) -> list[AttentionConfig]:
-    """The default, and others of VARIANTS with half to twice as many parts."""
+    """The default, and others of VARIANTS with half to twice as many parts.
+
+    One large tree can be cut by its rows as well: it gets every height of a tile, and few parts.
+    """
     default = default_config(shape)
     parts = {max(default.splits // 2, 1), default.splits, min(2 * default.splits, 64)}
     if shape.batch >= 32:
         parts |= {1, 2, 4}
+    heights = {default.block_rows}
+    if shape.batch == 1 and shape.nodes >= 32:
+        parts |= {1, 2, 4, 8}
+        heights |= {16, 32, 64, 128}
     configs = [
-        AttentionConfig(default.block_rows, slots, splits, warps, stages)
+        # As in choose_config: sums of 128 rows do not fit the registers of 4 warps.
+        AttentionConfig(rows, slots, splits, 8 if rows > 64 else warps, stages)
         for slots, warps, stages in VARIANTS
         for splits in sorted(parts)
+        for rows in sorted(heights)
     ]
     return list(dict.fromkeys([default, *configs]))
 
@@ -250,7 +261,7 @@ def sweep(storage: Tensor, budget_s: float) -> list[dict[str, Any]]:
     """Time every candidate of every shape; print default and best. Ends early at the budget."""
     results = []
     started = time.perf_counter()
-    print("config: block_rows, block_slots, splits, num_warps, num_stages, pdl", flush=True)
+    print("config: block_rows, block_slots, splits, num_warps, num_stages", flush=True)
     for shape in TIMED:
         if time.perf_counter() - started > budget_s:
             print("the time for the sweep is over; shapes left out follow in TIMED", flush=True)
@@ -270,6 +281,9 @@ def sweep(storage: Tensor, budget_s: float) -> list[dict[str, Any]]:
             f"tree {masked * 1e6:6.1f} us {tuple(config)}",
             flush=True,
         )
+        if shape == WIDE_TREE:
+            for spent, near in ranked[:10]:
+                print(f"  {spent * 1e6:6.1f} us {tuple(near)}", flush=True)
         results.append(
             {
                 "shape": shape._asdict(),
@@ -283,7 +297,7 @@ def sweep(storage: Tensor, budget_s: float) -> list[dict[str, Any]]:
     return results
 
 
-def _write(storage: Tensor, bucket: Bucket, table: Tensor, pdl: bool, layer: int) -> Tensor:
+def _write(storage: Tensor, bucket: Bucket, table: Tensor, layer: int) -> Tensor:
     return rotary_write(
         bucket.qkv,
         table,
@@ -292,7 +306,6 @@ def _write(storage: Tensor, bucket: Bucket, table: Tensor, pdl: bool, layer: int
         storage[1, layer % LAYERS],
         num_heads=HEADS,
         interleaved=True,
-        pdl=pdl,
     )
 
 
@@ -308,9 +321,7 @@ def _companions(storage: Tensor, shape: Shape) -> dict[str, Callable[[int], obje
     rows[:, 1:count] += 1
     counts = torch.full_like(bucket.context, count)
     write = functools.partial(_write, storage, bucket, table)
-    plain = default_config(shape)._replace(pdl=False)
-    read = functools.partial(attend, storage, bucket, plain, shape)
-    read_pdl = functools.partial(attend, storage, bucket, plain._replace(pdl=True), shape)
+    read = functools.partial(attend, storage, bucket, None, shape)
     return {
         "tree_layout": lambda _: tree_layout(
             bucket.parents, *where, num_nodes=nodes, block_tokens=BLOCK_TOKENS
@@ -320,10 +331,8 @@ def _companions(storage: Tensor, shape: Shape) -> dict[str, Callable[[int], obje
         "compact_kv": lambda _: compact_kv(
             storage, rows, counts, *where, block_tokens=BLOCK_TOKENS
         ),
-        "rotary_write": lambda layer: write(False, layer),
-        "rotary_write, pdl": lambda layer: write(True, layer),
-        "rotary + attention": lambda layer: (write(False, layer), read(layer)),
-        "rotary + attention, pdl": lambda layer: (write(True, layer), read_pdl(layer)),
+        "rotary_write": write,
+        "rotary + attention": lambda layer: (write(layer), read(layer)),
     }
 
 

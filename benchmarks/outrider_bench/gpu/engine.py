@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from outrider_drafter.config import DrafterConfig
+from outrider_drafter.device_source import DeviceHeadSource
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.service import DrafterService, Identity
 from outrider_verifier.build import SWITCH_INTERVAL_S
@@ -259,7 +260,8 @@ async def _inproc_drafter(running: Running) -> AsyncIterator[None]:
     network = InprocNetwork(encoded=False)
     network.serve_verifier(_ADDRESS, running.service)
     tokens = running.setup.max_sessions * (running.setup.max_tokens + 64)
-    source = HeadSource(models.head, max_rows=tokens, dtype=target.dtype, device=target.device)
+    kind = DeviceHeadSource if target.device.type == "cuda" else HeadSource
+    source = kind(models.head, max_rows=tokens, dtype=target.dtype, device=target.device)
     config = DrafterConfig(
         model=models.name, head="loaded", methods=(DraftMethod.EAGLE3,), drafter_id=str(DRAFTER)
     )

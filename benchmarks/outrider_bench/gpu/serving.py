@@ -95,8 +95,8 @@ async def _measure(
     async with serving(models, setup) as running:
         for batch in batches:
             prompts = bench.prompts(max(4, REQUESTS * batch))
-            warm = prompts[:batch]
-            await drive(running, warm, min(WARM_TOKENS, bench.output_tokens), tag=f"w{batch}")
+            warm = min(WARM_TOKENS, bench.output_tokens)
+            await drive(running, prompts, warm, concurrency=batch, tag=f"w{batch}")
             found[batch] = await drive(
                 running,
                 prompts,

@@ -2,7 +2,7 @@
 
 `python -m outrider_bench.gpu.tune_linear --out FILE [--quick]` on the device to tune for: it times
 candidates for every product and row tile over more weights than the L2 holds, checks the best ones
-against float64, and then times whole forwards of products. It prints lines for
+against float64, and then times whole forwards of norms and products. It prints lines for
 `outrider.engine.kernels.linear_configs.TABLE` and writes everything to FILE as JSON.
 """
 
@@ -32,6 +32,7 @@ from outrider.engine.kernels.linear_configs import (
     LinearConfig,
     choose_config,
 )
+from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.runtime import cdiv
 
 TUNED_ROWS = (8, 32, 64)  # for the row tiles 16, 32 and 64
@@ -39,6 +40,7 @@ TIMED_ROWS = (1, 8, 16, 32, 64)
 NUM_LAYERS = 32
 FLOOR_MS = 3.49  # the target's weights at the speed of a device copy (H200)
 _COPY_BYTES = 400e6
+_EPS = 1e-5
 _SMS = 132
 _SM_SHARED = 224 << 10
 
@@ -49,7 +51,6 @@ class Product(NamedTuple):
     name: str
     n: int
     k: int
-    norm: bool = False
     residual: bool = False
     gated: bool = False
     float_out: bool = False
@@ -66,16 +67,16 @@ class Product(NamedTuple):
 
 
 LAYER = (
-    Product("qkv", 6144, 4096, norm=True),
+    Product("qkv", 6144, 4096),
     Product("o_proj", 4096, 4096, residual=True),
-    Product("gate_up", 28672, 4096, norm=True, gated=True),
+    Product("gate_up", 28672, 4096, gated=True),
     Product("down", 4096, 14336, residual=True),
 )
-LM_HEAD = Product("lm_head", 128256, 4096, norm=True, float_out=True)
+LM_HEAD = Product("lm_head", 128256, 4096, float_out=True)
 DRAFT = (
     Product("draft_fc", 4096, 12288),
     Product("draft_qkv", 6144, 8192),
-    Product("draft_lm_head", 32000, 4096, norm=True, float_out=True),
+    Product("draft_lm_head", 32000, 4096, float_out=True),
 )
 PRODUCTS = (*LAYER, LM_HEAD, *DRAFT)
 
@@ -99,7 +100,7 @@ def candidates(product: Product, block_m: int, limit: int) -> list[LinearConfig]
     ordered = sorted(found, key=lambda config: found[config])[: 3 * limit]
     spread = [ordered[i * len(ordered) // limit] for i in range(min(limit, len(ordered)))]
     current = choose_config(block_m, product.n, product.k, product.gated, torch.device("cuda", 0))
-    return list(dict.fromkeys([current._replace(pdl=False), *spread]))
+    return list(dict.fromkeys([current, *spread]))
 
 
 def neighbours(product: Product, config: LinearConfig) -> list[LinearConfig]:
@@ -156,9 +157,6 @@ def make_inputs(product: Product, m: int) -> tuple[Tensor, dict[str, Any]]:
     """x [m, K] and the keyword arguments of the fused product, all random."""
     device = torch.device("cuda", 0)
     options: dict[str, Any] = {"gated": product.gated}
-    if product.norm:
-        weight = 1 + torch.randn(product.k, device=device) / 8
-        options |= {"norm_weight": weight.bfloat16(), "eps": 1e-5}
     if product.residual:
         options["residual"] = torch.randn(m, product.n, device=device, dtype=torch.bfloat16)
     if product.float_out:
@@ -276,19 +274,19 @@ def tune(product: Product, jobs: dict[int, list[LinearConfig]]) -> dict[int, dic
 
 
 def run_passes(products: tuple[Product, ...], quick: bool, out: Path) -> dict[str, Any]:
-    """Tune widely, near the best, then with dependent launch; {product: {rows: result}}."""
+    """Tune widely, then near the best; {product: {rows: result}}."""
     rows = TUNED_ROWS[:1] if quick else TUNED_ROWS
     limit = 8 if quick else 20
     jobs = {p: {m: candidates(p, max(m, 16), limit) for m in rows} for p in products}
     best: dict[str, Any] = {p.name: {} for p in products}
-    for label in ("wide", "near", "pdl"):
+    for label in ("wide", "near"):
         compile_all((p, c) for p, by_rows in jobs.items() for cs in by_rows.values() for c in cs)
         print(f"--- {label}", flush=True)
         for product in products:
             for m, result in tune(product, jobs[product]).items():
                 _merge(best[product.name], m, result)
                 ranked = [config for config, _ in best[product.name][m]["ranked"]]
-                jobs[product][m] = _next_pass(label, product, ranked)
+                jobs[product][m] = _near(product, ranked)
             torch.cuda.empty_cache()
             out.write_text(json.dumps(best, indent=1) + "\n", encoding="utf-8")
     return best
@@ -302,11 +300,10 @@ def _merge(results: dict[int, dict[str, Any]], m: int, new: dict[str, Any]) -> N
     results[m]["ranked"] = sorted(ranked.items(), key=lambda item: item[1])
 
 
-def _next_pass(label: str, product: Product, ranked: list[LinearConfig]) -> list[LinearConfig]:
-    if label == "wide":
-        near = [step for config in ranked[:2] for step in neighbours(product, config)]
-        return [config for config in dict.fromkeys([ranked[0], *near]) if config not in ranked[1:]]
-    return [config._replace(pdl=True) for config in ranked[:3]]
+def _near(product: Product, ranked: list[LinearConfig]) -> list[LinearConfig]:
+    """The best config again, and those one step from the best two that were not timed yet."""
+    near = [step for config in ranked[:2] for step in neighbours(product, config)]
+    return [config for config in dict.fromkeys([ranked[0], *near]) if config not in ranked[1:]]
 
 
 def print_table(products: tuple[Product, ...], best: dict[str, Any]) -> None:
@@ -340,15 +337,16 @@ def _config_at(best: dict[str, Any], product: Product, m: int) -> LinearConfig:
 
 
 def time_forwards(best: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of all products of a target forward in one graph, in their order."""
+    """Milliseconds of all norms and products of a target forward in one graph, in their order."""
     layers = [[make_weight(product) for product in LAYER] for _ in range(NUM_LAYERS)]
     lm_head = make_weight(LM_HEAD)
+    norm = torch.ones(LM_HEAD.k, device="cuda", dtype=torch.bfloat16)
     times: dict[str, float] = {}
     for m in TIMED_ROWS:
-        for label in ("fused", "fused, all pdl", "fused, no pdl", "cublas"):
+        for label in ("fused", "cublas"):
             steps = [_step(best, product, m, label) for product in (*LAYER, LM_HEAD)]
             first = make_inputs(LAYER[0], m)[0]
-            forward = functools.partial(_forward, steps, layers, lm_head, first)
+            forward = functools.partial(_forward, steps, layers, lm_head, norm, first)
             spent = times[f"{label} m={m}"] = seconds(forward, 1) * 1e3
             print(f"forward, {label} m={m}: {spent:.3f} ms", flush=True)
     return times
@@ -358,8 +356,6 @@ def _step(best: dict[str, Any], product: Product, m: int, label: str) -> Callabl
     if label == "cublas":
         return lambda x, weight, residual=None: F.linear(x, weight)
     config = _config_at(best, product, m)
-    if label != "fused":
-        config = config._replace(pdl=label == "fused, all pdl")
     options: dict[str, Any] = make_inputs(product, m)[1] | {"config": config}
     return lambda x, weight, **extra: fused_linear_triton(x, weight, **(options | extra))
 
@@ -368,16 +364,17 @@ def _forward(
     steps: list[Callable[..., Tensor]],
     layers: list[list[Tensor]],
     lm_head: Tensor,
+    norm: Tensor,
     x: Tensor,
     _: int,
 ) -> Tensor:
     """Queries stand in for what attention returns, gate for what cuBLAS leaves unactivated."""
     for weights in layers:
-        qkv = steps[0](x, weights[0])
+        qkv = steps[0](rms_norm(x, norm, _EPS), weights[0])
         x = steps[1](qkv[:, : LAYER[1].k], weights[1], residual=x)
-        hidden = steps[2](x, weights[2])[:, : LAYER[3].k]
+        hidden = steps[2](rms_norm(x, norm, _EPS), weights[2])[:, : LAYER[3].k]
         x = steps[3](hidden, weights[3], residual=x)
-    return steps[4](x, lm_head)
+    return steps[4](rms_norm(x, norm, _EPS), lm_head)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from outrider_drafter.service import DrafterService
     from outrider_verifier.service import VerifierService
 
+LOST_GRACE_S = 1.0
+"""Time in which a lost device's sessions can be told of it before their actor ends."""
+
 
 @asynccontextmanager
 async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierService]:
@@ -29,9 +33,11 @@ async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierSe
     service = await asyncio.to_thread(build_service, config)
     tune_interpreter()
     service.start()
+    watch = asyncio.create_task(end_when(service.lost))
     try:
         yield service
     finally:
+        watch.cancel()
         await service.stop()
 
 
@@ -46,11 +52,21 @@ async def drafter_endpoint(
     dialer = RayDialer(ray_config)
     service = await asyncio.to_thread(build_service, config, dialer)
     tune_interpreter()
+    watch = asyncio.create_task(end_when(service.lost))
     try:
         yield service
     finally:
+        watch.cancel()
         await service.close()
         await dialer.close()
+
+
+async def end_when(lost: asyncio.Event) -> None:
+    """End this actor once its device is lost; its keeper puts a new one in its place."""
+    await lost.wait()
+    await asyncio.sleep(LOST_GRACE_S)
+    # Ray's workers end on it with status 1, behind the calls that they are answering.
+    signal.raise_signal(signal.SIGTERM)
 
 
 def prepare(threads: int, log_level: str) -> None:

@@ -31,7 +31,7 @@ from outrider.engine.kernels.growth import (
     num_candidates,
     select_frontier,
 )
-from outrider.engine.kernels.linear import SKINNY_ROWS, fused_linear
+from outrider.engine.kernels.linear import SKINNY_ROWS, add_linear, fused_linear
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.rotary import rotary_table, rotary_write
 from outrider.engine.kernels.sampling import choose_tokens
@@ -372,8 +372,8 @@ class DraftProgram:
 
     def _finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         w, eps = self.weights, self.weights.config.rms_norm_eps
-        h = fused_linear(attended, w.o_proj, residual=residual)
-        gated = fused_linear(h, w.gate_up, norm_weight=w.post_norm, eps=eps, gated=True)
+        h, normed = add_linear(attended, w.o_proj, residual, norm_weight=w.post_norm, eps=eps)
+        gated = fused_linear(normed, w.gate_up, gated=True)
         x = fused_linear(gated, w.down, residual=h)
         return rms_norm(x, w.final_norm, eps) if w.config.norm_output else x
 

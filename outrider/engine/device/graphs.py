@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
@@ -55,9 +56,16 @@ class GraphCache:
             self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads (a drafter's, a server's) may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            static = fn()
+        # Other threads (a drafter's, a server's) may use the device meanwhile. The collector must
+        # not: memory that it gave back in this thread would void the capture.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                static = fn()
+        finally:
+            if collects:
+                gc.enable()
         return graph, static
 
 

@@ -56,7 +56,7 @@ class Verified(NamedTuple):
 
     result: Tensor
     """int32 [B, 2 + 2N]: counts, resampled, rows, tokens (see `DeviceAcceptance`); with
-    Judge.HOST it is empty."""
+    Judge.HOST int32 [M], the token rows."""
     acceptance: DeviceAcceptance | None
     context: Tensor
     """int32 [B]: K/V slots written before the round."""
@@ -118,6 +118,7 @@ class DeviceRounds:
         self._plain = TargetProgram(target)
         self._max_len = slots.sequence.tables.shape[1] * self._pool.block_tokens
         self._inputs: dict[tuple[int, int], _Inputs] = {}
+        self._verdicts: dict[RoundShape, _HostVerdict] = {}
         self._downloads = Downloader(target.device)
         self._rates = None
         if simulated_rates is not None:
@@ -146,6 +147,29 @@ class DeviceRounds:
             shape=shape, rows=len(rows), result=result, features=sent, verified=verified
         )
 
+    @torch.inference_mode()
+    def draft_after(
+        self, launched: Launched, counts: NDArray[np.int32], tokens: NDArray[np.int32]
+    ) -> None:
+        """Draft again for rows with own drafts that the host judged.
+
+        counts [n]: tokens emitted by each of the rows; tokens [n, N]: those, then anything. The
+        sessions' prefixes have been set.
+        """
+        shape, verified = launched.shape, launched.verified
+        verdict = self._verdicts.get(shape)
+        if verdict is None:
+            verdict = self._verdicts[shape] = _HostVerdict(shape.rows, shape.nodes, self._device)
+        verdict.fill(counts, tokens)
+        inputs = self._inputs[shape.rows, shape.nodes]
+        with self.recorder.span("draft"):
+            self.graphs.run(
+                ("draft", shape),
+                lambda: self._own_draft(
+                    shape, inputs, verified, verdict.tokens, verdict.counts, with_law=False
+                ),
+            )
+
     def warm_up(self, shapes: Sequence[RoundShape]) -> None:
         """Compile and capture: rounds of nothing but padding rows."""
         for shape in shapes:
@@ -169,7 +193,7 @@ class DeviceRounds:
 
     def _run(self, shape: RoundShape, inputs: _Inputs) -> Verified:
         record, head = self.recorder, self._own_head
-        if shape.drafts is not Drafts.OWN or head is None:
+        if shape.drafts is not Drafts.OWN or head is None or shape.judge is Judge.HOST:
             with record.span("verify"):
                 return self.graphs.run(shape, lambda: self._verify(shape, inputs))
         if self._fused:
@@ -277,17 +301,55 @@ class DeviceRounds:
         )
 
     def _draft(self, shape: RoundShape, inputs: _Inputs, verified: Verified) -> Verified:
-        assert self._own_head is not None
-        assert verified.acceptance is not None and verified.features is not None
-        self._own_head.draft(
-            inputs.slots,
-            tokens=verified.acceptance.tokens,
-            features=verified.features.view(shape.rows, shape.nodes, -1),
-            counts=verified.acceptance.counts,
-            starts=verified.context,
+        assert verified.acceptance is not None
+        self._own_draft(
+            shape,
+            inputs,
+            verified,
+            verified.acceptance.tokens,
+            verified.acceptance.counts,
             with_law=shape.judge is Judge.SAMPLED,
         )
         return verified
+
+    def _own_draft(
+        self,
+        shape: RoundShape,
+        inputs: _Inputs,
+        verified: Verified,
+        tokens: Tensor,
+        counts: Tensor,
+        *,
+        with_law: bool,
+    ) -> None:
+        assert self._own_head is not None and verified.features is not None
+        self._own_head.draft(
+            inputs.slots,
+            tokens=tokens,
+            features=verified.features.view(shape.rows, shape.nodes, -1),
+            counts=counts,
+            starts=verified.context,
+            with_law=with_law,
+        )
+
+
+class _HostVerdict:
+    """What the host accepted in a bucket, as static tensors; rows beyond the given ones count 0."""
+
+    def __init__(self, rows: int, nodes: int, device: torch.device) -> None:
+        self._buffer = torch.zeros(rows * (1 + nodes), dtype=torch.int32, device=device)
+        self._uploader = Uploader(rows * (1 + nodes), device)
+        self._shape = (rows, nodes)
+        self.counts = self._buffer[:rows]
+        self.tokens = self._buffer[rows:].view(rows, nodes)
+
+    def fill(self, counts: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        rows, nodes = self._shape
+        words = np.zeros((rows, 1 + nodes), dtype=np.int32)
+        words[: len(counts), 0] = counts
+        words[: len(counts), 1:] = tokens
+        flat = np.concatenate((words[:, 0], words[:, 1:].ravel()))
+        self._uploader.upload(flat, self._buffer)
 
 
 class _Inputs:

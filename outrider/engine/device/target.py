@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from outrider.engine.heads.config import FINAL_NORM
 from outrider.engine.kernels.attention import tree_attention
+from outrider.engine.kernels.embedding import embed
 from outrider.engine.kernels.layout import RoundLayout
-from outrider.engine.kernels.linear import SKINNY_ROWS, fused_linear
+from outrider.engine.kernels.linear import SKINNY_ROWS, Normed, add_linear, fused_linear
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.rotary import rotary_table, rotary_write
 from outrider.engine.layers import LayerWeights
@@ -70,24 +70,21 @@ class TargetProgram:
         `max_len` bounds the slots that any row sees. Nothing is committed.
         """
         weights = self._model.weights
-        x = F.embedding(tokens.clamp(min=0), weights.embedding)
+        eps = self._config.rms_norm_eps
+        norms = [layer.weights.input_norm for layer in self._layers] + [weights.final_norm]
+        x, normed = embed(tokens, weights.embedding, norms[0], eps)
         table = rotary_table(layout.positions, self._model.inverse_frequencies)
         outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
-            x = self._layer(layer, index, x, table, layout, rows, num_nodes, max_len)
+            place = _Place(index, table, layout, rows, num_nodes, max_len)
+            x, normed = self._layer(layer, x, normed, norms[index + 1], place)
             if index in self.tap_layers:
                 # With many rows the next layer adds to x in place.
                 outputs[index] = x if x.shape[0] <= SKINNY_ROWS else x.clone()
-        eps = self._config.rms_norm_eps
         if FINAL_NORM in self.tap_layers:
             outputs[FINAL_NORM] = rms_norm(x, weights.final_norm, eps)
         logits = fused_linear(
-            x,
-            self._lm_head.weight,
-            bias=self._lm_head.bias,
-            norm_weight=weights.final_norm,
-            eps=eps,
-            out_dtype=torch.float32,
+            normed, self._lm_head.weight, bias=self._lm_head.bias, out_dtype=torch.float32
         )
         taps = None
         if self.tap_layers:
@@ -95,25 +92,16 @@ class TargetProgram:
         return TargetOutput(logits, taps)
 
     def _layer(
-        self,
-        layer: _Layer,
-        index: int,
-        x: Tensor,
-        table: Tensor,
-        layout: RoundLayout,
-        rows: RoundRows,
-        num_nodes: int,
-        max_len: int,
-    ) -> Tensor:
+        self, layer: _Layer, x: Tensor, normed: Normed, next_norm: Tensor, place: _Place
+    ) -> tuple[Tensor, Normed]:
+        """The residual stream after a layer, and its norm by `next_norm`."""
         config, weights = self._config, layer.weights
-        eps = config.rms_norm_eps
-        qkv = fused_linear(
-            x, layer.qkv.weight, bias=layer.qkv.bias, norm_weight=weights.input_norm, eps=eps
-        )
+        eps, index, rows = config.rms_norm_eps, place.number, place.rows
+        qkv = fused_linear(normed, layer.qkv.weight, bias=layer.qkv.bias)
         query = rotary_write(
             qkv.view(qkv.shape[0], -1, config.head_dim),
-            table,
-            layout.write_slots,
+            place.table,
+            place.layout.write_slots,
             self._keys[index],
             self._values[index],
             num_heads=config.num_heads,
@@ -128,27 +116,44 @@ class TargetProgram:
             tables=rows.tables,
             slots=rows.slots,
             context=rows.context,
-            num_nodes=num_nodes,
-            mask=layout.mask,
+            num_nodes=place.num_nodes,
+            mask=place.layout.mask,
             block_tokens=self._model.pool.block_tokens,
-            positions=layout.positions,
+            positions=place.layout.positions,
             window=config.sliding_window,
-            max_len=max_len,
+            max_len=place.max_len,
         )
-        x = fused_linear(
-            attended, layer.o_proj.weight, bias=layer.o_proj.bias, residual=x, overwrite=True
-        )
-        inner = fused_linear(
+        o_proj, down = layer.o_proj, layer.down
+        x, normed = add_linear(
+            attended,
+            o_proj.weight,
             x,
-            layer.gate_up.weight,
-            bias=layer.gate_up.bias,
+            bias=o_proj.bias,
             norm_weight=weights.post_norm,
             eps=eps,
-            gated=True,
+            overwrite=True,
         )
-        return fused_linear(
-            inner, layer.down.weight, bias=layer.down.bias, residual=x, overwrite=True
+        inner = fused_linear(normed, layer.gate_up.weight, bias=layer.gate_up.bias, gated=True)
+        return add_linear(
+            inner,
+            down.weight,
+            x,
+            bias=down.bias,
+            norm_weight=next_norm,
+            eps=eps,
+            overwrite=True,
         )
+
+
+class _Place(NamedTuple):
+    """What a layer must know beside its input."""
+
+    number: int
+    table: Tensor
+    layout: RoundLayout
+    rows: RoundRows
+    num_nodes: int
+    max_len: int
 
 
 class _Layer:

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.attention_config import AttentionConfig, choose_config
+from outrider.engine.kernels.attention_config import AttentionConfig, choose_config, joined_rows
 from outrider.engine.kernels.attention_kernel import attention_kernel, combine_kernel
 from outrider.engine.kernels.layout import pool_slots
 from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
@@ -184,8 +184,6 @@ def tree_attention_triton(
     if mask is not None:
         mask = mask.contiguous()
     tiles = cdiv(num_nodes * group, config.block_rows)
-    pdl = config.pdl and not INTERPRETED
-    options = {"launch_pdl": True} if pdl else {}
     attention_kernel[(tiles * num_kv_heads, splits, slots.shape[0])](
         q,
         keys,
@@ -217,15 +215,11 @@ def tree_attention_triton(
         MASKED=mask is not None,
         WINDOW=0 if window is None else window,
         STAGES=config.num_stages,
-        PDL=pdl,
         INTERPRETED=INTERPRETED,
         num_warps=config.num_warps,
-        **options,
     )
     if splits > 1:
-        block_splits = next_power_of_2(splits)
-        # Few rows spread over the device; many share programs, so that enough loads are under way.
-        joined = max(1, min(8, 32 // block_splits)) if num_rows * num_heads > 1024 else 1
+        joined = joined_rows(num_rows * num_heads, splits)
         combine_kernel[(cdiv(num_rows * num_heads, joined),)](
             partial,
             stats,
@@ -233,11 +227,9 @@ def tree_attention_triton(
             num_rows * num_heads,
             splits,
             ROWS=joined,
-            BLOCK_SPLITS=block_splits,
+            BLOCK_SPLITS=next_power_of_2(splits),
             DIM=dim,
             DIMS=dims,
-            PDL=pdl,
             num_warps=4,
-            **options,
         )
     return out

@@ -24,8 +24,6 @@ class AttentionConfig(NamedTuple):
     """Parts of the context; 1 writes the result without a second kernel."""
     num_warps: int
     num_stages: int
-    pdl: bool = False
-    """Programmatic dependent launch: start while the kernel in front still runs."""
 
 
 class _Tuned(NamedTuple):
@@ -36,13 +34,12 @@ class _Tuned(NamedTuple):
     """How many programs the splits should make, in all, over the multiprocessors."""
     num_warps: int
     num_stages: int
-    pdl: bool
 
 
 _TUNED = (
-    _Tuned(16, block_slots=64, programs_per_sm=2, num_warps=4, num_stages=2, pdl=False),
-    _Tuned(320, block_slots=64, programs_per_sm=1, num_warps=4, num_stages=5, pdl=False),
-    _Tuned(1 << 31, block_slots=32, programs_per_sm=1, num_warps=2, num_stages=3, pdl=False),
+    _Tuned(16, block_slots=64, programs_per_sm=2, num_warps=4, num_stages=2),
+    _Tuned(320, block_slots=64, programs_per_sm=1, num_warps=4, num_stages=5),
+    _Tuned(1 << 31, block_slots=32, programs_per_sm=1, num_warps=2, num_stages=3),
 )
 """The first entry that fits a shape is taken."""
 
@@ -63,6 +60,14 @@ def num_splits(
     wanted = cdiv(_SM_COUNT * programs_per_sm, batch * kv_heads * tiles)
     splits = max(min(wanted, cdiv(max_len, block_slots), _MAX_SPLITS), 1)
     return 1 << (splits.bit_length() - 1)
+
+
+def joined_rows(num_rows: int, splits: int) -> int:
+    """Rows that a program of the combine kernel takes, of `num_rows` token rows times heads.
+
+    Few rows spread over the device; many share programs, so that enough loads are under way.
+    """
+    return max(1, min(8, 32 // next_power_of_2(splits))) if num_rows > 1024 else 1
 
 
 def choose_config(
@@ -98,5 +103,4 @@ def choose_config(
         ),
         num_warps=8 if block_rows * dims > 64 * 128 else tuned.num_warps,
         num_stages=tuned.num_stages,
-        pdl=tuned.pdl,
     )

@@ -5,9 +5,6 @@
 A program takes one key/value head of one bucket row and all N * g query rows that read it (or a
 tile of them), over one part of the context; a second kernel joins the parts, as in Flash-Decoding
 (Dao et al. 2023). The softmax is the online one of Milakov and Gimelshein (2018).
-
-With PDL (programmatic dependent launch) a kernel may start while the one before it still runs, and
-waits for its end before the first read: a part of the launch is hidden.
 """
 
 from __future__ import annotations
@@ -50,12 +47,8 @@ def attention_kernel(
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
-    PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
     b = tl.program_id(2)
@@ -173,12 +166,8 @@ def combine_kernel(
     BLOCK_SPLITS: tl.constexpr,
     DIM: tl.constexpr,
     DIMS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Join the parts of ROWS rows (a row: one query head of one token row)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     split = tl.arange(0, BLOCK_SPLITS)
     dims = tl.arange(0, DIMS)

@@ -1,13 +1,19 @@
-"""Matrix products with the norm before them and the activation or residual after them fused in.
+"""Matrix products with the activation or residual after them fused in, and the norm before them.
 
 M rows of x, N rows of the weight, K features. With few rows a product takes the time of reading
 the weight once; `fused_linear` then runs as one kernel that streams the weight through the SMs at
-that speed and does the rest beside it. With more rows cuBLAS is ahead, between small kernels.
+that speed and does what follows beside it. With more rows cuBLAS is ahead, between small kernels.
+
+A norm between two products is split around them (`HalfNormed`): the first one multiplies by the
+norm's weight and sums squares, the second one divides. So it costs no kernel of its own, and no
+program of the second product does it over.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,24 +26,92 @@ from outrider.engine.kernels.linear_configs import (
     choose_config,
 )
 from outrider.engine.kernels.linear_kernel import skinny_kernel
-from outrider.engine.kernels.norm import rms_norm, rms_norm_torch, silu_mul
-from outrider.engine.kernels.runtime import INTERPRETED, cdiv
+from outrider.engine.kernels.norm import rms_norm, silu_mul
+from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
 from outrider.errors import InternalError, InvalidRequestError
 
 SKINNY_ROWS: Final = 64
 """Products of up to this many rows stream the weight in one kernel; more rows go to cuBLAS."""
-SKINNY_NORMED_ROWS: Final = 16
-"""The same for products with a norm: with more rows, scaling x in every program costs more than a
-kernel of its own (H200: 17.4 us against 19 for 32 rows of an 8B's qkv)."""
-_PREFETCH_LINES: Final = 8
-"""128-byte lines of each weight row that a program fetches into L2 before its inputs are ready."""
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 _workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
-def fused_linear(
+class HalfNormed(NamedTuple):
+    """A RMSNorm that `fused_linear` completes; made for at most SKINNY_ROWS rows."""
+
+    scaled: Tensor
+    """[M, K]: x * weight, rounded to x's dtype."""
+    squares: Tensor
+    """float32 [P, M]: sums of x^2 over P parts of each row."""
+    eps: float
+
+
+Normed = Tensor | HalfNormed
+"""The normed input of a product: whole, or half done."""
+
+
+def halves_norms(x: Tensor) -> bool:
+    """Whether norms of rows like these [M, K] are split around their products."""
+    # x * weight before the division would leave float16's range.
+    return x.is_cuda and x.shape[0] <= SKINNY_ROWS and x.dtype in (torch.float32, torch.bfloat16)
+
+
+def add_linear(
     x_MK: Tensor,
+    weight_NK: Tensor,
+    residual_MN: Tensor,
+    *,
+    norm_weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+    overwrite: bool = False,
+) -> tuple[Tensor, Normed]:
+    """`fused_linear` with a residual, and the RMSNorm of its result for the next product.
+
+    norm_weight [N]; the other arguments as there.
+    """
+    if halves_norms(x_MK):
+        _check(x_MK, weight_NK, bias, residual_MN, gated=False)
+        return add_linear_triton(
+            x_MK, weight_NK, residual_MN, norm_weight=norm_weight, eps=eps, bias=bias
+        )
+    result = fused_linear(x_MK, weight_NK, bias=bias, residual=residual_MN, overwrite=overwrite)
+    return result, rms_norm(result, norm_weight, eps)
+
+
+def add_linear_triton(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    residual_MN: Tensor,
+    *,
+    norm_weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+    config: LinearConfig | None = None,
+) -> tuple[Tensor, HalfNormed]:
+    """`add_linear` in one kernel; the norm is half done."""
+    config = config or _config(x_MK, weight_NK, gated=False)
+    num_rows, columns = residual_MN.shape
+    tiles = cdiv(columns, config.block_n)
+    normed = HalfNormed(
+        scaled=torch.empty_like(residual_MN, memory_format=torch.contiguous_format),
+        squares=torch.empty((tiles, num_rows), dtype=torch.float32, device=x_MK.device),
+        eps=eps,
+    )
+    result = fused_linear_triton(
+        x_MK,
+        weight_NK,
+        bias=bias,
+        residual=residual_MN,
+        config=config,
+        next_norm=(norm_weight, normed),
+    )
+    return result, normed
+
+
+def fused_linear(
+    x_MK: Normed,
     weight_NK: Tensor,
     *,
     bias: Tensor | None = None,
@@ -48,13 +122,15 @@ def fused_linear(
     out_dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Tensor:
-    """activation(rms_norm(x) @ weight^T + bias) + residual, rounded once at the end where fused.
+    """activation(rms_norm(x) @ weight^T + bias) + residual.
+
+    The normed x is rounded to x's dtype, the rest once at the end where it is one kernel.
 
     Args:
-        x_MK: [M, K] in the weight's dtype.
+        x_MK: [M, K] in the weight's dtype, or a norm to be completed.
         weight_NK: [N, K], contiguous along K.
         bias: [N].
-        norm_weight: [K]; None: x is not normalised.
+        norm_weight: [K]; None: x is not normalised (here).
         eps: of the RMSNorm (see `norm.rms_norm`).
         residual: [M, N], or [M, N/2] with `gated`.
         gated: rows 0..N/2 of the weight are gate, the others up; the result is silu(gate) * up.
@@ -70,30 +146,22 @@ def fused_linear(
     On CUDA the workspace of a device is made by its first product, which must not be under graph
     capture, and serves one stream at a time: products that run side by side would share it.
     """
-    _check(x_MK, weight_NK, bias, norm_weight, residual, gated)
+    if isinstance(x_MK, HalfNormed):
+        _check(x_MK.scaled, weight_NK, bias, residual, gated)
+        return fused_linear_triton(
+            x_MK, weight_NK, bias=bias, residual=residual, gated=gated, out_dtype=out_dtype
+        )
+    _check(x_MK, weight_NK, bias, residual, gated)
+    if norm_weight is not None:
+        x_MK = rms_norm(x_MK, norm_weight, eps)
+    run: Callable[..., Tensor]
     if not x_MK.is_cuda or x_MK.dtype not in _DTYPES:
         run = fused_linear_torch
-    elif x_MK.shape[0] <= (SKINNY_ROWS if norm_weight is None else SKINNY_NORMED_ROWS):
+    elif x_MK.shape[0] <= SKINNY_ROWS:
         run = fused_linear_triton
     else:
-        if overwrite and residual is not None and _adds_in_place(x_MK, residual, bias, gated):
-            normed = x_MK if norm_weight is None else rms_norm(x_MK, norm_weight, eps)
-            return residual.addmm_(normed, weight_NK.t())
-        run = fused_linear_wide
-    return run(
-        x_MK,
-        weight_NK,
-        bias=bias,
-        norm_weight=norm_weight,
-        eps=eps,
-        residual=residual,
-        gated=gated,
-        out_dtype=out_dtype,
-    )
-
-
-def _adds_in_place(x_MK: Tensor, residual: Tensor, bias: Tensor | None, gated: bool) -> bool:
-    return bias is None and not gated and residual.dtype == x_MK.dtype
+        run = partial(fused_linear_wide, overwrite=overwrite)
+    return run(x_MK, weight_NK, bias=bias, residual=residual, gated=gated, out_dtype=out_dtype)
 
 
 def fused_linear_torch(
@@ -101,16 +169,13 @@ def fused_linear_torch(
     weight_NK: Tensor,
     *,
     bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
     residual: Tensor | None = None,
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`fused_linear` by torch operators, in float32 after the norm (float64 stays)."""
+    """`fused_linear` without the norm by torch operators, in float32 (float64 stays)."""
     wide = torch.float64 if x_MK.dtype == torch.float64 else torch.float32
-    normed = x_MK if norm_weight is None else rms_norm_torch(x_MK, norm_weight, eps)
-    result = F.linear(normed.to(wide), weight_NK.to(wide), None if bias is None else bias.to(wide))
+    result = F.linear(x_MK.to(wide), weight_NK.to(wide), None if bias is None else bias.to(wide))
     if gated:
         gate, up = result.chunk(2, dim=1)
         result = F.silu(gate) * up
@@ -124,25 +189,25 @@ def fused_linear_wide(
     weight_NK: Tensor,
     *,
     bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
     residual: Tensor | None = None,
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
+    overwrite: bool = False,
 ) -> Tensor:
-    """`fused_linear` for many rows: norm, cuBLAS product, activation.
+    """`fused_linear` without the norm for many rows: cuBLAS product, activation.
 
     Rounds to x's dtype between the steps. The residual is added within the product where there is
-    no bias or activation between them.
+    no bias, activation or other dtype between them; only there does `overwrite` take its memory.
     """
     dtype = x_MK.dtype if out_dtype is None else out_dtype
-    normed = x_MK if norm_weight is None else rms_norm(x_MK, norm_weight, eps)
     plain = bias is None and not gated
     if plain and residual is not None and residual.dtype == dtype == x_MK.dtype:
-        return torch.addmm(residual, normed, weight_NK.t())
-    if plain and residual is None and normed.is_cuda and dtype == torch.float32 != x_MK.dtype:
-        return torch.mm(normed, weight_NK.t(), out_dtype=dtype)
-    result = F.linear(normed, weight_NK, bias)
+        if overwrite:
+            return residual.addmm_(x_MK, weight_NK.t())
+        return torch.addmm(residual, x_MK, weight_NK.t())
+    if plain and residual is None and x_MK.is_cuda and dtype == torch.float32 != x_MK.dtype:
+        return torch.mm(x_MK, weight_NK.t(), out_dtype=dtype)
+    result = F.linear(x_MK, weight_NK, bias)
     if gated:
         result = silu_mul(result)
     if residual is not None:
@@ -151,110 +216,109 @@ def fused_linear_wide(
 
 
 def fused_linear_triton(
-    x_MK: Tensor,
+    x_MK: Normed,
     weight_NK: Tensor,
     *,
     bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
     residual: Tensor | None = None,
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
     config: LinearConfig | None = None,
+    next_norm: tuple[Tensor, HalfNormed] | None = None,
 ) -> Tensor:
     """`fused_linear` by the weight-streaming kernel; M <= SKINNY_ROWS.
 
     The order of every sum is fixed by `config` (None: `choose_config`), so results repeat.
+    next_norm: the weight [N] of a norm of the result, and where its first half goes.
 
     Raises:
         InvalidRequestError: more rows than SKINNY_ROWS or than the config's tile.
         InternalError: the device's workspace would be made under graph capture, or is too small
             for `config`.
     """
-    num_rows, k = x_MK.shape
-    n = weight_NK.shape[0]
-    if config is None:
-        config = choose_config(num_rows, n, k, gated, x_MK.device, x_MK.element_size())
+    x = x_MK.scaled if isinstance(x_MK, HalfNormed) else x_MK
+    config = config or _config(x, weight_NK, gated)
+    num_rows, n = x.shape[0], weight_NK.shape[0]
     if num_rows > min(config.block_m, SKINNY_ROWS):
         raise InvalidRequestError(f"{num_rows} rows for a kernel of {config.block_m}")
-    if norm_weight is not None and x_MK.dtype == torch.float16:
-        # The kernel multiplies x by the norm weight before it divides by the row's size, which
-        # may leave float16's range.
-        x_MK, norm_weight = rms_norm(x_MK, norm_weight, eps), None
     columns = n // 2 if gated else n
-    dtype = x_MK.dtype if out_dtype is None else out_dtype
-    out = torch.empty((num_rows, columns), dtype=dtype, device=x_MK.device)
+    dtype = x.dtype if out_dtype is None else out_dtype
+    out = torch.empty((num_rows, columns), dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    tiles = cdiv(columns, config.block_n)
     _launch(
         config,
-        tiles,
-        x_MK if x_MK.stride(1) == 1 else x_MK.contiguous(),
+        x if x.stride(1) == 1 else x.contiguous(),
         weight_NK,
         bias,
-        norm_weight,
         residual if residual is None or residual.stride(1) == 1 else residual.contiguous(),
         out,
         gated,
-        eps,
+        x_MK if isinstance(x_MK, HalfNormed) else None,
+        next_norm,
     )
     return out
 
 
+def _config(x: Tensor, weight: Tensor, gated: bool) -> LinearConfig:
+    n, k = weight.shape
+    return choose_config(x.shape[0], n, k, gated, x.device, x.element_size())
+
+
 def _launch(
     config: LinearConfig,
-    tiles: int,
     x_MK: Tensor,
     weight_NK: Tensor,
     bias: Tensor | None,
-    norm_weight: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
     gated: bool,
-    eps: float,
+    norm_in: HalfNormed | None,
+    next_norm: tuple[Tensor, HalfNormed] | None,
 ) -> None:
     num_rows, k = x_MK.shape
+    tiles = cdiv(out.shape[1], config.block_n)
     # Arguments that a variant does not read still need a tensor.
     workspace, counters = out, out
     if config.split_k > 1:
         workspace, counters = _workspace(out.device, config, tiles, gated)
-    pdl = config.pdl and not INTERPRETED
-    options = {"launch_pdl": True} if pdl else {}
+    parts = 1 if norm_in is None else norm_in.squares.shape[0]
     kernel: Any = skinny_kernel
     kernel[(tiles, config.split_k)](
         x_MK,
         weight_NK,
         out if bias is None else bias,
-        out if norm_weight is None else norm_weight,
         out if residual is None else residual,
         out,
         workspace,
         counters,
+        out if norm_in is None else norm_in.squares,
+        out if next_norm is None else next_norm[0],
+        out if next_norm is None else next_norm[1].scaled,
+        out if next_norm is None else next_norm[1].squares,
         num_rows,
         out.shape[1],
         k,
+        parts,
         x_MK.stride(0),
         weight_NK.stride(0),
         0 if residual is None else residual.stride(0),
-        eps,
+        0.0 if norm_in is None else norm_in.eps,
         HAS_BIAS=bias is not None,
-        HAS_NORM=norm_weight is not None,
         HAS_RESIDUAL=residual is not None,
         GATED=gated,
+        NORM_IN=norm_in is not None,
+        NORM_OUT=next_norm is not None,
+        BLOCK_PARTS=next_power_of_2(parts),
         BLOCK_M=config.block_m,
         ROWS=config.tile_rows(gated),
         BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
         EVEN_K=k % config.block_k == 0,
         SWAP=config.swap,
-        PDL=pdl,
-        LINES=_PREFETCH_LINES,
-        LINE=128 // weight_NK.element_size(),
         INTERPRETED=INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **options,
     )
 
 
@@ -283,7 +347,6 @@ def _check(
     x_MK: Tensor,
     weight_NK: Tensor,
     bias: Tensor | None,
-    norm_weight: Tensor | None,
     residual: Tensor | None,
     gated: bool,
 ) -> None:
@@ -292,17 +355,16 @@ def _check(
             f"fused_linear takes x [M, K] and a weight [N, K], got {list(x_MK.shape)} and "
             f"{list(weight_NK.shape)}"
         )
-    n, k = weight_NK.shape
+    n = weight_NK.shape[0]
     if x_MK.dtype != weight_NK.dtype:
         raise InvalidRequestError(f"x is {x_MK.dtype}, the weight {weight_NK.dtype}: must agree")
-    if weight_NK.stride(1) != 1 and k > 1:
+    if weight_NK.stride(1) != 1 and weight_NK.shape[1] > 1:
         raise InvalidRequestError("the weight must be contiguous along its input features")
     if gated and n % 2:
         raise InvalidRequestError(f"a gated weight has an even number of rows, got {n}")
     columns = n // 2 if gated else n
     for name, tensor, shape in (
         ("bias", bias, (n,)),
-        ("norm_weight", norm_weight, (k,)),
         ("residual", residual, (x_MK.shape[0], columns)),
     ):
         if tensor is not None and tensor.shape != shape:

@@ -15,43 +15,28 @@ from outrider.engine.kernels.runtime import dot
 
 
 @triton.jit
-def _prefetch(row_starts, k, K, LINES: tl.constexpr, LINE: tl.constexpr):
-    """Bring LINES lines of every row, from feature k on, into L2."""
-    features = tl.minimum(k + tl.arange(0, LINES) * LINE, K - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [(row_starts[:, None] + features[None, :]).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _finish(
     product,
-    squares,
     tile,
     bias,
     residual,
     out,
+    next_norm,
+    scaled,
+    squares,
     M,
     C,
-    K,
     residual_stride,
-    eps,
     HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    NORM_OUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Scale, bias, activation and residual of one tile [BLOCK_M, ROWS], and its store."""
+    """Bias, activation and residual of one tile [BLOCK_M, ROWS], and its store; with NORM_OUT also
+    the tile's part of the next norm."""
     BLOCK_N: tl.constexpr = ROWS // 2 if GATED else ROWS
-    if HAS_NORM:
-        product *= tl.rsqrt(squares / K + eps)[:, None]
     if HAS_BIAS:
         lane = tl.arange(0, ROWS)
         at = tile * BLOCK_N + lane % BLOCK_N
@@ -70,7 +55,13 @@ def _finish(
         at_residual = m[:, None] * residual_stride + column[None, :]
         result += tl.load(residual + at_residual, mask=inside, other=0.0).to(tl.float32)
     at_out = m[:, None] * C + column[None, :]
-    tl.store(out + at_out, result.to(out.dtype.element_ty), mask=inside)
+    rounded = result.to(out.dtype.element_ty)
+    tl.store(out + at_out, rounded, mask=inside)
+    if NORM_OUT:
+        values = tl.where(inside, rounded.to(tl.float32), 0.0)
+        tl.store(squares + tile * M + m, tl.sum(values * values, axis=1), mask=m < M)
+        scale = tl.load(next_norm + column, mask=column < C, other=0.0).to(tl.float32)
+        tl.store(scaled + at_out, (values * scale[None, :]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -78,39 +69,41 @@ def skinny_kernel(
     x,
     weight,
     bias,
-    norm_weight,
     residual,
     out,
     workspace,
     counters,
+    x_squares,
+    next_norm,
+    scaled,
+    squares,
     M,
     C,
     K,
+    parts,
     x_stride,
     weight_stride,
     residual_stride,
     eps,
     HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    NORM_IN: tl.constexpr,
+    NORM_OUT: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     SWAP: tl.constexpr,
-    PDL: tl.constexpr,
-    LINES: tl.constexpr,
-    LINE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """One tile of output columns (C in all) for all rows, over one of SPLIT_K parts of K.
 
     A gated tile reads its gate rows and, C rows further down, its up rows as one tile of weight.
-    The norm's weight goes onto x before the product, its quotient onto the product: the squares
-    are summed on the way. Of the programs that share a tile the last to arrive adds the parts, in
-    their order.
+    Of the programs that share a tile the last to arrive adds the parts, in their order. NORM_IN: x
+    comes scaled by its norm's weight, and `x_squares` says what its product must be divided by.
     """
     BLOCK_N: tl.constexpr = ROWS // 2 if GATED else ROWS
     tile = tl.program_id(0)
@@ -122,24 +115,20 @@ def skinny_kernel(
     length = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
     start = part * length
     end = tl.minimum(start + length, K)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        _prefetch(row_starts, start, K, LINES, LINE)
-        tl.extra.cuda.gdc_wait()
 
     m = tl.arange(0, BLOCK_M)
     x_starts = x + m * x_stride
     present = (m < M)[:, None]
-    squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if NORM_IN:
+        # Asked for before the loop and used after it.
+        block = tl.arange(0, BLOCK_PARTS)
+        at_square = block[:, None] * M + m[None, :]
+        in_row = (block < parts)[:, None] & (m < M)[None, :]
+        row_squares = tl.load(x_squares + at_square, mask=in_row, other=0.0)
     if SWAP:
         product = tl.zeros((ROWS, BLOCK_M), dtype=tl.float32)
     else:
         product = tl.zeros((BLOCK_M, ROWS), dtype=tl.float32)
-    next_scale = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    if HAS_NORM:
-        # One block ahead of its use: a load that feeds no product directly is not pipelined.
-        ahead = start + tl.arange(0, BLOCK_K)
-        next_scale = tl.load(norm_weight + ahead, mask=ahead < K, other=0.0)
     for k in range(start, end, BLOCK_K):
         feature = k + tl.arange(0, BLOCK_K)
         at_w = row_starts[:, None] + feature[None, :]
@@ -151,13 +140,6 @@ def skinny_kernel(
             inside = (feature < K)[None, :]
             w_tile = tl.load(at_w, mask=inside, other=0.0, eviction_policy="evict_first")
             x_tile = tl.load(at_x, mask=present & inside, other=0.0)
-        if HAS_NORM:
-            scale = next_scale
-            ahead = feature + BLOCK_K
-            next_scale = tl.load(norm_weight + ahead, mask=ahead < K, other=0.0)
-            values = x_tile.to(tl.float32)
-            squares += tl.sum(values * values, axis=1)
-            x_tile = (values * scale.to(tl.float32)[None, :]).to(x_tile.dtype)
         if SWAP:
             product = dot(w_tile, tl.trans(x_tile), product, INTERPRETED)
         else:
@@ -169,10 +151,7 @@ def skinny_kernel(
     if SPLIT_K > 1:
         at_part = m[:, None] * ROWS + lane[None, :]
         partials = workspace + tile * (SPLIT_K * BLOCK_M * ROWS)
-        sums = workspace + (tl.num_programs(0) * ROWS + tile) * (SPLIT_K * BLOCK_M)
         tl.store(partials + part * (BLOCK_M * ROWS) + at_part, product, mask=present)
-        if HAS_NORM:
-            tl.store(sums + part * BLOCK_M + m, squares)
         # Every thread's stores come before the one thread that releases them.
         tl.debug_barrier()
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
@@ -180,30 +159,28 @@ def skinny_kernel(
         if last:
             tl.store(counters + tile, 0)
             product = tl.zeros((BLOCK_M, ROWS), dtype=tl.float32)
-            squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
             for other in tl.static_range(SPLIT_K):
                 at = partials + other * (BLOCK_M * ROWS) + at_part
                 product += tl.load(at, mask=present, other=0.0, cache_modifier=".cg")
-                if HAS_NORM:
-                    at_sum = sums + other * BLOCK_M + m
-                    squares += tl.load(at_sum, cache_modifier=".cg")
     if last:
+        if NORM_IN:
+            product *= tl.rsqrt(tl.sum(row_squares, axis=0) / K + eps)[:, None]
         _finish(
             product,
-            squares,
             tile,
             bias,
             residual,
             out,
+            next_norm,
+            scaled,
+            squares,
             M,
             C,
-            K,
             residual_stride,
-            eps,
             HAS_BIAS,
-            HAS_NORM,
             HAS_RESIDUAL,
             GATED,
+            NORM_OUT,
             BLOCK_M,
             ROWS,
         )

@@ -1,4 +1,4 @@
-"""RMSNorm and the gated activation as kernels of their own, for the products that cannot fuse them.
+"""RMSNorm before a product, and the gated activation of products that do not fuse it.
 
 M rows, K features, I intermediate size.
 """

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
+from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.errors import InvalidRequestError
 
 _PROGRAM_ELEMENTS = 1024
@@ -71,7 +71,6 @@ def rotary_write(
     interleaved: bool,
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
-    pdl: bool = False,
 ) -> Tensor:
     """Rotate queries in place, write rotated keys and plain values to the cache.
 
@@ -80,8 +79,7 @@ def rotary_write(
     keys, values [G, S, d], each head contiguous. qk_norms [Q + G, d]: weights of a per-head
     RMSNorm with `eps` before the rotation. Norm and rotation are computed in float32; the normed
     value is rounded to qkv's dtype before and after its weight. Returns the queries, a view
-    [M, Q, d] of qkv; what qkv's key heads hold afterwards is not defined. pdl: programmatic
-    dependent launch, the kernel may start while the one before it still runs.
+    [M, Q, d] of qkv; what qkv's key heads hold afterwards is not defined.
     Raises InvalidRequestError for shapes that do not fit together.
     """
     dim, num_kv_heads = qkv.shape[2], keys.shape[0]
@@ -101,7 +99,6 @@ def rotary_write(
         interleaved=interleaved,
         qk_norms=qk_norms,
         eps=eps,
-        pdl=pdl,
     )
 
 
@@ -116,9 +113,8 @@ def rotary_write_torch(
     interleaved: bool,
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
-    pdl: bool = False,
 ) -> Tensor:
-    """What `rotary_write` computes; `pdl` has no meaning here."""
+    """What `rotary_write` computes."""
     num_rotated = num_heads + keys.shape[0]
     rotated = qkv[:, :num_rotated]
     if qk_norms is not None:
@@ -149,13 +145,11 @@ def rotary_write_triton(
     interleaved: bool,
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
-    pdl: bool = False,
 ) -> Tensor:
     """`rotary_write` in one kernel: a program turns a few heads of one row."""
     num_rows, num_all, dim = qkv.shape
     pairs = next_power_of_2(dim // 2)
     block_heads = min(max(_PROGRAM_ELEMENTS // (2 * pairs), 1), next_power_of_2(num_all))
-    options = {"launch_pdl": True} if pdl and not INTERPRETED else {}
     _rotary_kernel[(cdiv(num_all, block_heads), num_rows)](
         qkv,
         table,
@@ -174,9 +168,7 @@ def rotary_write_triton(
         BLOCK_HEADS=block_heads,
         INTERLEAVED=interleaved,
         NORMED=qk_norms is not None,
-        PDL=bool(options),
         num_warps=4,
-        **options,
     )
     return qkv[:, :num_heads]
 
@@ -200,11 +192,7 @@ def _rotary_kernel(
     BLOCK_HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NORMED: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     turns = head < QUERY_HEADS + KV_HEADS

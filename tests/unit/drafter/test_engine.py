@@ -263,8 +263,9 @@ class Broken:
     feature_size = 0
     feature_fingerprint = ""
 
-    def __init__(self, *, catches_up: bool) -> None:
+    def __init__(self, *, catches_up: bool, usable: bool = True) -> None:
         self.catches_up = catches_up
+        self.usable = usable
         self.released: list[str] = []
 
     def catch_up(self, sessions: Sequence[Session]) -> None:

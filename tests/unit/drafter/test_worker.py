@@ -21,7 +21,9 @@ def test_verdicts_that_wait_together_are_drafted_once_at_the_newest() -> None:
     script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
     found: queue.Queue[tuple[int, Proposal]] = queue.Queue()
     worker = DraftWorker(
-        make_engine([NgramSource(min_match=1)]), lambda c, p: found.put_nowait((c, p))
+        make_engine([NgramSource(min_match=1)]),
+        lambda c, p: found.put_nowait((c, p)),
+        on_lost=_never,
     )
     worker.submit(7, script.start(plan=NGRAM))
     for end in (10, 12, 15):
@@ -46,7 +48,7 @@ def test_an_error_while_delivering_does_not_end_the_thread(
             raise RuntimeError("broken delivery")
         found.put_nowait(proposal.prefix_len)
 
-    worker = DraftWorker(make_engine([NgramSource(min_match=1)]), deliver)
+    worker = DraftWorker(make_engine([NgramSource(min_match=1)]), deliver, on_lost=_never)
     worker.start()
     worker.submit(1, script.start(plan=NGRAM))
     worker.submit(1, script.verdict(10))
@@ -59,3 +61,7 @@ def test_an_error_while_delivering_does_not_end_the_thread(
     assert found.get(timeout=10) == 12
     worker.stop()
     worker.stop()
+
+
+def _never() -> None:
+    raise AssertionError("no device was lost")

@@ -16,7 +16,12 @@ from outrider.engine.kernels.attention import (
     tree_attention_torch,
     tree_attention_triton,
 )
-from outrider.engine.kernels.attention_config import AttentionConfig, choose_config, num_splits
+from outrider.engine.kernels.attention_config import (
+    AttentionConfig,
+    choose_config,
+    joined_rows,
+    num_splits,
+)
 from outrider.engine.kernels.layout import tree_layout
 from outrider.engine.kvcache import KVPool
 from outrider.errors import InvalidRequestError
@@ -177,6 +182,24 @@ def test_a_row_that_sees_nothing_gives_zeros() -> None:
         )
         assert torch.equal(got[1], torch.zeros_like(got[1]))
         _assert_right(got, case)
+
+
+@pytest.mark.parametrize(("splits", "joined"), [(2, 8), (3, 8), (7, 4)])
+def test_parts_of_many_rows_are_joined_several_at_a_time(splits: int, joined: int) -> None:
+    nodes, heads = 17, 31
+    rows = 2 * nodes * heads
+    # The last program has fewer rows than it could take.
+    assert joined_rows(rows, splits) == joined and rows % joined
+    # With no context a row that masks itself sees nothing; seven parts leave some of them empty.
+    case = _case(contexts=(0, 21), num_nodes=nodes, heads=heads, kv_heads=1, dim=4)
+    mask = case.keywords["mask"].clone()
+    mask[0, 3] = 0
+    case.keywords["mask"] = mask
+    arguments = (case.q, case.keys, case.values)
+    got = tree_attention_triton(*arguments, **case.keywords, config=_config(splits, rows=128))
+    expected = tree_attention_torch(*arguments, **case.keywords)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
+    _assert_right(got, case)
 
 
 def test_slots_past_the_table_are_not_seen() -> None:

@@ -57,6 +57,13 @@ def test_rms_norm_kernel_agrees_with_its_twin(dtype: torch.dtype, rows: int, fea
     _assert_near(got, rms_norm_torch(x, weight, EPS), TOLERANCE[dtype])
 
 
+def test_large_float16_rows_are_normed_without_overflow() -> None:
+    x = torch.full((2, 40), 3e4, dtype=torch.float16)
+    weight = torch.full((40,), 4.0, dtype=torch.float16)
+    for norm in (rms_norm_torch, rms_norm_triton):
+        _assert_near(norm(x, weight, EPS), weight.expand(2, -1), TOLERANCE[torch.float16])
+
+
 def test_rms_norm_kernel_reads_strided_rows() -> None:
     storage = _normal(5, 96, dtype=torch.float32, seed=7)
     weight = _normal(40, dtype=torch.float32, seed=8)

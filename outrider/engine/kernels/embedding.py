@@ -1,0 +1,95 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Embedding rows of a few tokens, where torch's lookup is slower than a layer's small kernels.
+
+M token rows, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from outrider.engine.kernels.linear import SKINNY_ROWS, HalfNormed, Normed
+from outrider.engine.kernels.norm import rms_norm
+from outrider.engine.kernels.runtime import cdiv
+
+_BLOCK: Final = 1024
+
+
+def embed(
+    tokens: Tensor, embedding: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Normed]:
+    """Rows [M, H] of embedding [V, H] for tokens int32 [M], and their RMSNorm for a product.
+
+    Ids below 0 (no node) read row 0. norm_weight [H].
+    """
+    halves = embedding.dtype in (torch.float32, torch.bfloat16)
+    if tokens.is_cuda and tokens.shape[0] <= SKINNY_ROWS and halves:
+        return embed_triton(tokens, embedding, norm_weight, eps)
+    x = embed_torch(tokens, embedding)
+    return x, rms_norm(x, norm_weight, eps)
+
+
+def embed_torch(tokens: Tensor, embedding: Tensor) -> Tensor:
+    """The rows by torch's lookup."""
+    return F.embedding(tokens.clamp(min=0), embedding)
+
+
+def embed_triton(
+    tokens: Tensor, embedding: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, HalfNormed]:
+    """One program for each part of a row; the norm is half done (see `linear.HalfNormed`)."""
+    rows, hidden = tokens.shape[0], embedding.shape[1]
+    parts = cdiv(hidden, _BLOCK)
+    out = torch.empty((rows, hidden), dtype=embedding.dtype, device=embedding.device)
+    normed = HalfNormed(
+        scaled=torch.empty_like(out),
+        squares=torch.empty((parts, rows), dtype=torch.float32, device=embedding.device),
+        eps=eps,
+    )
+    _embed[(rows, parts)](
+        tokens,
+        embedding,
+        norm_weight,
+        out,
+        normed.scaled,
+        normed.squares,
+        rows,
+        hidden,
+        embedding.stride(0),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return out, normed
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _embed(
+    tokens,
+    embedding,
+    norm_weight,
+    out,
+    scaled,
+    squares,
+    rows,
+    hidden,
+    stride,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    token = tl.maximum(tl.load(tokens + row), 0).to(tl.int64)
+    feature = part * BLOCK + tl.arange(0, BLOCK)
+    inside = feature < hidden
+    values = tl.load(embedding + token * stride + feature, mask=inside, other=0.0)
+    scale = tl.load(norm_weight + feature, mask=inside, other=0.0).to(tl.float32)
+    wide = values.to(tl.float32)
+    tl.store(squares + part * rows + row, tl.sum(wide * wide, axis=0))
+    place = row * hidden + feature
+    tl.store(out + place, values, mask=inside)
+    tl.store(scaled + place, (wide * scale).to(out.dtype.element_ty), mask=inside)

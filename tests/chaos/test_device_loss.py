@@ -1,0 +1,108 @@
+"""A process whose device stops working ends with status 1, and is missed like a killed one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.client import Client, OutriderError, RetryPolicy, UnavailableError, user
+from tests.integration.stack import Process, Stack, wait_until
+
+PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
+AFTER = 40
+"""Rounds or drafts that work."""
+EXIT_S = 10.0
+
+MakeStack = Callable[[str], AbstractContextManager[tuple[Stack, "Lossy"]]]
+
+
+class Lossy(Process):
+    """A process whose device is lost after `AFTER` calls."""
+
+    def __init__(self, which: str, arguments: list[str], log: Path) -> None:
+        self.log = log
+        lose = ["--lose", which, "--after", str(AFTER)]
+        super().__init__(which, "tests.fakes.lossy", [*lose, *arguments], log)
+
+    def status(self) -> int:
+        """The exit status, once the process has ended by itself."""
+        assert self._popen is not None
+        return self._popen.wait(timeout=EXIT_S)
+
+    def levels(self) -> list[str]:
+        """Levels of the log records."""
+        lines = self.log.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)["level"].upper() for line in lines if line.startswith("{")]
+
+
+@pytest.fixture
+def lossy_stack(tiny_target: Path, tiny_head: Path, tmp_path: Path) -> MakeStack:
+    """Makes a stack in which the named process loses its device."""
+
+    @contextmanager
+    def make(which: str) -> Iterator[tuple[Stack, Lossy]]:
+        model, head = str(tiny_target), str(tiny_head)
+        stack = Stack(tmp_path, model=model, head=head)
+        own = {
+            "verifier": ["--model", model, "--features-from", head],
+            "drafter": ["--model", model, "--head", head, "--methods", "eagle3"],
+        }
+        lossy = Lossy(which, own[which], tmp_path / f"{which}.log")
+        setattr(stack, which, lossy)
+        with stack:
+            yield stack, lossy
+
+    return make
+
+
+def connect(stack: Stack) -> Client:
+    return Client(stack.router.address, timeout_s=60.0, retry=RetryPolicy(max_attempts=1))
+
+
+def test_a_verifier_that_loses_its_device_ends_and_its_clients_hear_of_it(
+    lossy_stack: MakeStack,
+) -> None:
+    with lossy_stack("verifier") as (stack, verifier), connect(stack) as client:
+        heard = 0
+        with (
+            client.stream(PROMPT, max_tokens=1500, ignore_eos=True, drafter="none") as stream,
+            pytest.raises(UnavailableError) as lost,
+        ):
+            for delta in stream:
+                heard += len(delta.token_ids)
+        assert lost.value.reason == "VERIFIER_LOST"
+        assert heard > 0
+        assert verifier.status() == 1
+        assert verifier.levels().count("CRITICAL") == 1
+        with pytest.raises(OutriderError):
+            client.generate(PROMPT, max_tokens=4, timeout_s=3.0)
+        # What a keeper does: the next process serves.
+        verifier.restart()
+        wait_until(lambda: _answers(client), timeout_s=20.0, what="served again")
+
+
+def test_a_drafter_that_loses_its_device_ends_and_changes_no_token(
+    lossy_stack: MakeStack,
+) -> None:
+    with lossy_stack("drafter") as (stack, drafter), connect(stack) as client:
+        options: Any = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.8, "seed": 7}
+        plain = client.generate(PROMPT, drafter="none", **options)
+        result = client.generate(PROMPT, **options)
+        assert result.token_ids == plain.token_ids
+        assert result.finish.stats.proposed > 0
+        assert drafter.status() == 1
+        assert drafter.levels().count("CRITICAL") == 1
+        wait_until(lambda: not client.server_info().drafters[0].healthy, what="noticed")
+        assert client.generate(PROMPT, **options).token_ids == plain.token_ids
+
+
+def _answers(client: Client) -> bool:
+    try:
+        return bool(client.generate(PROMPT, max_tokens=4).token_ids)
+    except OutriderError:
+        return False
