@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from outrider.engine.config import load_model_config
+from outrider.engine.device.current import make_current
 from outrider.engine.device.head_weights import can_extract
 from outrider.engine.heads import DraftHead, load_head, load_head_config
 from outrider.engine.linear import make_linear
@@ -39,6 +40,7 @@ def build_service(config: DrafterConfig, dialer: Dialer) -> DrafterService:
     FailedPreconditionError where the parts do not fit together."""
     if config.threads:
         torch.set_num_threads(config.threads)
+    make_current(config.device)
     config = with_paths(config)
     identity = load_identity(config)
     sources = [_load_source(method, config, identity) for method in config.methods]

@@ -94,7 +94,9 @@ class DrafterService:
         engine = DraftEngine(
             sources, limits=limits, max_sessions=config.max_sessions, metrics=self.metrics
         )
-        self._worker = DraftWorker(engine, self._deliver, on_lost=self._on_lost)
+        self._worker = DraftWorker(
+            engine, self._deliver, on_lost=self._on_lost, device=config.device
+        )
         self.lost = asyncio.Event()
         """Set when a device does not work any more."""
         self._loop: asyncio.AbstractEventLoop | None = None

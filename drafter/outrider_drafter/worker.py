@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from outrider.engine.device.current import make_current
 from outrider.wire.messages import Proposal
 from outrider_drafter.engine import DraftEngine, SessionMessage
 
@@ -26,13 +27,19 @@ class DraftWorker:
     """
 
     def __init__(
-        self, engine: DraftEngine, deliver: Deliver, *, on_lost: Callable[[], None]
+        self,
+        engine: DraftEngine,
+        deliver: Deliver,
+        *,
+        on_lost: Callable[[], None],
+        device: str = "cpu",
     ) -> None:
-        """`on_lost` is called on the drafting thread, as the last thing it does, if a device is
-        lost; it must not block."""
+        """`device` is where the models are. `on_lost` is called on the drafting thread, as the last
+        thing it does, if a device is lost; it must not block."""
         self._engine = engine
         self._deliver = deliver
         self._on_lost = on_lost
+        self._device = device
         self._inbox: deque[tuple[int, SessionMessage]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -74,6 +81,7 @@ class DraftWorker:
     def _run(self) -> None:
         # OpenMP keeps the number of threads by thread; being asked, torch sets it for this one.
         torch.get_num_threads()
+        make_current(self._device)
         while self._wait():
             try:
                 self._work()

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from outrider.engine.config import ModelConfig
+from outrider.engine.device.current import make_current
 from outrider.engine.heads import (
     DraftHead,
     FeatureProjection,
@@ -44,6 +45,7 @@ def build_service(config: VerifierConfig) -> VerifierService:
         raise InvalidRequestError("`model` must be given", reason="INVALID_CONFIG")
     if config.threads:
         torch.set_num_threads(config.threads)
+    make_current(config.device)
     began = time.monotonic()
     path = resolve(config.model)
     target = _load_target(config, path)

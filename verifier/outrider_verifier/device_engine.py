@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.acceptance import Acceptance, accept
+from outrider.engine.device.current import make_current
 from outrider.engine.device.health import device_works
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.recorder import Recorder
@@ -166,8 +167,7 @@ class DeviceRoundEngine:
 
     def enter_thread(self) -> None:
         """To be called once by the thread that will run the rounds."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        make_current(self._device)
 
     def open(self, session: Session) -> None:
         """Give the session a slot; its K/V blocks are known to the device from here on."""
