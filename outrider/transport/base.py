@@ -40,6 +40,13 @@ class Connection(Protocol[SendT, ReceiveT]):
         """Queue a message; waits while the peer is not reading. Raises ConnectionLostError."""
         ...
 
+    def offer(self, message: SendT) -> bool:
+        """Queue a message if there is room now; False if there is not. Raises ConnectionLostError.
+
+        For whoever cannot wait; `Outgoing` keeps such messages in order with those that must.
+        """
+        ...
+
     async def receive(self) -> ReceiveT:
         """The next message.
 

@@ -30,6 +30,10 @@ class Frames(Protocol):
         """Queue a frame; waits while the peer is not reading. Raises ConnectionLostError."""
         ...
 
+    def offer(self, frame: bytes, /) -> bool:
+        """Queue a frame if there is room now. Raises ConnectionLostError."""
+        ...
+
     async def receive(self) -> bytes | memoryview:
         """The next frame; raises the error that ended the stream."""
         ...
@@ -60,6 +64,10 @@ class FramedConnection(Generic[SendT, ReceiveT]):
     async def send(self, message: SendT) -> None:
         """Queue a message."""
         await self.frames.send(self._encode(message))
+
+    def offer(self, message: SendT) -> bool:
+        """Queue a message if there is room now."""
+        return self.frames.offer(self._encode(message))
 
     async def receive(self) -> ReceiveT:
         """The next message; InvalidMessageError costs that frame only."""

@@ -86,6 +86,13 @@ class HeartbeatConnection(Generic[SendT, ReceiveT]):
         except ConnectionLostError as error:
             raise self._reason(error) from None
 
+    def offer(self, message: SendT) -> bool:
+        """Queue a message if there is room now."""
+        try:
+            return self.inner.offer(message)
+        except ConnectionLostError as error:
+            raise self._reason(error) from None
+
     async def receive(self) -> ReceiveT:
         """The next message that is not a heartbeat."""
         while True:

@@ -65,6 +65,9 @@ class _End(Generic[SendT, ReceiveT]):
     async def send(self, message: SendT) -> None:
         await self._outbox.put(message)
 
+    def offer(self, message: SendT) -> bool:
+        return self._outbox.offer(message)
+
     async def receive(self) -> ReceiveT:
         return await self._inbox.get()
 

@@ -59,16 +59,22 @@ class Mailbox(Generic[ItemT]):
 
     async def put(self, item: ItemT) -> None:
         """Append an item; waits for room. Raises the error of `close`."""
-        size = self._size_of(item)
-        while self._error is None and self._full(size):
+        while not self.offer(item):
             await _park(self._putters)
+        if self._putters and not self._full(0):
+            _wake(self._putters)
+
+    def offer(self, item: ItemT) -> bool:
+        """Append an item if there is room now. Raises the error of `close`."""
         if self._error is not None:
             raise copy_of(self._error)
+        size = self._size_of(item)
+        if self._full(size):
+            return False
         self._items.append(item)
         self._size += size
         _wake(self._getters)
-        if self._putters and not self._full(0):
-            _wake(self._putters)
+        return True
 
     async def get(self) -> ItemT:
         """The oldest item; waits for one. Raises the error of `close` once empty."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from outrider.engine.heads.config import FINAL_NORM
-from outrider.engine.kernels.attention import tree_attention
+from outrider.engine.kernels.attention import rotary_attention
 from outrider.engine.kernels.embedding import embed
 from outrider.engine.kernels.layout import RoundLayout
 from outrider.engine.kernels.linear import SKINNY_ROWS, Normed, add_linear, fused_linear
 from outrider.engine.kernels.norm import rms_norm
-from outrider.engine.kernels.rotary import rotary_table, rotary_write
+from outrider.engine.kernels.rotary import rotary_table
 from outrider.engine.layers import LayerWeights
 from outrider.engine.linear import Linear, PlainLinear
 from outrider.engine.target import TargetModel
@@ -98,7 +98,7 @@ class TargetProgram:
         config, weights = self._config, layer.weights
         eps, index, rows = config.rms_norm_eps, place.number, place.rows
         qkv = fused_linear(normed, layer.qkv.weight, bias=layer.qkv.bias)
-        query = rotary_write(
+        attended = rotary_attention(
             qkv.view(qkv.shape[0], -1, config.head_dim),
             place.table,
             place.layout.write_slots,
@@ -108,11 +108,6 @@ class TargetProgram:
             interleaved=True,
             qk_norms=weights.qk_norms,
             eps=eps,
-        )
-        attended = tree_attention(
-            query,
-            self._keys[index],
-            self._values[index],
             tables=rows.tables,
             slots=rows.slots,
             context=rows.context,

@@ -18,6 +18,7 @@ from outrider.engine.kernels.runtime import dot
 @triton.jit
 def attention_kernel(
     q_ptr,
+    rotary_ptr,
     keys_ptr,
     values_ptr,
     tables_ptr,
@@ -46,9 +47,13 @@ def attention_kernel(
     SINGLE: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    ROTATES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """ROTATES: q_ptr holds query, key and value heads that are not rotated yet. The keys and
+    values of the slots after the context come from there, and go to the cache from here."""
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
     b = tl.program_id(2)
@@ -63,6 +68,9 @@ def attention_kernel(
     used = exists[:, None] & (dims < DIM)[None, :]
     q_ptrs = q_ptr + row[:, None] * q_stride + head[:, None] * DIM + dims[None, :]
     q = tl.load(q_ptrs, mask=used, other=0.0)
+    if ROTATES:
+        turned = _turn(q, rotary_ptr, row, exists, DIM, BLOCK_ROWS, INTERLEAVED)
+        q = turned.to(keys_ptr.dtype.element_ty)
     oldest = tl.zeros([BLOCK_ROWS], tl.int32)
     if WINDOW > 0:
         oldest = tl.load(positions_ptr + row, mask=exists, other=0) - (WINDOW - 1)
@@ -105,9 +113,25 @@ def attention_kernel(
         offsets = (block * BLOCK_TOKENS + slot % BLOCK_TOKENS) * DIM
         offsets = offsets[:, None] + dims[None, :]
         there = inside[:, None] & (dims < DIM)[None, :]
+        after = slot - context
+        if ROTATES:
+            fresh = inside & (after >= 0)
+            there = there & (after < 0)[:, None]
         k = tl.load(keys + offsets, mask=there, other=0.0)
         v = tl.load(values + offsets, mask=there, other=0.0)
-        after = slot - context
+        if ROTATES:
+            source = b.to(tl.int64) * num_nodes + after
+            at_key = source * q_stride + (KV_HEADS * GROUP + kv_head) * DIM
+            at_key = q_ptr + at_key[:, None] + dims[None, :]
+            new_k = tl.load(at_key, mask=fresh[:, None], other=0.0)
+            new_k = _turn(new_k, rotary_ptr, source, fresh, DIM, BLOCK_SLOTS, INTERLEAVED)
+            new_v = tl.load(at_key + KV_HEADS * DIM, mask=fresh[:, None], other=0.0)
+            k = tl.where(fresh[:, None], new_k.to(k.dtype), k)
+            v = tl.where(fresh[:, None], new_v, v)
+            # Other row tiles of the same head read the same rows; one of them keeps them.
+            if tl.program_id(0) < KV_HEADS:
+                tl.store(keys + offsets, k, mask=fresh[:, None])
+                tl.store(values + offsets, v, mask=fresh[:, None])
         if MASKED:
             column = exists[:, None] & (inside & (after >= 0))[None, :]
             seen = tl.load(mask_rows[:, None] + after[None, :], mask=column, other=0) != 0
@@ -135,6 +159,33 @@ def attention_kernel(
         tl.store(stats_ptr + out_row, stats, mask=exists)
         if low < high:
             tl.store(out_ptrs, acc, mask=used)
+
+
+@triton.jit
+def _turn(
+    x,
+    rotary_ptr,
+    row,
+    there,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rotated heads, float32 [ROWS, DIM], by the table's entry of each token row (see `rotary`)."""
+    PAIRS: tl.constexpr = DIM // 2
+    pair = tl.arange(0, PAIRS)
+    at = rotary_ptr + row[:, None] * DIM + pair[None, :]
+    cos = tl.load(at, mask=there[:, None], other=1.0)
+    sin = tl.load(at + PAIRS, mask=there[:, None], other=0.0)
+    if INTERLEAVED:
+        first, second = tl.split(tl.reshape(x.to(tl.float32), (ROWS, PAIRS, 2)))
+    else:
+        halves = tl.reshape(x.to(tl.float32), (ROWS, 2, PAIRS))
+        first, second = tl.split(tl.permute(halves, (0, 2, 1)))
+    turned = tl.join(first * cos - second * sin, first * sin + second * cos)
+    if not INTERLEAVED:
+        turned = tl.permute(turned, (0, 2, 1))
+    return tl.reshape(turned, (ROWS, DIM))
 
 
 @triton.jit

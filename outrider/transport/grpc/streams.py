@@ -54,6 +54,10 @@ class StreamFrames:
         """Queue a frame; waits while the peer is not reading."""
         await self._outbox.put(frame)
 
+    def offer(self, frame: bytes) -> bool:
+        """Queue a frame if there is room now."""
+        return self._outbox.offer(frame)
+
     async def receive(self) -> bytes:
         """The next frame; raises the error that ended the stream."""
         return await self._inbox.get()

@@ -67,6 +67,10 @@ class DialedFrames:
         """Queue a frame; waits while the peer is not reading."""
         await self._outbox.put(frame)
 
+    def offer(self, frame: bytes) -> bool:
+        """Queue a frame if there is room now."""
+        return self._outbox.offer(frame)
+
     async def receive(self) -> Frame:
         """The next frame."""
         return await self._inbox.get()

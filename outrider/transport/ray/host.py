@@ -76,6 +76,10 @@ class HostFrames:
         """Queue a frame for the next pull."""
         await self._outbox.put(frame)
 
+    def offer(self, frame: bytes) -> bool:
+        """Queue a frame if there is room now."""
+        return self._outbox.offer(frame)
+
     async def receive(self) -> Frame:
         """The next pushed frame."""
         return await self._inbox.get()
