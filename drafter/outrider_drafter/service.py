@@ -21,9 +21,11 @@ from outrider.errors import (
 from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
 from outrider.transport.base import Dialer, DrafterConnection
+from outrider.transport.outgoing import Outgoing
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     DrafterInfo,
+    DrafterMessage,
     FeatureLayout,
     Heartbeat,
     Hello,
@@ -101,7 +103,7 @@ class DrafterService:
         """Set when a device does not work any more."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._links: dict[str, _Link] = {}
-        self._outboxes: dict[int, asyncio.Queue[Proposal]] = {}
+        self._outboxes: dict[int, Outgoing[DrafterMessage]] = {}
         self._numbers = itertools.count(1)
 
     @property
@@ -221,9 +223,8 @@ class DrafterService:
             self.metrics.connects.labels("connected").inc()
             self.metrics.connections.inc()
             logger.info("verifier connected", extra={"verifier": link.address})
-            outbox: asyncio.Queue[Proposal] = asyncio.Queue(self._config.max_outbox)
-            self._outboxes[number] = outbox
-            sender = asyncio.create_task(_send_all(connection, outbox), name="proposals")
+            outbox = self._outboxes[number] = Outgoing(connection)
+            sender = asyncio.create_task(_send_all(outbox), name="proposals")
             await self._read(connection, number)
         finally:
             if sender is not None:
@@ -303,14 +304,14 @@ class DrafterService:
         if outbox is None:
             self.metrics.dropped_proposals.inc()
             return
-        if outbox.full():
-            outbox.get_nowait()
+        with contextlib.suppress(OutriderError):  # the reader notices the loss, too
+            outbox.put(proposal)
+        if len(outbox) > self._config.max_outbox:
+            outbox.drop_oldest()
             self.metrics.dropped_proposals.inc()
-        outbox.put_nowait(proposal)
 
 
-async def _send_all(connection: DrafterConnection, outbox: asyncio.Queue[Proposal]) -> None:
-    """Send proposals in order; the reader notices when the connection is lost."""
+async def _send_all(outbox: Outgoing[DrafterMessage]) -> None:
+    """Send what finds no room at once; the reader notices when the connection is lost."""
     with contextlib.suppress(OutriderError):
-        while True:
-            await connection.send(await outbox.get())
+        await outbox.pump()

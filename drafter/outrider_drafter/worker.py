@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -40,15 +41,15 @@ class DraftWorker:
         self._deliver = deliver
         self._on_lost = on_lost
         self._device = device
-        self._inbox: deque[tuple[int, SessionMessage]] = deque()
-        self._wake = threading.Condition()
+        self._inbox: queue.SimpleQueue[tuple[int, SessionMessage] | None] = queue.SimpleQueue()
+        """None wakes the thread to end it."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="drafting", daemon=True)
 
     @property
     def backlog(self) -> int:
         """Messages that wait for the thread."""
-        return len(self._inbox)
+        return self._inbox.qsize()
 
     @property
     def num_sessions(self) -> int:
@@ -66,15 +67,12 @@ class DraftWorker:
 
     def submit(self, connection: int, message: SessionMessage) -> None:
         """Hand a message to the thread."""
-        with self._wake:
-            self._inbox.append((connection, message))
-            self._wake.notify()
+        self._inbox.put((connection, message))
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread after its current batch; idempotent."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._stopping = True
+        self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
@@ -82,7 +80,7 @@ class DraftWorker:
         # OpenMP keeps the number of threads by thread; being asked, torch sets it for this one.
         torch.get_num_threads()
         make_current(self._device)
-        while self._wait():
+        while not self._stopping:
             try:
                 self._work()
             except Exception:
@@ -93,18 +91,16 @@ class DraftWorker:
                 self._on_lost()
                 return
 
-    def _wait(self) -> bool:
-        """Sleep until there is work; False when the thread should end."""
-        engine = self._engine
-        with self._wake:
-            while not (self._inbox or engine.wants_drafting or engine.is_behind or self._stopping):
-                self._wake.wait()
-        return not self._stopping
-
     def _work(self) -> None:
+        """Take in all messages, waiting for one if there is nothing else to do, then do it."""
         engine = self._engine
-        while self._inbox:
-            engine.handle(*self._inbox.popleft())
+        idle = not (engine.wants_drafting or engine.is_behind)
+        with contextlib.suppress(queue.Empty):
+            while (entry := self._inbox.get(block=idle)) is not None:
+                idle = False
+                engine.handle(*entry)
+        if self._stopping:
+            return
         if engine.wants_drafting:
             for connection, proposal in engine.draft():
                 self._deliver(connection, proposal)

@@ -42,7 +42,7 @@ def load_target(
     """
     source = open_checkpoint(path)
     config = load_model_config(path)
-    weights = _WeightLoader(source, config, dtype, torch.device(device), packed).load()
+    weights = WeightLoader(source, config, dtype, torch.device(device), packed).load()
     tokens = kv_tokens(config) if callable(kv_tokens) else kv_tokens
     pool = KVPool(
         num_layers=config.num_layers,
@@ -87,7 +87,9 @@ def _lm_head(source: TensorSource, config: ModelConfig) -> Tensor:
     return source.get(_EMBEDDING if tied else _LM_HEAD)
 
 
-class _WeightLoader:
+class WeightLoader:
+    """Fuses and places the weights of a model from any source of tensors."""
+
     def __init__(
         self,
         source: TensorSource,
@@ -103,6 +105,7 @@ class _WeightLoader:
         self._packed = packed
 
     def load(self) -> ModelWeights:
+        """Everything, layer by layer. Raises InvalidRequestError for shapes that do not fit."""
         config = self._config
         head = _lm_head(self._source, config)
         self._expect(_LM_HEAD, head, (config.vocab_size, config.hidden_size))

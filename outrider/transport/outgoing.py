@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from outrider.transport.base import Connection
@@ -13,27 +14,41 @@ SendT = TypeVar("SendT")
 
 class Outgoing(Generic[SendT]):
     """Hands a message to the connection at once while that has room, else to a queue that `pump`
-    empties. The owner bounds the queue."""
+    empties. The owner looks at `len` or `size` and bounds the queue."""
 
-    def __init__(self, connection: Connection[SendT, Any]) -> None:
+    def __init__(
+        self, connection: Connection[SendT, Any], *, size_of: Callable[[SendT], int] = lambda _: 0
+    ) -> None:
         self._connection = connection
-        self.queue: deque[SendT] = deque()
-        """Messages that have found no room yet."""
+        self._size_of = size_of
+        self._queue: deque[SendT] = deque()
         self._sending = False
         self._wake = asyncio.Event()
+        self.size = 0
+        """Size of all that is queued."""
+
+    def __len__(self) -> int:
+        return len(self._queue)
 
     def put(self, message: SendT) -> None:
         """Send or queue a message. Raises ConnectionLostError."""
-        if self.queue or self._sending or not self._connection.offer(message):
-            self.queue.append(message)
+        if self._queue or self._sending or not self._connection.offer(message):
+            self._queue.append(message)
+            self.size += self._size_of(message)
             self._wake.set()
+
+    def drop_oldest(self) -> None:
+        """Forget the message that has been queued for longest."""
+        self.size -= self._size_of(self._queue.popleft())
 
     async def pump(self) -> None:
         """Send what is queued until the connection is lost, then raise ConnectionLostError."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self.queue:
+            while self._queue:
+                message = self._queue[0]
+                self.drop_oldest()
                 self._sending = True
-                await self._connection.send(self.queue.popleft())
+                await self._connection.send(message)
                 self._sending = False

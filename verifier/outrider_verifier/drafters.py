@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ from outrider.ids import DrafterId
 from outrider.spec.law import validate_law
 from outrider.spec.tree import validate_tree
 from outrider.transport.base import VerifierConnection
+from outrider.transport.outgoing import Outgoing
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     DrafterMessage,
@@ -109,9 +110,7 @@ class _Peer:
 
     link: Link
     connection: VerifierConnection
-    outgoing: deque[VerifierMessage] = field(default_factory=deque)
-    outgoing_bytes: int = 0
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    outgoing: Outgoing[VerifierMessage]
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to end the connection: replaced by a newer one, or not reading."""
 
@@ -142,19 +141,22 @@ class DrafterHub:
         return [peer.link for peer in self._peers.values()]
 
     def tell(self, link_id: int, message: VerifierMessage) -> None:
-        """Queue a message; dropped if the connection is gone."""
+        """Send a message, or queue it; dropped if the connection is gone."""
         peer = self._peers.get(link_id)
         if peer is None or peer.lost.is_set():
             return
-        peer.outgoing.append(message)
-        peer.outgoing_bytes += _message_bytes(message)
-        if peer.outgoing_bytes > self._queue_bytes:
+        try:
+            peer.outgoing.put(message)
+        except Exception as error:
+            if not isinstance(error, OutriderError):
+                logger.exception("message not sent", extra=_describe(peer))
+            peer.lost.set()
+        if peer.outgoing.size > self._queue_bytes:
             self.counters["drafters_overflowed"] += 1
             logger.warning(
                 "drafter does not read; disconnecting", extra={"drafter": peer.link.drafter_id}
             )
             peer.lost.set()
-        peer.wake.set()
 
     async def serve(self, connection: VerifierConnection) -> None:
         """Serve one drafter's connection until it ends; the transport closes it afterwards.
@@ -163,7 +165,7 @@ class DrafterHub:
         what the drafter is told.
         """
         link = await self._shake_hands(connection)
-        peer = _Peer(link, connection)
+        peer = _Peer(link, connection, Outgoing(connection, size_of=_message_bytes))
         self._replace_older(link.drafter_id)
         self._peers[link.link_id] = peer
         self._post(Attached(link))
@@ -200,13 +202,12 @@ class DrafterHub:
         for peer in self._peers.values():
             if peer.link.drafter_id == drafter_id:
                 peer.lost.set()
-                peer.wake.set()
 
     async def _pump(self, peer: _Peer) -> None:
         """Run both directions until one of them ends, or `lost` is set."""
         tasks = [
             asyncio.ensure_future(self._receive_all(peer)),
-            asyncio.ensure_future(self._send_all(peer)),
+            asyncio.ensure_future(peer.outgoing.pump()),
             asyncio.ensure_future(peer.lost.wait()),
         ]
         try:
@@ -246,15 +247,6 @@ class DrafterHub:
     def _count_invalid(self, peer: _Peer, error: InvalidMessageError) -> None:
         self.counters["messages_invalid"] += 1
         logger.debug("invalid message: %s", error.message, extra=_describe(peer))
-
-    async def _send_all(self, peer: _Peer) -> None:
-        while True:
-            await peer.wake.wait()
-            peer.wake.clear()
-            while peer.outgoing:
-                message = peer.outgoing.popleft()
-                peer.outgoing_bytes -= _message_bytes(message)
-                await peer.connection.send(message)
 
 
 def _describe(peer: _Peer) -> dict[str, str]:

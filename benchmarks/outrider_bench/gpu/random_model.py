@@ -22,7 +22,7 @@ from outrider.engine.heads import FeatureProjection, HeadConfig, load_feature_pr
 from outrider.engine.heads.eagle3 import BlockWeights, Eagle3Head
 from outrider.engine.kvcache import KVPool
 from outrider.engine.linear import PlainLinear
-from outrider.engine.loading import _WeightLoader
+from outrider.engine.loading import WeightLoader
 from outrider.engine.target import TargetModel
 from outrider.errors import InvalidRequestError
 from outrider.models.convert import hf_config
@@ -100,7 +100,7 @@ def build_target(
         dtype=dtype,
         device=device,
     )
-    weights = _WeightLoader(source, config, dtype, device, False).load()
+    weights = WeightLoader(source, config, dtype, device, False).load()
     return TargetModel(config, weights, pool)
 
 

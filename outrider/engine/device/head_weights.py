@@ -61,7 +61,7 @@ class HeadWeights:
             raise FailedPreconditionError(
                 f"device drafting needs an eagle3 head, not {head.config.kind}"
             )
-        config, block = head.config, head._block._block
+        config, block = head.config, head.block.weights
         qkv, qkv_bias = _fuse(*(_plain(linear) for linear in block.qkv))
         columns = torch.full((config.vocab_size,), -1, dtype=torch.int32, device=qkv.device)
         columns[head.target_ids] = torch.arange(
@@ -69,17 +69,17 @@ class HeadWeights:
         )
         return cls(
             config=config,
-            embedding=head._embedding,
-            input_norm=head._input_norm,
-            hidden_norm=head._hidden_norm,
+            embedding=head.embedding,
+            input_norm=head.input_norm,
+            hidden_norm=head.hidden_norm,
             post_norm=block.post_norm,
-            final_norm=head._final_norm,
+            final_norm=head.final_norm,
             qkv=qkv,
             qkv_bias=qkv_bias,
             o_proj=_plain(block.o_proj).weight,
             gate_up=_plain(block.gate_up).weight,
             down=_plain(block.down).weight,
-            lm_head=_plain(head._lm_head).weight,
+            lm_head=_plain(head.lm_head).weight,
             target_ids=head.target_ids,
             draft_columns=columns,
             inv_freq=rope_inverse_frequencies(config, qkv.device),
@@ -115,7 +115,7 @@ class HeadWeights:
 
 def can_extract(head: DraftHead) -> bool:
     """Whether `head_weights` serves this head: EAGLE-3 over plain (not packed) projections."""
-    return isinstance(head, Eagle3Head) and isinstance(head._lm_head, PlainLinear)
+    return isinstance(head, Eagle3Head) and isinstance(head.lm_head, PlainLinear)
 
 
 def _fuse(query: PlainLinear, kv: PlainLinear) -> tuple[Tensor, Tensor | None]:

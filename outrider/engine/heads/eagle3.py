@@ -37,28 +37,28 @@ class HeadBlock:
     def __init__(self, config: HeadConfig, block: BlockWeights, device: torch.device) -> None:
         self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         self._eps = config.rms_norm_eps
-        self._block = block
-        self._inv_freq = rope_inverse_frequencies(config, device)
+        self.weights = block
+        self.inverse_frequencies = rope_inverse_frequencies(config, device)
 
     def kv(self, inputs: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and plain values, each [N, nkv, hd]."""
         _, num_kv, head_dim = self._heads
-        kv = self._block.qkv[1](inputs).view(-1, 2 * num_kv, head_dim)
-        cos, sin = rotary_tables(positions_N, self._inv_freq, kv.dtype)
+        kv = self.weights.qkv[1](inputs).view(-1, 2 * num_kv, head_dim)
+        cos, sin = rotary_tables(positions_N, self.inverse_frequencies, kv.dtype)
         return apply_rotary(kv[:, :num_kv], cos, sin), kv[:, num_kv:]
 
     def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
         """Rotated queries [N, nq, hd]."""
         num_heads, _, head_dim = self._heads
-        q = self._block.qkv[0](inputs).view(-1, num_heads, head_dim)
-        cos, sin = rotary_tables(positions_N, self._inv_freq, q.dtype)
+        q = self.weights.qkv[0](inputs).view(-1, num_heads, head_dim)
+        cos, sin = rotary_tables(positions_N, self.inverse_frequencies, q.dtype)
         return apply_rotary(q, cos, sin)
 
     def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
         """h = residual + o_proj(attention); x = h + MLP(norm(h)). Returns x [N, H]."""
-        h = residual_NH + self._block.o_proj(attn_out_NQh.flatten(1))
-        gate, up = self._block.gate_up(rms_norm(h, self._block.post_norm, self._eps)).chunk(2, -1)
-        return h + self._block.down(F.silu(gate) * up)
+        h = residual_NH + self.weights.o_proj(attn_out_NQh.flatten(1))
+        gate, up = self.weights.gate_up(rms_norm(h, self.weights.post_norm, self._eps)).chunk(2, -1)
+        return h + self.weights.down(F.silu(gate) * up)
 
 
 class Eagle3Head:
@@ -80,18 +80,18 @@ class Eagle3Head:
         self.config = config
         self.fingerprint = fingerprint
         self.target_ids = target_ids
-        self._embedding = embedding
-        self._input_norm = input_norm
-        self._hidden_norm = hidden_norm
-        self._final_norm = final_norm
-        self._lm_head = lm_head
-        self._block = HeadBlock(config, block, embedding.device)
+        self.embedding = embedding
+        self.input_norm = input_norm
+        self.hidden_norm = hidden_norm
+        self.final_norm = final_norm
+        self.lm_head = lm_head
+        self.block = HeadBlock(config, block, embedding.device)
 
     def inputs(self, token_ids_N: Tensor, features_NH: Tensor) -> Tensor:
         """[RMS(embedding); RMS(feature)], [N, 2H]."""
         eps = self.config.rms_norm_eps
-        embedded = rms_norm(F.embedding(token_ids_N, self._embedding), self._input_norm, eps)
-        return torch.cat((embedded, rms_norm(features_NH, self._hidden_norm, eps)), dim=-1)
+        embedded = rms_norm(F.embedding(token_ids_N, self.embedding), self.input_norm, eps)
+        return torch.cat((embedded, rms_norm(features_NH, self.hidden_norm, eps)), dim=-1)
 
     def residual(self, inputs: Tensor, features_NH: Tensor) -> Tensor:
         """The un-normed features, or their normed half of `inputs` under norm_before_residual."""
@@ -101,24 +101,24 @@ class Eagle3Head:
 
     def kv(self, inputs: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (rotated) and values, each [N, nkv, hd]."""
-        return self._block.kv(inputs, positions_N)
+        return self.block.kv(inputs, positions_N)
 
     def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
         """Rotated queries [N, nq, hd]."""
-        return self._block.query(inputs, positions_N)
+        return self.block.query(inputs, positions_N)
 
     def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
         """x [N, H]; normed already when the config says `norm_output`."""
-        x = self._block.finish(residual_NH, attn_out_NQh)
+        x = self.block.finish(residual_NH, attn_out_NQh)
         if self.config.norm_output:
-            return rms_norm(x, self._final_norm, self.config.rms_norm_eps)
+            return rms_norm(x, self.final_norm, self.config.rms_norm_eps)
         return x
 
     def logits(self, x_NH: Tensor) -> Tensor:
         """Draft logits [N, Vd], fp32."""
         if not self.config.norm_output:
-            x_NH = rms_norm(x_NH, self._final_norm, self.config.rms_norm_eps)
-        return self._lm_head(x_NH).float()
+            x_NH = rms_norm(x_NH, self.final_norm, self.config.rms_norm_eps)
+        return self.lm_head(x_NH).float()
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Target ids of draft ids, any shape."""
