@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.buffers import Uploader
 from outrider.engine.device.draft import NewRows
 from outrider.engine.device.shapes import ROW_BUCKETS, bucket
 from outrider_drafter.device_rows import DeviceRows
@@ -24,6 +23,8 @@ NEW_ROW_BUCKETS: Final = (4, 8, 16)
 """Rows of a catch-up that is part of a draft; longer ones are written ahead."""
 MAX_BATCH: Final = 64
 """Sessions of one launch."""
+_ALIGNMENT: Final = 256
+"""Bytes; kernels read features in wide pieces."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +33,8 @@ class SessionRows:
 
     slot: int
     """-1 once the session is shut."""
-    features: Tensor
-    """[m, H] on the host: of the last stable row, if there is one, then of rows to be written."""
+    features: NDArray[np.generic]
+    """`raw_array` [m, H]: of the last stable row, if there is one, then of rows to be written."""
     stable: int = 0
     """K/V rows made from real features."""
 
@@ -45,7 +46,7 @@ class SessionRows:
     @property
     def fresh(self) -> int:
         """Features of rows that are not stable yet."""
-        return self.features.shape[0] - (1 if self.stable else 0)
+        return len(self.features) - (1 if self.stable else 0)
 
 
 class Ready(NamedTuple):
@@ -54,48 +55,100 @@ class Ready(NamedTuple):
     session: Session
     state: SessionRows
     tokens: NDArray[np.int32]
-    features: Tensor
+    features: NDArray[np.generic]
     start: int
 
 
+class _Bucket(NamedTuple):
+    """The batch's memory as one bucket sees it; the first five are what `rows` is uploaded from."""
+
+    head: NDArray[np.int32]
+    """[3, B]: slots, counts, starts."""
+    tokens: NDArray[np.int32]
+    """[B, R]."""
+    features: NDArray[np.generic]
+    """[B, R, H]."""
+    staged: Tensor
+    """All of these as bytes."""
+    uploaded: Tensor
+    rows: NewRows
+
+
 class DraftBatch:
-    """Static inputs of a launch, filled from the host by one upload each of words and features."""
+    """Static inputs of a launch, filled from the host by one upload.
 
-    def __init__(self, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        rows = bucket(MAX_BATCH, ROW_BUCKETS) * NEW_ROW_BUCKETS[-1]
-        size = 3 * bucket(MAX_BATCH, ROW_BUCKETS) + rows
-        self._hidden = hidden
-        self._words = torch.zeros(size, dtype=torch.int32, device=device)
-        self._uploader = Uploader(size, device)
-        self._features = torch.zeros(rows * hidden, dtype=dtype, device=device)
+    Words end where features begin, whatever the bucket: so what is uploaded is one piece, and an
+    unused row holds features, which are finite, not words.
+    """
+
+    def __init__(
+        self, rows: DeviceRows, hidden: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        most = bucket(MAX_BATCH, ROW_BUCKETS)
+        cells = most * NEW_ROW_BUCKETS[-1]
+        self._rows, self._hidden, self._dtype = rows, hidden, dtype
+        self._border = -(-4 * (3 * most + cells) // _ALIGNMENT) * _ALIGNMENT
+        size = self._border + cells * hidden * dtype.itemsize
+        self._uploaded = torch.zeros(size, dtype=torch.uint8, device=device)
         pinned = device.type == "cuda"
-        self._staged = torch.zeros(rows * hidden, dtype=dtype, pin_memory=pinned)
+        self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+        self._buckets: dict[tuple[int, int], _Bucket] = {}
 
-    def fill(self, members: Sequence[Ready], size: int, num_rows: int, rows: DeviceRows) -> NewRows:
+    def fill(self, members: Sequence[Ready], size: int, num_rows: int) -> NewRows:
         """Upload a batch in a bucket; rows without a member are the padding slot's.
 
         The staging memory is free again: every launch is waited for before the next one.
         """
-        head = np.zeros((3, size), dtype=np.int32)
-        head[0] = rows.padding
-        tokens = np.full((size, num_rows), -1, dtype=np.int32)
-        cells = size * num_rows
-        staged = self._staged[: cells * self._hidden].view(size, num_rows, self._hidden)
+        place = self._buckets.get((size, num_rows))
+        if place is None:
+            place = self._buckets[size, num_rows] = self._bucket(size, num_rows)
+        place.head[0] = self._rows.padding
+        place.head[1:] = 0
+        place.tokens[:] = -1
         for row, ready in enumerate(members):
             count = len(ready.tokens)
-            head[:, row] = ready.state.slot, count, ready.start
-            tokens[row, :count] = ready.tokens
-            staged[row, :count] = ready.features
-        words = self._words[: 3 * size + cells]
-        self._uploader.upload(np.concatenate((head.ravel(), tokens.ravel())), words)
-        features = self._features[: cells * self._hidden].view(size, num_rows, self._hidden)
-        features.copy_(staged, non_blocking=True)
-        slots, counts, starts = words[: 3 * size].view(3, size).unbind()
-        return NewRows(
-            slots=slots,
-            tables=rows.tables,
-            tokens=words[3 * size :].view(size, num_rows),
-            features=features,
-            counts=counts,
-            starts=starts,
+            place.head[:, row] = ready.state.slot, count, ready.start
+            place.tokens[row, :count] = ready.tokens
+            place.features[row, :count] = ready.features
+        place.uploaded.copy_(place.staged, non_blocking=True)
+        return place.rows
+
+    def _bucket(self, size: int, num_rows: int) -> _Bucket:
+        cells = size * num_rows
+        start = self._border - 4 * (3 * size + cells)
+        end = self._border + cells * self._hidden * self._dtype.itemsize
+
+        def split(memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            words = memory[start : self._border].view(torch.int32)
+            features = memory[self._border : end].view(self._dtype)
+            return (
+                words[: 3 * size].view(3, size),
+                words[3 * size :].view(size, num_rows),
+                features.view(size, num_rows, self._hidden),
+            )
+
+        head, tokens, features = split(self._staged)
+        on_device = split(self._uploaded)
+        slots, counts, starts = on_device[0].unbind()
+        return _Bucket(
+            head=head.numpy(),
+            tokens=tokens.numpy(),
+            features=raw_array(features),
+            staged=self._staged[start:end],
+            uploaded=self._uploaded[start:end],
+            rows=NewRows(
+                slots=slots,
+                tables=self._rows.tables,
+                tokens=on_device[1],
+                features=on_device[2],
+                counts=counts,
+                starts=starts,
+            ),
         )
+
+
+def raw_array(tensor: Tensor) -> NDArray[np.generic]:
+    """A view of a tensor on the host; numpy holds bfloat16 as its bits."""
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return np.asarray(tensor.numpy())

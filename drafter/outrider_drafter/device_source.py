@@ -34,7 +34,14 @@ from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
-from outrider_drafter.device_batch import MAX_BATCH, NEW_ROW_BUCKETS, DraftBatch, Ready, SessionRows
+from outrider_drafter.device_batch import (
+    MAX_BATCH,
+    NEW_ROW_BUCKETS,
+    DraftBatch,
+    Ready,
+    SessionRows,
+    raw_array,
+)
 from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
 from outrider_drafter.growth import Draft, default_depth
 from outrider_drafter.head_source import HeadSource
@@ -43,6 +50,11 @@ from outrider_drafter.sessions import Session, SessionKey
 logger = logging.getLogger(__name__)
 
 _MAX_ROWS_PER_WRITE: Final = 1024
+_WIRE_DTYPES: Final = {
+    torch.float32: TensorDtype.FLOAT32,
+    torch.float16: TensorDtype.FLOAT16,
+    torch.bfloat16: TensorDtype.BFLOAT16,
+}
 _TREE_ROWS: Final = 2048
 """Draft rows beyond its context that a session's table has room for."""
 
@@ -133,7 +145,7 @@ class DeviceHeadSource:
             max_len=self._rows.capacity,
         )
         self.graphs = GraphCache(self._device, enabled=cuda_graphs)
-        self._batch = DraftBatch(config.hidden_size, dtype, self._device)
+        self._batch = DraftBatch(self._rows, config.hidden_size, dtype, self._device)
         self._downloads = Downloader(self._device)
         self._states: dict[SessionKey, SessionRows] = {}
         self._on_host: set[SessionKey] = set()
@@ -270,7 +282,7 @@ class DeviceHeadSource:
 
     def _launch(self, shape: Shape, members: Sequence[Ready], size: int, num_rows: int) -> Tensor:
         """int32 [B, K] tokens of chains; [B, 3, n] tokens, parents and log-prob bits of trees."""
-        rows, state = self._batch.fill(members, size, num_rows, self._rows), self._rows.sampling
+        rows, state = self._batch.fill(members, size, num_rows), self._rows.sampling
 
         def run() -> Tensor:
             if shape.top_k == 1:
@@ -290,7 +302,7 @@ class DeviceHeadSource:
     def _absorb(self, session: Session) -> SessionRows:
         state = self._states.get(session.key)
         if state is None:
-            empty = torch.empty((0, self.feature_size), dtype=self._dtype)
+            empty = raw_array(torch.empty((0, self.feature_size), dtype=self._dtype))
             state = self._states[session.key] = SessionRows(-1, empty)
             try:
                 state.slot = self._rows.open(session.sampling)
@@ -299,7 +311,7 @@ class DeviceHeadSource:
         if session.pending:
             if not state.shut:
                 fresh = [_feature_rows(wire, self._dtype) for wire in session.pending]
-                state.features = torch.cat([state.features, *fresh])
+                state.features = np.concatenate([state.features, *fresh])
             session.pending.clear()
         return state
 
@@ -325,7 +337,9 @@ class DeviceHeadSource:
             state.features = state.features[first + count - 1 :]
             state.stable = start + count
 
-    def _write(self, state: SessionRows, tokens: NDArray[np.int32], features: Tensor) -> None:
+    def _write(
+        self, state: SessionRows, tokens: NDArray[np.int32], features: NDArray[np.generic]
+    ) -> None:
         # From pageable memory: prompts come in many pieces, and no buffer must outlive a piece.
         count = len(tokens)
         words = np.concatenate((np.array([state.slot, count, state.stable], np.int32), tokens))
@@ -334,7 +348,7 @@ class DeviceHeadSource:
             slots=staged[0:1],
             tables=self._rows.tables,
             tokens=staged[3:].view(1, count),
-            features=features[None].to(self._device),
+            features=torch.from_numpy(features).view(self._dtype)[None].to(self._device),
             counts=staged[1:2],
             starts=staged[2:3],
         )
@@ -373,11 +387,13 @@ def _tree(words: NDArray[np.int32]) -> Draft:
     return Draft(tree=tree)
 
 
-def _feature_rows(wire: WireTensor, dtype: torch.dtype) -> Tensor:
+def _feature_rows(wire: WireTensor, dtype: torch.dtype) -> NDArray[np.generic]:
+    if wire.dtype is _WIRE_DTYPES.get(dtype):
+        return wire.data.view(np.int16) if dtype is torch.bfloat16 else wire.data
     data = np.require(wire.data, requirements=("C", "W"))
     if wire.dtype is TensorDtype.BFLOAT16:
-        return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).to(dtype)
-    return torch.from_numpy(data).to(dtype)
+        return raw_array(torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).to(dtype))
+    return raw_array(torch.from_numpy(data).to(dtype))
 
 
 def _log_shut(session: Session, why: str) -> None:

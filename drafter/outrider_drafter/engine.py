@@ -97,7 +97,8 @@ class DraftEngine:
             case ConnectionClosed():
                 for session in self._table.of_connection(connection):
                     self._forget(self._table.remove(session.key))
-        self.metrics.sessions.set(len(self._table))
+        if not isinstance(message, Verdict):
+            self.metrics.sessions.set(len(self._table))
 
     def draft(self) -> Iterator[tuple[int, Proposal]]:
         """Draft for every session that wants it; yields (connection, proposal) as they are made."""
@@ -111,8 +112,8 @@ class DraftEngine:
             if source is None:
                 yield from self._none_of(sessions)
                 continue
-            self.metrics.batch_sessions.observe(len(sessions))
             yield from self._draft_batch(source, sessions)
+            self.metrics.batch_sessions.observe(len(sessions))
 
     def catch_up(self) -> None:
         """Let the sources take in the news of one session."""
@@ -144,7 +145,7 @@ class DraftEngine:
         try:
             for session, draft in source.drafts(sessions):
                 del waiting[session.key]
-                yield session.key.connection, self._proposal(session, draft, started)
+                yield from self._answer(session, draft, started)
         except Exception:
             # State half-way through a batch cannot be trusted: these sessions decode plainly.
             logger.exception("drafting failed", extra={"sessions": len(sessions)})
@@ -162,22 +163,27 @@ class DraftEngine:
     def _none_of(self, sessions: Iterable[Session]) -> Iterator[tuple[int, Proposal]]:
         """Say at once that nothing comes."""
         for session in sessions:
-            yield session.key.connection, self._proposal(session, NO_DRAFT, self._now())
+            yield from self._answer(session, NO_DRAFT, self._now())
 
-    def _proposal(self, session: Session, draft: Draft, started: float) -> Proposal:
+    def _answer(
+        self, session: Session, draft: Draft, started: float
+    ) -> Iterator[tuple[int, Proposal]]:
         seconds = self._now() - started
+        yield (
+            session.key.connection,
+            Proposal(
+                session_id=session.key.session_id,
+                prefix_digest=session.digest,
+                prefix_len=len(session.tokens),
+                tree=draft.tree,
+                law=draft.law,
+                draft_us=int(seconds * 1e6),
+            ),
+        )
         if len(draft.tree):
             self.metrics.proposal(session.plan.method, len(draft.tree), seconds)
         else:
             self.metrics.no_proposal.labels(session.plan.method).inc()
-        return Proposal(
-            session_id=session.key.session_id,
-            prefix_digest=session.digest,
-            prefix_len=len(session.tokens),
-            tree=draft.tree,
-            law=draft.law,
-            draft_us=int(seconds * 1e6),
-        )
 
     def _start(self, connection: int, message: SessionStart) -> None:
         session = open_session(connection, message, self._limits)

@@ -140,14 +140,15 @@ def check_verdict(session: Session, verdict: Verdict, limits: Limits) -> Verdict
         return "token_gap"
     if verdict.start + len(tokens) > session.max_len:
         return "too_long"
-    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < limits.vocab_size:
+    ids = tokens.tolist()
+    if ids and not 0 <= min(ids) <= max(ids) < limits.vocab_size:
         return "token_range"
     overlap = known - verdict.start
     repeated = session.tokens.view[verdict.start : verdict.start + len(tokens)]
-    if not np.array_equal(repeated, tokens[:overlap]):
+    if overlap and not np.array_equal(repeated, tokens[:overlap]):
         return "token_conflict"
     fresh = tokens[overlap:]
-    digest = extend_digest(session.digest, fresh.tolist())
+    digest = extend_digest(session.digest, ids[overlap:])
     if len(tokens) >= overlap and digest != verdict.prefix_digest:
         return "digest"
     features = _fresh_features(session, verdict, known + len(fresh), limits)

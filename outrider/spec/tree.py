@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +37,8 @@ class DraftTree:
         return len(self.tokens)
 
 
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise InvalidMessageError(message, reason="INVALID_TREE")
+def _refuse(message: str) -> NoReturn:
+    raise InvalidMessageError(message, reason="INVALID_TREE")
 
 
 def validate_tree(tree: DraftTree, *, vocab_size: int, max_nodes: int) -> None:
@@ -53,28 +53,28 @@ def validate_tree(tree: DraftTree, *, vocab_size: int, max_nodes: int) -> None:
         ("parents", tree.parents, np.int32),
         ("logprobs", tree.logprobs, np.float32),
     ):
-        _require(array.dtype == dtype, f"{name} must be {np.dtype(dtype)}, got {array.dtype}")
-        _require(array.shape == (count,), f"{name} has shape {array.shape}, expected ({count},)")
-    _require(count <= max_nodes, f"tree has {count} nodes, at most {max_nodes} are allowed")
-    if count == 0:
-        return
-    tokens, parents = tree.tokens, tree.parents
-    _require(
-        bool(((tokens >= 0) & (tokens < vocab_size)).all()),
-        f"token ids must be in [0, {vocab_size})",
-    )
-    _require(
-        bool(((parents >= ROOT) & (parents < np.arange(count))).all()),
-        "every parent index must be -1 or the index of an earlier node",
-    )
-    pairs = (parents.astype(np.int64) + 1) * vocab_size + tokens
-    _require(len(np.unique(pairs)) == count, "two siblings carry the same token")
-    # A NaN fails both comparisons; the root's own log-prob is 0.
-    above = np.concatenate([tree.logprobs, np.zeros(1, dtype=np.float32)])[parents]
-    _require(
-        bool((tree.logprobs <= above).all()),
-        "log-probs must be <= 0, not NaN, and never above the parent's",
-    )
+        if array.dtype != dtype:
+            _refuse(f"{name} must be {np.dtype(dtype)}, got {array.dtype}")
+        if array.shape != (count,):
+            _refuse(f"{name} has shape {array.shape}, expected ({count},)")
+    if count > max_nodes:
+        _refuse(f"tree has {count} nodes, at most {max_nodes} are allowed")
+    # Trees are small: a loop over plain numbers takes a fraction of what array operations do.
+    seen: set[tuple[int, int]] = set()
+    logprobs = tree.logprobs.tolist()
+    for node, (token, parent) in enumerate(
+        zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+    ):
+        if not 0 <= token < vocab_size:
+            _refuse(f"token ids must be in [0, {vocab_size}), got {token}")
+        if not ROOT <= parent < node:
+            _refuse("every parent index must be -1 or the index of an earlier node")
+        if (parent, token) in seen:
+            _refuse("two siblings carry the same token")
+        seen.add((parent, token))
+        # A NaN fails the comparison; the root's own log-prob is 0.
+        if not logprobs[node] <= (0.0 if parent == ROOT else logprobs[parent]):
+            _refuse("log-probs must be <= 0, not NaN, and never above the parent's")
 
 
 def is_chain(parents: Sequence[int] | NDArray[np.int32]) -> bool:

@@ -280,7 +280,8 @@ def _verdict_to_pb(verdict: Verdict) -> pb.Verdict:
 
 def _verdict_from_pb(message: pb.Verdict) -> Verdict:
     tokens = _ints(message.tokens, "verdict.tokens", max_len=MAX_SEQUENCE_LEN)
-    if len(tokens) and (tokens.min() < 0 or tokens.max() >= MAX_VOCAB_SIZE):
+    # Read without a sign, a negative id is too large.
+    if len(tokens) and tokens.view(np.uint32).max() >= MAX_VOCAB_SIZE:
         fail(f"verdict.tokens must be in [0, {MAX_VOCAB_SIZE})")
     return Verdict(
         session_id=_session_id(message.session_id),

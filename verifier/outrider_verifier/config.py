@@ -13,6 +13,10 @@ MAX_OWN_DRAFT_LENGTH = 31
 DEFAULT_KV_TOKENS = 32768
 """KV budget where none is given and the size of the device's memory does not set one."""
 
+AUTOMATIC = -1.0
+CPU_GATHER_S, CUDA_GATHER_S = 0.001, 0.005
+CPU_PREFILL, CUDA_PREFILL = 256, 2048
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierConfig:
@@ -56,12 +60,14 @@ class VerifierConfig:
     """Longest prompt + output in tokens; 0 takes the model's own limit."""
     max_tree_nodes: int = 64
     """Largest proposal that is verified; larger ones are invalid."""
-    prefill_tokens_per_round: int = 256
-    """Prompt tokens of all sessions that join one round; also the size of a catch-up verdict."""
+    prefill_tokens_per_round: int = 0
+    """Prompt tokens of all sessions that join one round; also the size of a catch-up verdict. 0 is
+    automatic: 256 on a CPU, 2048 on a CUDA device."""
     decode_tokens_per_round: int = 1024
     """Verify rows (roots and nodes) of all sessions in one round."""
-    gather_ms: float = 1.0
-    """How long a ready row waits for other rows' proposals, so that they share a forward."""
+    gather_ms: float = -1.0
+    """How long a ready row waits for other rows' proposals, so that they share a forward; -1: 1 ms
+    on a CPU, 5 ms on a CUDA device, where a round of more rows takes hardly longer."""
     inbox_per_session: int = 16
     """Proposals kept per session."""
     inbox_total: int = 2048
@@ -91,7 +97,6 @@ class VerifierConfig:
             "kv_block_tokens",
             "max_sessions",
             "max_tree_nodes",
-            "prefill_tokens_per_round",
             "decode_tokens_per_round",
             "inbox_per_session",
             "inbox_total",
@@ -101,19 +106,33 @@ class VerifierConfig:
             _require(getattr(self, name) >= 1, f"{name} must be at least 1")
         for name in (
             "kv_tokens",
+            "prefill_tokens_per_round",
             "threads",
             "max_context_len",
-            "gather_ms",
             "feature_budget_mb",
             "drain_s",
         ):
             _require(getattr(self, name) >= 0, f"{name} must not be negative")
         self._check_drafting()
+        _require(self.gather_ms == AUTOMATIC or self.gather_ms >= 0, "gather_ms must be -1 or >= 0")
         _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction must be in (0, 1]")
         _require(self.hello_s > 0.0, "hello_s must be positive")
         _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")
         _require(self.silence_ms > self.heartbeat_ms, "silence_ms must exceed heartbeat_ms")
         _require(bool(self.verifier_id), "verifier_id must not be empty")
+
+    @property
+    def gather_s(self) -> float:
+        """`gather_ms` in seconds, with the automatic value resolved."""
+        if self.gather_ms != AUTOMATIC:
+            return self.gather_ms / 1000.0
+        return CUDA_GATHER_S if self.device.startswith("cuda") else CPU_GATHER_S
+
+    @property
+    def prefill_tokens(self) -> int:
+        """`prefill_tokens_per_round` with the automatic value resolved."""
+        automatic = CUDA_PREFILL if self.device.startswith("cuda") else CPU_PREFILL
+        return self.prefill_tokens_per_round or automatic
 
     @property
     def drafts_itself(self) -> bool:

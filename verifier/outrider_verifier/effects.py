@@ -1,4 +1,4 @@
-"""What the engine thread wants done on the asyncio thread; posted in one batch a round."""
+"""What the engine thread wants done on the asyncio thread; a round's verdicts come first."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Dispatch = Callable[[list[Effect]], None]
 
 
 class EngineLoop:
-    """One thread that owns the core. Two hand-offs a round: commands in, one batch out."""
+    """One thread that owns the core. Commands come in, a round's verdicts go out, then the rest."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class EngineLoop:
         self._loop = loop
         self._dispatch = dispatch
         self._on_lost = on_lost
+        rounds.flush = self._flush
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.spec.accounting import add_round
+from outrider.wire.messages import FinishReason
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
 from outrider_verifier.engine import Flight, RoundOutcome, RoundRunner, RowOutcome
@@ -30,6 +31,10 @@ from outrider_verifier.schedule import (
 from outrider_verifier.sessions import Session
 
 logger = logging.getLogger(__name__)
+
+GIVE_WAY_S = 0.0001
+"""How long this thread stands back when verdicts leave and no session can go on without a draft:
+the thread that sends them needs the interpreter lock, and drafting takes longer than this."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,6 +54,19 @@ class _InFlight:
     def sessions(self) -> list[Session]:
         """All sessions of the round."""
         return [row.session for row in self.prefill] + [row.session for row in self.verify]
+
+
+@dataclass(slots=True, eq=False)
+class _Settled:
+    """A row whose tokens are committed and whose drafter is told; the rest is to be done."""
+
+    session: Session
+    result: RowOutcome
+    tokens: tuple[int, ...] = ()
+    reason: FinishReason | None = None
+    verified: VerifyRow | None = None
+    missed: bool = False
+    """Whether a proposal was wanted and none was there."""
 
 
 def device_lost_error() -> UnavailableError:
@@ -73,6 +91,8 @@ class Rounds:
         self._clock = clock
         self._flying: _InFlight | None = None
         self._settled_at = 0.0
+        self.flush: Callable[[], None] = lambda: None
+        """Called when the verdicts of a round are posted, before anything that can follow them."""
         self.device_lost = False
         """Whether the device was found not to work after a failure; no round can follow."""
 
@@ -125,13 +145,21 @@ class Rounds:
             return
         try:
             outcome = self._engine.collect(flying.flight)
-            emitted = 0
-            for row, last, result in zip(
-                flying.prefill, flying.finishing, outcome.prefill, strict=True
-            ):
-                emitted += self._settle_prefill(row, last, result)
-            for verified, result in zip(flying.verify, outcome.verify, strict=True):
-                emitted += self._settle_verify(verified, result)
+            rows = [
+                self._settle_prefill(row, last, result)
+                for row, last, result in zip(
+                    flying.prefill, flying.finishing, outcome.prefill, strict=True
+                )
+            ]
+            rows += [
+                self._settle_verify(row, result)
+                for row, result in zip(flying.verify, outcome.verify, strict=True)
+            ]
+            settled = [row for row in rows if row is not None]
+            self.flush()
+            if settled and all(row.session.link_id is not None for row in settled):
+                time.sleep(GIVE_WAY_S)
+            emitted = sum(map(self._follow_up, settled))
         except Exception as bug:
             self._fail(flying.sessions, bug)
             return
@@ -206,60 +234,48 @@ class Rounds:
         draft = trim(proposal.tree, proposal.law, session.max_draft_depth)
         return VerifyRow(session=session, proposal=proposal, draft=draft)
 
-    def _settle_prefill(self, row: PrefillRow, last: bool, result: RowOutcome) -> int:
-        """Keep features, emit the first token if the prompt is complete, tell the drafter."""
+    def _settle_prefill(self, row: PrefillRow, last: bool, result: RowOutcome) -> _Settled | None:
+        """Commit the first token if the prompt is complete, tell the drafter."""
         session = row.session
         self._core.counters["prefill_tokens"] += row.num_tokens
         if session.ended:
-            return 0
-        if self._core.store is not None and result.features is not None:
-            self._core.store.append(session.session_id, result.features)
+            return None
         if not last:
             self._tell(session, result)
-            return 0
+            return _Settled(session, result)
+        return self._commit(session, result)
+
+    def _settle_verify(self, row: VerifyRow, result: RowOutcome) -> _Settled | None:
+        """Commit what stands, tell the drafter."""
+        return None if row.session.ended else self._commit(row.session, result, row)
+
+    def _commit(
+        self, session: Session, result: RowOutcome, row: VerifyRow | None = None
+    ) -> _Settled:
         assert result.acceptance is not None
         tokens, reason = cut_emission(
             result.acceptance.tokens, stop_ids=session.stop_ids, remaining=session.remaining
         )
+        missed = row is not None and row.proposal is None and session.draft_wanted
         session.append(tokens, self._clock())
-        self._core.emit(session, tokens, reason)
-        if reason is not None:
-            self._finish(session)
-        else:
-            self._tell(session, result)
-        return len(tokens)
+        session.round_id += int(row is not None)
+        if reason is None:
+            self._tell(session, result, row)
+        return _Settled(session, result, tokens, reason, row, missed)
 
-    def _settle_verify(self, row: VerifyRow, result: RowOutcome) -> int:
-        """Count the round, emit its tokens, tell the drafter or finish the session."""
-        session, acceptance = row.session, result.acceptance
-        if session.ended:
-            return 0
-        assert acceptance is not None
-        proposed = result.drafted if row.draft is None else len(row.draft.tree)
-        missed = row.proposal is None and session.draft_wanted
-        fallback = missed or (row.own_depth > 0 and result.drafted == 0)
-        tokens, reason = cut_emission(
-            acceptance.tokens, stop_ids=session.stop_ids, remaining=session.remaining
-        )
-        self._count(row, proposed, len(acceptance.accepted_nodes), fallback)
-        session.stats = add_round(
-            session.stats,
-            proposed=proposed,
-            accepted_len=min(len(acceptance.accepted_nodes), len(tokens)),
-            emitted=len(tokens),
-            fallback=fallback,
-            target_only=acceptance.used_target_only_fallback,
-        )
-        session.append(tokens, self._clock())
-        session.round_id += 1
-        self._core.emit(session, tokens, reason)
-        if reason is not None:
+    def _follow_up(self, settled: _Settled) -> int:
+        """Keep the features, count, emit; finish the session if that was its end."""
+        session, result, tokens = settled.session, settled.result, settled.tokens
+        if settled.verified is not None:
+            self._count(settled, settled.verified)
+        if tokens:
+            self._core.emit(session, tokens, settled.reason)
+        if settled.reason is not None:
             self._finish(session)
             return len(tokens)
         if self._core.store is not None and result.features is not None:
             self._core.store.append(session.session_id, result.features)
         self._core.inbox.prune(session.session_id, digest=session.digest, prefix_len=session.length)
-        self._tell(session, result, row)
         return len(tokens)
 
     def _tell(self, session: Session, result: RowOutcome, row: VerifyRow | None = None) -> None:
@@ -280,12 +296,25 @@ class Rounds:
         self._core.counters["finished"] += 1
         self._core.free(session)
 
-    def _count(self, row: VerifyRow, proposed: int, accepted_len: int, fallback: bool) -> None:
+    def _count(self, settled: _Settled, row: VerifyRow) -> None:
+        session, result, acceptance = settled.session, settled.result, settled.result.acceptance
+        assert acceptance is not None
+        proposed = result.drafted if row.draft is None else len(row.draft.tree)
+        accepted_len = len(acceptance.accepted_nodes)
+        fallback = settled.missed or (row.own_depth > 0 and result.drafted == 0)
         counters = self._core.counters
         counters["fallback_rounds"] += int(fallback)
         counters["accepted_tokens"] += accepted_len
         counters["proposed_tokens"] += proposed
         counters["proposals_used"] += int(row.draft is not None)
+        session.stats = add_round(
+            session.stats,
+            proposed=proposed,
+            accepted_len=min(accepted_len, len(settled.tokens)),
+            emitted=len(settled.tokens),
+            fallback=fallback,
+            target_only=acceptance.used_target_only_fallback,
+        )
 
     def _fail(self, sessions: Sequence[Session], bug: Exception) -> None:
         self._core.counters["failed_rounds"] += 1

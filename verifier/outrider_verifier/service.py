@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections import deque
 from collections.abc import AsyncGenerator
 from typing import assert_never
 
@@ -38,8 +37,6 @@ from outrider_verifier.metrics import Metrics
 from outrider_verifier.rounds import Rounds, device_lost_error
 from outrider_verifier.schedule import Limits
 
-REST_DELAY_S = 0.001
-"""How long a round's events stand back for its verdicts; drafting takes longer."""
 _DRAIN_POLL_S = 0.02
 _STOP_TIMEOUT_S = 10.0
 _EventQueue = asyncio.Queue[SessionEvent | OutriderError]
@@ -101,8 +98,6 @@ class VerifierService:
         self.metrics = Metrics(self._counts, self._gauges)
         self._tickets = itertools.count(1)
         self._streams: dict[int, _EventQueue] = {}
-        self._rest: deque[Emit | Fail | Answer | RoundReport] = deque()
-        self._rest_scheduled = False
         self._loop: EngineLoop | None = None
         self._draining = False
         self._stopped = False
@@ -240,7 +235,6 @@ class VerifierService:
     def _on_lost(self) -> None:
         """The engine thread has ended because the device is lost; all it told has come."""
         loop, self._loop = self._loop, None
-        self._dispatch_rest()
         self.lost.set()
         for command in [] if loop is None else loop.left_over():
             self._refuse(command, device_lost_error())
@@ -250,28 +244,11 @@ class VerifierService:
             raise device_lost_error()
 
     def _dispatch(self, effects: list[Effect]) -> None:
-        """Perform what a round (or a command) asked for, verdicts first.
-
-        A drafter can begin with a verdict while the rest of a round is told; the rest keeps its
-        order and follows within `REST_DELAY_S`.
-        """
-        told = False
+        """Perform what a round (or a command) asked for."""
         for effect in effects:
-            if isinstance(effect, Tell):
-                self._hub.tell(effect.link_id, effect.message)
-                told = True
-            else:
-                self._rest.append(effect)
-        if not told:
-            self._dispatch_rest()
-        elif not self._rest_scheduled:
-            self._rest_scheduled = True
-            asyncio.get_running_loop().call_later(REST_DELAY_S, self._dispatch_rest)
-
-    def _dispatch_rest(self) -> None:
-        self._rest_scheduled = False
-        while self._rest:
-            match self._rest.popleft():
+            match effect:
+                case Tell(link_id=link_id, message=message):
+                    self._hub.tell(link_id, message)
                 case Emit(ticket=ticket, event=event):
                     self._put(ticket, event)
                 case Fail(ticket=ticket, error=error):
@@ -280,7 +257,7 @@ class VerifierService:
                     _settle(future, refused)
                 case RoundReport() as report:
                     self.metrics.observe(report)
-                case effect:
+                case _:
                     assert_never(effect)
 
     def _put(self, ticket: int, item: SessionEvent | OutriderError) -> None:
@@ -353,7 +330,7 @@ def _assemble(
         pool=pool,
         runner=runner,
         inbox=Inbox(per_session=config.inbox_per_session, total=config.inbox_total),
-        handover=Handover(store=store, dtype=dtype, chunk_tokens=config.prefill_tokens_per_round),
+        handover=Handover(store=store, dtype=dtype, chunk_tokens=config.prefill_tokens),
         store=store,
         vocab_size=target.vocab_size,
         max_context_len=max_context_len,
@@ -362,8 +339,8 @@ def _assemble(
         post=outbox.append,
     )
     limits = Limits(
-        prefill_tokens=config.prefill_tokens_per_round,
+        prefill_tokens=config.prefill_tokens,
         decode_tokens=config.decode_tokens_per_round,
-        gather_s=config.gather_ms / 1000.0,
+        gather_s=config.gather_s,
     )
     return core, Rounds(core, runner, limits)

@@ -32,6 +32,9 @@ class Pipe:
     async def send(self, message: int | Heartbeat) -> None:
         await self.outgoing.put(message)
 
+    def offer(self, message: int | Heartbeat) -> bool:
+        return self.outgoing.offer(message)
+
     async def receive(self) -> int | Heartbeat:
         message = await self.incoming.get()
         if isinstance(message, Exception):

@@ -132,3 +132,17 @@ async def test_wait_tells_whether_there_is_anything_to_take() -> None:
     mailbox.take(1, 0)
     mailbox.close(LOST)
     assert await mailbox.wait(0.01)
+
+
+async def test_an_offer_takes_room_or_leaves_all_as_it_was() -> None:
+    mailbox: Mailbox[int] = Mailbox(max_items=1)
+    getting = asyncio.create_task(mailbox.get())
+    await asyncio.sleep(0)
+    assert mailbox.offer(1)
+    assert await asyncio.wait_for(getting, 1) == 1
+    assert mailbox.offer(2)
+    assert not mailbox.offer(3)
+    assert [await mailbox.get()] == [2] and len(mailbox) == 0
+    mailbox.close(ConnectionLostError("closed", reason="CLOSED"))
+    with pytest.raises(ConnectionLostError):
+        mailbox.offer(4)

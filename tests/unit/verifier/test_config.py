@@ -108,6 +108,8 @@ def test_flags_of_the_verifier_fill_its_configuration(tmp_path: Path) -> None:
         {"placement": "fused", "features_from": "h", "draft_length": 20, "max_tree_nodes": 16},
         {"draft_length": 0},
         {"draft_length": 32},
+        {"gather_ms": -2},
+        {"gather_ms": -0.5},
         {"memory_fraction": 0.0},
         {"memory_fraction": 1.1},
         {"simulated_acceptance": "often"},
@@ -121,6 +123,22 @@ def test_flags_of_the_verifier_fill_its_configuration(tmp_path: Path) -> None:
 def test_a_verifier_configuration_out_of_range_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError):
         load_config(VerifierConfig, None, changes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        ({}, 0.001),
+        ({"device": "cuda"}, 0.005),
+        ({"device": "cuda:1", "gather_ms": -1}, 0.005),
+        ({"device": "cuda:1", "gather_ms": 2}, 0.002),
+        ({"gather_ms": 0}, 0.0),
+    ],
+)
+def test_how_long_rows_are_gathered_follows_the_device(
+    settings: dict[str, object], seconds: float
+) -> None:
+    assert load_config(VerifierConfig, None, settings).gather_s == seconds
 
 
 def test_flags_place_the_head_and_simulate() -> None:

@@ -1,0 +1,76 @@
+"""Messages of callers that cannot wait."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.errors import ConnectionLostError
+from outrider.transport.mailbox import Mailbox
+from outrider.transport.outgoing import Outgoing
+
+
+class Pipe:
+    """A connection with room for two messages."""
+
+    peer = "pipe"
+
+    def __init__(self) -> None:
+        self.wire: Mailbox[int] = Mailbox(max_items=2)
+
+    async def send(self, message: int) -> None:
+        await self.wire.put(message)
+
+    def offer(self, message: int) -> bool:
+        return self.wire.offer(message)
+
+    async def receive(self) -> int:
+        return await self.wire.get()
+
+    async def close(self) -> None:
+        self.wire.close(ConnectionLostError("closed", reason="CLOSED"))
+
+
+async def test_a_message_leaves_at_once_while_there_is_room() -> None:
+    pipe = Pipe()
+    outgoing = Outgoing(pipe, size_of=lambda message: message)
+    outgoing.put(1)
+    outgoing.put(2)
+    assert (len(pipe.wire), len(outgoing), outgoing.size) == (2, 0, 0)
+    outgoing.put(30)
+    outgoing.put(40)
+    assert (len(pipe.wire), len(outgoing), outgoing.size) == (2, 2, 70)
+    outgoing.drop_oldest()
+    assert (len(outgoing), outgoing.size) == (1, 40)
+
+
+async def test_the_order_is_kept_whatever_finds_room() -> None:
+    pipe = Pipe()
+    outgoing = Outgoing(pipe)
+    pumping = asyncio.create_task(outgoing.pump())
+    received: list[int] = []
+    for number in range(0, 60, 3):
+        for message in range(number, number + 3):
+            outgoing.put(message)
+        # One more is taken than fits: the pump is in the middle of a `send` at the next put.
+        received += [await pipe.receive(), await pipe.receive()]
+    while len(received) < 60:
+        received.append(await asyncio.wait_for(pipe.receive(), 1))
+    assert received == list(range(60))
+    assert len(outgoing) == 0
+    pumping.cancel()
+
+
+async def test_a_lost_connection_is_told_to_both_ways_of_sending() -> None:
+    pipe = Pipe()
+    outgoing = Outgoing(pipe)
+    for message in range(4):
+        outgoing.put(message)
+    pumping = asyncio.create_task(outgoing.pump())
+    await asyncio.sleep(0)
+    await pipe.close()
+    with pytest.raises(ConnectionLostError):
+        await asyncio.wait_for(pumping, 1)
+    with pytest.raises(ConnectionLostError):
+        Outgoing(pipe).put(5)
