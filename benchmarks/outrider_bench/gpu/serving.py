@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import torch
+
 from outrider.spec.sampling import SamplingParams
 from outrider_bench.gpu.bench import Bench, show
 from outrider_bench.gpu.drive import Wave, drive
@@ -26,7 +28,9 @@ BOTH = (32, 64)
 def run(bench: Bench) -> dict[str, object]:
     """Measure every placement and batch."""
     models = bench.widened()
-    placements = bench.placements(PLAIN, FUSED, COLOCATED, SEPARATE)
+    # A drafter process on the target's own device would show the cost of sharing it.
+    own_device = (SEPARATE,) if torch.cuda.device_count() > 1 else ()
+    placements = bench.placements(PLAIN, FUSED, COLOCATED, *own_device)
     results: dict[str, dict[str, Any]] = {}
     rows = []
     for placement in placements:
