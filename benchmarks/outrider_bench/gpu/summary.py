@@ -30,8 +30,9 @@ FIGURES: Final = (
 def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     """One object of all results, oldest first: a later figure replaces an earlier one.
 
-    `commit`, `date` and `versions` are the newest result's; where results differ in commit or
-    device, all of them are listed. Raises InvalidRequestError for a figure that has no name here.
+    `commit`, `date`, `device` and `versions` are the newest result's; where results differ in
+    commit or device, `all_commit` and `all_device` list them. Raises InvalidRequestError for a
+    figure that has no name here.
     """
     if not results:
         raise InvalidRequestError("there is no result to summarise", reason="NO_RESULTS")
@@ -39,7 +40,8 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     summary: dict[str, Any] = {name: results[-1].get(name) for name in ABOUT}
     for name in ("commit", "device"):
         seen = list(dict.fromkeys(str(result.get(name)) for result in results))
-        summary[name] = seen[0] if len(seen) == 1 else seen
+        if len(seen) > 1:
+            summary[f"all_{name}"] = seen
     summary |= dict.fromkeys(FIGURES)
     for result in results:
         for name, value in result.get("figures", {}).items():

@@ -37,7 +37,9 @@ def test_figures_are_merged_key_by_key_and_the_newest_wins() -> None:
 
 
 def test_results_of_several_commits_say_so() -> None:
-    assert merge([_result("1"), _result("2", commit="def")])["commit"] == ["abc", "def"]
+    summary = merge([_result("1"), _result("2", commit="def")])
+    assert summary["commit"] == "def"
+    assert summary["all_commit"] == ["abc", "def"]
 
 
 def test_unknown_figures_and_no_results_are_refused() -> None:
