@@ -20,7 +20,6 @@ from outrider_drafter.device_source import DeviceHeadSource
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.service import DrafterService, Identity
 from outrider_verifier.build import SWITCH_INTERVAL_S
-from outrider_verifier.build import SWITCH_INTERVAL_S
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.service import VerifierService
 
@@ -124,8 +123,6 @@ class Running:
 async def serving(models: Models, setup: Setup) -> AsyncIterator[Running]:
     """Serve with this placement; everything is torn down at the end."""
     config = verifier_config(models, setup)
-    # As a verifier's own process does (its collector settings would keep the models for good).
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     runner = recorder = None
     if uses_device_engine(models):
         runner, recorder = make_runner(models, setup, config)
