@@ -26,12 +26,13 @@ from outrider.engine.device.rounds import DeviceRounds, Launched, RowInput
 from outrider.engine.device.shapes import Drafts, Judge, RoundShape, row_buckets
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.heads import DraftHead, FeatureProjection
-from outrider.engine.target import ForwardBatch, Segment, TargetModel
+from outrider.engine.target import TargetModel
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.device_groups import MATCHING, Group, group_rows, own_drafts
+from outrider_verifier.device_groups import MATCHING, Group, group_rows, judge_of, own_drafts
+from outrider_verifier.device_prompts import PromptResult, run_prompts
 from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, decided_by_host
-from outrider_verifier.packing import Packed, PrefillRow, VerifyRow, accept_row, pack
+from outrider_verifier.packing import PrefillRow, VerifyRow, accept_row
 from outrider_verifier.sessions import Session
 
 logger = logging.getLogger(__name__)
@@ -299,7 +300,9 @@ class DeviceRoundEngine:
             tokens = np.zeros((len(accepted), nodes), dtype=np.int32)
             for index, acceptance in enumerate(accepted):
                 tokens[index, : counts[index]] = acceptance.tokens
-            self.rounds.draft_after(launched, counts, tokens)
+            # Laws are kept even so: the device may judge these sessions again next time.
+            law = judge_of(group.rows) is Judge.SAMPLED
+            self.rounds.draft_after(launched, counts, tokens, with_law=law)
         return outcomes
 
     def _commit(
@@ -322,74 +325,35 @@ class DeviceRoundEngine:
     # ---- prompts -------------------------------------------------------------------------------
 
     def _run_prompts(self, prefill: Sequence[PrefillRow]) -> list[RowOutcome]:
-        """One forward over all prompt chunks, by the general (eager) path."""
-        packed, logit_rows = pack(prefill, ())
-        own = self._own_head is not None and any(row.session.own_draft for row in prefill)
-        kept = any(row.session.keeps_features for row in prefill)
-        taps = self._projection.tap_layers if self._projection is not None and (own or kept) else ()
-        output = self._target.forward(self._batch(packed, logit_rows), tap_layers=taps)
-        judged = [row.accept_row for row in packed if row.accept_row is not None]
-        accepted = iter(accept(output.logits, judged)) if judged else iter(())
-        features = None
-        if self._projection is not None and output.taps is not None:
-            features = self._projection(output.taps)
-        outcomes: list[RowOutcome] = []
-        for chunk, row in zip(prefill, packed, strict=True):
-            acceptance = next(accepted) if row.accept_row is not None else None
-            outcomes.append(self._end_prompt_row(chunk, row, acceptance, features))
-        return outcomes
+        wanted = any(row.session.own_draft or row.session.keeps_features for row in prefill)
+        results = run_prompts(self._target, self._projection if wanted else None, prefill)
+        return [self._end_prompt_row(result) for result in results]
 
-    def _end_prompt_row(
-        self,
-        chunk: PrefillRow,
-        row: Packed,
-        acceptance: Acceptance | None,
-        features: Tensor | None,
-    ) -> RowOutcome:
-        session, count = chunk.session, len(row.token_ids)
-        start = session.kv.len
-        last = acceptance is not None
+    def _end_prompt_row(self, result: PromptResult) -> RowOutcome:
+        row, acceptance, features = result.row, result.acceptance, result.features
+        session, start = row.session, row.session.kv.len
         session.kv.commit(row.kept)
         if acceptance is not None:
             self._set_prefix(session, session.length + 1, acceptance.tokens[-1])
         mine = None
-        if features is not None:
-            rows = features[row.start : row.start + count]
-            if session.keeps_features:
-                mine = self._wire_array(rows.cpu())
-            if session.own_draft and self._own_head is not None:
-                # Draft row i pairs the feature of position i with the token after it.
-                known = session.tokens[start + 1 : session.length]
-                following = acceptance.tokens[-1:] if acceptance is not None else ()
-                tokens = np.concatenate((known, np.array(following, dtype=np.int32)))[:count]
-                sampling = session.spec.sampling
-                self._own_head.prefill(
-                    self._slot_of[session.ticket],
-                    tokens.astype(np.int32),
-                    rows,
-                    start=start,
-                    last=last,
-                    with_law=sampling.effective_rule not in MATCHING,
-                )
-                if last:
-                    self._drafted.add(session.ticket)
-        return RowOutcome(acceptance=acceptance, features=mine)
-
-    def _batch(self, packed: list[Packed], logit_rows: list[int]) -> ForwardBatch:
-        segments = [
-            Segment(
-                sequence=row.session.kv,
-                num_rows=len(row.token_ids),
-                positions=self._tensor(row.positions),
+        if features is not None and session.keeps_features:
+            mine = self._wire_array(features.cpu())
+        if features is not None and session.own_draft and self._own_head is not None:
+            # Draft row i pairs the feature of position i with the token after it.
+            known = session.tokens[start + 1 : session.length]
+            following = acceptance.tokens[-1:] if acceptance is not None else ()
+            tokens = np.concatenate((known, np.array(following, dtype=np.int32)))
+            self._own_head.prefill(
+                self._slot_of[session.ticket],
+                tokens[: len(row.token_ids)].astype(np.int32),
+                features,
+                start=start,
+                last=acceptance is not None,
+                with_law=session.spec.sampling.effective_rule not in MATCHING,
             )
-            for row in packed
-        ]
-        token_ids = np.concatenate([row.token_ids for row in packed])
-        return ForwardBatch(
-            token_ids=self._tensor(token_ids),
-            segments=segments,
-            logit_rows=self._tensor(np.asarray(logit_rows, dtype=np.int64)),
-        )
+            if acceptance is not None:
+                self._drafted.add(session.ticket)
+        return RowOutcome(acceptance=acceptance, features=mine)
 
     # ---- between host and device ---------------------------------------------------------------
 
@@ -401,9 +365,6 @@ class DeviceRoundEngine:
             length=length,
             root=root,
         )
-
-    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
 
     def _wire_array(self, features: Tensor) -> NDArray[np.generic]:
         """Features on the host in the wire's element type (a view where it is theirs already)."""

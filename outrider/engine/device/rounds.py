@@ -149,12 +149,18 @@ class DeviceRounds:
 
     @torch.inference_mode()
     def draft_after(
-        self, launched: Launched, counts: NDArray[np.int32], tokens: NDArray[np.int32]
+        self,
+        launched: Launched,
+        counts: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        *,
+        with_law: bool,
     ) -> None:
         """Draft again for rows with own drafts that the host judged.
 
         counts [n]: tokens emitted by each of the rows; tokens [n, N]: those, then anything. The
-        sessions' prefixes have been set.
+        sessions' prefixes have been set. with_law: whether a session among them may need the laws
+        of these drafts.
         """
         shape, verified = launched.shape, launched.verified
         verdict = self._verdicts.get(shape)
@@ -164,9 +170,9 @@ class DeviceRounds:
         inputs = self._inputs[shape.rows, shape.nodes]
         with self.recorder.span("draft"):
             self.graphs.run(
-                ("draft", shape),
+                ("draft", shape, with_law),
                 lambda: self._own_draft(
-                    shape, inputs, verified, verdict.tokens, verdict.counts, with_law=False
+                    shape, inputs, verified, verdict.tokens, verdict.counts, with_law=with_law
                 ),
             )
 

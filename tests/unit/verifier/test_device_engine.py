@@ -13,6 +13,7 @@ from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_engine import DeviceRoundEngine
 from outrider_verifier.service import VerifierService
 
+from outrider.engine.device.own_head import OwnHead
 from outrider.engine.heads import load_feature_projection, load_head
 from outrider.engine.linear import PlainLinear
 from outrider.engine.loading import load_target
@@ -158,6 +159,35 @@ async def test_own_drafts_serve_the_sampled_rules(
     assert [tokens for tokens, _ in results] == [tokens for tokens, _ in again]
     assert [len(tokens) for tokens, _ in results] == [24, 25, 26]
     assert all(stats.proposed > 0 for _, stats in results)
+
+
+async def test_laws_follow_drafts_through_rounds_that_the_host_judges(
+    tiny_target: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stale law would be trusted as soon as the device judges the session again."""
+    with_law: list[bool] = []
+    draft = OwnHead.draft
+
+    def spy(self: OwnHead, *args: Any, **options: Any) -> None:
+        with_law.append(options["with_law"])
+        draft(self, *args, **options)
+
+    monkeypatch.setattr(OwnHead, "draft", spy)
+    sampling = SamplingParams(temperature=1.0, seed=4, rule=Rule.REJECTION)
+    async with serving(tiny_target, tiny_head, placement="fused") as service:
+        spec = make_spec(
+            prompt=PROMPTS[0],
+            max_new_tokens=24,
+            plan=OWN,
+            sampling=sampling,
+            drafter=None,
+            stop_token_ids=(383,),
+            min_new_tokens=9,
+        )
+        async for _ in service.open_session(spec):
+            pass
+    assert len(with_law) > 5
+    assert all(with_law)
 
 
 def follow(text: dict[tuple[int, ...], list[int]], plan: Plan) -> ProposeFn:
