@@ -12,24 +12,15 @@ from torch import Tensor
 
 from outrider.engine.heads import HeadConfig
 from outrider.engine.kernels.state import (
-    RULE_COUPLED,
-    RULE_GREEDY,
-    RULE_REJECTION,
-    RULE_TARGET_ONLY,
+    RULE_NUMBERS,
     SamplingState,
 )
 from outrider.engine.kvcache import BlockAllocator
 from outrider.errors import ResourceExhaustedError
-from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.sampling import SamplingParams
 
 BLOCK_TOKENS = 16
 _FIRST_CAPACITY = 256
-_RULES = {
-    Rule.GREEDY: RULE_GREEDY,
-    Rule.COUPLED: RULE_COUPLED,
-    Rule.TARGET_ONLY: RULE_TARGET_ONLY,
-    Rule.REJECTION: RULE_REJECTION,
-}
 
 
 class DeviceRows:
@@ -86,7 +77,7 @@ class DeviceRows:
         # Copies from pageable memory have left it when they return: nothing to keep alive.
         state.seeds[slot : slot + 1].copy_(_words(np.array([sampling.seed], np.uint64)))
         state.temperatures[slot] = sampling.temperature
-        state.rules[slot] = _RULES[sampling.effective_rule]
+        state.rules[slot] = RULE_NUMBERS[sampling.effective_rule]
         return slot
 
     def reserve(self, slot: int, rows: int, *, ceiling: int) -> None:

@@ -26,7 +26,7 @@ from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.health import device_works
 from outrider.engine.device.shapes import ROW_BUCKETS, bucket
 from outrider.engine.heads import DraftHead
-from outrider.engine.kernels.tree_rank import PADDING
+from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.engine.warper import EMPTY_HISTORY, needs_edits, truncates
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import SessionId
@@ -380,7 +380,7 @@ def _chain(tokens: NDArray[np.int32]) -> Draft:
 
 def _tree(words: NDArray[np.int32]) -> Draft:
     tokens, parents, bits = words
-    count = int(np.count_nonzero(parents != PADDING))
+    count = int(np.count_nonzero(parents != PADDING_NODE))
     tree = DraftTree(
         tokens=tokens[:count], parents=parents[:count], logprobs=bits[:count].view(np.float32)
     )

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outrider.errors import FailedPreconditionError
+
 MIN_ROWS: Final = 4
 """Packed products of fewer rows are padded to this many."""
 _PACK_ROWS_HINT: Final = 16
@@ -89,6 +91,16 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, *, packed: bool = Tr
     if packed and can_pack(weight.dtype, weight.device):
         return PackedLinear(weight, bias)
     return PlainLinear(weight, bias)
+
+
+def plain_weights(linear: object) -> PlainLinear:
+    """The layer as plain weights. Raises FailedPreconditionError for packed ones."""
+    if not isinstance(linear, PlainLinear):
+        raise FailedPreconditionError(
+            "the device engine needs plain weights: load the model with packed=False",
+            reason="PACKED_WEIGHTS",
+        )
+    return linear
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

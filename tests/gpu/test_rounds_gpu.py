@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,14 @@ import torch
 
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider.transport.inproc import InprocNetwork
-from tests.fakes.scripted_drafter import ScriptedDrafter
-from tests.unit.verifier.harness import ADDRESS, CHAIN, DRAFTER, TREE, until
+from tests.unit.verifier.harness import CHAIN, TREE
 from tests.unit.verifier.test_device_engine import (
     OWN,
     PROMPTS,
     SAMPLINGS,
-    follow,
+    plain_texts,
     run_all,
+    run_drafted,
     serving,
 )
 
@@ -35,16 +33,8 @@ ALL = SAMPLINGS | {
 
 @pytest.fixture(scope="module")
 def texts(tiny_target: Path) -> dict[str, list[list[int]]]:
-    """Plain text by sampling, from the host's engine on the CPU, in float32."""
-
-    async def collect() -> dict[str, list[list[int]]]:
-        found = {}
-        async with serving(tiny_target, device=None) as service:
-            for name, sampling in SAMPLINGS.items():
-                found[name] = [tokens for tokens, _ in await run_all(service, Plan(), sampling)]
-        return found
-
-    return asyncio.run(collect())
+    """See `plain_texts`."""
+    return plain_texts(tiny_target)
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
@@ -95,21 +85,6 @@ async def test_drafts_from_outside_change_no_text(
 ) -> None:
     known = dict(zip(PROMPTS, texts[name], strict=True))
     async with serving(tiny_target, tiny_head, device=CUDA) as service:
-        network = InprocNetwork()
-        network.serve_verifier(ADDRESS, service)
-        service.start()
-        info = await service.info()
-        drafter = ScriptedDrafter(
-            network.dialer(),
-            ADDRESS,
-            follow(known, plan),
-            vocab_size=384,
-            fingerprint=info.feature_fingerprint,
-        )
-        await drafter.attach()
-        await until(lambda: service._core.counters["attached"] > 0)
-        results = await run_all(service, plan, SAMPLINGS[name], DRAFTER)
-        await drafter.detach()
-        await network.withdraw(ADDRESS)
+        results = await run_drafted(service, known, plan, SAMPLINGS[name])
     assert [tokens for tokens, _ in results] == texts[name]
     assert all(stats.accepted > 0 for _, stats in results)

@@ -31,7 +31,7 @@ from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_groups import MATCHING, Group, group_rows, judge_of, own_drafts
 from outrider_verifier.device_prompts import PromptResult, run_prompts
-from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, decided_by_host
+from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, decided_by_host, wire_array
 from outrider_verifier.packing import PrefillRow, VerifyRow, accept_row
 from outrider_verifier.sessions import Session
 
@@ -68,7 +68,7 @@ class DeviceRoundEngine:
         self.rounds = rounds
         self._projection = projection
         self._own_head = own_head
-        self._bfloat16 = feature_dtype is TensorDtype.BFLOAT16
+        self._feature_dtype = feature_dtype
         self._device = target.device
         self._slot_of: dict[int, int] = {}
         """Slot by the session's ticket."""
@@ -172,8 +172,8 @@ class DeviceRoundEngine:
 
     def open(self, session: Session) -> None:
         """Give the session a slot; its K/V blocks are known to the device from here on."""
-        self._slot_of[session.ticket] = self._slots.open(session.kv)
-        self._set_prefix(session, 1, 0)
+        slot = self._slot_of[session.ticket] = self._slots.open(session.kv)
+        self._slots.begin(slot, session.kv, session.spec.sampling)
 
     def close(self, session: Session) -> None:
         """Take the slot back."""
@@ -255,7 +255,7 @@ class DeviceRoundEngine:
         kept, tokens = result[:, 2 : 2 + nodes].tolist(), result[:, 2 + nodes :].tolist()
         features = None
         if launched.features is not None:
-            features = self._wire_array(launched.features.wait())
+            features = wire_array(launched.features.wait(), self._feature_dtype)
         outcomes: list[RowOutcome] = []
         for index, row in enumerate(group.rows):
             count = counts[index]
@@ -320,7 +320,7 @@ class DeviceRoundEngine:
         if features is None or not session.keeps_features:
             return None
         places = torch.tensor(rows, device=self._device) + index * nodes
-        return self._wire_array(features[places].cpu())
+        return wire_array(features[places], self._feature_dtype)
 
     # ---- prompts -------------------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class DeviceRoundEngine:
             self._set_prefix(session, session.length + 1, acceptance.tokens[-1])
         mine = None
         if features is not None and session.keeps_features:
-            mine = self._wire_array(features.cpu())
+            mine = wire_array(features, self._feature_dtype)
         if features is not None and session.own_draft and self._own_head is not None:
             # Draft row i pairs the feature of position i with the token after it.
             known = session.tokens[start + 1 : session.length]
@@ -358,19 +358,7 @@ class DeviceRoundEngine:
     # ---- between host and device ---------------------------------------------------------------
 
     def _set_prefix(self, session: Session, length: int, root: int) -> None:
-        self._slots.set_prefix(
-            self._slot_of[session.ticket],
-            session.kv,
-            session.spec.sampling,
-            length=length,
-            root=root,
-        )
-
-    def _wire_array(self, features: Tensor) -> NDArray[np.generic]:
-        """Features on the host in the wire's element type (a view where it is theirs already)."""
-        if self._bfloat16:
-            return np.asarray(features.to(torch.bfloat16).view(torch.uint16).numpy())
-        return np.asarray(features.to(torch.float32).numpy())
+        self._slots.set_prefix(self._slot_of[session.ticket], length=length, root=root)
 
 
 def _nodes(group: Group) -> int:

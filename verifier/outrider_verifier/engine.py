@@ -167,7 +167,7 @@ class RoundEngine:
         self._target = target
         self._projection = projection
         self._device = torch.device(device)
-        self._bfloat16 = feature_dtype is TensorDtype.BFLOAT16
+        self._feature_dtype = feature_dtype
 
     @staticmethod
     def enter_thread() -> None:
@@ -268,7 +268,7 @@ class RoundEngine:
         wanted = [row for row in packed if row.session.keeps_features]
         index = [row.start + kept for row in wanted for kept in row.kept]
         projected = self._projection(taps[torch.tensor(index, device=self._device)])
-        array = self._wire_array(projected)
+        array = wire_array(projected, self._feature_dtype)
         result: list[NDArray[np.generic] | None] = []
         begin = 0
         for row in packed:
@@ -279,8 +279,10 @@ class RoundEngine:
             begin += len(row.kept)
         return result
 
-    def _wire_array(self, features: torch.Tensor) -> NDArray[np.generic]:
-        if self._bfloat16:
-            bits = features.to(torch.bfloat16).contiguous().cpu().view(torch.uint16)
-            return np.asarray(bits.numpy())
-        return np.asarray(features.to(torch.float32).contiguous().cpu().numpy())
+
+def wire_array(features: torch.Tensor, dtype: TensorDtype) -> NDArray[np.generic]:
+    """Features in the wire's element type on the host; a view where they are that already."""
+    if dtype is TensorDtype.BFLOAT16:
+        bits = features.to(torch.bfloat16).contiguous().cpu().view(torch.uint16)
+        return np.asarray(bits.numpy())
+    return np.asarray(features.to(torch.float32).contiguous().cpu().numpy())

@@ -99,7 +99,7 @@ class VerifyBench:
         places = [slots.open(sequence) for sequence in sequences]
         try:
             for place, sequence in zip(places, sequences, strict=True):
-                slots.set_prefix(place, sequence, SamplingParams(), length=context + 1, root=5)
+                slots.begin(place, sequence, SamplingParams(), length=context + 1, root=5)
             inputs = [RowInput(slot=place, tree=self._tree(nodes)) for place in places]
             drafts = Drafts.NONE if nodes == 1 else Drafts.CHAIN
             if nodes > _CHAIN_NODES:
@@ -262,9 +262,7 @@ class DraftBench:
         assert self._models.head is not None
         self._sequences = [target.pool.allocate(self._max_tokens) for _ in range(rows)]
         for place, sequence in enumerate(self._sequences):
-            slots.set_prefix(
-                place, sequence, SamplingParams(), length=context + new_rows + 1, root=5
-            )
+            slots.begin(place, sequence, SamplingParams(), length=context + new_rows + 1, root=5)
         generator = torch.Generator(target.device).manual_seed(0)
 
         def integers(low: int, high: int, *shape: int) -> Tensor:

@@ -38,8 +38,7 @@ from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.state import SamplingState
 from outrider.engine.kernels.topk import log_softmax_topk
 from outrider.engine.kernels.tree_rank import TreeDraft, rank_tree
-
-_MIN_TEMPERATURE = 1e-6
+from outrider.engine.warper import MIN_TEMPERATURE
 
 
 class NewRows(NamedTuple):
@@ -385,5 +384,5 @@ def _at(places: _Places, rows: slice) -> _Places:
 def _law(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
     """softmax(logits / T), float32 [B, Vd]; T = 0 counts as 1."""
     heat = state.temperatures[slots.long()]
-    heat = torch.where(heat > 0, heat.clamp(min=_MIN_TEMPERATURE), torch.ones_like(heat))
+    heat = torch.where(heat > 0, heat.clamp(min=MIN_TEMPERATURE), torch.ones_like(heat))
     return (logits.float() / heat[:, None]).softmax(dim=-1)

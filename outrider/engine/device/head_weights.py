@@ -14,8 +14,7 @@ from torch import Tensor
 from outrider.engine.heads import DraftHead
 from outrider.engine.heads.config import HeadConfig
 from outrider.engine.heads.eagle3 import Eagle3Head
-from outrider.engine.heads.layers import rope_inverse_frequencies
-from outrider.engine.linear import PlainLinear
+from outrider.engine.linear import PlainLinear, plain_weights
 from outrider.errors import FailedPreconditionError
 
 
@@ -62,7 +61,7 @@ class HeadWeights:
                 f"device drafting needs an eagle3 head, not {head.config.kind}"
             )
         config, block = head.config, head.block.weights
-        qkv, qkv_bias = _fuse(*(_plain(linear) for linear in block.qkv))
+        qkv, qkv_bias = _fuse(*(plain_weights(linear) for linear in block.qkv))
         columns = torch.full((config.vocab_size,), -1, dtype=torch.int32, device=qkv.device)
         columns[head.target_ids] = torch.arange(
             config.draft_vocab_size, dtype=torch.int32, device=qkv.device
@@ -76,13 +75,13 @@ class HeadWeights:
             final_norm=head.final_norm,
             qkv=qkv,
             qkv_bias=qkv_bias,
-            o_proj=_plain(block.o_proj).weight,
-            gate_up=_plain(block.gate_up).weight,
-            down=_plain(block.down).weight,
-            lm_head=_plain(head.lm_head).weight,
+            o_proj=plain_weights(block.o_proj).weight,
+            gate_up=plain_weights(block.gate_up).weight,
+            down=plain_weights(block.down).weight,
+            lm_head=plain_weights(head.lm_head).weight,
             target_ids=head.target_ids,
             draft_columns=columns,
-            inv_freq=rope_inverse_frequencies(config, qkv.device),
+            inv_freq=head.block.inverse_frequencies,
         )
 
     @property
@@ -126,9 +125,3 @@ def _fuse(query: PlainLinear, kv: PlainLinear) -> tuple[Tensor, Tensor | None]:
     if query.bias is None or kv.bias is None:
         return weight, None
     return weight, torch.cat((query.bias, kv.bias))
-
-
-def _plain(linear: object) -> PlainLinear:
-    if not isinstance(linear, PlainLinear):
-        raise FailedPreconditionError("device drafting needs plain weights, these are packed")
-    return linear

@@ -42,13 +42,12 @@ from outrider.engine.kernels.acceptance import (
 from outrider.engine.kernels.assemble import assemble
 from outrider.engine.kernels.coins import accept_sampled
 from outrider.engine.kernels.compaction import compact_kv, gather_rows
-from outrider.engine.kernels.layout import tree_layout
+from outrider.engine.kernels.layout import PADDING_NODE, tree_layout
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.target import TargetModel
 from outrider.spec.tree import DraftTree
 
 NO_TOKEN = -1
-PADDING_PARENT = -2
 
 
 class Verified(NamedTuple):
@@ -81,8 +80,6 @@ class Launched:
     """A round on its way."""
 
     shape: RoundShape
-    rows: int
-    """Rows that belong to sessions; they come first."""
     result: Readback | None
     features: Readback | None
     verified: Verified
@@ -143,9 +140,7 @@ class DeviceRounds:
         sent = None
         if features and verified.features is not None:
             sent = self._downloads.start(verified.features)
-        return Launched(
-            shape=shape, rows=len(rows), result=result, features=sent, verified=verified
-        )
+        return Launched(shape=shape, result=result, features=sent, verified=verified)
 
     @torch.inference_mode()
     def draft_after(
@@ -218,12 +213,10 @@ class DeviceRounds:
     def _verify(self, shape: RoundShape, inputs: _Inputs) -> Verified:
         sequence, nodes = self._slots.sequence, shape.nodes
         slots = inputs.slots
-        drafts = inputs.drafts
-        own = shape.drafts is Drafts.OWN and self._own_head is not None
-        if own:
-            assert self._own_head is not None
-            drafts = self._own_head.tokens
-        tokens, context = assemble(sequence, slots, drafts, num_nodes=nodes, by_slot=own)
+        head = self._own_head if shape.drafts is Drafts.OWN else None
+        drafts = inputs.drafts if head is None else head.tokens
+        by_slot = head is not None
+        tokens, context = assemble(sequence, slots, drafts, num_nodes=nodes, by_slot=by_slot)
         parents = inputs.parents if shape.drafts is Drafts.TREE else None
         rows = RoundRows(slots, context, sequence.tables)
         layout = tree_layout(
@@ -293,7 +286,7 @@ class DeviceRounds:
                 slots=slots,
                 positions=following,
             )
-        own = shape.drafts is Drafts.OWN and self._own_head is not None
+        head = self._own_head if shape.drafts is Drafts.OWN else None
         return accept_sampled(
             logits,
             chosen,
@@ -303,7 +296,7 @@ class DeviceRounds:
             state=state,
             slots=slots,
             positions=following,
-            law=self._own_head.law if own and self._own_head is not None else None,
+            law=None if head is None else head.law,
         )
 
     def _draft(self, shape: RoundShape, inputs: _Inputs, verified: Verified) -> Verified:
@@ -377,17 +370,17 @@ class _Inputs:
         slots = np.full(self._rows, padding, dtype=np.int32)
         slots[: len(rows)] = [row.slot for row in rows]
         if drafts in (Drafts.NONE, Drafts.OWN):
-            self._send(slots, slots)
+            self._send(slots)
             return
         tokens = np.full((self._rows, self._drafted), NO_TOKEN, dtype=np.int32)
-        parents = np.full((self._rows, self._drafted), PADDING_PARENT, dtype=np.int32)
+        parents = np.full((self._rows, self._drafted), PADDING_NODE, dtype=np.int32)
         for index, row in enumerate(rows):
             if row.tree is not None:
                 tokens[index, : len(row.tree)] = row.tree.tokens
                 parents[index, : len(row.tree)] = row.tree.parents
-        self._send(np.concatenate((slots, tokens.ravel(), parents.ravel())), slots)
+        self._send(np.concatenate((slots, tokens.ravel(), parents.ravel())))
 
-    def _send(self, words: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+    def _send(self, words: NDArray[np.int32]) -> None:
         data = words.tobytes()
         if data != self._last:
             self._uploader.upload(words, self._buffer[: words.size])

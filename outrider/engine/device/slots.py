@@ -12,23 +12,14 @@ from torch import Tensor
 
 from outrider.engine.device.buffers import Uploader
 from outrider.engine.kernels.state import (
-    RULE_COUPLED,
-    RULE_GREEDY,
-    RULE_REJECTION,
-    RULE_TARGET_ONLY,
+    RULE_NUMBERS,
     SamplingState,
     SequenceState,
 )
 from outrider.engine.kvcache import KVPool, KVSequence
 from outrider.errors import ResourceExhaustedError
-from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.sampling import SamplingParams
 
-_RULES = {
-    Rule.GREEDY: RULE_GREEDY,
-    Rule.COUPLED: RULE_COUPLED,
-    Rule.TARGET_ONLY: RULE_TARGET_ONLY,
-    Rule.REJECTION: RULE_REJECTION,
-}
 _FIELDS = 6
 """Words of a slot beside its table: seed (2), temperature, rule, length, root."""
 
@@ -81,11 +72,24 @@ class SessionSlots:
         """Give the padding slot's blocks back; the slots are of no use afterwards."""
         self._padding_kv.release()
 
-    def set_prefix(
-        self, slot: int, kv: KVSequence, sampling: SamplingParams, *, length: int, root: int
+    def begin(
+        self,
+        slot: int,
+        kv: KVSequence,
+        sampling: SamplingParams,
+        *,
+        length: int = 1,
+        root: int = 0,
     ) -> None:
-        """The host's word on a session: `length` committed tokens, the last one `root`."""
+        """Everything about a slot's session, what never changes included; see `set_prefix`."""
         self._write(slot, kv.blocks, sampling, length=length, root=root)
+
+    def set_prefix(self, slot: int, *, length: int, root: int) -> None:
+        """The host's word on a session: `length` committed tokens, the last one `root`."""
+        staged = self._staged[:2]
+        self._uploader.upload(np.array((length, root), dtype=np.int32), staged)
+        self.sequence.lengths[slot : slot + 1].copy_(staged[0:1])
+        self.sequence.roots[slot : slot + 1].copy_(staged[1:2])
 
     def _write(
         self, slot: int, blocks: object, sampling: SamplingParams, *, length: int, root: int
@@ -94,7 +98,7 @@ class SessionSlots:
         words: NDArray[np.int32] = np.zeros(_FIELDS + len(table), dtype=np.int32)
         words[0:2] = np.array([sampling.seed], dtype=np.uint64).view(np.int32)
         words[2] = np.array([sampling.temperature], dtype=np.float32).view(np.int32)[0]
-        words[3:6] = (_RULES[sampling.effective_rule], length, root)
+        words[3:6] = (RULE_NUMBERS[sampling.effective_rule], length, root)
         words[_FIELDS:] = table
         staged = self._staged[: len(words)]
         self._uploader.upload(words, staged)

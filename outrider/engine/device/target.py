@@ -19,9 +19,8 @@ from outrider.engine.kernels.linear import SKINNY_ROWS, Normed, add_linear, fuse
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.rotary import rotary_table
 from outrider.engine.layers import LayerWeights
-from outrider.engine.linear import Linear, PlainLinear
+from outrider.engine.linear import plain_weights
 from outrider.engine.target import TargetModel
-from outrider.errors import FailedPreconditionError
 
 
 class RoundRows(NamedTuple):
@@ -53,7 +52,7 @@ class TargetProgram:
         self.tap_layers = tap_layers
         weights = model.weights
         self._layers = [_Layer(layer) for layer in weights.layers]
-        self._lm_head = plain(weights.lm_head)
+        self._lm_head = plain_weights(weights.lm_head)
         self._keys = model.pool.storage[0].unbind(0)
         self._values = model.pool.storage[1].unbind(0)
 
@@ -158,17 +157,7 @@ class _Layer:
 
     def __init__(self, weights: LayerWeights) -> None:
         self.weights = weights
-        self.qkv = plain(weights.qkv)
-        self.o_proj = plain(weights.o_proj)
-        self.gate_up = plain(weights.gate_up)
-        self.down = plain(weights.down)
-
-
-def plain(linear: Linear) -> PlainLinear:
-    """The layer as plain weights. Raises FailedPreconditionError for packed ones."""
-    if not isinstance(linear, PlainLinear):
-        raise FailedPreconditionError(
-            "the device engine needs plain weights: load the model with packed=False",
-            reason="PACKED_WEIGHTS",
-        )
-    return linear
+        self.qkv = plain_weights(weights.qkv)
+        self.o_proj = plain_weights(weights.o_proj)
+        self.gate_up = plain_weights(weights.gate_up)
+        self.down = plain_weights(weights.down)

@@ -9,7 +9,7 @@ table.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -175,7 +175,7 @@ def rotary_attention(
     _check(qkv[:, :num_heads], keys, slots, mask, positions, num_nodes, window)
     dim = qkv.shape[2]
     fits = qk_norms is None and dim == max(next_power_of_2(dim), 16) and qkv[0].is_contiguous()
-    shared = {
+    shared: dict[str, Any] = {
         "tables": tables,
         "slots": slots,
         "context": context,
@@ -188,7 +188,7 @@ def rotary_attention(
     }
     if qkv.is_cuda and fits:
         rotary = Rotary(table, num_heads, interleaved)
-        return tree_attention_triton(qkv, keys, values, rotary=rotary, **shared)  # type: ignore[arg-type]
+        return tree_attention_triton(qkv, keys, values, rotary=rotary, **shared)
     query = rotary_write(
         qkv,
         table,
@@ -200,7 +200,7 @@ def rotary_attention(
         qk_norms=qk_norms,
         eps=eps,
     )
-    return tree_attention(query, keys, values, **shared)  # type: ignore[arg-type]
+    return tree_attention(query, keys, values, **shared)
 
 
 class Rotary(NamedTuple):

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.kernels.linear import SKINNY_ROWS, HalfNormed, Normed
+from outrider.engine.kernels.linear import HalfNormed, Normed, halves_norms
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.runtime import cdiv
 
@@ -28,8 +28,7 @@ def embed(
 
     Ids below 0 (no node) read row 0. norm_weight [H].
     """
-    halves = embedding.dtype in (torch.float32, torch.bfloat16)
-    if tokens.is_cuda and tokens.shape[0] <= SKINNY_ROWS and halves:
+    if halves_norms(tokens.shape[0], embedding):
         return embed_triton(tokens, embedding, norm_weight, eps)
     x = embed_torch(tokens, embedding)
     return x, rms_norm(x, norm_weight, eps)

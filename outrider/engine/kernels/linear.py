@@ -51,10 +51,12 @@ Normed = Tensor | HalfNormed
 """The normed input of a product: whole, or half done."""
 
 
-def halves_norms(x: Tensor) -> bool:
-    """Whether norms of rows like these [M, K] are split around their products."""
+def halves_norms(num_rows: int, like: Tensor) -> bool:
+    """Whether norms of `num_rows` rows of `like`'s kind are split around their products."""
     # x * weight before the division would leave float16's range.
-    return x.is_cuda and x.shape[0] <= SKINNY_ROWS and x.dtype in (torch.float32, torch.bfloat16)
+    return (
+        like.is_cuda and num_rows <= SKINNY_ROWS and like.dtype in (torch.float32, torch.bfloat16)
+    )
 
 
 def add_linear(
@@ -71,7 +73,7 @@ def add_linear(
 
     norm_weight [N]; the other arguments as there.
     """
-    if halves_norms(x_MK):
+    if halves_norms(x_MK.shape[0], x_MK):
         _check(x_MK, weight_NK, bias, residual_MN, gated=False)
         return add_linear_triton(
             x_MK, weight_NK, residual_MN, norm_weight=norm_weight, eps=eps, bias=bias

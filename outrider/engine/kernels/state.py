@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from outrider.spec.sampling import Rule
+
 
 class SamplingState(NamedTuple):
     """How each session samples."""
@@ -40,3 +42,10 @@ RULE_COUPLED = 1
 RULE_TARGET_ONLY = 2
 RULE_REJECTION = 3
 """Numbers of `outrider.spec.sampling.Rule` on the device (the effective rule: greedy at T = 0)."""
+
+RULE_NUMBERS = {
+    Rule.GREEDY: RULE_GREEDY,
+    Rule.COUPLED: RULE_COUPLED,
+    Rule.TARGET_ONLY: RULE_TARGET_ONLY,
+    Rule.REJECTION: RULE_REJECTION,
+}

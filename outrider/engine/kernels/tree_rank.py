@@ -14,15 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.engine.kernels.growth import RIVALS, Candidates
+from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.spec.tree import ROOT
 
-PADDING = -2
-"""Parent of a tree's node that is not there."""
-
 
 class TreeDraft(NamedTuple):
-    """Trees of n nodes; nodes that are not there come last, with parent PADDING."""
+    """Trees of n nodes; nodes that are not there come last, with parent PADDING_NODE."""
 
     tokens: Tensor
     """int32 [B, n]: target ids; -1 for a node that is not there."""
@@ -58,7 +56,9 @@ def rank_tree_torch(candidates: Candidates, target_ids: Tensor, *, num_nodes: in
     pad = torch.nn.functional.pad
     return TreeDraft(
         tokens=pad(torch.where(exists, tokens, -1).int(), (0, missing), value=-1),
-        parents=pad(torch.where(exists, moved, PADDING).int(), (0, missing), value=PADDING),
+        parents=pad(
+            torch.where(exists, moved, PADDING_NODE).int(), (0, missing), value=PADDING_NODE
+        ),
         logprobs=pad(
             torch.where(exists, scores.gather(1, chosen), -torch.inf),
             (0, missing),
@@ -95,7 +95,7 @@ def rank_tree_triton(candidates: Candidates, target_ids: Tensor, *, num_nodes: i
         count,
         NODES=num_nodes,
         ROOT=ROOT,
-        PADDING=PADDING,
+        PADDING=PADDING_NODE,
         BLOCK=min(next_power_of_2(count), 1024),
         BLOCK_NODES=next_power_of_2(num_nodes),
         num_warps=4,

@@ -110,18 +110,23 @@ async def run_all(
     return list(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
 
 
-@pytest.fixture(scope="module")
-def texts(tiny_target: Path) -> dict[str, list[list[int]]]:
-    """Plain text by sampling, from the host's engine."""
+def plain_texts(target_dir: Path) -> dict[str, list[list[int]]]:
+    """Plain text by sampling, from the host's engine on the CPU, in float32."""
 
     async def collect() -> dict[str, list[list[int]]]:
         found = {}
-        async with serving(tiny_target, device=None) as service:
+        async with serving(target_dir, device=None) as service:
             for name, sampling in SAMPLINGS.items():
                 found[name] = [tokens for tokens, _ in await run_all(service, Plan(), sampling)]
         return found
 
     return asyncio.run(collect())
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_target: Path) -> dict[str, list[list[int]]]:
+    """See `plain_texts`."""
+    return plain_texts(tiny_target)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -212,6 +217,32 @@ def follow(text: dict[tuple[int, ...], list[int]], plan: Plan) -> ProposeFn:
     return propose
 
 
+async def run_drafted(
+    service: VerifierService,
+    known: dict[tuple[int, ...], list[int]],
+    plan: Plan,
+    sampling: SamplingParams,
+) -> list[tuple[list[int], SpecStats]]:
+    """Serve all prompts with a drafter that follows the known texts."""
+    network = InprocNetwork()
+    network.serve_verifier(ADDRESS, service)
+    service.start()
+    info = await service.info()
+    drafter = ScriptedDrafter(
+        network.dialer(),
+        ADDRESS,
+        follow(known, plan),
+        vocab_size=384,
+        fingerprint=info.feature_fingerprint,
+    )
+    await drafter.attach()
+    await until(lambda: service._core.counters["attached"] > 0)
+    results = await run_all(service, plan, sampling, DRAFTER)
+    await drafter.detach()
+    await network.withdraw(ADDRESS)
+    return results
+
+
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", SAMPLINGS)
 async def test_drafts_from_outside_change_no_text(
@@ -223,20 +254,6 @@ async def test_drafts_from_outside_change_no_text(
 ) -> None:
     known = dict(zip(PROMPTS, texts[name], strict=True))
     async with serving(tiny_target, tiny_head) as service:
-        network = InprocNetwork()
-        network.serve_verifier(ADDRESS, service)
-        service.start()
-        drafter = ScriptedDrafter(
-            network.dialer(),
-            ADDRESS,
-            follow(known, plan),
-            vocab_size=384,
-            fingerprint=service._fingerprint,
-        )
-        await drafter.attach()
-        await until(lambda: service._core.counters["attached"] > 0)
-        results = await run_all(service, plan, SAMPLINGS[name], DRAFTER)
-        await drafter.detach()
-        await network.withdraw(ADDRESS)
+        results = await run_drafted(service, known, plan, SAMPLINGS[name])
     assert [tokens for tokens, _ in results] == texts[name]
     assert all(stats.accepted > 0 for _, stats in results)

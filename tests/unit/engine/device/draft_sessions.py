@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider.engine.device.draft import DraftProgram, NewRows
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.heads import DraftHead, load_head
+from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.engine.kernels.state import (
     RULE_COUPLED,
     RULE_GREEDY,
@@ -25,7 +26,7 @@ from outrider.engine.kernels.state import (
     RULE_TARGET_ONLY,
     SamplingState,
 )
-from outrider.engine.kernels.tree_rank import PADDING, TreeDraft
+from outrider.engine.kernels.tree_rank import TreeDraft
 from outrider.engine.linear import PlainLinear
 from outrider.spec.sampling import Rule, SamplingParams
 
@@ -70,8 +71,8 @@ def plain_head(
 def tree_of(draft: TreeDraft, row: int) -> tuple[list[int], list[int], list[float]]:
     """Tokens, parents and log-probs of the nodes that are there."""
     parents = draft.parents[row].tolist()
-    count = sum(p != PADDING for p in parents)
-    assert parents[count:] == [PADDING] * (len(parents) - count)
+    count = sum(p != PADDING_NODE for p in parents)
+    assert parents[count:] == [PADDING_NODE] * (len(parents) - count)
     return (
         draft.tokens[row, :count].tolist(),
         parents[:count],

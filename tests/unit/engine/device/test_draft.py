@@ -12,7 +12,7 @@ from outrider_drafter.growth import BeamGrowth, ChainGrowth
 
 from outrider.engine.device.head_weights import HeadWeights, can_extract
 from outrider.engine.heads import DraftHead, load_head
-from outrider.engine.kernels.tree_rank import PADDING
+from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.engine.linear import PackedLinear
 from outrider.errors import FailedPreconditionError
 from outrider.spec.sampling import Rule, SamplingParams
@@ -154,7 +154,7 @@ def test_features_of_nan_leave_the_other_sessions_alone(head: DraftHead) -> None
         trees = spoilt.program.tree(
             *spoilt.rows(*ROUNDS[0], 9), state=spoilt.state, num_nodes=8, top_k=3, depth=3
         )
-    assert set(trees.parents[0].tolist()) == {PADDING}, "nothing is proposed from NaN"
+    assert set(trees.parents[0].tolist()) == {PADDING_NODE}, "nothing is proposed from NaN"
 
 
 def test_weights_are_shared_with_the_head_and_invert_its_vocabulary(head: DraftHead) -> None:

@@ -17,8 +17,9 @@ from outrider.engine.kernels.growth import (
     empty_candidates,
     num_candidates,
 )
+from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.engine.kernels.runtime import INTERPRETED
-from outrider.engine.kernels.tree_rank import PADDING, TreeDraft
+from outrider.engine.kernels.tree_rank import TreeDraft
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
@@ -91,8 +92,8 @@ def test_places_of_parents_reach_across_the_pieces_of_a_long_list() -> None:
 def assert_closed(tree: TreeDraft, nodes: int) -> None:
     """Parents before children and never below them; missing nodes last."""
     parents, logprobs = tree.parents[0].tolist(), tree.logprobs[0].tolist()
-    count = sum(p != PADDING for p in parents)
-    assert parents[count:] == [PADDING] * (nodes - count)
+    count = sum(p != PADDING_NODE for p in parents)
+    assert parents[count:] == [PADDING_NODE] * (nodes - count)
     assert tree.tokens[0, count:].tolist() == [-1] * (nodes - count)
     for node in range(count):
         assert -1 <= parents[node] < node
@@ -115,7 +116,7 @@ def test_any_log_probs_give_an_ancestor_closed_tree(
     tree = tree_rank.rank_tree(candidates, torch.arange(50), num_nodes=nodes)
     assert_closed(tree, nodes)
     existing = int((candidates.scores > -math.inf).sum())
-    assert int((tree.parents != PADDING).sum()) == min(nodes, existing)
+    assert int((tree.parents != PADDING_NODE).sum()) == min(nodes, existing)
 
 
 def test_rows_see_their_ancestors_and_themselves() -> None:
@@ -165,7 +166,7 @@ def test_ties_never_cost_a_child_its_parent() -> None:
     for nodes in range(1, 20):
         tree = tree_rank.rank_tree(candidates, torch.arange(2), num_nodes=nodes)
         assert_closed(tree, nodes)
-        assert int((tree.parents != PADDING).sum()) == nodes
+        assert int((tree.parents != PADDING_NODE).sum()) == nodes
 
 
 @interpreted
