@@ -30,13 +30,13 @@ demo: setup
 test: setup
 	@$(BIN)/outrider models pull smollm2-135m
 	$(PYTEST) -m "not gpu" tests
-	$(PYTEST) --transport ray tests/integration/test_transport_contract.py
+	$(PYTEST) --transport ray tests/integration/test_transport_contract.py tests/integration/test_transport_bundles.py
 
 test-fast: setup
 	$(PYTEST) -m "not gpu and not slow" tests/unit tests/wire
 
 test-ray: setup
-	$(PYTEST) --transport ray tests/integration/test_transport_contract.py
+	$(PYTEST) --transport ray tests/integration/test_transport_contract.py tests/integration/test_transport_bundles.py
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,12 +1,17 @@
 """The drafter process: keeps draft models beside a verifier's sessions and proposes draft trees.
 
 sessions    what is known of each session, and the checks of every verdict
+source      the seam between the engine and the ways of drafting
 growth      draft trees as pure state machines: chain, best-first beam, static shape
 grow        drives growths of many sessions through one draft model, level by level
-head_*      EAGLE heads: K/V buffers, attention, catch-up, steps
+ancestry    which draft rows see which
+head_*      EAGLE heads on the host: catch-up and steps; headkv: their K/V and attention
+device_*    an EAGLE-3 head on an accelerator: rows, batches, whole drafts as one launch
 ngram       prompt lookup
 small_model a separate small language model
 engine      messages in, proposals out; single-threaded, no I/O
 worker      the one drafting thread
 service     connections to verifiers, and the control interface
+metrics     Prometheus metrics, and the figures of `DrafterInfo`
+config      settings; build: from them to loaded sources and a service; __main__: the process
 """

@@ -15,8 +15,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from outrider.awake import AwakeCores
 from outrider.config import load_config
 from outrider.errors import OutriderError
+from outrider.eventloop import run
 from outrider.logs import setup_logging
 from outrider_drafter.config import DTYPES, DrafterConfig
 
@@ -48,6 +50,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
         help="run a head's drafts as captured CUDA graphs (the default)",
     )
     parser.add_argument("--threads", type=int, help="threads of CPU operators")
+    parser.add_argument("--awake-cores", type=int, help="cores kept from going idle while serving")
     parser.add_argument("--drafter-id", metavar="NAME", help="stable name of this drafter")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
@@ -60,12 +63,18 @@ def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
 
 async def serve(config: DrafterConfig) -> int:
     """Serve until SIGTERM or SIGINT, or until a device is lost. The exit status."""
+    with AwakeCores.claim(config.awake_cores) as awake:
+        return await _serve(config, awake)
+
+
+async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
     from outrider.transport.grpc import GrpcDialer, GrpcServer, drafter_services
     from outrider_drafter.build import build_service, tune_interpreter
 
     dialer = GrpcDialer()
-    service = await asyncio.to_thread(build_service, config, dialer)
+    service = await asyncio.to_thread(build_service, config, dialer, awake)
     tune_interpreter()
+    awake.adopt_thread()
     metrics_address = _serve_metrics(config, service.metrics.registry)
     server = GrpcServer(config.listen, drafter_services(service))
     stop = asyncio.Event()
@@ -105,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        return asyncio.run(serve(config))
+        return run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")
         return _EXIT_MISUSE

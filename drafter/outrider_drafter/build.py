@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from outrider.awake import AwakeCores
 from outrider.engine.config import load_model_config
 from outrider.engine.device.current import make_current
 from outrider.engine.device.head_weights import can_extract
@@ -35,16 +36,21 @@ _WARM_BATCH = 8
 """Sessions of the largest batch that is compiled and captured before serving."""
 
 
-def build_service(config: DrafterConfig, dialer: Dialer) -> DrafterService:
-    """Load everything that `config` names. Raises InvalidRequestError, NotFoundError or
-    FailedPreconditionError where the parts do not fit together."""
+def build_service(
+    config: DrafterConfig, dialer: Dialer, awake: AwakeCores | None = None
+) -> DrafterService:
+    """Load everything that `config` names; the service keeps `awake` while it serves.
+
+    Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
+    together.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     make_current(config.device)
     config = with_paths(config)
     identity = load_identity(config)
     sources = [_load_source(method, config, identity) for method in config.methods]
-    return DrafterService(config, sources, dialer, identity=identity)
+    return DrafterService(config, sources, dialer, identity=identity, awake=awake)
 
 
 def tune_interpreter() -> None:

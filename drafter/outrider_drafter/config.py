@@ -69,6 +69,9 @@ class DrafterConfig:
     """Whether a CUDA device runs a head's drafts as captured graphs; off, kernel by kernel."""
     threads: int = 0
     """Threads of torch's CPU operators; 0 leaves torch's own choice."""
+    awake_cores: int = 0
+    """Cores kept from going idle while sessions are served, for threads that wake at once; with an
+    accelerator only. A process that does rounds with others over gRPC uses 3."""
     drafter_id: str = field(default_factory=lambda: f"drafter-{secrets.token_hex(4)}")
     """Stable name; give one, so that a restarted drafter is recognised."""
     metrics_port: int = -1
@@ -116,5 +119,10 @@ class DrafterConfig:
         ):
             _require(getattr(self, name) > 0, f"{name} must be positive")
         _require(self.threads >= 0, "threads must not be negative")
+        _require(self.awake_cores >= 0, "awake_cores must not be negative")
+        _require(
+            self.awake_cores == 0 or self.device != "cpu",
+            "awake_cores needs an accelerator: a model on the CPU computes on all cores",
+        )
         _require(self.head_max_context >= 0, "head_max_context must not be negative")
         _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.engine.device.free_slots import FreeSlots
 from outrider.engine.heads import HeadConfig
 from outrider.engine.kernels.state import (
     RULE_NUMBERS,
@@ -39,10 +40,9 @@ class DeviceRows:
         """`max_rows` of all sessions together, `max_session_rows` of one."""
         blocks = max(max_rows // BLOCK_TOKENS, 1)
         table = min(-(-max_session_rows // BLOCK_TOKENS), blocks)
-        count = max_sessions + 1
-        self.padding = max_sessions
         self._allocator = BlockAllocator(blocks)
-        self._free = list(reversed(range(max_sessions)))
+        self._free = FreeSlots(max_sessions, reason="DRAFT_SLOTS_EXHAUSTED")
+        self.padding, count = self._free.padding, self._free.total
         self._held: dict[int, list[int]] = {}
         shape = (2, 1, config.num_kv_heads, (blocks + 1) * BLOCK_TOKENS, config.head_dim)
         self.storage = torch.zeros(shape, dtype=dtype, device=device)
@@ -67,11 +67,7 @@ class DeviceRows:
 
     def open(self, sampling: SamplingParams) -> int:
         """A slot for a new session. Raises ResourceExhaustedError when all are taken."""
-        if not self._free:
-            raise ResourceExhaustedError(
-                f"all {self.padding} draft slots are taken", reason="DRAFT_SLOTS_EXHAUSTED"
-            )
-        slot = self._free.pop()
+        slot = self._free.take()
         self._held[slot] = []
         state = self.sampling
         # Copies from pageable memory have left it when they return: nothing to keep alive.
@@ -109,7 +105,7 @@ class DeviceRows:
         if held:
             self._allocator.give(held)
             self.tables[slot, : len(held)] = self._allocator.total
-        self._free.append(slot)
+        self._free.give(slot)
 
     def view(self, slot: int, rows: int) -> tuple[Tensor, Tensor]:
         """Keys and values [G, rows, d] of a session, copied together."""

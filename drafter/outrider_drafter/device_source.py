@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,18 +20,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.buffers import Downloader
-from outrider.engine.device.draft import DraftProgram
+from outrider.engine.device.draft import DraftProgram, NewRows
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.health import device_works
 from outrider.engine.device.shapes import ROW_BUCKETS, bucket
 from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.layout import PADDING_NODE
-from outrider.engine.warper import EMPTY_HISTORY, needs_edits, truncates
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import SessionId
 from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
-from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
 from outrider_drafter.device_batch import (
@@ -43,9 +41,11 @@ from outrider_drafter.device_batch import (
     raw_array,
 )
 from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
+from outrider_drafter.device_shapes import Shape, covers, shape_of
 from outrider_drafter.growth import Draft, default_depth
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.sessions import Session, SessionKey
+from outrider_drafter.source import Drafted
 
 logger = logging.getLogger(__name__)
 
@@ -57,50 +57,6 @@ _WIRE_DTYPES: Final = {
 }
 _TREE_ROWS: Final = 2048
 """Draft rows beyond its context that a session's table has room for."""
-
-
-class Shape(NamedTuple):
-    """What is grown; with the bucket it is the key of a graph."""
-
-    num_nodes: int
-    top_k: int
-    """1: a chain."""
-    depth: int
-
-    @property
-    def draft_rows(self) -> int:
-        """Draft rows that the steps write."""
-        return min(self.top_k, self.num_nodes) * (self.depth - 1)
-
-
-def covers(sampling: SamplingParams, plan: Plan) -> bool:
-    """Whether the device drafts as the host would."""
-    if needs_edits(sampling, EMPTY_HISTORY):
-        return False
-    match sampling.effective_rule:
-        case Rule.REJECTION:
-            return False
-        case Rule.COUPLED:
-            return plan.top_k == 1 and not truncates(sampling)
-        case Rule.GREEDY | Rule.TARGET_ONLY:
-            # Truncation does not move the mode, but it changes a tree's scores.
-            return plan.top_k == 1 or sampling.temperature == 0 or not truncates(sampling)
-
-
-def shape_of(session: Session) -> Shape | None:
-    """What to grow for a session; None if nothing can be drafted."""
-    plan, room = session.plan, session.room
-    num_nodes = plan.draft_tokens
-    if num_nodes <= 0 or room <= 0:
-        return None
-    if plan.top_k == 1:
-        # Near its end a session takes the beginning of a chain, so that all share one graph.
-        return Shape(num_nodes, 1, num_nodes)
-    depth = min(plan.depth or default_depth(num_nodes), num_nodes, room)
-    if session.sampling.effective_rule is Rule.COUPLED:
-        # Its plan was a chain's when it began: trees by shared noise are grown on the host.
-        return Shape(depth, 1, depth)
-    return Shape(num_nodes, plan.top_k, depth)
 
 
 class DeviceHeadSource:
@@ -195,7 +151,7 @@ class DeviceHeadSource:
                 self._write_ahead(session, state, keep=0)
 
     @torch.inference_mode()
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, Draft]]:
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
         """Catch up and draft: one launch for all sessions of a shape."""
         groups: dict[Shape, list[Ready]] = {}
         hosted: list[Session] = []
@@ -266,7 +222,7 @@ class DeviceHeadSource:
             start=start,
         )
 
-    def _draft(self, shape: Shape, members: Sequence[Ready]) -> Iterator[tuple[Session, Draft]]:
+    def _draft(self, shape: Shape, members: Sequence[Ready]) -> Iterator[Drafted]:
         most = max(len(ready.tokens) for ready in members)
         size, num_rows = bucket(len(members), ROW_BUCKETS), bucket(most, NEW_ROW_BUCKETS)
         result = self._launch(shape, members, size, num_rows)
@@ -274,11 +230,14 @@ class DeviceHeadSource:
             ready.state.stable = ready.start + len(ready.tokens)
             ready.state.features = ready.state.features[-1:]
         words = self._downloads.start(result).wait().numpy().copy()
+        drafted: list[tuple[Session, Draft]] = []
         for row, ready in enumerate(members):
             if shape.top_k == 1:
-                yield ready.session, _chain(words[row, : min(shape.depth, ready.session.room)])
+                fitting = words[row, : min(shape.depth, ready.session.room)]
+                drafted.append((ready.session, Draft(tree=DraftTree.chain(fitting))))
             else:
-                yield ready.session, _tree(words[row])
+                drafted.append((ready.session, _tree(words[row])))
+        yield drafted
 
     def _launch(self, shape: Shape, members: Sequence[Ready], size: int, num_rows: int) -> Tensor:
         """int32 [B, K] tokens of chains; [B, 3, n] tokens, parents and log-prob bits of trees."""
@@ -286,9 +245,9 @@ class DeviceHeadSource:
 
         def run() -> Tensor:
             if shape.top_k == 1:
-                return self._program.chain(*rows, state=state, length=shape.depth).tokens
+                return self._program.chain(rows, state=state, length=shape.depth).tokens
             tree = self._program.tree(
-                *rows,
+                rows,
                 state=state,
                 num_nodes=shape.num_nodes,
                 top_k=shape.top_k,
@@ -344,7 +303,7 @@ class DeviceHeadSource:
         count = len(tokens)
         words = np.concatenate((np.array([state.slot, count, state.stable], np.int32), tokens))
         staged = torch.from_numpy(words).to(self._device)
-        self._program.write(
+        rows = NewRows(
             slots=staged[0:1],
             tables=self._rows.tables,
             tokens=staged[3:].view(1, count),
@@ -352,6 +311,7 @@ class DeviceHeadSource:
             counts=staged[1:2],
             starts=staged[2:3],
         )
+        self._program.write(rows)
 
     def _reserve(self, session: Session, state: SessionRows, rows: int) -> bool:
         try:
@@ -367,15 +327,6 @@ class DeviceHeadSource:
         self._rows.close(state.slot)
         state.slot, state.stable = -1, 0
         state.features = state.features[:0]
-
-
-def _chain(tokens: NDArray[np.int32]) -> Draft:
-    tree = DraftTree(
-        tokens=tokens,
-        parents=np.arange(-1, len(tokens) - 1, dtype=np.int32),
-        logprobs=np.zeros(len(tokens), dtype=np.float32),
-    )
-    return Draft(tree=tree)
 
 
 def _tree(words: NDArray[np.int32]) -> Draft:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -32,6 +33,7 @@ NO_DRAFT = Draft(
     tree=DraftTree(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32)), law=None
 )
 """Sent when there is nothing to propose, so that the row decodes plainly without any patience."""
+_MAX_UNBOOKED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class ConnectionClosed:
 
 
 SessionMessage = SessionStart | Verdict | PlanChange | SessionEnd | ConnectionClosed
+Answers = list[tuple[int, Proposal]]
+"""(connection, proposal): what goes out together."""
 
 
 class DraftEngine:
@@ -53,16 +57,22 @@ class DraftEngine:
         max_sessions: int,
         metrics: Metrics,
         now: Callable[[], float] = time.perf_counter,
+        on_sessions: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """`on_sessions` is told how many sessions are followed whenever that may have changed."""
         self._sources: Mapping[DraftMethod, DraftSource] = {s.method: s for s in sources}
         self._fed = [s for s in sources if s.feature_size]
         self._limits = limits
         self._table = SessionTable(max_sessions)
         self.metrics = metrics
         self._now = now
+        self._on_sessions = on_sessions
         self._wanting: dict[SessionKey, Session] = {}
         self._behind: dict[SessionKey, Session] = {}
         """Sessions with news that no source has taken in."""
+        self._verdicts = 0
+        """Verdicts that are not in the metrics yet."""
+        self._unbooked: list[Callable[[], None]] = []
         self.device_lost = False
         """Whether a device was found not to work after a failure; no draft can follow."""
 
@@ -81,13 +91,18 @@ class DraftEngine:
         """Whether there is catch-up work that nobody waits for."""
         return bool(self._behind)
 
+    @property
+    def has_unbooked(self) -> bool:
+        """Whether `book` has something to do."""
+        return bool(self._unbooked or self._verdicts)
+
     def handle(self, connection: int, message: SessionMessage) -> None:
         """Take in one message. Never raises for anything that a peer may have sent."""
         match message:
-            case SessionStart():
-                self._start(connection, message)
             case Verdict():
                 self._verdict(SessionKey(connection, message.session_id), message)
+            case SessionStart():
+                self._start(connection, message)
             case PlanChange():
                 session = self._find(SessionKey(connection, message.session_id))
                 if session is not None:
@@ -99,9 +114,15 @@ class DraftEngine:
                     self._forget(self._table.remove(session.key))
         if not isinstance(message, Verdict):
             self.metrics.sessions.set(len(self._table))
+            self._on_sessions(len(self._table))
 
-    def draft(self) -> Iterator[tuple[int, Proposal]]:
-        """Draft for every session that wants it; yields (connection, proposal) as they are made."""
+    def draft(self) -> Iterator[Answers]:
+        """Draft for every session that wants it; yields the proposals that are ready together.
+
+        What the metrics are to know of it waits for `book`: each proposal leaves first.
+        """
+        if len(self._unbooked) >= _MAX_UNBOOKED:
+            self.book()
         wanting, self._wanting = self._wanting, {}
         by_method: dict[DraftMethod, list[Session]] = {}
         for session in wanting.values():
@@ -110,10 +131,18 @@ class DraftEngine:
         for method, sessions in by_method.items():
             source = self._sources.get(method)
             if source is None:
-                yield from self._none_of(sessions)
+                yield self._none_of(sessions)
                 continue
             yield from self._draft_batch(source, sessions)
-            self.metrics.batch_sessions.observe(len(sessions))
+            self._unbooked.append(partial(self.metrics.batch_sessions.observe, len(sessions)))
+
+    def book(self) -> None:
+        """Write into the metrics what was received and drafted since the last time."""
+        self.metrics.verdicts.inc(self._verdicts)
+        self._verdicts = 0
+        unbooked, self._unbooked = self._unbooked, []
+        for write in unbooked:
+            write()
 
     def catch_up(self) -> None:
         """Let the sources take in the news of one session."""
@@ -137,53 +166,50 @@ class DraftEngine:
         self.metrics.device_losses.inc()
         logger.critical("the device is lost")
 
-    def _draft_batch(
-        self, source: DraftSource, sessions: Sequence[Session]
-    ) -> Iterator[tuple[int, Proposal]]:
+    def _draft_batch(self, source: DraftSource, sessions: Sequence[Session]) -> Iterator[Answers]:
         started = self._now()
         waiting = {session.key: session for session in sessions}
+        only_fed = all(fed is source for fed in self._fed)
         try:
-            for session, draft in source.drafts(sessions):
-                del waiting[session.key]
-                yield from self._answer(session, draft, started)
+            for drafted in source.drafts(sessions):
+                for session, _ in drafted:
+                    del waiting[session.key]
+                    if only_fed:
+                        self._behind.pop(session.key, None)
+                if drafted:
+                    yield [self._answer(session, draft, started) for session, draft in drafted]
         except Exception:
             # State half-way through a batch cannot be trusted: these sessions decode plainly.
             logger.exception("drafting failed", extra={"sessions": len(sessions)})
             self.check_devices()
             for session in sessions:
                 self._lose(session, "error")
-            yield from self._none_of(waiting.values())
-            return
-        yield from self._none_of(waiting.values())
-        if all(fed is source for fed in self._fed):
-            for session in sessions:
-                if session.key not in waiting:
-                    self._behind.pop(session.key, None)
+        if waiting:
+            yield self._none_of(waiting.values())
 
-    def _none_of(self, sessions: Iterable[Session]) -> Iterator[tuple[int, Proposal]]:
+    def _none_of(self, sessions: Iterable[Session]) -> Answers:
         """Say at once that nothing comes."""
-        for session in sessions:
-            yield from self._answer(session, NO_DRAFT, self._now())
+        return [self._answer(session, NO_DRAFT, self._now()) for session in sessions]
 
-    def _answer(
-        self, session: Session, draft: Draft, started: float
-    ) -> Iterator[tuple[int, Proposal]]:
+    def _answer(self, session: Session, draft: Draft, started: float) -> tuple[int, Proposal]:
         seconds = self._now() - started
-        yield (
-            session.key.connection,
-            Proposal(
-                session_id=session.key.session_id,
-                prefix_digest=session.digest,
-                prefix_len=len(session.tokens),
-                tree=draft.tree,
-                law=draft.law,
-                draft_us=int(seconds * 1e6),
-            ),
+        method = session.plan.method
+        self._unbooked.append(partial(self._book_answer, method, len(draft.tree), seconds))
+        proposal = Proposal(
+            session_id=session.key.session_id,
+            prefix_digest=session.digest,
+            prefix_len=len(session.tokens),
+            tree=draft.tree,
+            law=draft.law,
+            draft_us=int(seconds * 1e6),
         )
-        if len(draft.tree):
-            self.metrics.proposal(session.plan.method, len(draft.tree), seconds)
+        return session.key.connection, proposal
+
+    def _book_answer(self, method: DraftMethod, nodes: int, seconds: float) -> None:
+        if nodes:
+            self.metrics.proposal(method, nodes, seconds)
         else:
-            self.metrics.no_proposal.labels(session.plan.method).inc()
+            self.metrics.no_proposal.labels(method).inc()
 
     def _start(self, connection: int, message: SessionStart) -> None:
         session = open_session(connection, message, self._limits)
@@ -194,7 +220,7 @@ class DraftEngine:
             self._forget(gone)
 
     def _verdict(self, key: SessionKey, verdict: Verdict) -> None:
-        self.metrics.verdicts.inc()
+        self._verdicts += 1
         session = self._find(key)
         if session is None or session.lost:
             return

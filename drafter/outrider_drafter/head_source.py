@@ -17,10 +17,10 @@ from outrider.ids import SessionId
 from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod
 from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
 from outrider_drafter.grow import Job, grow, make_job
-from outrider_drafter.growth import Draft
 from outrider_drafter.head_batch import HeadBatch, RealRows, write_rows
 from outrider_drafter.headkv import HeadKV, HeadKVBudget
 from outrider_drafter.sessions import Session, SessionKey
+from outrider_drafter.source import Drafted
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class HeadSource:
                 self._write_ahead(session, state, keep=0)
 
     @torch.inference_mode()
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, Draft]]:
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
         """Catch up, then grow the trees of all sessions in one batch."""
         ready: list[Session] = []
         jobs: list[Job] = []
@@ -114,7 +114,7 @@ class HeadSource:
             state.features = state.features[-1:]
         for slot, draft in grow(batch, jobs):
             rows[slot].kv.truncate(rows[slot].kv.stable)
-            yield ready[slot], draft
+            yield [(ready[slot], draft)]
 
     def release(self, session: Session) -> None:
         """Free the session's K/V."""

@@ -12,6 +12,7 @@ from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout
 from outrider_drafter.growth import Draft
 from outrider_drafter.sessions import Session
+from outrider_drafter.source import Drafted
 
 
 def lookup(
@@ -59,8 +60,9 @@ class NgramSource:
     def catch_up(self, sessions: Sequence[Session]) -> None:
         """Nothing to do."""
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, Draft]]:
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
         """A chain for each session whose end occurred before."""
+        drafted: list[tuple[Session, Draft]] = []
         for session in sessions:
             found = lookup(
                 session.tokens.view,
@@ -69,15 +71,8 @@ class NgramSource:
                 min_match=self._min_match,
             )
             if len(found):
-                yield session, Draft(tree=_chain(found))
+                drafted.append((session, Draft(tree=DraftTree.chain(found))))
+        yield drafted
 
     def release(self, session: Session) -> None:
         """Nothing is held."""
-
-
-def _chain(tokens: NDArray[np.int32]) -> DraftTree:
-    return DraftTree(
-        tokens=tokens.astype(np.int32),
-        parents=np.arange(-1, len(tokens) - 1, dtype=np.int32),
-        logprobs=np.zeros(len(tokens), dtype=np.float32),
-    )

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.awake import AwakeCores
 from outrider.errors import (
     FailedPreconditionError,
     InvalidMessageError,
@@ -33,7 +34,7 @@ from outrider.wire.messages import (
     Welcome,
 )
 from outrider_drafter.config import DrafterConfig
-from outrider_drafter.engine import ConnectionClosed, DraftEngine
+from outrider_drafter.engine import Answers, ConnectionClosed, DraftEngine
 from outrider_drafter.metrics import Metrics
 from outrider_drafter.sessions import Limits
 from outrider_drafter.source import DraftSource
@@ -78,7 +79,10 @@ class DrafterService:
         *,
         identity: Identity,
         metrics: Metrics | None = None,
+        awake: AwakeCores | None = None,
     ) -> None:
+        """`awake` is kept while there are sessions."""
+        kept = awake or AwakeCores.claim(0)
         self.metrics = metrics or Metrics()
         self._config = config
         self._dialer = dialer
@@ -94,7 +98,11 @@ class DrafterService:
             max_context=config.max_context,
         )
         engine = DraftEngine(
-            sources, limits=limits, max_sessions=config.max_sessions, metrics=self.metrics
+            sources,
+            limits=limits,
+            max_sessions=config.max_sessions,
+            metrics=self.metrics,
+            on_sessions=lambda count: kept.keep(count > 0),
         )
         self._worker = DraftWorker(
             engine, self._deliver, on_lost=self._on_lost, device=config.device
@@ -269,17 +277,18 @@ class DrafterService:
                 self.metrics.ignored_messages.labels("malformed").inc()
                 logger.warning("malformed message", extra={"reason": error.message})
                 continue
-            if isinstance(message, Heartbeat | Welcome):
-                continue
-            self._worker.submit(number, message)
+            together = (message, *connection.ready())
+            told = [m for m in together if not isinstance(m, Heartbeat | Welcome)]
+            if told:
+                self._worker.submit(number, *told)
             while self._worker.backlog > self._config.max_backlog:
                 await asyncio.sleep(_BACKLOG_POLL_S)
 
-    def _deliver(self, number: int, proposal: Proposal) -> None:
+    def _deliver(self, answers: Answers) -> None:
         """Called on the drafting thread."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(self._enqueue, number, proposal)
+            self._loop.call_soon_threadsafe(self._enqueue, answers)
 
     def _on_lost(self) -> None:
         """Called on the drafting thread."""
@@ -299,14 +308,21 @@ class DrafterService:
         if self.lost.is_set():
             raise UnavailableError("the drafter has lost its device", reason="DEVICE_LOST")
 
-    def _enqueue(self, number: int, proposal: Proposal) -> None:
+    def _enqueue(self, answers: Answers) -> None:
+        by_connection: dict[int, list[Proposal]] = {}
+        for number, proposal in answers:
+            by_connection.setdefault(number, []).append(proposal)
+        for number, proposals in by_connection.items():
+            self._send(number, proposals)
+
+    def _send(self, number: int, proposals: Sequence[Proposal]) -> None:
         outbox = self._outboxes.get(number)
         if outbox is None:
-            self.metrics.dropped_proposals.inc()
+            self.metrics.dropped_proposals.inc(len(proposals))
             return
         with contextlib.suppress(OutriderError):  # the reader notices the loss, too
-            outbox.put(proposal)
-        if len(outbox) > self._config.max_outbox:
+            outbox.put(*proposals)
+        while len(outbox) > self._config.max_outbox:
             outbox.drop_oldest()
             self.metrics.dropped_proposals.inc()
 

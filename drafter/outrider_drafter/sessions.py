@@ -7,7 +7,6 @@ features may cover every known token; once a draft is wanted they end one before
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import SessionStart, TensorDtype, Verdict, WireTensor
 
-_FEATURE_DTYPES = (TensorDtype.FLOAT32, TensorDtype.FLOAT16, TensorDtype.BFLOAT16)
+_INT32 = np.dtype(np.int32)
 _NUMPY_DTYPES = {
     TensorDtype.FLOAT32: np.dtype(np.float32),
     TensorDtype.FLOAT16: np.dtype(np.float16),
@@ -133,7 +132,7 @@ def check_verdict(session: Session, verdict: Verdict, limits: Limits) -> Verdict
     A repeated verdict is no error as long as it says the same; a gap or a contradiction is.
     """
     tokens = verdict.tokens
-    if tokens.ndim != 1 or tokens.dtype != np.int32:
+    if tokens.ndim != 1 or tokens.dtype != _INT32:
         return "token_shape"
     known = len(session.tokens)
     if not 0 <= verdict.start <= known:
@@ -144,11 +143,13 @@ def check_verdict(session: Session, verdict: Verdict, limits: Limits) -> Verdict
     if ids and not 0 <= min(ids) <= max(ids) < limits.vocab_size:
         return "token_range"
     overlap = known - verdict.start
-    repeated = session.tokens.view[verdict.start : verdict.start + len(tokens)]
-    if overlap and not np.array_equal(repeated, tokens[:overlap]):
-        return "token_conflict"
-    fresh = tokens[overlap:]
-    digest = extend_digest(session.digest, ids[overlap:])
+    fresh = tokens
+    if overlap:
+        repeated = session.tokens.view[verdict.start : verdict.start + len(tokens)]
+        if not np.array_equal(repeated, tokens[:overlap]):
+            return "token_conflict"
+        fresh, ids = tokens[overlap:], ids[overlap:]
+    digest = extend_digest(session.digest, ids)
     if len(tokens) >= overlap and digest != verdict.prefix_digest:
         return "digest"
     features = _fresh_features(session, verdict, known + len(fresh), limits)
@@ -169,7 +170,7 @@ def _fresh_features(
     if wire is None or not limits.feature_size:
         return None
     data = wire.data
-    if wire.dtype not in _FEATURE_DTYPES or data.dtype != _NUMPY_DTYPES[wire.dtype]:
+    if wire.dtype not in _NUMPY_DTYPES or data.dtype != _NUMPY_DTYPES[wire.dtype]:
         return "feature_dtype"
     if data.ndim != 2 or data.shape[1] != limits.feature_size:
         return "feature_shape"
@@ -178,8 +179,10 @@ def _fresh_features(
     last = num_tokens - 1 if verdict.draft_wanted else num_tokens
     if verdict.feature_start + data.shape[0] > last:
         return "feature_range"
-    fresh = data[session.feature_end - verdict.feature_start :]
-    return WireTensor(dtype=wire.dtype, data=fresh) if len(fresh) else None
+    if verdict.feature_start < session.feature_end:
+        data = data[session.feature_end - verdict.feature_start :]
+        wire = WireTensor(dtype=wire.dtype, data=data)
+    return wire if len(data) else None
 
 
 def apply_step(session: Session, step: VerdictStep) -> None:
@@ -202,9 +205,6 @@ class SessionTable:
 
     def __len__(self) -> int:
         return len(self._sessions)
-
-    def __iter__(self) -> Iterator[Session]:
-        return iter(self._sessions.values())
 
     def get(self, key: SessionKey) -> Session | None:
         """The session, marked as just used."""

@@ -17,8 +17,9 @@ from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import FeatureLayout
 from outrider_drafter.ancestry import Ancestry
 from outrider_drafter.grow import Job, grow, make_job
-from outrider_drafter.growth import Draft, Frontier
+from outrider_drafter.growth import Frontier
 from outrider_drafter.sessions import Session, SessionKey
+from outrider_drafter.source import Drafted
 
 _MAX_ROWS_PER_FORWARD = 512
 _MIN_ROWS_AHEAD = 32
@@ -114,7 +115,7 @@ class SmallModelSource:
                 self._run_ahead(session)
 
     @torch.inference_mode()
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, Draft]]:
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
         """Catch up, then grow the trees of all sessions in one batch."""
         ready: list[Session] = []
         jobs: list[Job] = []
@@ -131,7 +132,7 @@ class SmallModelSource:
         batch = SmallModelBatch(self._model, self._vocab_size, prefixes)
         for slot, draft in grow(batch, jobs):
             batch.finish(slot)
-            yield ready[slot], draft
+            yield [(ready[slot], draft)]
 
     def release(self, session: Session) -> None:
         """Free the session's K/V."""

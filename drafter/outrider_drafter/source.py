@@ -10,6 +10,9 @@ from outrider.wire.messages import FeatureLayout
 from outrider_drafter.growth import Draft
 from outrider_drafter.sessions import Session
 
+Drafted = Sequence[tuple[Session, Draft]]
+"""Drafts that are ready together."""
+
 
 class DraftSource(Protocol):
     """One way of drafting. Keeps what it needs of each session; all calls come from one thread."""
@@ -32,8 +35,9 @@ class DraftSource(Protocol):
         """Take in what is new of these sessions; no draft is wanted."""
         ...
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, Draft]]:
-        """Catch up and draft; yields each as soon as it is ready.
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+        """Catch up and draft; yields what is ready as soon as it is: what one step of a device
+        makes, together.
 
         Sessions that cannot be drafted are left out.
         """

@@ -6,24 +6,29 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
 from outrider.engine.device.current import make_current
-from outrider.wire.messages import Proposal
-from outrider_drafter.engine import DraftEngine, SessionMessage
+from outrider_drafter.engine import Answers, DraftEngine, SessionMessage
 
 logger = logging.getLogger(__name__)
 
-Deliver = Callable[[int, Proposal], None]
-"""Takes (connection, proposal), on the drafting thread; must not block."""
+Deliver = Callable[[Answers], None]
+"""Takes the proposals that are ready together, on the drafting thread; must not block."""
+
+GIVE_WAY_S = 0.0001
+"""How long the thread stands back when proposals have left: the thread that sends them needs the
+interpreter lock. A message ends it."""
 
 
 class DraftWorker:
     """Runs a `DraftEngine`: all waiting messages, then all wanted drafts, then a little catch-up.
 
-    Verdicts that arrive while a batch runs wait for its end and form the next batch together.
+    Verdicts that arrive together are drafted together, and so are those that arrive while a batch
+    runs and wait for its end. Metrics wait until nobody waits for a draft.
     The thread ends when it is stopped, or when a device is lost.
     """
 
@@ -41,15 +46,23 @@ class DraftWorker:
         self._deliver = deliver
         self._on_lost = on_lost
         self._device = device
-        self._inbox: queue.SimpleQueue[tuple[int, SessionMessage] | None] = queue.SimpleQueue()
-        """None wakes the thread to end it."""
+        self._inbox: queue.SimpleQueue[tuple[int, Sequence[SessionMessage]] | None]
+        self._inbox = queue.SimpleQueue()
+        """(connection, what came together); None wakes the thread to end it."""
+        self._submitted = 0
+        """Messages so far; written by the submitting thread alone."""
+        self._taken = 0
+        """Of these, those that the drafting thread has taken in; written by it alone."""
+        self._untaken: deque[tuple[int, SessionMessage]] = deque()
+        """(connection, message) out of the inbox; an error leaves those behind it for later."""
+        self._gives_way = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="drafting", daemon=True)
 
     @property
     def backlog(self) -> int:
         """Messages that wait for the thread."""
-        return self._inbox.qsize()
+        return self._submitted - self._taken
 
     @property
     def num_sessions(self) -> int:
@@ -65,9 +78,11 @@ class DraftWorker:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, connection: int, message: SessionMessage) -> None:
-        """Hand a message to the thread."""
-        self._inbox.put((connection, message))
+    def submit(self, connection: int, *messages: SessionMessage) -> None:
+        """Hand messages to the thread, which takes all of them in before it drafts. To be called
+        from one thread."""
+        self._submitted += len(messages)
+        self._inbox.put((connection, messages))
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread after its current batch; idempotent."""
@@ -94,15 +109,36 @@ class DraftWorker:
     def _work(self) -> None:
         """Take in all messages, waiting for one if there is nothing else to do, then do it."""
         engine = self._engine
-        idle = not (engine.wants_drafting or engine.is_behind)
+        self._take_in()
         with contextlib.suppress(queue.Empty):
-            while (entry := self._inbox.get(block=idle)) is not None:
-                idle = False
-                engine.handle(*entry)
+            while (entry := self._inbox.get(timeout=self._wait_s())) is not None:
+                self._gives_way = False
+                connection, messages = entry
+                self._untaken.extend((connection, message) for message in messages)
+                self._take_in()
         if self._stopping:
             return
         if engine.wants_drafting:
-            for connection, proposal in engine.draft():
-                self._deliver(connection, proposal)
+            for answers in engine.draft():
+                self._deliver(answers)
+            self._gives_way = True
+            return
+        self._gives_way = False
+        if engine.has_unbooked:
+            engine.book()
         elif engine.is_behind:
             engine.catch_up()
+
+    def _take_in(self) -> None:
+        while self._untaken:
+            self._taken += 1
+            self._engine.handle(*self._untaken.popleft())
+
+    def _wait_s(self) -> float | None:
+        """How long to wait for a message; None if there is nothing else to do."""
+        engine = self._engine
+        if engine.wants_drafting:
+            return 0.0
+        if self._gives_way:
+            return GIVE_WAY_S
+        return 0.0 if engine.has_unbooked or engine.is_behind else None

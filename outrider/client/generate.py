@@ -36,6 +36,7 @@ LOCAL_ONLY = (
     "placement",
     "draft_length",
     "no_cuda_graphs",
+    "awake_cores",
     "simulated_acceptance",
 )
 

@@ -75,6 +75,8 @@ class LocalConfig:
     queue_limit: int | None = None
     threads: int | None = None
     """Threads of verifier and drafter each; None takes torch's choice."""
+    awake_cores: int | None = None
+    """Cores that verifier and drafter each keep from going idle while they serve; GPUs only."""
     metrics_port: int | None = None
     """Prometheus port of the router; None serves none."""
     log_dir: Path | None = None
@@ -291,6 +293,7 @@ def verifier_args(config: LocalConfig, gpus: int = 0) -> list[str]:
         memory_fraction=SHARED_MEMORY_FRACTION if shares else None,
         max_sessions=config.max_sessions,
         threads=config.threads,
+        awake_cores=config.awake_cores,
         verifier_id="verifier-0",
     )
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
@@ -307,6 +310,7 @@ def drafter_args(config: LocalConfig, gpus: int = 0) -> list[str]:
         dtype=config.element_type,
         device=devices(config, gpus)[1],
         threads=config.threads,
+        awake_cores=config.awake_cores,
         drafter_id="drafter-0",
     )
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]

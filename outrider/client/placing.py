@@ -17,6 +17,7 @@ class Placing(TypedDict):
     placement: str
     draft_length: int | None
     cuda_graphs: bool
+    awake_cores: int | None
     simulated_acceptance: str
 
 
@@ -32,6 +33,7 @@ def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--draft-length", type=at_least(1), metavar="K", help="of a head in the verifier")
     add("--no-cuda-graphs", action="store_true", help="launch kernels one by one (debugging)")
+    add("--awake-cores", type=at_least(0), metavar="N", help="that each model process keeps awake")
     add(
         "--simulated-acceptance",
         metavar="MEAN|R1,R2,...",
@@ -47,5 +49,6 @@ def placing_of(args: argparse.Namespace) -> Placing:
         "placement": args.placement or SEPARATE,
         "draft_length": args.draft_length,
         "cuda_graphs": not args.no_cuda_graphs,
+        "awake_cores": args.awake_cores,
         "simulated_acceptance": args.simulated_acceptance or "",
     }

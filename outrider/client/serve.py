@@ -144,6 +144,7 @@ def ray_args(config: LocalConfig) -> list[str]:
         "max-sessions": config.max_sessions,
         "queue-limit": config.queue_limit,
         "threads": config.threads,
+        "awake-cores": config.awake_cores,
         "metrics-port": config.metrics_port,
     }
     flags = ((f"--{name}", str(value)) for name, value in values.items() if value is not None)

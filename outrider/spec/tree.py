@@ -33,6 +33,12 @@ class DraftTree:
     parents: NDArray[np.int32]
     logprobs: NDArray[np.float32]
 
+    @classmethod
+    def chain(cls, tokens: NDArray[np.int32]) -> DraftTree:
+        """Nodes below one another, with log-probs of 0: nothing that ranks them is known."""
+        count = len(tokens)
+        return cls(tokens, np.arange(-1, count - 1, dtype=np.int32), np.zeros(count, np.float32))
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -6,7 +6,7 @@ Three transports exist: in-process, gRPC and Ray. None of them knows a process p
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, TypeVar
 
 from outrider.ids import SessionId
@@ -28,7 +28,8 @@ class Connection(Protocol[SendT, ReceiveT]):
     """One end of a long-lived, ordered, message-oriented exchange connection.
 
     Connections that a dialer returns or an endpoint is given carry heartbeats already: neither
-    side sends or sees a `Heartbeat`. Sends and receives may be cancelled without loss.
+    side sends or sees a `Heartbeat`. Sends and receives may be cancelled without loss. One task
+    receives at a time.
     """
 
     @property
@@ -40,10 +41,13 @@ class Connection(Protocol[SendT, ReceiveT]):
         """Queue a message; waits while the peer is not reading. Raises ConnectionLostError."""
         ...
 
-    def offer(self, message: SendT) -> bool:
-        """Queue a message if there is room now; False if there is not. Raises ConnectionLostError.
+    def offer(self, *messages: SendT) -> bool:
+        """Queue messages, all of them if there is room for one now, else none (False). Raises
+        ConnectionLostError.
 
-        For whoever cannot wait; `Outgoing` keeps such messages in order with those that must.
+        They cross together as far as the transport has frames. Bounds may be overstepped by what
+        is offered at once. For whoever cannot wait; `Outgoing` keeps such messages in order with
+        those that must.
         """
         ...
 
@@ -52,6 +56,14 @@ class Connection(Protocol[SendT, ReceiveT]):
 
         Raises InvalidMessageError for a malformed one (the connection stays usable) and
         ConnectionLostError when the peer is gone or silent.
+        """
+        ...
+
+    def ready(self) -> Sequence[ReceiveT]:
+        """The messages that `receive` would give without waiting, up to the first malformed one.
+
+        What stopped it, a malformed message or the loss of the connection, is raised by the
+        `receive` that comes to it.
         """
         ...
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from outrider.errors import InvalidMessageError
 from outrider.transport.base import DrafterConnection, VerifierConnection
 from outrider.transport.heartbeat import HeartbeatConfig, with_heartbeat
 from outrider.wire.codec import (
-    decode_drafter_message,
-    decode_verifier_message,
-    encode_drafter_message,
-    encode_verifier_message,
+    decode_drafter_messages,
+    decode_verifier_messages,
+    encode_drafter_messages,
+    encode_verifier_messages,
 )
+from outrider.wire.limits import MAX_BUNDLE_BYTES
 
 SendT = TypeVar("SendT")
 ReceiveT = TypeVar("ReceiveT")
@@ -30,12 +34,17 @@ class Frames(Protocol):
         """Queue a frame; waits while the peer is not reading. Raises ConnectionLostError."""
         ...
 
-    def offer(self, frame: bytes, /) -> bool:
-        """Queue a frame if there is room now. Raises ConnectionLostError."""
+    def offer(self, *frames: bytes) -> bool:
+        """Queue frames, all of them if there is room for one now, else none. Raises
+        ConnectionLostError."""
         ...
 
     async def receive(self) -> bytes | memoryview:
         """The next frame; raises the error that ended the stream."""
+        ...
+
+    def ready(self) -> Sequence[bytes | memoryview]:
+        """The frames that `receive` would give without waiting; never raises."""
         ...
 
     async def close(self) -> None:
@@ -44,17 +53,20 @@ class Frames(Protocol):
 
 
 class FramedConnection(Generic[SendT, ReceiveT]):
-    """A connection that encodes to frames and decodes from them."""
+    """A connection that encodes to frames and decodes from them: what is offered together crosses
+    as one frame, unless that is too large."""
 
     def __init__(
         self,
         frames: Frames,
-        encode: Callable[[SendT], bytes],
-        decode: Callable[[bytes | memoryview], ReceiveT],
+        encode: Callable[[Sequence[SendT]], Sequence[bytes]],
+        decode: Callable[[bytes | memoryview], Sequence[ReceiveT | InvalidMessageError]],
     ) -> None:
+        """`encode` gives frames in order; `decode` the error in place of a malformed message."""
         self.frames = frames
         self._encode = encode
         self._decode = decode
+        self._unread: deque[ReceiveT | InvalidMessageError] = deque()
 
     @property
     def peer(self) -> str:
@@ -63,30 +75,49 @@ class FramedConnection(Generic[SendT, ReceiveT]):
 
     async def send(self, message: SendT) -> None:
         """Queue a message."""
-        await self.frames.send(self._encode(message))
+        (frame,) = self._encode((message,))
+        await self.frames.send(frame)
 
-    def offer(self, message: SendT) -> bool:
-        """Queue a message if there is room now."""
-        return self.frames.offer(self._encode(message))
+    def offer(self, *messages: SendT) -> bool:
+        """Queue messages if there is room now."""
+        return self.frames.offer(*self._encode(messages))
 
     async def receive(self) -> ReceiveT:
-        """The next message; InvalidMessageError costs that frame only."""
-        return self._decode(await self.frames.receive())
+        """The next message; InvalidMessageError costs that message only."""
+        while not self._unread:
+            self._unread.extend(self._decode(await self.frames.receive()))
+        message = self._unread.popleft()
+        if isinstance(message, InvalidMessageError):
+            raise message
+        return message
+
+    def ready(self) -> list[ReceiveT]:
+        """The messages that have arrived, up to the first malformed one."""
+        for frame in self.frames.ready():
+            self._unread.extend(self._decode(frame))
+        messages: list[ReceiveT] = []
+        while self._unread and not isinstance(message := self._unread[0], InvalidMessageError):
+            messages.append(message)
+            self._unread.popleft()
+        return messages
 
     async def close(self) -> None:
-        """Close both directions."""
+        """Close both directions; what is unread is dropped."""
+        self._unread.clear()
         await self.frames.close()
 
 
-def verifier_end(frames: Frames, heartbeat: HeartbeatConfig) -> VerifierConnection:
+def verifier_end(
+    frames: Frames, heartbeat: HeartbeatConfig, *, bundle_bytes: int = MAX_BUNDLE_BYTES
+) -> VerifierConnection:
     """The verifier's end of an exchange over frames."""
-    return with_heartbeat(
-        FramedConnection(frames, encode_verifier_message, decode_drafter_message), heartbeat
-    )
+    encode = partial(encode_verifier_messages, max_bytes=bundle_bytes)
+    return with_heartbeat(FramedConnection(frames, encode, decode_drafter_messages), heartbeat)
 
 
-def drafter_end(frames: Frames, heartbeat: HeartbeatConfig) -> DrafterConnection:
+def drafter_end(
+    frames: Frames, heartbeat: HeartbeatConfig, *, bundle_bytes: int = MAX_BUNDLE_BYTES
+) -> DrafterConnection:
     """The drafter's end of an exchange over frames."""
-    return with_heartbeat(
-        FramedConnection(frames, encode_drafter_message, decode_verifier_message), heartbeat
-    )
+    encode = partial(encode_drafter_messages, max_bytes=bundle_bytes)
+    return with_heartbeat(FramedConnection(frames, encode, decode_verifier_messages), heartbeat)

@@ -86,10 +86,10 @@ class HeartbeatConnection(Generic[SendT, ReceiveT]):
         except ConnectionLostError as error:
             raise self._reason(error) from None
 
-    def offer(self, message: SendT) -> bool:
-        """Queue a message if there is room now."""
+    def offer(self, *messages: SendT) -> bool:
+        """Queue messages if there is room now."""
         try:
-            return self.inner.offer(message)
+            return self.inner.offer(*messages)
         except ConnectionLostError as error:
             raise self._reason(error) from None
 
@@ -107,6 +107,10 @@ class HeartbeatConnection(Generic[SendT, ReceiveT]):
                 self._silent_ticks = 0
             if not isinstance(message, Heartbeat):
                 return message
+
+    def ready(self) -> list[ReceiveT]:
+        """The messages that have arrived, without heartbeats."""
+        return [message for message in self.inner.ready() if not isinstance(message, Heartbeat)]
 
     async def close(self) -> None:
         """Stop the heartbeats and close the connection; idempotent."""

@@ -65,11 +65,14 @@ class _End(Generic[SendT, ReceiveT]):
     async def send(self, message: SendT) -> None:
         await self._outbox.put(message)
 
-    def offer(self, message: SendT) -> bool:
-        return self._outbox.offer(message)
+    def offer(self, *messages: SendT) -> bool:
+        return self._outbox.offer(*messages)
 
     async def receive(self) -> ReceiveT:
         return await self._inbox.get()
+
+    def ready(self) -> list[ReceiveT]:
+        return self._inbox.take_all()
 
     async def close(self) -> None:
         closed = ConnectionLostError(f"connection to {self._peer} is closed", reason="CLOSED")

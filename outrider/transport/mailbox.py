@@ -64,16 +64,17 @@ class Mailbox(Generic[ItemT]):
         if self._putters and not self._full(0):
             _wake(self._putters)
 
-    def offer(self, item: ItemT) -> bool:
-        """Append an item if there is room now. Raises the error of `close`."""
+    def offer(self, *items: ItemT) -> bool:
+        """Append items, all of them if there is room for the first now, else none. Raises the
+        error of `close`."""
         if self._error is not None:
             raise copy_of(self._error)
-        size = self._size_of(item)
-        if self._full(size):
+        if items and self._full(self._size_of(items[0])):
             return False
-        self._items.append(item)
-        self._size += size
-        _wake(self._getters)
+        self._items.extend(items)
+        self._size += sum(map(self._size_of, items))
+        for _ in items:
+            _wake(self._getters)
         return True
 
     async def get(self) -> ItemT:
@@ -106,6 +107,14 @@ class Mailbox(Generic[ItemT]):
             self._size -= self._size_of(item)
             taken.append(item)
             _wake(self._putters)
+        return taken
+
+    def take_all(self) -> list[ItemT]:
+        """All items that are there now; never raises."""
+        taken = list(self._items)
+        self._items.clear()
+        self._size = 0
+        _wake(self._putters)
         return taken
 
     async def wait(self, timeout_s: float) -> bool:

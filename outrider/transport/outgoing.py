@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from outrider.transport.base import Connection
+from outrider.wire.limits import MAX_BUNDLE_BYTES
 
 SendT = TypeVar("SendT")
 
 
 class Outgoing(Generic[SendT]):
-    """Hands a message to the connection at once while that has room, else to a queue that `pump`
+    """Hands messages to the connection at once while that has room, else to a queue that `pump`
     empties. The owner looks at `len` or `size` and bounds the queue."""
 
     def __init__(
@@ -30,12 +31,27 @@ class Outgoing(Generic[SendT]):
     def __len__(self) -> int:
         return len(self._queue)
 
-    def put(self, message: SendT) -> None:
-        """Send or queue a message. Raises ConnectionLostError."""
-        if self._queue or self._sending or not self._connection.offer(message):
-            self._queue.append(message)
-            self.size += self._size_of(message)
-            self._wake.set()
+    def put(self, *messages: SendT) -> None:
+        """Send or queue messages, in order; what is sent now crosses together. Raises
+        ConnectionLostError."""
+        for group in self._groups(messages):
+            if self._queue or self._sending or not self._connection.offer(*group):
+                self._queue.extend(group)
+                self.size += sum(map(self._size_of, group))
+                self._wake.set()
+
+    def _groups(self, messages: Sequence[SendT]) -> Iterator[Sequence[SendT]]:
+        """Cut where a connection would otherwise take more at once than a frame holds: what it
+        cannot take is for the queue, whose size is known."""
+        first = size = 0
+        for place, message in enumerate(messages):
+            needs = self._size_of(message)
+            if place > first and size + needs > MAX_BUNDLE_BYTES:
+                yield messages[first:place]
+                first, size = place, 0
+            size += needs
+        if messages:
+            yield messages[first:]
 
     def drop_oldest(self) -> None:
         """Forget the message that has been queued for longest."""

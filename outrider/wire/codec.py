@@ -2,6 +2,8 @@
 
     encode_X(message) -> bytes        never fails on a valid dataclass; the same bytes every time
     decode_X(bytes) -> message        InvalidMessageError for anything else than a valid message
+    encode_Xs(messages) -> frames     several exchange messages a frame
+    decode_Xs(frame) -> messages      the InvalidMessageError in a malformed one's place
 
 Decoding bounds every size and checks every field that means the same to all receivers; checks
 against a receiver's own vocabulary and plan are `validate_proposal`.
@@ -27,9 +29,13 @@ from outrider.wire.control_codec import (
 )
 from outrider.wire.exchange_codec import (
     decode_drafter_message,
+    decode_drafter_messages,
     decode_verifier_message,
+    decode_verifier_messages,
     encode_drafter_message,
+    encode_drafter_messages,
     encode_verifier_message,
+    encode_verifier_messages,
     validate_proposal,
 )
 
@@ -37,20 +43,24 @@ __all__ = [
     "decode_close_session",
     "decode_drafter_info",
     "decode_drafter_message",
+    "decode_drafter_messages",
     "decode_session_message",
     "decode_session_spec",
     "decode_set_plan",
     "decode_verifier_address",
     "decode_verifier_info",
     "decode_verifier_message",
+    "decode_verifier_messages",
     "encode_close_session",
     "encode_drafter_info",
     "encode_drafter_message",
+    "encode_drafter_messages",
     "encode_session_message",
     "encode_session_spec",
     "encode_set_plan",
     "encode_verifier_address",
     "encode_verifier_info",
     "encode_verifier_message",
+    "encode_verifier_messages",
     "validate_proposal",
 ]

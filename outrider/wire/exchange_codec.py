@@ -1,4 +1,4 @@
-"""Exchange messages to bytes and back; decoding checks all that a peer could get wrong.
+"""Exchange messages to frames and back; decoding checks all that a peer could get wrong.
 
 What only the receiver knows (its vocabulary, the session's bounds) is checked by
 `validate_proposal`.
@@ -6,15 +6,19 @@ What only the receiver knows (its vocabulary, the session's bounds) is checked b
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.law import DraftLaw, validate_law
 from outrider.spec.tree import DraftTree, validate_tree
+from outrider.wire.bundles import Encoded, join, refuse_bundle, split
 from outrider.wire.checks import count, fail, number, parse, text
 from outrider.wire.common_codec import (
     LAYOUTS,
@@ -28,6 +32,7 @@ from outrider.wire.common_codec import (
     sampling_to_pb,
 )
 from outrider.wire.limits import (
+    MAX_BUNDLE_BYTES,
     MAX_FEATURE_WIDTH,
     MAX_LAW_ENTRIES,
     MAX_NODES,
@@ -52,6 +57,8 @@ from outrider.wire.tensors import FLOAT32, INT32, UINT16, pack, tensor_from_pb, 
 from outrider.wire.v1 import common_pb2
 from outrider.wire.v1 import exchange_pb2 as pb
 
+MessageT = TypeVar("MessageT")
+
 _FEATURE_DTYPES = (TensorDtype.FLOAT32, TensorDtype.FLOAT16, TensorDtype.BFLOAT16)
 
 
@@ -67,8 +74,46 @@ def encode_drafter_message(message: DrafterMessage) -> bytes:
     return frame.SerializeToString(deterministic=True)
 
 
-def decode_drafter_message(data: bytes | memoryview) -> DrafterMessage:
-    """The drafter's message in `data`; InvalidMessageError if there is none."""
+def encode_drafter_messages(
+    messages: Sequence[DrafterMessage], *, max_bytes: int = MAX_BUNDLE_BYTES
+) -> list[bytes]:
+    """A drafter's messages as frames of at most `max_bytes`; a larger message is one alone."""
+    return join([encode_drafter_message(message) for message in messages], max_bytes=max_bytes)
+
+
+def decode_drafter_messages(frame: Encoded) -> list[DrafterMessage | InvalidMessageError]:
+    """The drafter's messages in a frame, in order; the error in the place of a malformed one.
+
+    A frame that cannot be told into messages is one malformed message.
+    """
+    return _decode_all(frame, _drafter_message)
+
+
+def decode_drafter_message(data: Encoded) -> DrafterMessage:
+    """The drafter's message in `data`; InvalidMessageError if there is none, or a bundle."""
+    refuse_bundle(data)
+    return _drafter_message(data)
+
+
+def _decode_all(
+    frame: Encoded, decode: Callable[[Encoded], MessageT]
+) -> list[MessageT | InvalidMessageError]:
+    try:
+        members = split(frame)
+    except InvalidMessageError as error:
+        return [error]
+    messages: list[MessageT | InvalidMessageError] = []
+    for member in members:
+        try:
+            if member is not frame:
+                refuse_bundle(member)
+            messages.append(decode(member))
+        except InvalidMessageError as error:
+            messages.append(error)
+    return messages
+
+
+def _drafter_message(data: Encoded) -> DrafterMessage:
     frame = parse(pb.ExchangeRequest, data)
     match frame.WhichOneof("message"):
         case "proposal":
@@ -109,8 +154,25 @@ def encode_verifier_message(message: VerifierMessage) -> bytes:
     return frame.SerializeToString(deterministic=True)
 
 
-def decode_verifier_message(data: bytes | memoryview) -> VerifierMessage:
-    """The verifier's message in `data`; InvalidMessageError if there is none."""
+def encode_verifier_messages(
+    messages: Sequence[VerifierMessage], *, max_bytes: int = MAX_BUNDLE_BYTES
+) -> list[bytes]:
+    """A verifier's messages as frames of at most `max_bytes`; a larger message is one alone."""
+    return join([encode_verifier_message(message) for message in messages], max_bytes=max_bytes)
+
+
+def decode_verifier_messages(frame: Encoded) -> list[VerifierMessage | InvalidMessageError]:
+    """Like `decode_drafter_messages`, of a verifier."""
+    return _decode_all(frame, _verifier_message)
+
+
+def decode_verifier_message(data: Encoded) -> VerifierMessage:
+    """The verifier's message in `data`; InvalidMessageError if there is none, or a bundle."""
+    refuse_bundle(data)
+    return _verifier_message(data)
+
+
+def _verifier_message(data: Encoded) -> VerifierMessage:
     frame = parse(pb.ExchangeResponse, data)
     match frame.WhichOneof("message"):
         case "verdict":
@@ -222,7 +284,8 @@ def _tree_from_pb(message: pb.DraftTree) -> DraftTree:
         ),
     )
     validate_tree(tree, vocab_size=MAX_VOCAB_SIZE, max_nodes=MAX_NODES)
-    if not np.isfinite(tree.logprobs).all():
+    # A valid tree's are neither NaN nor positive.
+    if -math.inf in tree.logprobs.tolist():
         fail("tree.logprobs must be finite")
     return tree
 

@@ -6,6 +6,10 @@ from outrider.spec.plan import MAX_DRAFT_TOKENS
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Default bound of one encoded message on every transport."""
+MAX_BUNDLE_MESSAGES = 1024
+"""Messages of one frame."""
+MAX_BUNDLE_BYTES = 4 << 20
+"""Size up to which messages are put into one frame; a larger message crosses alone."""
 MAX_NODES = MAX_DRAFT_TOKENS
 """Nodes of a draft tree."""
 MAX_LAW_ENTRIES = 1 << 18

@@ -50,17 +50,17 @@ def tensor_to_pb(tensor: WireTensor) -> common_pb2.Tensor:
 
 def tensor_from_pb(pb: common_pb2.Tensor) -> WireTensor:
     """Decode a tensor; InvalidMessageError unless dtype, shape and size agree."""
-    dtype = _FROM_PB.get(pb.dtype)
+    dtype, data = _FROM_PB.get(pb.dtype), pb.data  # reading a bytes field copies it
     if dtype is None:
         fail(f"tensor dtype {pb.dtype} is unknown")
     shape = tuple(pb.shape)
     if len(shape) > MAX_TENSOR_RANK:
         fail(f"a tensor has at most {MAX_TENSOR_RANK} dimensions, got {len(shape)}")
     expected = math.prod(shape) * _NUMPY[dtype].itemsize
-    if expected > MAX_MESSAGE_BYTES or expected != len(pb.data):
-        fail(f"a {dtype} tensor of shape {shape} has {expected} bytes, got {len(pb.data)}")
+    if expected > MAX_MESSAGE_BYTES or expected != len(data):
+        fail(f"a {dtype} tensor of shape {shape} has {expected} bytes, got {len(data)}")
     return WireTensor(
-        dtype=dtype, data=np.frombuffer(pb.data, dtype=_NUMPY[dtype]).reshape(shape).copy()
+        dtype=dtype, data=np.frombuffer(data, dtype=_NUMPY[dtype]).reshape(shape).copy()
     )
 
 

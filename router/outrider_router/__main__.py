@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from outrider.config import load_config
 from outrider.errors import OutriderError
+from outrider.eventloop import run
 from outrider.logs import setup_logging
 from outrider_router.config import RouterConfig
 
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        asyncio.run(serve(config))
+        run(serve(config))
     except (OutriderError, OSError) as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": str(error)}) + "\n")
         return _EXIT_MISUSE

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -138,6 +139,34 @@ async def test_a_lying_drafter_changes_no_token(running: Stack, case: str) -> No
             )
             for _ in range(3):
                 await connection.send(lie)
+        await connection.close()
+    finally:
+        await dialer.close()
+    await asyncio.to_thread(check_unharmed, running)
+
+
+HOSTILE_FRAMES = {
+    "nested": b"\x7a\x04\x7a\x02\x7a\x00",
+    "millions of empty bundles": b"\x7a\x00" * (4 << 20),
+    "cut short": b"\x7a\x7f",
+    "bundle beside a message": b"\x1a\x02\x08\x01\x7a\x04\x1a\x02\x08\x01",
+    "garbage among heartbeats": b"\x7a\x04\x1a\x02\x08\x01\x7a\x02\xff\xff" * 500,
+}
+
+
+@pytest.mark.parametrize("case", list(HOSTILE_FRAMES))
+async def test_hostile_bundles_cost_themselves(running: Stack, case: str) -> None:
+    dialer = GrpcDialer()
+    try:
+        info = await (await dialer.verifier(running.verifier.address)).info()
+        connection: Any = await dialer.exchange(running.verifier.address)
+        await connection.send(hello(info))
+        await connection.receive()
+        for _ in range(5):
+            await connection.inner.frames.send(HOSTILE_FRAMES[case])
+        # The stream lives: a heartbeat interval later nothing but silence came.
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(connection.receive(), 0.7)
         await connection.close()
     finally:
         await dialer.close()

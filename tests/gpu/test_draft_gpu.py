@@ -10,7 +10,6 @@ import pytest
 import torch
 from outrider_drafter.device_source import DeviceHeadSource
 from outrider_drafter.head_source import HeadSource
-from outrider_drafter.source import DraftSource
 from torch import Tensor
 
 from outrider.engine.device.draft import NewRows
@@ -23,10 +22,9 @@ from outrider.engine.kernels.growth import (
 )
 from outrider.engine.kernels.tree_rank import TreeDraft
 from outrider.spec.sampling import SamplingParams
-from outrider.wire.messages import Proposal
 from tests.factories import make_eagle3_head
-from tests.unit.drafter.helpers import CHAIN, TREE, Script, drain, make_engine
-from tests.unit.drafter.test_device_source import MIX
+from tests.unit.drafter.helpers import CHAIN, TREE, make_engine
+from tests.unit.drafter.mixed_sessions import MIX, random_ends, told
 from tests.unit.engine.device.draft_sessions import (
     DETERMINISTIC,
     MIXED,
@@ -64,7 +62,7 @@ def sessions(
 
 
 def tree(s: Sessions, rows: NewRows) -> TreeDraft:
-    return s.program.tree(*rows, state=s.state, num_nodes=24, top_k=6, depth=4)
+    return s.program.tree(rows, state=s.state, num_nodes=24, top_k=6, depth=4)
 
 
 @torch.inference_mode()
@@ -72,7 +70,7 @@ def test_chains_and_trees_are_those_of_the_cpu(checkpoint: Path) -> None:
     here, there = sessions(checkpoint), sessions(checkpoint, "cpu")
     for starts, counts in ROUNDS:
         chains = [
-            s.program.chain(*s.rows(starts, counts, 9), state=s.state, length=5).tokens[:-1]
+            s.program.chain(s.rows(starts, counts, 9), state=s.state, length=5).tokens[:-1]
             for s in (here, there)
         ]
         assert chains[0].tolist() == chains[1].tolist()
@@ -97,7 +95,7 @@ def test_a_graph_drafts_what_eager_launches_draft(
     def draft(s: Sessions, rows: NewRows) -> tuple[Tensor, ...]:
         if kind == "tree":
             return tree(s, rows)
-        chain = s.program.chain(*rows, state=s.state, length=5, with_probs=kind == "law")
+        chain = s.program.chain(rows, state=s.state, length=5, with_probs=kind == "law")
         laws = () if chain.probs is None else (chain.probs,)
         return (chain.tokens, chain.columns, *laws)
 
@@ -121,7 +119,7 @@ def test_pruning_dead_rows_changes_no_draft(checkpoint: Path, width: int) -> Non
     for starts, counts in ROUNDS:
         drafts = [
             s.program.chain(
-                *s.rows(starts, counts, width), state=s.state, length=4, prune=s is pruned
+                s.rows(starts, counts, width), state=s.state, length=4, prune=s is pruned
             ).tokens[:-1]
             for s in (pruned, whole)
         ]
@@ -132,7 +130,7 @@ def test_pruning_dead_rows_changes_no_draft(checkpoint: Path, width: int) -> Non
 def test_dead_rows_and_padding_are_written_nowhere(checkpoint: Path) -> None:
     s = sessions(checkpoint)
     lengths = total(*ROUNDS[0])
-    s.program.write(*s.rows([0, 0, 0], lengths, 16))
+    s.program.write(s.rows([0, 0, 0], lengths, 16))
     for row, length in enumerate(lengths):
         kept = s.kept(row, 64)
         assert kept[:, :, length:].eq(0).all() and kept[:, :, :length].ne(0).any(-1).all()
@@ -218,23 +216,6 @@ def test_inputs_and_layout_equal_their_twins(dtype: torch.dtype) -> None:
         assert torch.equal(one, other.cpu())
 
 
-def proposals(source: DraftSource) -> list[dict[str, Proposal]]:
-    """Four rounds of the mixed sessions of the CPU's tests."""
-    engine = make_engine([source])
-    scripts = [Script(f"s{i}", seed=20 + i) for i in range(len(MIX))]
-    for script, (plan, sampling) in zip(scripts, MIX, strict=True):
-        engine.handle(1, script.start(plan=plan, sampling=sampling))
-    rng = np.random.default_rng(4)
-    ends = rng.integers(5, 40, len(MIX))
-    rounds = []
-    for _ in range(4):
-        for script, end in zip(scripts, ends, strict=True):
-            engine.handle(1, script.verdict(int(end)))
-        rounds.append({str(p.session_id): p for p in drain(engine)})
-        ends = ends + rng.integers(1, 6, len(MIX))
-    return rounds
-
-
 @pytest.mark.parametrize("graphs", [True, False])
 def test_the_device_source_proposes_what_the_host_source_on_a_cpu_does(
     checkpoint: Path, graphs: bool
@@ -251,8 +232,10 @@ def test_the_device_source_proposes_what_the_host_source_on_a_cpu_does(
     if graphs:
         device.warm_up([CHAIN, TREE], max_batch=4)
         assert len(device.graphs) > 0
-    found = proposals(device)
-    expected = proposals(HeadSource(plain_head(checkpoint), max_rows=8192))
+    host = HeadSource(plain_head(checkpoint), max_rows=8192)
+    found, expected = (
+        told(make_engine([source]), MIX, random_ends(4, seed=4)) for source in (device, host)
+    )
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys() and len(ours) == len(MIX)
         for name, proposal in ours.items():

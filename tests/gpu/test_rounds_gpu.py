@@ -9,8 +9,7 @@ import torch
 
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import Rule, SamplingParams
-from tests.unit.verifier.harness import CHAIN, TREE
-from tests.unit.verifier.test_device_engine import (
+from tests.unit.verifier.device_serving import (
     OWN,
     PROMPTS,
     SAMPLINGS,
@@ -19,6 +18,7 @@ from tests.unit.verifier.test_device_engine import (
     run_drafted,
     serving,
 )
+from tests.unit.verifier.harness import CHAIN, TREE
 
 pytestmark = [
     pytest.mark.gpu,

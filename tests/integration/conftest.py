@@ -1,14 +1,16 @@
-"""Running stacks for the integration tests."""
+"""Running stacks and connected transports for the integration tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
 
 from outrider.client import Client, RetryPolicy
+from tests.integration.contract_support import Peer
 from tests.integration.stack import Stack
+from tests.integration.transport_harness import GrpcHarness, Harness, InprocHarness
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +28,27 @@ def client(stack: Stack) -> Iterator[Client]:
     retry = RetryPolicy(max_attempts=1)
     with Client(stack.router.address, timeout_s=60.0, retry=retry) as connected:
         yield connected
+
+
+@pytest.fixture
+async def harness(transport_name: str) -> AsyncGenerator[Harness]:
+    made: Harness
+    match transport_name:
+        case "inproc":
+            made = InprocHarness()
+        case "grpc":
+            made = GrpcHarness()
+        case _:
+            from tests.integration.ray_harness import RayHarness
+
+            made = RayHarness()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def peer(harness: Harness) -> AsyncGenerator[Peer]:
+    address = await harness.verifier()
+    connection = await harness.dialer.exchange(address)
+    yield Peer(harness, address, connection)
+    await connection.close()

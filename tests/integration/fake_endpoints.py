@@ -24,6 +24,8 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import DraftTree
 from outrider.transport.base import VerifierConnection
+from outrider.wire.bundles import join
+from outrider.wire.codec import encode_verifier_message
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     AttachedDrafter,
@@ -172,6 +174,15 @@ class FakeVerifier:
             case "flood":
                 for index in range(argument):
                     await connection.send(echo(proposal(index), rows=1024))
+            case "together":
+                verdicts = [echo(proposal(index), rows=16) for index in range(argument)]
+                assert connection.offer(*verdicts)
+            case "half garbage":
+                encoded = [encode_verifier_message(echo(proposal(index))) for index in range(5)]
+                encoded[1], encoded[3] = b"\xff\xff garbage", b""
+                (frame,) = join(encoded)
+                bundled: Any = connection
+                await bundled.inner.frames.send(frame)
             case "late":
                 await asyncio.sleep(argument / 1e6)
                 await connection.send(echo(message))

@@ -40,31 +40,7 @@ from tests.integration.contract_support import (
     until,
 )
 from tests.integration.fake_endpoints import features, hello, proposal, spec
-from tests.integration.transport_harness import GrpcHarness, Harness, InprocHarness
-
-
-@pytest.fixture
-async def harness(transport_name: str) -> AsyncGenerator[Harness]:
-    made: Harness
-    match transport_name:
-        case "inproc":
-            made = InprocHarness()
-        case "grpc":
-            made = GrpcHarness()
-        case _:
-            from tests.integration.ray_harness import RayHarness
-
-            made = RayHarness()
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def peer(harness: Harness) -> AsyncGenerator[Peer]:
-    address = await harness.verifier()
-    connection = await harness.dialer.exchange(address)
-    yield Peer(harness, address, connection)
-    await connection.close()
+from tests.integration.transport_harness import Harness
 
 
 async def test_hello_is_answered_by_welcome(peer: Peer) -> None:

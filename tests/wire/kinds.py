@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,43 @@ def _through(
     return Kind(name, strategy, lambda value: to_pb(value).SerializeToString(), decode)
 
 
+def _bundle(
+    name: str,
+    strategy: st.SearchStrategy[Any],
+    encode: Callable[[Sequence[Any]], list[bytes]],
+    decode: Callable[[bytes], Sequence[Any]],
+) -> Kind:
+    def encode_as_one(messages: Sequence[Any]) -> bytes:
+        (frame,) = encode(messages)
+        return frame
+
+    def decode_all(data: bytes) -> tuple[Any, ...]:
+        messages = decode(data)
+        for message in messages:
+            if isinstance(message, InvalidMessageError):
+                raise message
+        return tuple(messages)
+
+    several = st.lists(strategy, min_size=2, max_size=4).map(tuple)
+    return Kind(name, several, encode_as_one, decode_all)
+
+
 KINDS = [
     Kind("drafter", DRAFTER_MESSAGES, codec.encode_drafter_message, codec.decode_drafter_message),
     Kind(
         "verifier", VERIFIER_MESSAGES, codec.encode_verifier_message, codec.decode_verifier_message
+    ),
+    _bundle(
+        "drafter_bundle",
+        DRAFTER_MESSAGES,
+        codec.encode_drafter_messages,
+        codec.decode_drafter_messages,
+    ),
+    _bundle(
+        "verifier_bundle",
+        VERIFIER_MESSAGES,
+        codec.encode_verifier_messages,
+        codec.decode_verifier_messages,
     ),
     Kind("spec", session_specs(), codec.encode_session_spec, codec.decode_session_spec),
     Kind("session", SESSION_MESSAGES, codec.encode_session_message, codec.decode_session_message),

@@ -270,6 +270,14 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         ),
     ),
 }
+SAMPLES["drafter_bundle"] = (
+    "drafter_bundle",
+    tuple(SAMPLES[name][1] for name in ("proposal", "drafter_heartbeat")),
+)
+SAMPLES["verifier_bundle"] = (
+    "verifier_bundle",
+    tuple(SAMPLES[name][1] for name in ("session_start", "verdict", "session_end")),
+)
 _BY_NAME = {kind.name: kind for kind in KINDS}
 
 

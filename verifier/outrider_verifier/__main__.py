@@ -15,8 +15,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from outrider.awake import AwakeCores
 from outrider.config import load_config
 from outrider.errors import OutriderError
+from outrider.eventloop import run
 from outrider.logs import setup_logging
 from outrider_verifier.config import DTYPES, PLACEMENTS, VerifierConfig
 
@@ -59,6 +61,7 @@ def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
     parser.add_argument("--max-sessions", type=int, help="sessions served at once")
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus output, tokens")
     parser.add_argument("--threads", type=int, help="compute threads of torch")
+    parser.add_argument("--awake-cores", type=int, help="cores kept from going idle while serving")
     parser.add_argument("--verifier-id", metavar="NAME", help="stable name of this verifier")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
@@ -68,6 +71,11 @@ def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
 
 async def serve(config: VerifierConfig) -> int:
     """Serve until SIGTERM or SIGINT, then drain; or until the device is lost. The exit status."""
+    with AwakeCores.claim(config.awake_cores) as awake:
+        return await _serve(config, awake)
+
+
+async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
     from outrider.transport.grpc import GrpcConfig, GrpcServer, verifier_services
     from outrider.transport.heartbeat import HeartbeatConfig
     from outrider_verifier.build import build_service, tune_interpreter
@@ -80,10 +88,11 @@ async def serve(config: VerifierConfig) -> int:
         interval_s=config.heartbeat_ms / 1000.0, timeout_s=config.silence_ms / 1000.0
     )
     grpc_config = GrpcConfig(heartbeat=heartbeat)
-    service = await asyncio.to_thread(build_service, config)
+    service = await asyncio.to_thread(build_service, config, awake)
     tune_interpreter()
     server = GrpcServer(config.listen, verifier_services(service, grpc_config), config=grpc_config)
     try:
+        awake.adopt_thread()
         service.start()
         ready = {"event": "ready", "address": await server.start()}
         metrics_address = _serve_metrics(config, service)
@@ -122,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        return asyncio.run(serve(config))
+        return run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")
         return _EXIT_MISUSE

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from outrider.awake import AwakeCores
 from outrider.engine.config import ModelConfig
 from outrider.engine.device.current import make_current
 from outrider.engine.heads import (
@@ -38,9 +39,12 @@ SWITCH_INTERVAL_S = 0.0005
 for the interpreter lock would stall the other by that much."""
 
 
-def build_service(config: VerifierConfig) -> VerifierService:
-    """Load everything that `config` names. Raises InvalidRequestError, NotFoundError or
-    FailedPreconditionError where the parts do not fit together."""
+def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> VerifierService:
+    """Load everything that `config` names; the service keeps `awake` while it serves.
+
+    Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
+    together.
+    """
     if not config.model:
         raise InvalidRequestError("`model` must be given", reason="INVALID_CONFIG")
     if config.threads:
@@ -71,6 +75,7 @@ def build_service(config: VerifierConfig) -> VerifierService:
         max_context_len=target.config.max_position_embeddings,
         model_name=config.model,
         tokenizer_hash=tokenizer_hash(path),
+        awake=awake,
     )
 
 

@@ -47,6 +47,9 @@ class VerifierConfig:
     """torch device of the target."""
     threads: int = 0
     """Compute threads of torch; 0 leaves its default."""
+    awake_cores: int = 0
+    """Cores kept from going idle while sessions are served, for threads that wake at once; with an
+    accelerator only. A process that does rounds with others over gRPC uses 3."""
     kv_tokens: int = 0
     """KV budget: tokens of all sessions together, prompt, output and draft nodes; 0 takes what
     `memory_fraction` of a CUDA device leaves, 32768 elsewhere."""
@@ -108,12 +111,17 @@ class VerifierConfig:
             "kv_tokens",
             "prefill_tokens_per_round",
             "threads",
+            "awake_cores",
             "max_context_len",
             "feature_budget_mb",
             "drain_s",
         ):
             _require(getattr(self, name) >= 0, f"{name} must not be negative")
         self._check_drafting()
+        _require(
+            self.awake_cores == 0 or self.device != "cpu",
+            "awake_cores needs an accelerator: a model on the CPU computes on all cores",
+        )
         _require(self.gather_ms == AUTOMATIC or self.gather_ms >= 0, "gather_ms must be -1 or >= 0")
         _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction must be in (0, 1]")
         _require(self.hello_s > 0.0, "hello_s must be positive")

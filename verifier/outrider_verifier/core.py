@@ -46,7 +46,7 @@ from outrider_verifier.effects import Answer, Effect, Emit, Fail, Post, Tell
 from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import FEATURE_FED, Handover
-from outrider_verifier.inbox import Inbox
+from outrider_verifier.inbox import Inbox, Offer
 from outrider_verifier.sessions import Session, check_plan, check_spec
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ KEEPS_FEATURES = (*FEATURE_FED, DraftMethod.NONE)
 """Plans whose sessions keep features: NONE may become one of the others later."""
 OWN_METHODS = (DraftMethod.EAGLE3,)
 """How a verifier with a head of its own drafts."""
+_COUNTER_OF = {offer: f"proposals_{offer.value}" for offer in Offer}
 
 
 class Core:
@@ -236,7 +237,7 @@ class Core:
             self.counters["proposals_unknown"] += 1
             return
         result = self.inbox.offer(proposal, digest=session.digest, prefix_len=session.length)
-        self.counters[f"proposals_{result.value}"] += 1
+        self.counters[_COUNTER_OF[result]] += 1
         session.suspect = False
         if proposal.prefix_digest == session.digest:
             session.proposal_at = now

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.acceptance import Acceptance, accept
+from outrider.engine.device.buffers import Readback
 from outrider.engine.device.current import make_current
 from outrider.engine.device.health import device_works
 from outrider.engine.device.own_head import OwnHead
@@ -29,7 +30,7 @@ from outrider.engine.heads import DraftHead, FeatureProjection
 from outrider.engine.target import TargetModel
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.device_groups import MATCHING, Group, group_rows, judge_of, own_drafts
+from outrider_verifier.device_groups import Group, Seat, group_rows, own_drafts
 from outrider_verifier.device_prompts import PromptResult, run_prompts
 from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, decided_by_host, wire_array
 from outrider_verifier.packing import PrefillRow, VerifyRow, accept_row
@@ -45,7 +46,8 @@ class DeviceFlight(Flight):
     prefill: Sequence[PrefillRow]
     verify: Sequence[VerifyRow]
     groups: list[Group]
-    submitted: float = field(default_factory=time.perf_counter)
+    submitted: float
+    """On the clock of `time.perf_counter`."""
 
 
 class DeviceRoundEngine:
@@ -69,13 +71,12 @@ class DeviceRoundEngine:
         self._projection = projection
         self._own_head = own_head
         self._feature_dtype = feature_dtype
+        self._wire_dtype = wire_array(torch.empty(0), feature_dtype).dtype
         self._device = target.device
-        self._slot_of: dict[int, int] = {}
-        """Slot by the session's ticket."""
+        self._seats: dict[int, Seat] = {}
+        """By the session's ticket."""
         self._collected = 0.0
         """When the last round had been collected."""
-        self._drafted: set[int] = set()
-        """Tickets of sessions whose own drafts on the device follow their prefix."""
 
     @classmethod
     def build(
@@ -172,15 +173,15 @@ class DeviceRoundEngine:
 
     def open(self, session: Session) -> None:
         """Give the session a slot; its K/V blocks are known to the device from here on."""
-        slot = self._slot_of[session.ticket] = self._slots.open(session.kv)
+        slot = self._slots.open(session.kv)
+        self._seats[session.ticket] = Seat.of(session, slot)
         self._slots.begin(slot, session.kv, session.spec.sampling)
 
     def close(self, session: Session) -> None:
         """Take the slot back."""
-        slot = self._slot_of.pop(session.ticket, None)
-        self._drafted.discard(session.ticket)
-        if slot is not None:
-            self._slots.close(slot)
+        seat = self._seats.pop(session.ticket, None)
+        if seat is not None:
+            self._slots.close(seat.slot)
 
     def can_run_ahead(self, session: Session) -> bool:
         """Whether the device can go on with the session by itself."""
@@ -190,34 +191,32 @@ class DeviceRoundEngine:
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> DeviceFlight:
         """Launch the verify rows. Prompts are run by `collect`, behind them."""
-        groups = group_rows(verify, self._uses_own)
+        groups = group_rows(verify, [self._seats[row.session.ticket] for row in verify])
         for group in groups:
             if not group.own:
                 # Whatever the device drafted for these sessions will not follow their prefix.
-                self._drafted.difference_update(row.session.ticket for row in group.rows)
-        flight = DeviceFlight(prefill, verify, groups)
-        for group in flight.groups:
+                for seat in group.seats:
+                    seat.drafted = False
+        submitted = time.perf_counter()
+        for group in groups:
             group.launched = self.rounds.launch(
-                [self._input(row) for row in group.rows],
+                [
+                    RowInput(seat.slot, None if row.draft is None else row.draft.tree)
+                    for row, seat in zip(group.rows, group.seats, strict=True)
+                ],
                 drafts=group.drafts,
                 judge=group.judge,
                 features=any(row.session.keeps_features for row in group.rows),
             )
-        return flight
-
-    def _uses_own(self, row: VerifyRow) -> bool:
-        return row.own_depth > 0 and row.session.ticket in self._drafted
-
-    def _input(self, row: VerifyRow) -> RowInput:
-        tree = None if row.draft is None else row.draft.tree
-        return RowInput(slot=self._slot_of[row.session.ticket], tree=tree)
+        return DeviceFlight(prefill, verify, groups, submitted)
 
     # ---- collecting ----------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def collect(self, flight: Flight) -> RoundOutcome:
         """Run the prompts, wait for the launches, move the host's view on."""
         assert isinstance(flight, DeviceFlight)
+        rows = sum(row.num_tokens for row in flight.prefill)
+        rows += sum(len(group.rows) * _nodes(group) for group in flight.groups)
         prompts = self._run_prompts(flight.prefill) if flight.prefill else []
         outcomes: list[RowOutcome | None] = [None] * len(flight.verify)
         accept_s = 0.0
@@ -235,8 +234,6 @@ class DeviceRoundEngine:
         now = time.perf_counter()
         took = now - max(flight.submitted, self._collected)
         self._collected = now
-        rows = sum(row.num_tokens for row in flight.prefill)
-        rows += sum(len(group.rows) * _nodes(group) for group in flight.groups)
         return RoundOutcome(
             prefill=prompts,
             verify=[outcome for outcome in outcomes if outcome is not None],
@@ -250,30 +247,37 @@ class DeviceRoundEngine:
         """Outcomes of rows that the device judged."""
         assert launched.result is not None
         nodes = launched.shape.nodes
-        result = launched.result.wait().numpy()[: len(group.rows)]
-        counts, resampled = result[:, 0].tolist(), result[:, 1].tolist()
-        kept, tokens = result[:, 2 : 2 + nodes].tolist(), result[:, 2 + nodes :].tolist()
+        results = launched.result.wait_array()[: len(group.rows)].tolist()
         features = None
         if launched.features is not None:
-            features = wire_array(launched.features.wait(), self._feature_dtype)
+            features = self._wire_features(launched.features)
+        drafted = self.drafts_itself if group.own else 0
         outcomes: list[RowOutcome] = []
-        for index, row in enumerate(group.rows):
-            count = counts[index]
-            if not row.session.ended:
-                row.session.kv.advance(count)
+        for index, (row, words) in enumerate(zip(group.rows, results, strict=True)):
+            session, count = row.session, words[0]
+            if not session.ended:
+                session.kv.advance(count)
             mine = None
-            if features is not None and row.session.keeps_features:
-                mine = features[index * nodes : index * nodes + count].copy()
+            if features is not None and session.keeps_features:
+                first = index * nodes
+                # Copied: the memory belongs to a later round soon.
+                mine = features[first : first + count].copy()
             acceptance = Acceptance(
-                accepted_nodes=tuple(node - 1 for node in kept[index][1:count]),
-                tokens=tuple(tokens[index][:count]),
-                resampled=bool(resampled[index]),
+                accepted_nodes=tuple([kept - 1 for kept in words[3 : 2 + count]]),
+                tokens=tuple(words[2 + nodes : 2 + nodes + count]),
+                resampled=bool(words[1]),
                 used_target_only_fallback=False,
             )
-            drafted = self.drafts_itself if group.own else 0
             outcomes.append(RowOutcome(acceptance=acceptance, features=mine, drafted=drafted))
         return outcomes
 
+    def _wire_features(self, features: Readback) -> NDArray[np.generic]:
+        array = features.wait_array()
+        if array.dtype == self._wire_dtype:
+            return array
+        return wire_array(features.wait(), self._feature_dtype)
+
+    @torch.inference_mode()
     def _judge_on_host(self, group: Group, launched: Launched) -> list[RowOutcome]:
         """Outcomes of rows whose warper or law the device does not know."""
         nodes = launched.shape.nodes
@@ -301,8 +305,7 @@ class DeviceRoundEngine:
             for index, acceptance in enumerate(accepted):
                 tokens[index, : counts[index]] = acceptance.tokens
             # Laws are kept even so: the device may judge these sessions again next time.
-            law = judge_of(group.rows) is Judge.SAMPLED
-            self.rounds.draft_after(launched, counts, tokens, with_law=law)
+            self.rounds.draft_after(launched, counts, tokens, with_law=not group.matching)
         return outcomes
 
     def _commit(
@@ -324,6 +327,7 @@ class DeviceRoundEngine:
 
     # ---- prompts -------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def _run_prompts(self, prefill: Sequence[PrefillRow]) -> list[RowOutcome]:
         wanted = any(row.session.own_draft or row.session.keeps_features for row in prefill)
         results = run_prompts(self._target, self._projection if wanted else None, prefill)
@@ -343,22 +347,22 @@ class DeviceRoundEngine:
             known = session.tokens[start + 1 : session.length]
             following = acceptance.tokens[-1:] if acceptance is not None else ()
             tokens = np.concatenate((known, np.array(following, dtype=np.int32)))
+            seat = self._seats[session.ticket]
             self._own_head.prefill(
-                self._slot_of[session.ticket],
+                seat.slot,
                 tokens[: len(row.token_ids)].astype(np.int32),
                 features,
                 start=start,
                 last=acceptance is not None,
-                with_law=session.spec.sampling.effective_rule not in MATCHING,
+                with_law=not seat.matching,
             )
-            if acceptance is not None:
-                self._drafted.add(session.ticket)
+            seat.drafted = seat.drafted or acceptance is not None
         return RowOutcome(acceptance=acceptance, features=mine)
 
     # ---- between host and device ---------------------------------------------------------------
 
     def _set_prefix(self, session: Session, length: int, root: int) -> None:
-        self._slots.set_prefix(self._slot_of[session.ticket], length=length, root=root)
+        self._slots.set_prefix(self._seats[session.ticket].slot, length=length, root=root)
 
 
 def _nodes(group: Group) -> int:

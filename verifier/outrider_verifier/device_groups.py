@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 from torch import Tensor
@@ -12,13 +11,33 @@ from torch import Tensor
 from outrider.engine.device.rounds import Launched
 from outrider.engine.device.shapes import Drafts, Judge
 from outrider.spec.sampling import Rule
-from outrider.spec.tree import DraftTree, is_chain
-from outrider_verifier.engine import decided_by_host
+from outrider.spec.tree import DraftTree
+from outrider_verifier.engine import warped_by_host
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.rows import Draft, trim
+from outrider_verifier.sessions import Session
 
 MATCHING = (Rule.GREEDY, Rule.COUPLED)
 """Rules by which tokens are compared and no law is asked for."""
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A session's place on the device, and what of it decides how its rows are launched."""
+
+    slot: int
+    matching: bool
+    """Whether its rule compares tokens and asks for no law."""
+    warped_by_host: bool
+    """Whether the device can judge none of its rounds."""
+    drafted: bool = False
+    """Whether the own draft on the device follows the session's prefix."""
+
+    @classmethod
+    def of(cls, session: Session, slot: int) -> Seat:
+        """The seat of a session that begins in `slot`."""
+        sampling = session.spec.sampling
+        return cls(slot, sampling.effective_rule in MATCHING, warped_by_host(sampling))
 
 
 @dataclass(slots=True, eq=False)
@@ -27,8 +46,9 @@ class Group:
 
     places: list[int]
     rows: list[VerifyRow]
-    drafts: Drafts
-    judge: Judge
+    seats: list[Seat]
+    drafts: Drafts = Drafts.NONE
+    judge: Judge = Judge.HOST
     launched: Launched | None = None
 
     @property
@@ -36,50 +56,57 @@ class Group:
         """Whether the rows verify drafts of this process's own head."""
         return self.drafts is Drafts.OWN
 
+    @property
+    def matching(self) -> bool:
+        """Whether no row of the group needs laws."""
+        return all(seat.matching for seat in self.seats)
 
-def group_rows(verify: Sequence[VerifyRow], uses_own: Callable[[VerifyRow], bool]) -> list[Group]:
-    """Rows by who judges them and whose drafts they verify; every row in one group."""
 
-    def kind(place: int) -> tuple[bool, bool]:
-        return judged_by_host(verify[place]), uses_own(verify[place])
-
+def group_rows(verify: Sequence[VerifyRow], seats: Sequence[Seat]) -> list[Group]:
+    """Rows, each with its seat, by who judges them and whose drafts they verify; every row is in
+    one group."""
+    kinds = [
+        (judged_by_host(row, seat), row.own_depth > 0 and seat.drafted)
+        for row, seat in zip(verify, seats, strict=True)
+    ]
     groups: list[Group] = []
-    places = sorted(range(len(verify)), key=kind)
-    for (on_host, own), members in groupby(places, key=kind):
-        chosen = list(members)
-        rows = [verify[place] for place in chosen]
-        drafts = Drafts.OWN if own else drafts_of(rows)
-        groups.append(Group(chosen, rows, drafts, Judge.HOST if on_host else judge_of(rows)))
+    for kind in sorted(set(kinds)):
+        places = [place for place, other in enumerate(kinds) if other == kind]
+        on_host, own = kind
+        rows = [verify[place] for place in places]
+        group = Group(places, rows, [seats[place] for place in places])
+        group.drafts = Drafts.OWN if own else drafts_of(rows)
+        if not on_host:
+            group.judge = Judge.MATCH if group.matching else Judge.SAMPLED
+        groups.append(group)
     return groups
 
 
-def judged_by_host(row: VerifyRow) -> bool:
+def judged_by_host(row: VerifyRow, seat: Seat) -> bool:
     """Whether the warper is beyond the device, or the row brings a law from outside."""
-    law = row.draft is not None and row.draft.law is not None
-    return law or decided_by_host(row.session)
+    if seat.warped_by_host or row.session.banned_now:
+        return True
+    return row.draft is not None and row.draft.law is not None
 
 
 def own_drafts(rows: Sequence[VerifyRow], tokens: Tensor) -> list[Draft | None]:
     """The drafts that the device kept, as chains; tokens int32 [>= n, N], the root first."""
     drafts: list[Draft | None] = []
     for row, ids in zip(rows, tokens.numpy(), strict=False):
-        chain = ids[1:].astype(np.int32)
-        tree = DraftTree(
-            tokens=chain,
-            parents=np.arange(-1, len(chain) - 1, dtype=np.int32),
-            logprobs=np.zeros(len(chain), dtype=np.float32),
-        )
+        tree = DraftTree.chain(ids[1:].astype(np.int32))
         drafts.append(trim(tree, None, row.own_depth))
     return drafts
 
 
 def drafts_of(rows: Sequence[VerifyRow]) -> Drafts:
-    trees = [row.draft.tree for row in rows if row.draft is not None and len(row.draft.tree)]
-    if not trees:
-        return Drafts.NONE
-    return Drafts.CHAIN if all(is_chain(tree.parents) for tree in trees) else Drafts.TREE
-
-
-def judge_of(rows: Sequence[VerifyRow]) -> Judge:
-    matching = all(row.session.spec.sampling.effective_rule in MATCHING for row in rows)
-    return Judge.MATCH if matching else Judge.SAMPLED
+    """What the host's drafts of these rows have in common."""
+    drafts = Drafts.NONE
+    for row in rows:
+        if row.draft is None or len(row.draft.tree.tokens) == 0:
+            continue
+        # Trees are small: a list is compared in a fraction of what array operations take.
+        parents = row.draft.tree.parents.tolist()
+        if parents != list(range(-1, len(parents) - 1)):
+            return Drafts.TREE
+        drafts = Drafts.CHAIN
+    return drafts

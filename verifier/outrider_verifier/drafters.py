@@ -140,16 +140,16 @@ class DrafterHub:
         """The drafters attached now."""
         return [peer.link for peer in self._peers.values()]
 
-    def tell(self, link_id: int, message: VerifierMessage) -> None:
-        """Send a message, or queue it; dropped if the connection is gone."""
+    def tell(self, link_id: int, *messages: VerifierMessage) -> None:
+        """Send messages together, or queue them; dropped if the connection is gone."""
         peer = self._peers.get(link_id)
         if peer is None or peer.lost.is_set():
             return
         try:
-            peer.outgoing.put(message)
+            peer.outgoing.put(*messages)
         except Exception as error:
             if not isinstance(error, OutriderError):
-                logger.exception("message not sent", extra=_describe(peer))
+                logger.exception("messages not sent", extra=_describe(peer))
             peer.lost.set()
         if peer.outgoing.size > self._queue_bytes:
             self.counters["drafters_overflowed"] += 1
@@ -226,23 +226,28 @@ class DrafterHub:
                 message = await peer.connection.receive()
             except InvalidMessageError as error:
                 self._count_invalid(peer, error)
-            else:
-                self._take(peer, message)
+                continue
+            messages = (message, *peer.connection.ready())
+            # All are checked before the first is posted: what wakes a round is there together.
+            for command in [self._command(peer, message) for message in messages]:
+                if command is not None:
+                    self._post(command)
 
-    def _take(self, peer: _Peer, message: DrafterMessage) -> None:
+    def _command(self, peer: _Peer, message: DrafterMessage) -> Command | None:
+        """What a message asks of the engine."""
         match message:
             case Proposal():
                 try:
                     check_proposal(message, self._identity)
                 except InvalidMessageError as error:
                     self._count_invalid(peer, error)
-                    self._post(Refused(message.session_id))
-                else:
-                    self._post(Offered(message))
+                    return Refused(message.session_id)
+                return Offered(message)
             case Heartbeat():
-                pass
+                return None
             case Hello():
                 self._count_invalid(peer, InvalidMessageError("second hello", reason="HELLO"))
+                return None
 
     def _count_invalid(self, peer: _Peer, error: InvalidMessageError) -> None:
         self.counters["messages_invalid"] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from outrider.errors import OutriderError
@@ -81,3 +81,12 @@ class RoundReport:
 
 Effect = Emit | Fail | Tell | Answer | RoundReport
 Post = Callable[[Effect], None]
+
+
+def told_by_link(effects: Iterable[Effect]) -> dict[int, list[VerifierMessage]]:
+    """The messages of all `Tell`s by link, in order: what a round says crosses together."""
+    told: dict[int, list[VerifierMessage]] = {}
+    for effect in effects:
+        if isinstance(effect, Tell):
+            told.setdefault(effect.link_id, []).append(effect.message)
+    return told

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from outrider.engine.acceptance import Acceptance, accept
 from outrider.engine.target import ForwardBatch, ForwardOutput, Segment
 from outrider.engine.warper import EMPTY_HISTORY, needs_edits, truncates
+from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.packing import Packed, PrefillRow, VerifyRow, pack
 from outrider_verifier.sessions import Session
@@ -142,8 +143,12 @@ class RoundRunner(Protocol):
 def decided_by_host(session: Session) -> bool:
     """Whether the warper of the session's next round depends on what was emitted, or is not one
     of those that a device applies by itself: penalties, bans, truncation."""
-    sampling = session.spec.sampling
-    if session.banned_now or needs_edits(sampling, EMPTY_HISTORY):
+    return bool(session.banned_now) or warped_by_host(session.spec.sampling)
+
+
+def warped_by_host(sampling: SamplingParams) -> bool:
+    """As `decided_by_host`, of what stays the same in all rounds of a session."""
+    if needs_edits(sampling, EMPTY_HISTORY):
         return True
     return sampling.temperature > 0.0 and truncates(sampling)
 

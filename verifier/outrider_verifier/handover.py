@@ -79,7 +79,10 @@ class Handover:
                 assert self._store is not None
                 features = self._store.read(session.session_id, start, stop)
             upto = session.length if stop == written and not session.prefill_left else stop
-            yield self._verdict(session, sent, upto=upto, written=stop, features=features)
+            whole = upto == session.length and not session.prefill_left
+            yield self._verdict(
+                session, sent, upto=upto, written=stop, features=features, whole=whole
+            )
 
     def advance(
         self,
@@ -93,13 +96,14 @@ class Handover:
         sent = self._sent[session.ticket]
         if not sent.with_features:
             features = None
-        written = session.kv.len
+        written, whole = session.kv.len, not session.prefill_left
         return self._verdict(
             session,
             sent,
-            upto=written if session.prefill_left else session.length,
+            upto=session.length if whole else written,
             written=written,
             features=features,
+            whole=whole,
             accepted_nodes=accepted_nodes,
             proposal_digest=proposal_digest,
         )
@@ -116,12 +120,13 @@ class Handover:
         upto: int,
         written: int,
         features: NDArray[np.generic] | None,
+        whole: bool,
         accepted_nodes: tuple[int, ...] = (),
         proposal_digest: int = 0,
     ) -> Verdict:
+        """`whole`: whether this tells all of a session that decodes."""
         start, feature_start = sent.tokens, sent.features
         tokens = session.tokens[start:upto]
-        whole = upto == session.length and not session.prefill_left
         digest = session.digest if whole else extend_digest(sent.digest, tokens.tolist())
         sent.tokens, sent.features, sent.digest = upto, written, digest
         wire = None if features is None else WireTensor(dtype=self._dtype, data=features)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from enum import StrEnum
-
-import numpy as np
 
 from outrider.ids import SessionId
 from outrider.wire.messages import Proposal
@@ -27,13 +25,7 @@ class Offer(StrEnum):
 
 def expected_accepted_len(proposal: Proposal) -> float:
     """Sum of the path probabilities: the draft tokens that the drafter expects to stand."""
-    return float(np.exp(proposal.tree.logprobs.astype(np.float64)).sum())
-
-
-@dataclass(slots=True)
-class _Entry:
-    proposal: Proposal
-    score: float
+    return sum(map(math.exp, proposal.tree.logprobs.tolist()))
 
 
 class Inbox:
@@ -46,7 +38,7 @@ class Inbox:
     def __init__(self, *, per_session: int, total: int) -> None:
         self._per_session = per_session
         self._total = total
-        self._by_session: dict[SessionId, dict[int, _Entry]] = {}
+        self._by_session: dict[SessionId, dict[int, Proposal]] = {}
         self._order: dict[tuple[SessionId, int], None] = {}
 
     def __len__(self) -> int:
@@ -59,14 +51,13 @@ class Inbox:
         if not current and (key == digest or proposal.prefix_len <= prefix_len):
             return Offer.STALE
         held = self._by_session.get(proposal.session_id, {})
-        score = expected_accepted_len(proposal)
         if key in held:
             # A tree sampled from a draft law must not be chosen by its tokens' probabilities:
             # the choice would change the law. The first one stands.
-            sampled = proposal.law is not None or held[key].proposal.law is not None
-            if sampled or score <= held[key].score:
+            sampled = proposal.law is not None or held[key].law is not None
+            if sampled or expected_accepted_len(proposal) <= expected_accepted_len(held[key]):
                 return Offer.DUPLICATE
-            held[key] = _Entry(proposal, score)
+            held[key] = proposal
             return Offer.REPLACED
         if len(held) >= self._per_session:
             if not current:
@@ -74,22 +65,21 @@ class Inbox:
             self._remove(proposal.session_id, next(iter(held)))
         if len(self._order) >= self._total:
             self._remove(*next(iter(self._order)))
-        self._by_session.setdefault(proposal.session_id, {})[key] = _Entry(proposal, score)
+        self._by_session.setdefault(proposal.session_id, {})[key] = proposal
         self._order[proposal.session_id, key] = None
         return Offer.STORED
 
     def peek(self, session_id: SessionId, digest: int) -> Proposal | None:
         """The proposal that `take` would return."""
         held = self._by_session.get(session_id)
-        entry = held.get(digest) if held is not None else None
-        return None if entry is None else entry.proposal
+        return None if held is None else held.get(digest)
 
     def take(self, session_id: SessionId, digest: int) -> Proposal | None:
         """Remove and return the proposal for this prefix, if there is one."""
         held = self._by_session.get(session_id)
         if held is None or digest not in held:
             return None
-        proposal = held[digest].proposal
+        proposal = held[digest]
         self._remove(session_id, digest)
         return proposal
 
@@ -100,8 +90,8 @@ class Inbox:
             return 0
         stale = [
             key
-            for key, entry in held.items()
-            if entry.proposal.prefix_len <= prefix_len and key != digest
+            for key, proposal in held.items()
+            if proposal.prefix_len <= prefix_len and key != digest
         ]
         for key in stale:
             self._remove(session_id, key)

@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
+
 from outrider.errors import InternalError, OutriderError
 from outrider_verifier.commands import Command, Stop
 from outrider_verifier.core import Core
@@ -71,7 +73,12 @@ class EngineLoop:
         return [self._commands.get_nowait() for _ in range(self._commands.qsize())]
 
     def _run(self) -> None:
-        self._rounds.enter_thread()
+        # Entered once for all: without it every copy passes through autograd.
+        with torch.inference_mode():
+            self._rounds.enter_thread()
+            self._serve()
+
+    def _serve(self) -> None:
         wait_until: float | None = None
         idle_since = time.monotonic()
         while not (self._stopping or self._rounds.device_lost):
@@ -103,7 +110,6 @@ class EngineLoop:
 
     def _take_commands(self, wait_until: float | None, *, block: bool) -> None:
         """Handle every queued command; if `block`, wait for one until `wait_until`."""
-        command: Command | None
         try:
             if block:
                 timeout = None if wait_until is None else max(0.0, wait_until - time.monotonic())
@@ -112,12 +118,10 @@ class EngineLoop:
                 command = self._commands.get_nowait()
         except queue.Empty:
             return
-        while command is not None:
-            self._guarded_handle(command)
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                command = None
+        self._guarded_handle(command)
+        # Nobody else takes commands, so one that is there stays.
+        while not self._commands.empty():
+            self._guarded_handle(self._commands.get_nowait())
 
     def _guarded_handle(self, command: Command) -> None:
         self._stopping = self._stopping or isinstance(command, Stop)

@@ -120,18 +120,18 @@ class Rounds:
         taking commands and planning cost; it counts as part of the round.
         """
         began = time.perf_counter() - spent_s
-        names = [row.session_id for row in plan.prefill] + [row.session_id for row in plan.decode]
-        sessions = [self._core.sessions[name] for name in names]
         flying, failure = None, None
+        failed: list[Session] = []
         try:
             flying = self._submit(plan, began, waited_s)
         except Exception as bug:
             failure = bug
+            failed = [self._core.sessions[name] for name in plan.session_ids]
         # What the round in flight emitted counts even where its sessions cannot go on.
         self.settle()
         self._flying = flying
         if failure is not None:
-            self._fail(sessions, failure)
+            self._fail(failed, failure)
         elif flying is not None and not self._may_stay_in_flight(flying):
             self.settle()
 
@@ -201,7 +201,7 @@ class Rounds:
             prefill_left=left,
             nodes=None if proposal is None else len(proposal.tree),
             own_nodes=session.own_depth,
-            awaits_proposal=session.awaits_proposal,
+            awaits_proposal=proposal is None and session.awaits_proposal,
             since=session.since,
             proposal_at=session.proposal_at,
             patience_s=session.plan.patience_ms / 1000.0,

@@ -20,7 +20,7 @@ class Limits:
     """How long the first ready row waits for rows whose proposals may still come."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RowState:
     """What the schedule must know about one session."""
 
@@ -32,7 +32,8 @@ class RowState:
     own_nodes: int = 0
     """Nodes that this process's own head drafted for it."""
     awaits_proposal: bool
-    """Whether a proposal is expected: speculative plan, live drafter that is not suspect."""
+    """Whether there is none and one is expected: speculative plan, live drafter that is not
+    suspect."""
     since: float
     """When the session's root became known (a prefilling one: when it was opened)."""
     proposal_at: float = 0.0
@@ -72,12 +73,17 @@ class RoundPlan:
     """Look again at this time; None: nothing will happen without a new command."""
 
     @property
+    def session_ids(self) -> list[SessionId]:
+        """The sessions of the round, prompts first."""
+        return [row.session_id for row in self.prefill] + [row.session_id for row in self.decode]
+
+    @property
     def empty(self) -> bool:
         """Whether there is nothing to run now."""
         return not self.prefill and not self.decode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Ready:
     at: float
     cost: int

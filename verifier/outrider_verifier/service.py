@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import assert_never
 
+from outrider.awake import AwakeCores
 from outrider.engine.kvcache import KVPool
 from outrider.errors import OutriderError, UnavailableError
 from outrider.ids import SessionId, VerifierId
@@ -27,7 +28,7 @@ from outrider_verifier.commands import Close, Command, Open, SetPlan
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.core import OWN_METHODS, Core
 from outrider_verifier.drafters import DrafterHub, Identity
-from outrider_verifier.effects import Answer, Effect, Emit, Fail, RoundReport, Tell
+from outrider_verifier.effects import Answer, Effect, Emit, Fail, RoundReport, Tell, told_by_link
 from outrider_verifier.engine import Projection, RoundEngine, RoundRunner, Target
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import Handover
@@ -61,13 +62,16 @@ class VerifierService:
         max_context_len: int,
         model_name: str = "",
         tokenizer_hash: str = "",
+        awake: AwakeCores | None = None,
     ) -> None:
         """`pool` holds the K/V of `target`; `max_context_len` is the model's own limit.
 
-        Without a `runner`, rounds are run by a `RoundEngine` of target and projection.
+        Without a `runner`, rounds are run by a `RoundEngine` of target and projection. `awake` is
+        kept while there are sessions.
         """
         self._config = config
         self._pool = pool
+        self._awake = awake or AwakeCores.claim(0)
         self._incarnation = secrets.token_hex(8)
         self._model_name = model_name
         self._tokenizer_hash = tokenizer_hash
@@ -185,6 +189,7 @@ class VerifierService:
         ticket = next(self._tickets)
         events: _EventQueue = asyncio.Queue()
         self._streams[ticket] = events
+        self._awake.keep(True)
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._post(Open(ticket, spec, answer))
         try:
@@ -198,6 +203,7 @@ class VerifierService:
                     return
         finally:
             del self._streams[ticket]
+            self._awake.keep(bool(self._streams))
             self._post(Close(spec.session_id, ticket))
 
     async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
@@ -244,11 +250,13 @@ class VerifierService:
             raise device_lost_error()
 
     def _dispatch(self, effects: list[Effect]) -> None:
-        """Perform what a round (or a command) asked for."""
+        """Perform what a round (or a command) asked for; drafters first, each told all at once."""
+        for link_id, messages in told_by_link(effects).items():
+            self._hub.tell(link_id, *messages)
         for effect in effects:
             match effect:
-                case Tell(link_id=link_id, message=message):
-                    self._hub.tell(link_id, message)
+                case Tell():
+                    pass
                 case Emit(ticket=ticket, event=event):
                     self._put(ticket, event)
                 case Fail(ticket=ticket, error=error):

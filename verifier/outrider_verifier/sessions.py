@@ -110,7 +110,8 @@ class Session:
     @property
     def banned_now(self) -> tuple[int, ...]:
         """Ids that the next round must not emit (stop tokens, below the minimum length)."""
-        if self.total_emitted < self.spec.min_new_tokens:
+        # Nearly no session asks for a minimum.
+        if self.spec.min_new_tokens and self.total_emitted < self.spec.min_new_tokens:
             return self.spec.stop_token_ids
         return ()
 

@@ -3,10 +3,10 @@ widened model (the real model's function at a large one's cost)."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
+from outrider.eventloop import run as run_loop
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider_bench.gpu.bench import SPARE_SESSIONS, Bench, show
 from outrider_bench.gpu.drive import Wave, drive
@@ -52,7 +52,7 @@ def run(bench: Bench) -> dict[str, object]:
 def table(bench: Bench) -> dict[str, dict[str, dict[str, Any]]]:
     """By rule and temperature; measured once a run."""
     if "acceptance" not in bench.memo:
-        bench.memo["acceptance"] = asyncio.run(_measure(bench))
+        bench.memo["acceptance"] = run_loop(_measure(bench))
     found: dict[str, dict[str, dict[str, Any]]] = bench.memo["acceptance"]
     return found
 

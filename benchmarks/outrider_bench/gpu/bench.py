@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import tempfile
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,8 @@ VLLM_EMITTED: Final = {1: 1.72, 3: 2.60, 5: 3.20, 7: 3.60}
 """Tokens a round that the peer's measurements simulated, by draft length."""
 SPARE_SESSIONS: Final = 2
 """Sessions admitted past the batch: one that has just ended may still be held."""
+AWAKE_CORES: Final = 3
+"""Of each process that serves over gRPC: its event loop, its working thread, gRPC's own."""
 SLACK_TOKENS: Final = 96
 """K/V slots a session may take past prompt and output: draft nodes, rounded up to blocks."""
 
@@ -62,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0)
     add("--placements", help="comma-separated; default: those that the benchmark compares")
     add("--drafter-device", default="", help="device of a separate drafter; default: the next one")
+    add(
+        "--awake-cores",
+        type=int,
+        default=AWAKE_CORES if cuda and len(os.sched_getaffinity(0)) > 4 * AWAKE_CORES else 0,
+        help="that separate verifier and drafter each keep from going idle",
+    )
     add("--no-cuda-graphs", dest="graphs", action="store_false", help="launch kernel by kernel")
     add("--quick", action="store_true", help="fewer sizes and repeats")
     add("--out", type=Path, help="directory for NAME.json (and traces)")

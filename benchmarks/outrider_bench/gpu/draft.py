@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from outrider_bench.gpu.bench import Bench, show
 from outrider_bench.gpu.steps import DraftBench
 
@@ -12,15 +14,13 @@ def run(bench: Bench) -> dict[str, object]:
     """Measure at every batch. The step is a quarter of what a chain of five takes longer than a
     chain of one; a chain of one is a catch-up on a row with its draft."""
     models = bench.random()
-    draft = DraftBench(
-        models, max_rows=max(bench.batches), max_tokens=bench.max_tokens, graphs=bench.args.graphs
-    )
     rows, table = [], {}
-    try:
+    with closing(DraftBench(bench, models, max_rows=max(bench.batches))) as draft:
         for batch in bench.batches:
-            context, repeats = bench.prompt_tokens, bench.repeats
-            one = draft.chain_ms(batch, 1, context, new_rows=CHAIN + 1, repeats=repeats)
-            five = draft.chain_ms(batch, CHAIN, context, new_rows=CHAIN + 1, repeats=repeats)
+            one, five = (
+                draft.median_ms(draft.chain(batch, length, new_rows=CHAIN + 1))
+                for length in (1, CHAIN)
+            )
             step = (five - one) / (CHAIN - 1)
             table[str(batch)] = {
                 "first_ms": round(one, 4),
@@ -28,8 +28,6 @@ def run(bench: Bench) -> dict[str, object]:
                 "chain5_ms": round(five, 4),
             }
             rows.append((batch, round(one, 3), round(step, 3), round(five, 3)))
-    finally:
-        draft.close()
     head = models.head
     assert head is not None
     vocab = head.config.draft_vocab_size

@@ -8,7 +8,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from outrider_verifier.build import SWITCH_INTERVAL_S
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.service import VerifierService
 
+from outrider.awake import AwakeCores
 from outrider.engine.heads import FeatureProjection
 from outrider.engine.heads.eagle3 import Eagle3Head
 from outrider.engine.linear import PlainLinear
@@ -83,6 +84,8 @@ class Setup:
     warm_buckets: bool = False
     """Whether the graphs of every number of sessions are captured at the start; otherwise those
     that a run does not meet in its first wave are captured within it."""
+    awake_cores: int = 0
+    """Cores that verifier and drafter process each keep from going idle."""
     sampled: bool = False
     """Whether sessions of the coin rules will be served."""
 
@@ -115,6 +118,8 @@ class Running:
     """The device engine; None where rounds run on the host's path."""
     recorder: Any = None
     drafter_device: str = ""
+    cores: set[int] = field(default_factory=set)
+    """Where other processes may run."""
     reports: list[Any] = field(default_factory=list)
     """Every round's `RoundReport`."""
 
@@ -129,6 +134,7 @@ async def serving(models: Models, setup: Setup) -> AsyncIterator[Running]:
     elif setup.placement in OWN_HEAD:
         raise FailedPreconditionError(f"{setup.placement} needs plain weights", reason="PACKED")
     drafts = setup.placement != PLAIN
+    awake = AwakeCores.claim(setup.awake_cores if setup.placement == SEPARATE else 0)
     service = VerifierService(
         config,
         models.target,
@@ -137,16 +143,14 @@ async def serving(models: Models, setup: Setup) -> AsyncIterator[Running]:
         pool=models.target.pool,
         max_context_len=models.target.config.max_position_embeddings,
         model_name=models.name,
+        awake=awake,
     )
     running = Running(service=service, setup=setup, models=models, runner=runner, recorder=recorder)
     _collect_reports(service, running.reports)
-    service.start()
-    switch_interval = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.collect()
-    gc.freeze()
     try:
         async with contextlib.AsyncExitStack() as stack:
+            running.cores = stack.enter_context(_serving_process(awake))
+            service.start()
             if setup.placement == INPROC:
                 await stack.enter_async_context(_inproc_drafter(running))
             elif setup.placement == SEPARATE:
@@ -154,9 +158,26 @@ async def serving(models: Models, setup: Setup) -> AsyncIterator[Running]:
             yield running
     finally:
         await service.stop()
-        sys.setswitchinterval(switch_interval)
-        gc.unfreeze()
         release_runner(runner)
+
+
+@contextlib.contextmanager
+def _serving_process(awake: AwakeCores) -> Iterator[set[int]]:
+    """What a verifier process does to itself before it serves, undone at the end; the cores that
+    its thread ran on before."""
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    cores = os.sched_getaffinity(0)
+    gc.collect()
+    gc.freeze()
+    try:
+        with awake:
+            awake.adopt_thread()
+            yield cores
+    finally:
+        os.sched_setaffinity(0, cores)
+        gc.unfreeze()
+        sys.setswitchinterval(switch_interval)
 
 
 def uses_device_engine(models: Models) -> bool:
@@ -295,6 +316,7 @@ async def _drafter_process(running: Running) -> AsyncIterator[None]:
         "dtype": str(models.target.dtype).removeprefix("torch."),
         "device": running.drafter_device,
         "drafter-id": str(DRAFTER),
+        "awake-cores": str(running.setup.awake_cores),
         "log-level": "WARNING",
     }
     arguments = [part for name, value in flags.items() for part in (f"--{name}", value)]
@@ -305,6 +327,7 @@ async def _drafter_process(running: Running) -> AsyncIterator[None]:
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
+        preexec_fn=lambda: os.sched_setaffinity(0, running.cores),
     )
     dialer = GrpcDialer()
     try:

@@ -7,13 +7,13 @@ difference the target runs once more over the common prefix: the two tokens' log
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
+from outrider.eventloop import run as run_loop
 from outrider_bench.gpu.bench import Bench, show
 from outrider_bench.gpu.drive import drive
 from outrider_bench.gpu.engine import FUSED, PLAIN, Models, Setup, serving
@@ -70,7 +70,7 @@ def answers(
             )
             return [stream.tokens for stream in wave.streams]
 
-    return asyncio.run(measure())
+    return run_loop(measure())
 
 
 def compare(

@@ -8,6 +8,7 @@ draft, 5 draft probabilities (p/q rejection) instead of a one-hot law.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from statistics import median
 from typing import Any
 
@@ -19,8 +20,9 @@ from outrider.engine.kernels.state import RULE_GREEDY, SamplingState
 from outrider.engine.kernels.topk import log_softmax_topk
 from outrider_bench.gpu import acceptance, serving
 from outrider_bench.gpu.bench import Bench, show
+from outrider_bench.gpu.choices import chains_by_choice, trees_by_score
 from outrider_bench.gpu.engine import COLOCATED, FUSED, PLAIN
-from outrider_bench.gpu.steps import DraftBench, timed_ms
+from outrider_bench.gpu.steps import DraftBench, kernel_names, timed_ms
 from outrider_bench.gpu.tree_scores import CERTAIN, DEPTH, torn_tree, tree_acceptance
 from outrider_bench.report import say
 
@@ -83,7 +85,8 @@ def log_probs(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
     rows_of = [(name, *facts.values()) for name, facts in accepted.items()]
     show("idea 1: greedy trees, real model", ("score", "tokens a round", "answers"), rows_of)
     times = [dict(zip(("rows", "products_us", "sums_us"), row, strict=True)) for row in rows]
-    return {"times": times, "constructed": torn, "acceptance": accepted}, {}
+    trees = trees_by_score(bench)
+    return {"times": times, "trees": trees, "constructed": torn, "acceptance": accepted}, {}
 
 
 # ---- 2 -----------------------------------------------------------------------------------------
@@ -95,7 +98,7 @@ def argmax(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
     for vocabulary in VOCABULARIES:
         for count in STEP_ROWS:
             before, after = _choices(bench, count, vocabulary)
-            kernels = [len(kernel_names(bench, fn)) for fn in (before, after)]
+            kernels = [len(kernel_names(fn, bench.device)) for fn in (before, after)]
             rows.append((vocabulary, count, _us(bench, before), _us(bench, after), *kernels))
     show(
         "idea 2: choosing one candidate",
@@ -114,6 +117,7 @@ def argmax(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
             for length in bench.drafts
         },
         "softmax_kernels_in_chain": softmax,
+        "chains": chains_by_choice(bench),
     }, {}
 
 
@@ -142,30 +146,9 @@ def softmax_in_chain(bench: Bench) -> list[str] | None:
     """Softmax kernels of a greedy chain of five; None off a CUDA device."""
     if bench.device.type != "cuda":
         return None
-    draft = _draft_bench(bench, 1)
-    try:
-        names = kernel_names(bench, lambda: draft.drafts(1, 5, 64, new_rows=6, prune=True))
-    finally:
-        draft.close()
+    with closing(DraftBench(bench, bench.random(), max_rows=1)) as draft:
+        names = kernel_names(draft.chain(1, 5, new_rows=6), bench.device)
     return sorted({name for name in names if "softmax" in name.lower()})
-
-
-def kernel_names(bench: Bench, fn: Callable[[], object]) -> list[str]:
-    """Names of the kernels that one call launches; none off a CUDA device."""
-    if bench.device.type != "cuda":
-        return []
-    from torch.profiler import ProfilerActivity, profile
-
-    fn()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-        fn()
-        torch.cuda.synchronize()
-    return [
-        str(event.name)
-        for event in recorded.events() or ()
-        if event.device_type.name == "CUDA" and not str(event.name).startswith(("Memcpy", "Memset"))
-    ]
 
 
 # ---- 3 -----------------------------------------------------------------------------------------
@@ -174,41 +157,29 @@ def kernel_names(bench: Bench, fn: Callable[[], object]) -> list[str]:
 def dead_positions(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
     """Catch-up on the rows of a round, with every row through the block and with the live one."""
     batches = [batch for batch in STEP_ROWS if batch <= max(bench.batches)]
-    draft = _draft_bench(bench, max(batches))
     rows, speedups = [], {}
-    try:
+    with closing(DraftBench(bench, bench.random(), max_rows=max(batches))) as draft:
         for length in DEAD_LENGTHS:
             for batch in batches:
                 times = [
-                    draft.catch_up_ms(
-                        batch, length + 1, bench.prompt_tokens, prune=prune, repeats=bench.repeats
-                    )
+                    draft.median_ms(draft.catch_up(batch, new_rows=length + 1, prune=prune))
                     for prune in (False, True)
                 ]
-                chains = [
-                    draft.drafts(
-                        batch, length, bench.prompt_tokens, new_rows=length + 1, prune=prune
-                    )
-                    for prune in (False, True)
-                ]
-                same = sum(a == b for a, b in zip(*chains, strict=True))
+                with torch.inference_mode():
+                    chains = [
+                        draft.chain(batch, length, new_rows=length + 1, prune=prune)().tokens
+                        for prune in (False, True)
+                    ]
+                    same = int((chains[0] == chains[1]).all(dim=1).sum())
                 speedup = round(times[0] / times[1], 4)
                 speedups[f"{length}x{batch}"] = speedup
                 rounded = [round(ms, 4) for ms in times]
                 rows.append((length, batch, *rounded, speedup, f"{same}/{batch}"))
-    finally:
-        draft.close()
     headers = ("K", "sessions", "all rows ms", "live rows ms", "faster", "identical drafts")
     show("idea 3: catch-up on K + 1 rows a session", headers, rows)
     names = ("draft_length", "sessions", "all_ms", "live_ms", "speedup", "identical")
     times_of = [dict(zip(names, row, strict=True)) for row in rows]
     return {"times": times_of}, {"catchup_speedup": speedups}
-
-
-def _draft_bench(bench: Bench, max_rows: int) -> DraftBench:
-    return DraftBench(
-        bench.random(), max_rows=max_rows, max_tokens=bench.max_tokens, graphs=bench.args.graphs
-    )
 
 
 # ---- 4 and 5 -----------------------------------------------------------------------------------

@@ -2,17 +2,19 @@
 
 Lock-step: a round's draft begins when its verdict is known. Of a round with a separate drafter:
 `draft` is what the drafter says that it worked, `transfer` the rest of the wait for its proposal,
-`verify` the forward on the device, `other` what remains of the time between two rounds.
+`verify` the forward on the device, `other` what remains of the time between two rounds. A
+separate drafter is measured with cores that go idle between rounds and with `--awake-cores`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from outrider.eventloop import run as run_loop
 from outrider_bench.gpu.bench import SPARE_SESSIONS, Bench, show
 from outrider_bench.gpu.drive import drive
 from outrider_bench.gpu.engine import COLOCATED, PLAIN, SEPARATE, Models, Running, Setup, serving
@@ -29,6 +31,8 @@ from outrider_bench.gpu.trace import TrackSpan
 
 BATCHES = (1, 8)
 DRAFT_LENGTH = 3
+AWAKE = "-awake"
+"""Ends the name of a placement whose processes keep cores awake."""
 REQUESTS = 8
 """Requests of a batch of one; larger batches serve one wave."""
 
@@ -40,14 +44,15 @@ def run(bench: Bench) -> dict[str, object]:
     details: dict[str, Any] = {}
     overhead: dict[str, float] = {}
     rows = []
-    for placement in bench.placements(PLAIN, COLOCATED, SEPARATE):
-        for batch, facts in asyncio.run(_measure(bench, models, placement)).items():
-            speeds[str(batch)][placement] = facts["tokens_per_s"]
-            details.setdefault(placement, {})[str(batch)] = facts
+    for setup in _setups(bench):
+        name = setup.placement + (AWAKE if setup.awake_cores else "")
+        for batch, facts in run_loop(_measure(bench, models, setup)).items():
+            speeds[str(batch)][name] = facts["tokens_per_s"]
+            details.setdefault(name, {})[str(batch)] = facts
             split = facts["split_ms"]
-            rows.append((placement, batch, facts["tokens_per_s"], *split.values()))
-            if placement == SEPARATE and batch == 1 and facts["overhead_us"] is not None:
-                overhead["grpc"] = facts["overhead_us"]
+            rows.append((name, batch, facts["tokens_per_s"], *split.values()))
+            if setup.placement == SEPARATE and batch == 1 and facts["overhead_us"] is not None:
+                overhead["grpc" if setup.awake_cores else "grpc_idle_cores"] = facts["overhead_us"]
     show(
         f"placement, {models.name}, K = {DRAFT_LENGTH}, lock-step",
         ("placement", "batch", "tokens/s", "draft ms", "transfer ms", "verify ms", "other ms"),
@@ -61,16 +66,25 @@ def run(bench: Bench) -> dict[str, object]:
         models,
         draft_length=DRAFT_LENGTH,
         output_tokens=bench.output_tokens,
+        awake_cores=bench.args.awake_cores,
         placements=details,
         figures=figures,
     )
 
 
-async def _measure(bench: Bench, models: Models, placement: str) -> dict[int, dict[str, Any]]:
-    setup = sized(
-        bench,
-        Setup(placement=placement, draft_length=DRAFT_LENGTH, record=True, warm_buckets=True),
-    )
+def _setups(bench: Bench) -> Iterator[Setup]:
+    for placement in bench.placements(PLAIN, COLOCATED, SEPARATE):
+        setup = Setup(
+            placement=placement, draft_length=DRAFT_LENGTH, record=True, warm_buckets=True
+        )
+        setup = sized(bench, setup)
+        if placement != SEPARATE or setup.awake_cores:
+            yield replace(setup, awake_cores=0)
+        if placement == SEPARATE:
+            yield setup
+
+
+async def _measure(bench: Bench, models: Models, setup: Setup) -> dict[int, dict[str, Any]]:
     largest = min(max(BATCHES), max(bench.batches))
     setup = replace(setup, max_sessions=largest + SPARE_SESSIONS)
     found = {}

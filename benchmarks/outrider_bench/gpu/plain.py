@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
+from outrider.eventloop import run as run_loop
 from outrider_bench.gpu.bench import SPARE_SESSIONS, Bench, show
 from outrider_bench.gpu.drive import Wave, drive, percentiles, random_prompts
 from outrider_bench.gpu.engine import PLAIN, Models, Setup, serving
@@ -16,7 +16,7 @@ WARM_TOKENS = 24
 def run(bench: Bench) -> dict[str, object]:
     """Measure every batch on the random-weight model."""
     models = bench.random()
-    waves = asyncio.run(measure(bench, models, Setup(placement=PLAIN)))
+    waves = run_loop(measure(bench, models, Setup(placement=PLAIN)))
     cells = {str(batch): round(wave.round_ms, 4) for batch, wave in waves.items()}
     show(
         f"plain decoding, {models.name}, {bench.prompt_tokens} in, {bench.output_tokens} out",
@@ -65,4 +65,5 @@ def sized(bench: Bench, setup: Setup) -> Setup:
         max_tokens=bench.max_tokens,
         cuda_graphs=bench.args.graphs,
         drafter_device=bench.args.drafter_device,
+        awake_cores=bench.args.awake_cores,
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from outrider.eventloop import run as run_loop
 from outrider_bench.gpu.bench import Bench, show, simulated
 from outrider_bench.gpu.drive import drive, random_prompts
 from outrider_bench.gpu.engine import COLOCATED, FUSED, Models, Running, Setup, serving
@@ -42,7 +42,7 @@ def run(bench: Bench) -> dict[str, object]:
     rows = []
     for length in bench.drafts:
         by_placement = {
-            placement: asyncio.run(
+            placement: run_loop(
                 measure(
                     bench,
                     models,
@@ -90,7 +90,7 @@ def timeline(bench: Bench, models: Models) -> dict[str, dict[str, Any]]:
         setup = Setup(
             placement=placement, draft_length=length, simulated=simulated(length), record=True
         )
-        spans = asyncio.run(recorded(bench, models, setup, batch=bench.batches[0]))
+        spans = run_loop(recorded(bench, models, setup, batch=bench.batches[0]))
         found[placement] = describe_spans(spans)
         title = f"{models.name}, {placement}, K = {length}, batch {bench.batches[0]}, SIMULATED"
         save(bench.args.out, f"timeline-{placement}", spans, title)

@@ -6,11 +6,11 @@ requests as `REQUESTS` says go through at a constant number at a time, until the
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import torch
 
+from outrider.eventloop import run as run_loop
 from outrider.spec.sampling import SamplingParams
 from outrider_bench.gpu.bench import Bench, show
 from outrider_bench.gpu.drive import Wave, drive
@@ -56,6 +56,7 @@ def run(bench: Bench) -> dict[str, object]:
         draft_length=DRAFT_LENGTH,
         temperature=bench.args.temperature,
         output_tokens=bench.output_tokens,
+        awake_cores=bench.args.awake_cores,
         placements=results,
         figures=fused_over_plain(results),
     )
@@ -67,7 +68,7 @@ def waves(
     """A wave for every batch through one service; measured once a run."""
     missing = [b for b in batches if ("serving", models.name, placement, b) not in bench.memo]
     if missing:
-        found = asyncio.run(_measure(bench, models, placement, missing))
+        found = run_loop(_measure(bench, models, placement, missing))
         for batch, wave in found.items():
             bench.memo["serving", models.name, placement, batch] = wave
     return {batch: bench.memo["serving", models.name, placement, batch] for batch in batches}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.device.draft import DraftProgram
+from outrider.engine.device.draft import ChainDraft, DraftProgram, NewRows
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.rounds import RowInput
 from outrider.engine.device.shapes import Drafts, Judge
+from outrider.engine.kernels.tree_rank import TreeDraft
 from outrider.engine.kvcache import KVSequence
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, DraftTree
+from outrider_bench.gpu.bench import Bench
 from outrider_bench.gpu.engine import (
     COLOCATED,
     PLAIN,
@@ -34,6 +36,8 @@ _ROOM = 80
 """K/V slots past the longest prefix: the largest tree, and what repeats emit."""
 _CHAIN_NODES = 8
 """Rows of up to this many nodes verify a chain, larger ones a tree."""
+_LONGEST_CHAIN = 8
+"""Draft tokens that a session is made for."""
 
 
 def timed_ms(
@@ -64,6 +68,25 @@ def timed_ms(
             end.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in events]
+
+
+def kernel_names(fn: Callable[[], object], device: torch.device) -> list[str]:
+    """Names of the kernels that one call launches, copies left out; none off a CUDA device."""
+    if device.type != "cuda":
+        return []
+    from torch.profiler import ProfilerActivity, profile
+
+    with torch.inference_mode():
+        fn()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+            fn()
+            torch.cuda.synchronize()
+    return [
+        str(event.name)
+        for event in recorded.events() or ()
+        if event.device_type.name == "CUDA" and not str(event.name).startswith(("Memcpy", "Memset"))
+    ]
 
 
 def _wall_ms(fn: Callable[[], None]) -> float:
@@ -140,35 +163,26 @@ class VerifyBench:
         )
 
 
-@dataclass(slots=True)
-class _DraftRows:
-    """Static inputs of a draft."""
-
-    slots: Tensor
-    tokens: Tensor
-    features: Tensor
-    counts: Tensor
-    starts: Tensor
-
-
 class DraftBench:
-    """The head's catch-up and chain by themselves."""
+    """The head's catch-up, chain and tree by themselves, on sessions with contexts of one length.
 
-    def __init__(
-        self, models: Models, *, max_rows: int, max_tokens: int, graphs: bool, length: int = 8
-    ) -> None:
+    The sessions of the latest inputs are the only ones: what was made before must not run again.
+    """
+
+    def __init__(self, bench: Bench, models: Models, *, max_rows: int) -> None:
         assert models.head is not None
-        self._models, self._graphs = models, graphs
+        self._models, self._graphs = models, bool(bench.args.graphs)
+        self._context, self._repeats = bench.prompt_tokens, bench.repeats
         setup = Setup(
             placement=COLOCATED,
-            draft_length=length,
+            draft_length=_LONGEST_CHAIN,
             max_sessions=max_rows,
-            max_tokens=max_tokens,
-            cuda_graphs=graphs,
+            max_tokens=bench.max_tokens,
+            cuda_graphs=self._graphs,
         )
         self._runner: Any
         self._runner, _ = make_runner(models, setup, verifier_config(models, setup))
-        self._max_tokens = max_tokens
+        self._max_tokens = bench.max_tokens
         self._sequences: list[KVSequence] = []
 
     @property
@@ -177,74 +191,30 @@ class DraftBench:
         own: OwnHead = self._runner._own_head
         return own.program
 
-    def chain_ms(
-        self,
-        rows: int,
-        length: int,
-        context: int,
-        *,
-        new_rows: int = 1,
-        prune: bool = True,
-        repeats: int,
-    ) -> float:
-        """Median milliseconds of a catch-up on `new_rows` rows a session and a chain."""
-        inputs = self._inputs(rows, new_rows, context)
-        slots = self._runner._slots
+    def chain(
+        self, rows: int, length: int, *, new_rows: int, prune: bool = True
+    ) -> Callable[[], ChainDraft]:
+        """A catch-up on `new_rows` rows of each of `rows` sessions, with a chain."""
+        inputs, state = self._inputs(rows, new_rows), self._runner._slots.sampling
+        return partial(self.program.chain, inputs, length=length, state=state, prune=prune)
 
-        def run() -> None:
-            self.program.chain(
-                slots=inputs.slots,
-                tables=slots.sequence.tables,
-                tokens=inputs.tokens,
-                features=inputs.features,
-                counts=inputs.counts,
-                starts=inputs.starts,
-                length=length,
-                state=slots.sampling,
-                prune=prune,
-            )
+    def tree(
+        self, rows: int, *, new_rows: int, num_nodes: int, top_k: int, depth: int
+    ) -> Callable[[], TreeDraft]:
+        """The same catch-up, with a tree."""
+        inputs, state = self._inputs(rows, new_rows), self._runner._slots.sampling
+        return partial(
+            self.program.tree, inputs, state=state, num_nodes=num_nodes, top_k=top_k, depth=depth
+        )
 
-        return self._median(run, repeats)
+    def catch_up(self, rows: int, *, new_rows: int, prune: bool) -> Callable[[], Tensor]:
+        """A catch-up alone: dead rows stop after their K/V write, or do not."""
+        return partial(self.program.catch_up, self._inputs(rows, new_rows), prune=prune)
 
-    def catch_up_ms(
-        self, rows: int, new_rows: int, context: int, *, prune: bool, repeats: int
-    ) -> float:
-        """Median milliseconds of a catch-up: dead rows stop after their K/V write, or do not."""
-        inputs = self._inputs(rows, new_rows, context)
-        slots = self._runner._slots
-
-        def run() -> None:
-            self.program.catch_up(
-                slots=inputs.slots,
-                tables=slots.sequence.tables,
-                tokens=inputs.tokens,
-                features=inputs.features,
-                counts=inputs.counts,
-                starts=inputs.starts,
-                prune=prune,
-            )
-
-        return self._median(run, repeats)
-
-    def drafts(
-        self, rows: int, length: int, context: int, *, new_rows: int, prune: bool
-    ) -> list[list[int]]:
-        """The chains that are drafted, to compare them with and without dead rows."""
-        inputs = self._inputs(rows, new_rows, context)
-        slots = self._runner._slots
-        with torch.inference_mode():
-            chain = self.program.chain(
-                slots=inputs.slots,
-                tables=slots.sequence.tables,
-                tokens=inputs.tokens,
-                features=inputs.features,
-                counts=inputs.counts,
-                starts=inputs.starts,
-                length=length,
-                state=slots.sampling,
-                prune=prune,
-            )
-        return chain.tokens.tolist()
+    def median_ms(self, fn: Callable[[], object]) -> float:
+        """Median milliseconds of one of these."""
+        device = self._models.target.device
+        return median(timed_ms(fn, device, repeats=self._repeats, graphs=self._graphs))
 
     def close(self) -> None:
         """Free the graphs and the pool's blocks."""
@@ -252,13 +222,9 @@ class DraftBench:
         runner, self._runner = self._runner, None
         release_runner(runner)
 
-    def _median(self, fn: Callable[[], None], repeats: int) -> float:
-        device = self._models.target.device
-        return median(timed_ms(fn, device, repeats=repeats, graphs=self._graphs))
-
-    def _inputs(self, rows: int, new_rows: int, context: int) -> _DraftRows:
+    def _inputs(self, rows: int, new_rows: int) -> NewRows:
         self._release()
-        target, slots = self._models.target, self._runner._slots
+        target, slots, context = self._models.target, self._runner._slots, self._context
         assert self._models.head is not None
         self._sequences = [target.pool.allocate(self._max_tokens) for _ in range(rows)]
         for place, sequence in enumerate(self._sequences):
@@ -274,8 +240,9 @@ class DraftBench:
         features = torch.randn(rows, new_rows, width, generator=generator, device=target.device).to(
             target.dtype
         )
-        return _DraftRows(
+        return NewRows(
             slots=torch.arange(rows, dtype=torch.int32, device=target.device),
+            tables=slots.sequence.tables,
             tokens=integers(0, target.vocab_size, rows, new_rows),
             features=features,
             counts=integers(new_rows, new_rows + 1, rows),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ import torch
 from outrider_drafter import growth as drafter_growth
 from outrider_drafter.growth import BeamGrowth
 
+from outrider.eventloop import run as run_loop
 from outrider.spec.tree import ROOT
 from outrider_bench.gpu.bench import Bench
 from outrider_bench.gpu.drive import drive
@@ -92,8 +92,8 @@ def tree_acceptance(bench: Bench) -> dict[str, dict[str, object]]:
         return {"emitted_per_round": mean, "answers": len(clean)}
 
     with _growth(ProductGrowth):
-        products = asyncio.run(measure())
-    return {"products": products, "sums": asyncio.run(measure())}
+        products = run_loop(measure())
+    return {"products": products, "sums": run_loop(measure())}
 
 
 @contextmanager

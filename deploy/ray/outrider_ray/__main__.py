@@ -53,6 +53,7 @@ def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
     add("--max-sessions", type=int, metavar="N", help="sessions served at once")
     add("--queue-limit", type=int, metavar="N", help="requests that may wait")
     add("--threads", type=int, metavar="N", help="compute threads of each actor")
+    add("--awake-cores", type=int, metavar="N", help="cores that each actor keeps from going idle")
     add("--metrics-port", type=int, metavar="P", help="of the router; 0 takes a free one")
     add("--ray-address", metavar="ADDR", help="cluster to join: HOST:PORT or auto")
     add("--namespace", metavar="NAME", help="Ray namespace of the actors")

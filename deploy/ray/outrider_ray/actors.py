@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from outrider_drafter.config import DrafterConfig
 from outrider_verifier.config import VerifierConfig
 
+from outrider.awake import AwakeCores
 from outrider.logs import setup_logging
 from outrider.transport.ray import RayConfig, RayDialer
 
@@ -30,15 +31,17 @@ async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierSe
     prepare(config.threads, config.log_level)
     from outrider_verifier.build import build_service, tune_interpreter
 
-    service = await asyncio.to_thread(build_service, config)
-    tune_interpreter()
-    service.start()
-    watch = asyncio.create_task(end_when(service.lost))
-    try:
-        yield service
-    finally:
-        watch.cancel()
-        await service.stop()
+    with AwakeCores.claim(config.awake_cores) as awake:
+        service = await asyncio.to_thread(build_service, config, awake)
+        tune_interpreter()
+        awake.adopt_thread()
+        service.start()
+        watch = asyncio.create_task(end_when(service.lost))
+        try:
+            yield service
+        finally:
+            watch.cancel()
+            await service.stop()
 
 
 @asynccontextmanager
@@ -50,15 +53,17 @@ async def drafter_endpoint(
     from outrider_drafter.build import build_service, tune_interpreter
 
     dialer = RayDialer(ray_config)
-    service = await asyncio.to_thread(build_service, config, dialer)
-    tune_interpreter()
-    watch = asyncio.create_task(end_when(service.lost))
-    try:
-        yield service
-    finally:
-        watch.cancel()
-        await service.close()
-        await dialer.close()
+    with AwakeCores.claim(config.awake_cores) as awake:
+        service = await asyncio.to_thread(build_service, config, dialer, awake)
+        tune_interpreter()
+        awake.adopt_thread()
+        watch = asyncio.create_task(end_when(service.lost))
+        try:
+            yield service
+        finally:
+            watch.cancel()
+            await service.close()
+            await dialer.close()
 
 
 async def end_when(lost: asyncio.Event) -> None:

@@ -54,6 +54,8 @@ class LaunchConfig:
     """Requests that may wait; None takes the router's default."""
     threads: int = 0
     """Compute threads of each actor; 0 takes `cpus_per_actor`, or torch's choice without one."""
+    awake_cores: int = 0
+    """Cores that each actor keeps from going idle while it serves; with GPUs only."""
     metrics_port: int = -1
     """Port of the router's Prometheus endpoint; 0 takes a free one, -1 serves none."""
     ray_address: str = ""
@@ -140,6 +142,7 @@ def verifier_config(config: LaunchConfig) -> VerifierConfig:
             "cuda_graphs": config.cuda_graphs,
             "simulated_acceptance": config.simulated_acceptance,
             "threads": config.actor_threads,
+            "awake_cores": config.awake_cores,
             "kv_tokens": config.kv_tokens,
             "max_sessions": config.max_sessions,
             "log_level": config.log_level,
@@ -165,6 +168,7 @@ def drafter_config(config: LaunchConfig) -> DrafterConfig | None:
             "device": config.device,
             "cuda_graphs": config.cuda_graphs,
             "threads": config.actor_threads,
+            "awake_cores": config.awake_cores,
             "drafter_id": DRAFTER,
             "log_level": config.log_level,
         },

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Pinned host memory on the way to the device and back; plain copies on a CPU."""
+"""Pinned host memory on the way to the device and back; plain memory for a CPU."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,62 +14,125 @@ RING = 4
 """Buffers of a ring: more than the rounds that can be in flight, so that none is overwritten."""
 
 
+class _Buffer(NamedTuple):
+    """Host memory with the view of it that Python fills or reads."""
+
+    tensor: Tensor
+    array: NDArray[np.generic]
+
+
 class Uploader:
-    """Non-blocking copies of int32 arrays to the device."""
+    """Non-blocking copies of int32 words to the device, at most RING of them under way."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         """`size`: most elements of one upload."""
         pinned = device.type == "cuda"
-        self._ring = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
-        self._next = 0
+        self._ring = [_buffer((size,), torch.int32, pinned=pinned) for _ in range(RING)]
+        self._place = 0
+        self._heads: list[dict[int, Tensor]] = [{} for _ in range(RING)]
+        """By place in the ring and length: slices of tensors take longer to make than to find."""
 
-    def upload(self, array: NDArray[np.int32], out: Tensor) -> None:
-        """Copy `array` [n] into `out` int32 [n], in the order of the stream."""
-        staged = self._ring[self._next][: array.size]
-        self._next = (self._next + 1) % RING
-        staged.numpy()[:] = array
-        out.copy_(staged, non_blocking=True)
+    def stage(self) -> NDArray[np.int32]:
+        """Memory [size] for the next `send`, with anything in it."""
+        self._place = (self._place + 1) % RING
+        words: NDArray[np.int32] = self._ring[self._place].array  # type: ignore[assignment]
+        return words
+
+    def send(self, out: Tensor) -> None:
+        """Copy the head of what was staged last into `out` int32 [n], in the order of the stream.
+
+        Where `out` is a tensor of inference mode, so must the caller be.
+        """
+        count, heads = out.shape[0], self._heads[self._place]
+        head = heads.get(count)
+        if head is None:
+            head = heads[count] = self._ring[self._place].tensor[:count]
+        out.copy_(head, non_blocking=True)
 
 
 class Readback:
     """A tensor on its way to the host."""
 
-    __slots__ = ("_event", "_host")
+    __slots__ = ("_arrival", "_buffer")
 
-    def __init__(self, host: Tensor, event: torch.cuda.Event | None) -> None:
-        self._host, self._event = host, event
+    def __init__(self, buffer: _Buffer, arrival: _Arrival | None) -> None:
+        self._buffer, self._arrival = buffer, arrival
 
     def wait(self) -> Tensor:
         """The host copy; it is overwritten RING uses of its ring later."""
+        if self._arrival is not None:
+            self._arrival.wait()
+        return self._buffer.tensor
+
+    def wait_array(self) -> NDArray[np.generic]:
+        """As `wait`, in numpy; bfloat16 as uint16 bit patterns."""
+        if self._arrival is not None:
+            self._arrival.wait()
+        return self._buffer.array
+
+
+class _Arrival:
+    """The end of copies that were started together; asked once, whoever waits."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
-        return self._host
+            self._event = None
+
+
+class _Ring:
+    """RING buffers for tensors of one shape and type."""
+
+    __slots__ = ("_buffers", "_place")
+
+    def __init__(self, tensor: Tensor, *, pinned: bool) -> None:
+        self._buffers = [
+            _buffer(tuple(tensor.shape), tensor.dtype, pinned=pinned) for _ in range(RING)
+        ]
+        self._place = 0
+
+    def take(self) -> _Buffer:
+        """The buffer whose use is longest ago."""
+        self._place = (self._place + 1) % RING
+        return self._buffers[self._place]
 
 
 class Downloader:
-    """Non-blocking copies to pinned memory, each with an event to wait for."""
+    """Non-blocking copies to pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._rings: dict[Any, tuple[list[Tensor], list[int]]] = {}
+        self._rings: dict[tuple[torch.Size, torch.dtype], _Ring] = {}
 
     def start(self, tensor: Tensor) -> Readback:
         """Begin to copy `tensor`, in the order of the stream."""
-        if not self._cuda:
-            return Readback(tensor.clone(), None)
-        host = self._take(tensor)
-        host.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return Readback(host, event)
+        return self.start_all((tensor,))[0]
 
-    def _take(self, tensor: Tensor) -> Tensor:
-        key = (tuple(tensor.shape), tensor.dtype)
-        if key not in self._rings:
-            ring = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for _ in range(RING)
-            ]
-            self._rings[key] = (ring, [0])
-        ring, place = self._rings[key]
-        place[0] = (place[0] + 1) % RING
-        return ring[place[0]]
+    def start_all(self, tensors: tuple[Tensor, ...]) -> list[Readback]:
+        """Begin to copy all of these; they are waited for together."""
+        buffers = [self._copy(tensor) for tensor in tensors]
+        arrival = _Arrival() if self._cuda else None
+        return [Readback(buffer, arrival) for buffer in buffers]
+
+    def _copy(self, tensor: Tensor) -> _Buffer:
+        key = (tensor.shape, tensor.dtype)
+        ring = self._rings.get(key)
+        if ring is None:
+            ring = self._rings[key] = _Ring(tensor, pinned=self._cuda)
+        buffer = ring.take()
+        buffer.tensor.copy_(tensor, non_blocking=True)
+        return buffer
+
+
+def _buffer(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> _Buffer:
+    # A tensor made in inference mode could be written in that mode only.
+    with torch.inference_mode(False):
+        tensor = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+    bits = tensor.view(torch.uint16) if dtype is torch.bfloat16 else tensor
+    return _Buffer(tensor, bits.numpy())

@@ -42,14 +42,20 @@ from outrider.engine.warper import MIN_TEMPERATURE
 
 
 class NewRows(NamedTuple):
-    """New rows of a batch: the arguments of `DraftProgram.catch_up`, in order."""
+    """New draft rows of a batch of sessions: the first `counts` of each session's R rows."""
 
     slots: Tensor
+    """int32 [B]: rows of `tables`."""
     tables: Tensor
+    """int32 [X, T]: K/V blocks of every session slot."""
     tokens: Tensor
+    """int32 [B, R]: t_{i+1} of row i."""
     features: Tensor
+    """[B, R, H]: f_i of row i."""
     counts: Tensor
+    """int32 [B]: rows that are there; 0 for padding."""
     starts: Tensor
+    """int32 [B]: draft position of the first one."""
 
 
 class ChainDraft(NamedTuple):
@@ -98,40 +104,18 @@ class DraftProgram:
         self._block_tokens = block_tokens
         self._max_len = max_len
 
-    def write(
-        self,
-        slots: Tensor,
-        tables: Tensor,
-        tokens: Tensor,
-        features: Tensor,
-        counts: Tensor,
-        starts: Tensor,
-    ) -> None:
-        """Write the K/V of new rows and compute nothing else; arguments as of `catch_up`."""
-        rows = NewRows(slots, tables, tokens, features, counts, starts)
+    def write(self, rows: NewRows) -> None:
+        """Write the K/V of new rows and compute nothing else."""
         layout = self._layout(rows)
         self._write_kv(self._inputs(rows).inputs, self._places(layout))
 
-    def catch_up(
-        self,
-        slots: Tensor,
-        tables: Tensor,
-        tokens: Tensor,
-        features: Tensor,
-        counts: Tensor,
-        starts: Tensor,
-        *,
-        prune: bool = True,
-    ) -> Tensor:
+    def catch_up(self, rows: NewRows, *, prune: bool = True) -> Tensor:
         """Write the K/V of new rows; x [B, H], the output feature of each session's live row.
 
-        slots int32 [B] into tables int32 [X, T]; tokens int32 [B, R]: t_{i+1} of row i; features
-        [B, R, H]; counts int32 [B]: rows that are there; starts int32 [B]: draft position of the
-        first one. prune: dead rows stop after their K/V write, else they run through the block.
+        prune: dead rows stop after their K/V write, else they run through the block.
         """
-        rows = NewRows(slots, tables, tokens, features, counts, starts)
         layout = self._layout(rows)
-        return self._catch_up(rows, layout, self._places(layout), prune)
+        return self._catch_up(rows, layout, self._places(layout), prune=prune)
 
     def logits(self, x: Tensor) -> Tensor:
         """Draft logits [N, Vd] of features [N, H]: float32 or bfloat16."""
@@ -143,28 +127,22 @@ class DraftProgram:
 
     def chain(
         self,
-        slots: Tensor,
-        tables: Tensor,
-        tokens: Tensor,
-        features: Tensor,
-        counts: Tensor,
-        starts: Tensor,
+        rows: NewRows,
         *,
         state: SamplingState,
         length: int,
         with_probs: bool = False,
         prune: bool = True,
     ) -> ChainDraft:
-        """Catch up, then draft `length` tokens by each session's rule; arguments as of `catch_up`.
+        """Catch up, then draft `length` tokens by each session's rule.
 
         Greedy and target-only sessions take the mode, coupled ones the target's noise, rejection
         ones draw from the laws that `with_probs` returns. Penalties and truncation are not applied.
         """
-        rows = NewRows(slots, tables, tokens, features, counts, starts)
         layout = self._layout(rows, num_steps=length - 1)
         places = self._places(layout)
-        x = self._catch_up(rows, layout, places, prune)
-        batch, num_new = tokens.shape
+        x = self._catch_up(rows, layout, places, prune=prune)
+        batch, num_new = rows.tokens.shape
         columns: list[Tensor] = []
         laws: list[Tensor] = []
         for level in range(length):
@@ -172,14 +150,14 @@ class DraftProgram:
                 first = batch * (num_new + level - 1)
                 here = slice(first, first + batch)
                 block = self._block_inputs(columns[-1], x, ids=self.weights.target_ids)
-                session = _Session(tables, slots, layout.positions[here])
+                session = _Session(rows.tables, rows.slots, layout.positions[here])
                 x = self._step(block, _at(places, here), session, num_nodes=1, mask=None)
             logits = self.logits(x)
             columns.append(
                 choose_tokens(
                     logits,
                     state,
-                    slots,
+                    rows.slots,
                     layout.following[level],
                     rows_per_slot=1,
                     side="draft",
@@ -187,7 +165,7 @@ class DraftProgram:
                 )
             )
             if with_probs:
-                laws.append(_law(logits, state, slots))
+                laws.append(_law(logits, state, rows.slots))
         chosen = torch.stack(columns, dim=1)
         return ChainDraft(
             tokens=self.weights.target_ids[chosen.long()].int(),
@@ -197,35 +175,28 @@ class DraftProgram:
 
     def tree(
         self,
-        slots: Tensor,
-        tables: Tensor,
-        tokens: Tensor,
-        features: Tensor,
-        counts: Tensor,
-        starts: Tensor,
+        rows: NewRows,
         *,
         state: SamplingState,
         num_nodes: int,
         top_k: int,
         depth: int,
-        prune: bool = True,
     ) -> TreeDraft:
-        """Catch up, then grow EAGLE's dynamic tree; arguments as of `catch_up`.
+        """Catch up, then grow EAGLE's dynamic tree.
 
         Nodes are ranked by sums of log softmax(logits / T), for greedy and target-only sessions.
         """
-        rows = NewRows(slots, tables, tokens, features, counts, starts)
-        batch, width = slots.shape[0], min(top_k, num_nodes)
+        batch, width = rows.slots.shape[0], min(top_k, num_nodes)
         layout = self._layout(rows, num_steps=depth - 1, step_rows=width)
         places = self._places(layout)
-        x = self._catch_up(rows, layout, places, prune)
-        heat = state.temperatures[slots.long()]
-        session = _Session(tables, slots, layout.live + 1)
+        x = self._catch_up(rows, layout, places, prune=True)
+        heat = state.temperatures[rows.slots.long()]
+        session = _Session(rows.tables, rows.slots, layout.live + 1)
         size = num_candidates(top_k, width, depth)
         candidates = empty_candidates(batch, size, x.device)
         frontier: FrontierRows | None = None
         mask: Tensor | None = None
-        first, place = 0, tokens.numel()
+        first, place = 0, rows.tokens.numel()
         for level in range(depth):
             if frontier is not None:
                 here = slice(place, place + batch * width)
@@ -284,7 +255,9 @@ class DraftProgram:
             norm_before_residual=w.config.norm_before_residual,
         )
 
-    def _catch_up(self, rows: NewRows, layout: DraftLayout, places: _Places, prune: bool) -> Tensor:
+    def _catch_up(
+        self, rows: NewRows, layout: DraftLayout, places: _Places, *, prune: bool
+    ) -> Tensor:
         block = self._inputs(rows)
         session = _Session(rows.tables, rows.slots, rows.starts)
         num_rows = rows.tokens.shape[1]

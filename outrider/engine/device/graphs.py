@@ -39,17 +39,23 @@ class GraphCache:
         """
         if not self.enabled:
             return fn()
-        if key not in self._captured:
-            eager = fn()
-            graph, static = self._capture(fn)
-            for to, source in zip(_tensors(static), _tensors(eager), strict=True):
-                to.copy_(source)
-            self._captured[key] = (graph, static)
-            return static
-        graph, static = self._captured[key]
+        entry = self._captured.get(key)
+        if entry is None:
+            return self._first_run(key, fn)
+        graph, static = entry
         graph.replay()
         result: T = static
         return result
+
+    @torch.inference_mode()
+    def _first_run(self, key: Hashable, fn: Callable[[], T]) -> T:
+        # In inference mode, because what a function returns may have been made in it.
+        eager = fn()
+        graph, static = self._capture(fn)
+        for to, source in zip(_tensors(static), _tensors(eager), strict=True):
+            to.copy_(source)
+        self._captured[key] = (graph, static)
+        return static
 
     def _capture(self, fn: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         if self._pool is None:

@@ -54,8 +54,9 @@ class HeadWeights:
 
     @classmethod
     def from_head(cls, head: DraftHead) -> HeadWeights:
-        """The tensors of a loaded head, shared with it: it keeps working, on views of the fused
-        ones. Raises FailedPreconditionError for other kinds of heads and for packed weights."""
+        """The tensors of a loaded head, shared with it (and with whoever asked before): it keeps
+        working, on views of the fused ones. Raises FailedPreconditionError for other kinds of
+        heads and for packed weights."""
         if not isinstance(head, Eagle3Head):
             raise FailedPreconditionError(
                 f"device drafting needs an eagle3 head, not {head.config.kind}"
@@ -101,27 +102,37 @@ class HeadWeights:
         rows = self.query_rows
         return self.qkv[rows:], None if self.qkv_bias is None else self.qkv_bias[rows:]
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.qkv.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Their element type."""
-        return self.qkv.dtype
-
 
 def can_extract(head: DraftHead) -> bool:
-    """Whether `head_weights` serves this head: EAGLE-3 over plain (not packed) projections."""
-    return isinstance(head, Eagle3Head) and isinstance(head.lm_head, PlainLinear)
+    """Whether `HeadWeights.from_head` takes this head: EAGLE-3 over plain projections only."""
+    if not isinstance(head, Eagle3Head):
+        return False
+    block = head.block.weights
+    linears = (*block.qkv, block.o_proj, block.gate_up, block.down, head.lm_head)
+    return all(isinstance(linear, PlainLinear) for linear in linears)
 
 
 def _fuse(query: PlainLinear, kv: PlainLinear) -> tuple[Tensor, Tensor | None]:
     """One weight and bias for both projections, which read views of them from now on."""
-    weight = torch.cat((query.weight, kv.weight))
     rows = query.weight.shape[0]
+    weight = _joined(query.weight, kv.weight)
     query.weight, kv.weight = weight[:rows], weight[rows:]
-    if query.bias is None or kv.bias is None:
+    if query.bias is None and kv.bias is None:
         return weight, None
-    return weight, torch.cat((query.bias, kv.bias))
+    biases = (
+        linear.weight.new_zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias
+        for linear in (query, kv)
+    )
+    bias = _joined(*biases)
+    query.bias, kv.bias = bias[:rows], bias[rows:]
+    return weight, bias
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    """Both, one after the other; the memory that they share already if it holds them so."""
+    shape = (first.shape[0] + second.shape[0], *first.shape[1:])
+    adjacent = second.data_ptr() == first.data_ptr() + first.nbytes
+    shared = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    if adjacent and shared and first.is_contiguous() and second.is_contiguous():
+        return first.as_strided(shape, first.stride())
+    return torch.cat((first, second))

@@ -71,7 +71,7 @@ class OwnHead:
 
     def _chain(self, rows: NewRows, with_law: bool) -> None:
         chain = self.program.chain(
-            *rows, length=self.length, state=self._slots.sampling, with_probs=with_law
+            rows, length=self.length, state=self._slots.sampling, with_probs=with_law
         )
         places = rows.slots.long()
         self.tokens.index_copy_(0, places, chain.tokens)
@@ -107,4 +107,4 @@ class OwnHead:
             if last and end == len(tokens):
                 self._chain(rows, with_law)
             else:
-                self.program.write(*rows)
+                self.program.write(rows)

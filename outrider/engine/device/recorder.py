@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +29,19 @@ class Recorder:
         self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._origin: torch.cuda.Event | None = None
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str) -> AbstractContextManager[None]:
         """Record what is launched inside, on the current stream."""
-        if not self.enabled:
-            yield
-            return
+        return self._span(name) if self.enabled else _NOTHING
+
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
         if self._origin is None:
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record()
         start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
         start.record()
         yield
+        end = torch.cuda.Event(enable_timing=True)
         end.record()
         self._marks.append((name, start, end))
 

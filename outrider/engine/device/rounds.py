@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.buffers import Downloader, Readback, Uploader
+from outrider.engine.device.buffers import Downloader, Readback
 from outrider.engine.device.graphs import GraphCache
+from outrider.engine.device.inputs import HostVerdict, RoundInputs
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.recorder import Recorder
 from outrider.engine.device.shapes import (
@@ -42,12 +43,10 @@ from outrider.engine.kernels.acceptance import (
 from outrider.engine.kernels.assemble import assemble
 from outrider.engine.kernels.coins import accept_sampled
 from outrider.engine.kernels.compaction import compact_kv, gather_rows
-from outrider.engine.kernels.layout import PADDING_NODE, tree_layout
+from outrider.engine.kernels.layout import tree_layout
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.target import TargetModel
 from outrider.spec.tree import DraftTree
-
-NO_TOKEN = -1
 
 
 class Verified(NamedTuple):
@@ -66,8 +65,7 @@ class Verified(NamedTuple):
     """float32 [M, V]."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowInput:
+class RowInput(NamedTuple):
     """One session's row of a round."""
 
     slot: int
@@ -81,7 +79,9 @@ class Launched:
 
     shape: RoundShape
     result: Readback | None
+    """None with Judge.HOST, as `features`."""
     features: Readback | None
+    """None too where none were asked for."""
     verified: Verified
     """Device tensors; valid until the shape is launched again."""
 
@@ -114,35 +114,33 @@ class DeviceRounds:
         self._tapped = TargetProgram(target, taps)
         self._plain = TargetProgram(target)
         self._max_len = slots.sequence.tables.shape[1] * self._pool.block_tokens
-        self._inputs: dict[tuple[int, int], _Inputs] = {}
-        self._verdicts: dict[RoundShape, _HostVerdict] = {}
+        self._shapes: dict[tuple[int, int, Drafts, Judge, bool], RoundShape] = {}
+        self._inputs: dict[tuple[int, int], RoundInputs] = {}
+        self._verdicts: dict[RoundShape, HostVerdict] = {}
         self._downloads = Downloader(target.device)
         self._rates = None
         if simulated_rates is not None:
             self._rates = torch.tensor(simulated_rates, dtype=torch.float32, device=self._device)
 
-    @torch.inference_mode()
     def launch(
         self, rows: Sequence[RowInput], *, drafts: Drafts, judge: Judge, features: bool
     ) -> Launched:
         """Start a round of rows of one kind; nothing waits for the device."""
         nodes = self._num_nodes(rows, drafts)
-        shape = RoundShape(
-            rows=bucket(len(rows), ROW_BUCKETS),
-            nodes=nodes,
-            drafts=drafts,
-            judge=judge,
-            features=features or drafts is Drafts.OWN,
-        )
-        inputs = self._upload(shape, rows)
+        # The head's own drafting reads the features of the round before it.
+        tapped = features or drafts is Drafts.OWN
+        shape = self._shape(bucket(len(rows), ROW_BUCKETS), nodes, drafts, judge, tapped)
+        inputs = self._inputs_of(shape)
+        inputs.fill([row.slot for row in rows], [row.tree for row in rows], drafts)
         verified = self._run(shape, inputs)
-        result = None if judge is Judge.HOST else self._downloads.start(verified.result)
-        sent = None
-        if features and verified.features is not None:
-            sent = self._downloads.start(verified.features)
+        if judge is Judge.HOST:
+            return Launched(shape=shape, result=None, features=None, verified=verified)
+        if not features or verified.features is None:
+            result = self._downloads.start(verified.result)
+            return Launched(shape=shape, result=result, features=None, verified=verified)
+        result, sent = self._downloads.start_all((verified.result, verified.features))
         return Launched(shape=shape, result=result, features=sent, verified=verified)
 
-    @torch.inference_mode()
     def draft_after(
         self,
         launched: Launched,
@@ -160,7 +158,7 @@ class DeviceRounds:
         shape, verified = launched.shape, launched.verified
         verdict = self._verdicts.get(shape)
         if verdict is None:
-            verdict = self._verdicts[shape] = _HostVerdict(shape.rows, shape.nodes, self._device)
+            verdict = self._verdicts[shape] = HostVerdict(shape.rows, shape.nodes, self._device)
         verdict.fill(counts, tokens)
         inputs = self._inputs[shape.rows, shape.nodes]
         with self.recorder.span("draft"):
@@ -173,26 +171,44 @@ class DeviceRounds:
 
     def warm_up(self, shapes: Sequence[RoundShape]) -> None:
         """Compile and capture: rounds of nothing but padding rows."""
-        for shape in shapes:
-            with torch.inference_mode():
-                self._run(shape, self._upload(shape, []))
+        for given in shapes:
+            shape = self._shape(given.rows, given.nodes, given.drafts, given.judge, given.features)
+            inputs = self._inputs_of(shape)
+            inputs.fill([], [], shape.drafts)
+            self._run(shape, inputs)
 
     def _num_nodes(self, rows: Sequence[RowInput], drafts: Drafts) -> int:
         if drafts is Drafts.OWN:
             assert self._own_head is not None
             return 1 + self._own_head.length
-        largest = max((len(row.tree) for row in rows if row.tree is not None), default=0)
+        largest = 0
+        for row in rows:
+            if row.tree is not None:
+                largest = max(largest, len(row.tree.tokens))
         return bucket(1 + largest, NODE_BUCKETS)
 
-    def _upload(self, shape: RoundShape, rows: Sequence[RowInput]) -> _Inputs:
+    def _shape(
+        self, rows: int, nodes: int, drafts: Drafts, judge: Judge, features: bool
+    ) -> RoundShape:
+        # One object a bucket: the keys of the graphs are then found without a comparison.
+        key = (rows, nodes, drafts, judge, features)
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = RoundShape(
+                rows=rows, nodes=nodes, drafts=drafts, judge=judge, features=features
+            )
+        return shape
+
+    def _inputs_of(self, shape: RoundShape) -> RoundInputs:
         key = (shape.rows, shape.nodes)
         inputs = self._inputs.get(key)
         if inputs is None:
-            inputs = self._inputs[key] = _Inputs(*key, self._device)
-        inputs.fill(rows, shape.drafts, self._slots.padding)
+            inputs = self._inputs[key] = RoundInputs(
+                *key, padding=self._slots.padding, device=self._device
+            )
         return inputs
 
-    def _run(self, shape: RoundShape, inputs: _Inputs) -> Verified:
+    def _run(self, shape: RoundShape, inputs: RoundInputs) -> Verified:
         record, head = self.recorder, self._own_head
         if shape.drafts is not Drafts.OWN or head is None or shape.judge is Judge.HOST:
             with record.span("verify"):
@@ -210,7 +226,8 @@ class DeviceRounds:
             )
         return verified
 
-    def _verify(self, shape: RoundShape, inputs: _Inputs) -> Verified:
+    @torch.inference_mode()
+    def _verify(self, shape: RoundShape, inputs: RoundInputs) -> Verified:
         sequence, nodes = self._slots.sequence, shape.nodes
         slots = inputs.slots
         head = self._own_head if shape.drafts is Drafts.OWN else None
@@ -262,7 +279,7 @@ class DeviceRounds:
     def _accept(
         self,
         shape: RoundShape,
-        inputs: _Inputs,
+        inputs: RoundInputs,
         logits: Tensor,
         tokens: Tensor,
         parents: Tensor | None,
@@ -299,7 +316,7 @@ class DeviceRounds:
             law=None if head is None else head.law,
         )
 
-    def _draft(self, shape: RoundShape, inputs: _Inputs, verified: Verified) -> Verified:
+    def _draft(self, shape: RoundShape, inputs: RoundInputs, verified: Verified) -> Verified:
         assert verified.acceptance is not None
         self._own_draft(
             shape,
@@ -311,10 +328,11 @@ class DeviceRounds:
         )
         return verified
 
+    @torch.inference_mode()
     def _own_draft(
         self,
         shape: RoundShape,
-        inputs: _Inputs,
+        inputs: RoundInputs,
         verified: Verified,
         tokens: Tensor,
         counts: Tensor,
@@ -330,58 +348,3 @@ class DeviceRounds:
             starts=verified.context,
             with_law=with_law,
         )
-
-
-class _HostVerdict:
-    """What the host accepted in a bucket, as static tensors; rows beyond the given ones count 0."""
-
-    def __init__(self, rows: int, nodes: int, device: torch.device) -> None:
-        self._buffer = torch.zeros(rows * (1 + nodes), dtype=torch.int32, device=device)
-        self._uploader = Uploader(rows * (1 + nodes), device)
-        self._shape = (rows, nodes)
-        self.counts = self._buffer[:rows]
-        self.tokens = self._buffer[rows:].view(rows, nodes)
-
-    def fill(self, counts: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
-        rows, nodes = self._shape
-        words = np.zeros((rows, 1 + nodes), dtype=np.int32)
-        words[: len(counts), 0] = counts
-        words[: len(counts), 1:] = tokens
-        flat = np.concatenate((words[:, 0], words[:, 1:].ravel()))
-        self._uploader.upload(flat, self._buffer)
-
-
-class _Inputs:
-    """What the host says of a bucket's rows: one static buffer, uploaded when it changes."""
-
-    def __init__(self, rows: int, nodes: int, device: torch.device) -> None:
-        self._rows, self._drafted = rows, nodes - 1
-        size = rows + 2 * rows * self._drafted
-        self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        self._uploader = Uploader(size, device)
-        self._last: bytes = b""
-        ends = rows + rows * self._drafted
-        self.slots = self._buffer[:rows]
-        self.drafts = self._buffer[rows:ends].view(rows, self._drafted)
-        self.parents = self._buffer[ends:].view(rows, self._drafted)
-
-    def fill(self, rows: Sequence[RowInput], drafts: Drafts, padding: int) -> None:
-        """Describe the rows; the rest are padding."""
-        slots = np.full(self._rows, padding, dtype=np.int32)
-        slots[: len(rows)] = [row.slot for row in rows]
-        if drafts in (Drafts.NONE, Drafts.OWN):
-            self._send(slots)
-            return
-        tokens = np.full((self._rows, self._drafted), NO_TOKEN, dtype=np.int32)
-        parents = np.full((self._rows, self._drafted), PADDING_NODE, dtype=np.int32)
-        for index, row in enumerate(rows):
-            if row.tree is not None:
-                tokens[index, : len(row.tree)] = row.tree.tokens
-                parents[index, : len(row.tree)] = row.tree.parents
-        self._send(np.concatenate((slots, tokens.ravel(), parents.ravel())))
-
-    def _send(self, words: NDArray[np.int32]) -> None:
-        data = words.tobytes()
-        if data != self._last:
-            self._uploader.upload(words, self._buffer[: words.size])
-            self._last = data

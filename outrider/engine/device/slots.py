@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.buffers import Uploader
+from outrider.engine.device.free_slots import FreeSlots
+from outrider.engine.device.uploads import upload
 from outrider.engine.kernels.state import (
     RULE_NUMBERS,
     SamplingState,
@@ -31,9 +32,9 @@ class SessionSlots:
         self, pool: KVPool, *, max_sessions: int, max_len: int, max_nodes: int, device: torch.device
     ) -> None:
         """`max_len`: most K/V slots of a session; `max_nodes`: most nodes of a row."""
-        count, blocks = max_sessions + 1, pool.blocks_for(max_len)
-        self.padding = max_sessions
-        self._free = list(reversed(range(max_sessions)))
+        self._free = FreeSlots(max_sessions, reason="SESSIONS_EXHAUSTED")
+        self.padding = self._free.padding
+        count, blocks = self._free.total, pool.blocks_for(max_len)
         # Padding rows write the nodes of a round, and the steps of a draft behind them.
         self._padding_kv = pool.allocate(2 * max_nodes)
 
@@ -49,24 +50,22 @@ class SessionSlots:
             rules=zeros(count),
         )
         self._staged = zeros(_FIELDS + blocks)
-        self._uploader = Uploader(_FIELDS + blocks, device)
         self._write(self.padding, self._padding_kv.blocks, SamplingParams(), length=1, root=0)
 
     def open(self, kv: KVSequence) -> int:
-        """A slot for a new session. Raises ResourceExhaustedError when all are taken."""
-        if not self._free:
-            raise ResourceExhaustedError("no session slot is free", reason="SESSIONS_EXHAUSTED")
+        """A slot for a new session. Raises ResourceExhaustedError when all are taken, or when the
+        session has more K/V blocks than a slot's table holds."""
         if len(kv.blocks) > self.sequence.tables.shape[1]:
             raise ResourceExhaustedError(
                 f"the session reserves {len(kv.blocks)} K/V blocks, a slot's table holds "
                 f"{self.sequence.tables.shape[1]}",
                 reason="CONTEXT_TOO_LONG",
             )
-        return self._free.pop()
+        return self._free.take()
 
     def close(self, slot: int) -> None:
         """Give a slot back; rounds in flight may still write to it."""
-        self._free.append(slot)
+        self._free.give(slot)
 
     def release(self) -> None:
         """Give the padding slot's blocks back; the slots are of no use afterwards."""
@@ -87,7 +86,7 @@ class SessionSlots:
     def set_prefix(self, slot: int, *, length: int, root: int) -> None:
         """The host's word on a session: `length` committed tokens, the last one `root`."""
         staged = self._staged[:2]
-        self._uploader.upload(np.array((length, root), dtype=np.int32), staged)
+        upload(np.array((length, root), dtype=np.int32), staged)
         self.sequence.lengths[slot : slot + 1].copy_(staged[0:1])
         self.sequence.roots[slot : slot + 1].copy_(staged[1:2])
 
@@ -101,7 +100,7 @@ class SessionSlots:
         words[3:6] = (RULE_NUMBERS[sampling.effective_rule], length, root)
         words[_FIELDS:] = table
         staged = self._staged[: len(words)]
-        self._uploader.upload(words, staged)
+        upload(words, staged)
         self.sampling.seeds[slot : slot + 1].copy_(staged[0:2].view(torch.int64))
         self.sampling.temperatures[slot : slot + 1].copy_(staged[2:3].view(torch.float32))
         self.sampling.rules[slot : slot + 1].copy_(staged[3:4])

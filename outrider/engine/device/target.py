@@ -56,11 +56,6 @@ class TargetProgram:
         self._keys = model.pool.storage[0].unbind(0)
         self._values = model.pool.storage[1].unbind(0)
 
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self._config.vocab_size
-
     def forward(
         self, tokens: Tensor, layout: RoundLayout, rows: RoundRows, *, num_nodes: int, max_len: int
     ) -> TargetOutput:

@@ -7,6 +7,7 @@ health.py       grpc.health.v1
 server.py       GrpcServer: services, health, reflection, graceful stop
 servicers.py    Verifier-, Exchange- and DrafterService around an endpoint
 streams.py      an exchange stream as bounded, cancel-safe frames
+begun.py        coroutines that take their first step at once
 dialer.py       GrpcDialer: control clients and exchange connections by address
 """
 

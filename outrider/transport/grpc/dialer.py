@@ -136,7 +136,11 @@ class GrpcDialer:
             ) from None
         except grpc.aio.AioRpcError as error:
             raise typed_error(error, peer=verifier_address) from None
-        return drafter_end(_client_frames(call, verifier_address), self._config.heartbeat)
+        return drafter_end(
+            _client_frames(call, verifier_address),
+            self._config.heartbeat,
+            bundle_bytes=self._config.bundle_bytes,
+        )
 
     async def verifier(self, address: str) -> GrpcVerifier:
         """A control client of the verifier at `address`."""

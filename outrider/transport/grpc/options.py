@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.transport.heartbeat import HeartbeatConfig
-from outrider.wire.limits import MAX_MESSAGE_BYTES
+from outrider.wire.limits import MAX_BUNDLE_BYTES, MAX_MESSAGE_BYTES
 
 ChannelOptions = list[tuple[str, int]]
 
@@ -30,6 +30,11 @@ class GrpcConfig:
     """Bound of one message, both ways."""
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     """Application heartbeats of exchanges and session streams."""
+
+    @property
+    def bundle_bytes(self) -> int:
+        """Size up to which messages of an exchange are put into one frame."""
+        return min(MAX_BUNDLE_BYTES, self.max_message_bytes)
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.keepalive_time_s <= 10.0:

@@ -113,7 +113,9 @@ class _VerifierServicer:
     async def exchange(self, _requests: object, context: Context) -> None:
         await context.send_initial_metadata(())
         frames = _server_frames(context)
-        connection = verifier_end(frames, self._config.heartbeat)
+        connection = verifier_end(
+            frames, self._config.heartbeat, bundle_bytes=self._config.bundle_bytes
+        )
         serving = asyncio.create_task(self._endpoint.exchange(connection))
         try:
             await asyncio.shield(serving)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from outrider.errors import ConnectionLostError, OutriderError
+from outrider.transport.grpc.begun import Begun
 from outrider.transport.mailbox import Mailbox
 
 FLUSH_TIMEOUT_S = 0.5
@@ -31,7 +33,7 @@ class StreamFrames:
         self,
         peer: str,
         read: Callable[[], Awaitable[bytes | None]],
-        write: Callable[[bytes], Awaitable[None]],
+        write: Callable[[bytes], Coroutine[Any, Any, None]],
         *,
         half_close: Callable[[], Awaitable[None]] | None = None,
         cancel: Callable[[], object] | None = None,
@@ -40,7 +42,9 @@ class StreamFrames:
         self._read, self._write = read, write
         self._half_close, self._cancel = half_close, cancel
         self._inbox: Mailbox[bytes] = Mailbox(max_items=_INBOX_FRAMES, size_of=len)
-        self._outbox: Mailbox[bytes] = Mailbox(size_of=len)
+        self._outbox: Mailbox[bytes | Begun] = Mailbox(size_of=_size)
+        self._resting = False
+        """Whether no write is in progress and no frame is queued."""
         self._closing = False
         self._reader = asyncio.create_task(self._pump_in(), name="outrider-exchange-read")
         self._writer = asyncio.create_task(self._pump_out(), name="outrider-exchange-write")
@@ -52,15 +56,24 @@ class StreamFrames:
 
     async def send(self, frame: bytes) -> None:
         """Queue a frame; waits while the peer is not reading."""
-        await self._outbox.put(frame)
+        if not self.offer(frame):
+            await self._outbox.put(frame)
 
-    def offer(self, frame: bytes) -> bool:
-        """Queue a frame if there is room now."""
-        return self._outbox.offer(frame)
+    def offer(self, *frames: bytes) -> bool:
+        """Queue frames if there is room now."""
+        if not frames or not self._resting or self._outbox.closed:
+            return self._outbox.offer(*frames)
+        # The call has the frame before any other task or thread runs; the writer awaits the end.
+        self._resting = False
+        return self._outbox.offer(Begun(self._write(frames[0])), *frames[1:])
 
     async def receive(self) -> bytes:
         """The next frame; raises the error that ended the stream."""
         return await self._inbox.get()
+
+    def ready(self) -> list[bytes]:
+        """The frames that have arrived."""
+        return self._inbox.take_all()
 
     async def close(self) -> None:
         """Flush for a bounded time, then end the call."""
@@ -104,11 +117,18 @@ class StreamFrames:
     async def _pump_out(self) -> None:
         with contextlib.suppress(OutriderError):
             while True:
-                await self._write(await self._outbox.get())
+                self._resting = not len(self._outbox)
+                frame = await self._outbox.get()
+                self._resting = False
+                await (frame if isinstance(frame, Begun) else self._write(frame))
         # The reader learns why the stream broke; this bound is for a peer that says nothing.
         if not self._closing:
             await asyncio.wait((self._reader,), timeout=FLUSH_TIMEOUT_S)
             self.abort(ConnectionLostError(f"lost {self.peer}", reason="PEER_LOST"))
+
+
+def _size(frame: bytes | Begun) -> int:
+    return 0 if isinstance(frame, Begun) else len(frame)
 
 
 def _as_lost(error: OutriderError) -> OutriderError:

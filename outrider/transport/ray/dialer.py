@@ -67,13 +67,17 @@ class DialedFrames:
         """Queue a frame; waits while the peer is not reading."""
         await self._outbox.put(frame)
 
-    def offer(self, frame: bytes) -> bool:
-        """Queue a frame if there is room now."""
-        return self._outbox.offer(frame)
+    def offer(self, *frames: bytes) -> bool:
+        """Queue frames if there is room now."""
+        return self._outbox.offer(*frames)
 
     async def receive(self) -> Frame:
         """The next frame."""
         return await self._inbox.get()
+
+    def ready(self) -> list[Frame]:
+        """The frames that have arrived."""
+        return self._inbox.take_all()
 
     async def close(self) -> None:
         """Push what is queued (within a bound), then tell the host."""

@@ -76,13 +76,17 @@ class HostFrames:
         """Queue a frame for the next pull."""
         await self._outbox.put(frame)
 
-    def offer(self, frame: bytes) -> bool:
-        """Queue a frame if there is room now."""
-        return self._outbox.offer(frame)
+    def offer(self, *frames: bytes) -> bool:
+        """Queue frames if there is room now."""
+        return self._outbox.offer(*frames)
 
     async def receive(self) -> Frame:
         """The next pushed frame."""
         return await self._inbox.get()
+
+    def ready(self) -> list[Frame]:
+        """The frames that have arrived."""
+        return self._inbox.take_all()
 
     async def close(self) -> None:
         """Let the dialing side pull what is left, then tell it that this is the end."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.wire.v1 import common_pb2 as outrider_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/wire/v1/exchange.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\xa8\x01\n\x0f\x45xchangeRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.outrider.wire.v1.HelloH\x00\x12.\n\x08proposal\x18\x02 \x01(\x0b\x32\x1a.outrider.wire.v1.ProposalH\x00\x12\x30\n\theartbeat\x18\x03 \x01(\x0b\x32\x1b.outrider.wire.v1.HeartbeatH\x00\x42\t\n\x07message\"\xce\x02\n\x10\x45xchangeResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.outrider.wire.v1.WelcomeH\x00\x12\x37\n\rsession_start\x18\x02 \x01(\x0b\x32\x1e.outrider.wire.v1.SessionStartH\x00\x12,\n\x07verdict\x18\x03 \x01(\x0b\x32\x19.outrider.wire.v1.VerdictH\x00\x12\x33\n\x0bplan_change\x18\x04 \x01(\x0b\x32\x1c.outrider.wire.v1.PlanChangeH\x00\x12\x33\n\x0bsession_end\x18\x05 \x01(\x0b\x32\x1c.outrider.wire.v1.SessionEndH\x00\x12\x30\n\theartbeat\x18\x06 \x01(\x0b\x32\x1b.outrider.wire.v1.HeartbeatH\x00\x42\t\n\x07message\"\xfc\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ndrafter_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12.\n\x07methods\x18\x06 \x03(\x0e\x32\x1d.outrider.wire.v1.DraftMethod\x12\x37\n\x0e\x66\x65\x61ture_layout\x18\x07 \x01(\x0e\x32\x1f.outrider.wire.v1.FeatureLayout\x12\x1b\n\x13\x66\x65\x61ture_fingerprint\x18\x08 \x01(\t\">\n\tDraftTree\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0f\n\x07parents\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\"8\n\x08\x44raftLaw\x12\x0f\n\x07offsets\x18\x01 \x01(\x0c\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\"\xaf\x01\n\x08Proposal\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rprefix_digest\x18\x02 \x01(\x06\x12\x12\n\nprefix_len\x18\x03 \x01(\r\x12)\n\x04tree\x18\x04 \x01(\x0b\x32\x1b.outrider.wire.v1.DraftTree\x12\'\n\x03law\x18\x05 \x01(\x0b\x32\x1a.outrider.wire.v1.DraftLaw\x12\x10\n\x08\x64raft_us\x18\x06 \x01(\x04\"M\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\xaa\x01\n\x0cSessionStart\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\x04plan\x18\x03 \x01(\x0b\x32\x16.outrider.wire.v1.Plan\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.outrider.wire.v1.Sampling\x12\x0f\n\x07max_len\x18\x05 \x01(\r\x12\x12\n\nprompt_len\x18\x06 \x01(\r\"\xfe\x01\n\x07Verdict\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08round_id\x18\x03 \x01(\x04\x12\r\n\x05start\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\x12\x15\n\rprefix_digest\x18\x06 \x01(\x06\x12\x15\n\rfeature_start\x18\x07 \x01(\r\x12*\n\x08\x66\x65\x61tures\x18\x08 \x01(\x0b\x32\x18.outrider.wire.v1.Tensor\x12\x14\n\x0c\x64raft_wanted\x18\t \x01(\x08\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\n \x03(\r\x12\x17\n\x0fproposal_digest\x18\x0b \x01(\x06\"F\n\nPlanChange\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x16.outrider.wire.v1.Plan\" \n\nSessionEnd\x12\x12\n\nsession_id\x18\x01 \x01(\t2h\n\x0f\x45xchangeService\x12U\n\x08\x45xchange\x12!.outrider.wire.v1.ExchangeRequest\x1a\".outrider.wire.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/wire/v1/exchange.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\xdb\x01\n\x0f\x45xchangeRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.outrider.wire.v1.HelloH\x00\x12.\n\x08proposal\x18\x02 \x01(\x0b\x32\x1a.outrider.wire.v1.ProposalH\x00\x12\x30\n\theartbeat\x18\x03 \x01(\x0b\x32\x1b.outrider.wire.v1.HeartbeatH\x00\x12\x31\n\x06\x62undle\x18\x0f \x03(\x0b\x32!.outrider.wire.v1.ExchangeRequestB\t\n\x07message\"\x82\x03\n\x10\x45xchangeResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.outrider.wire.v1.WelcomeH\x00\x12\x37\n\rsession_start\x18\x02 \x01(\x0b\x32\x1e.outrider.wire.v1.SessionStartH\x00\x12,\n\x07verdict\x18\x03 \x01(\x0b\x32\x19.outrider.wire.v1.VerdictH\x00\x12\x33\n\x0bplan_change\x18\x04 \x01(\x0b\x32\x1c.outrider.wire.v1.PlanChangeH\x00\x12\x33\n\x0bsession_end\x18\x05 \x01(\x0b\x32\x1c.outrider.wire.v1.SessionEndH\x00\x12\x30\n\theartbeat\x18\x06 \x01(\x0b\x32\x1b.outrider.wire.v1.HeartbeatH\x00\x12\x32\n\x06\x62undle\x18\x0f \x03(\x0b\x32\".outrider.wire.v1.ExchangeResponseB\t\n\x07message\"\xfc\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ndrafter_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12.\n\x07methods\x18\x06 \x03(\x0e\x32\x1d.outrider.wire.v1.DraftMethod\x12\x37\n\x0e\x66\x65\x61ture_layout\x18\x07 \x01(\x0e\x32\x1f.outrider.wire.v1.FeatureLayout\x12\x1b\n\x13\x66\x65\x61ture_fingerprint\x18\x08 \x01(\t\">\n\tDraftTree\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0f\n\x07parents\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\"8\n\x08\x44raftLaw\x12\x0f\n\x07offsets\x18\x01 \x01(\x0c\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\"\xaf\x01\n\x08Proposal\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rprefix_digest\x18\x02 \x01(\x06\x12\x12\n\nprefix_len\x18\x03 \x01(\r\x12)\n\x04tree\x18\x04 \x01(\x0b\x32\x1b.outrider.wire.v1.DraftTree\x12\'\n\x03law\x18\x05 \x01(\x0b\x32\x1a.outrider.wire.v1.DraftLaw\x12\x10\n\x08\x64raft_us\x18\x06 \x01(\x04\"M\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\xaa\x01\n\x0cSessionStart\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\x04plan\x18\x03 \x01(\x0b\x32\x16.outrider.wire.v1.Plan\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.outrider.wire.v1.Sampling\x12\x0f\n\x07max_len\x18\x05 \x01(\r\x12\x12\n\nprompt_len\x18\x06 \x01(\r\"\xfe\x01\n\x07Verdict\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08round_id\x18\x03 \x01(\x04\x12\r\n\x05start\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\x12\x15\n\rprefix_digest\x18\x06 \x01(\x06\x12\x15\n\rfeature_start\x18\x07 \x01(\r\x12*\n\x08\x66\x65\x61tures\x18\x08 \x01(\x0b\x32\x18.outrider.wire.v1.Tensor\x12\x14\n\x0c\x64raft_wanted\x18\t \x01(\x08\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\n \x03(\r\x12\x17\n\x0fproposal_digest\x18\x0b \x01(\x06\"F\n\nPlanChange\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x16.outrider.wire.v1.Plan\" \n\nSessionEnd\x12\x12\n\nsession_id\x18\x01 \x01(\t2h\n\x0f\x45xchangeService\x12U\n\x08\x45xchange\x12!.outrider.wire.v1.ExchangeRequest\x1a\".outrider.wire.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,27 +33,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.wire.v1.exchange_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EXCHANGEREQUEST']._serialized_start=85
-  _globals['_EXCHANGEREQUEST']._serialized_end=253
-  _globals['_EXCHANGERESPONSE']._serialized_start=256
-  _globals['_EXCHANGERESPONSE']._serialized_end=590
-  _globals['_HELLO']._serialized_start=593
-  _globals['_HELLO']._serialized_end=845
-  _globals['_DRAFTTREE']._serialized_start=847
-  _globals['_DRAFTTREE']._serialized_end=909
-  _globals['_DRAFTLAW']._serialized_start=911
-  _globals['_DRAFTLAW']._serialized_end=967
-  _globals['_PROPOSAL']._serialized_start=970
-  _globals['_PROPOSAL']._serialized_end=1145
-  _globals['_WELCOME']._serialized_start=1147
-  _globals['_WELCOME']._serialized_end=1224
-  _globals['_SESSIONSTART']._serialized_start=1227
-  _globals['_SESSIONSTART']._serialized_end=1397
-  _globals['_VERDICT']._serialized_start=1400
-  _globals['_VERDICT']._serialized_end=1654
-  _globals['_PLANCHANGE']._serialized_start=1656
-  _globals['_PLANCHANGE']._serialized_end=1726
-  _globals['_SESSIONEND']._serialized_start=1728
-  _globals['_SESSIONEND']._serialized_end=1760
-  _globals['_EXCHANGESERVICE']._serialized_start=1762
-  _globals['_EXCHANGESERVICE']._serialized_end=1866
+  _globals['_EXCHANGEREQUEST']._serialized_end=304
+  _globals['_EXCHANGERESPONSE']._serialized_start=307
+  _globals['_EXCHANGERESPONSE']._serialized_end=693
+  _globals['_HELLO']._serialized_start=696
+  _globals['_HELLO']._serialized_end=948
+  _globals['_DRAFTTREE']._serialized_start=950
+  _globals['_DRAFTTREE']._serialized_end=1012
+  _globals['_DRAFTLAW']._serialized_start=1014
+  _globals['_DRAFTLAW']._serialized_end=1070
+  _globals['_PROPOSAL']._serialized_start=1073
+  _globals['_PROPOSAL']._serialized_end=1248
+  _globals['_WELCOME']._serialized_start=1250
+  _globals['_WELCOME']._serialized_end=1327
+  _globals['_SESSIONSTART']._serialized_start=1330
+  _globals['_SESSIONSTART']._serialized_end=1500
+  _globals['_VERDICT']._serialized_start=1503
+  _globals['_VERDICT']._serialized_end=1757
+  _globals['_PLANCHANGE']._serialized_start=1759
+  _globals['_PLANCHANGE']._serialized_end=1829
+  _globals['_SESSIONEND']._serialized_start=1831
+  _globals['_SESSIONEND']._serialized_end=1863
+  _globals['_EXCHANGESERVICE']._serialized_start=1865
+  _globals['_EXCHANGESERVICE']._serialized_end=1969
 # @@protoc_insertion_point(module_scope)

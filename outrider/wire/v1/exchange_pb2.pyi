@@ -8,30 +8,34 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("hello", "proposal", "heartbeat")
+    __slots__ = ("hello", "proposal", "heartbeat", "bundle")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     proposal: Proposal
     heartbeat: _common_pb2.Heartbeat
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    bundle: _containers.RepeatedCompositeFieldContainer[ExchangeRequest]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeRequest, _Mapping]]] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
-    __slots__ = ("welcome", "session_start", "verdict", "plan_change", "session_end", "heartbeat")
+    __slots__ = ("welcome", "session_start", "verdict", "plan_change", "session_end", "heartbeat", "bundle")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     SESSION_START_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     PLAN_CHANGE_FIELD_NUMBER: _ClassVar[int]
     SESSION_END_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     session_start: SessionStart
     verdict: Verdict
     plan_change: PlanChange
     session_end: SessionEnd
     heartbeat: _common_pb2.Heartbeat
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., session_start: _Optional[_Union[SessionStart, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., plan_change: _Optional[_Union[PlanChange, _Mapping]] = ..., session_end: _Optional[_Union[SessionEnd, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    bundle: _containers.RepeatedCompositeFieldContainer[ExchangeResponse]
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., session_start: _Optional[_Union[SessionStart, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., plan_change: _Optional[_Union[PlanChange, _Mapping]] = ..., session_end: _Optional[_Union[SessionEnd, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeResponse, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint")

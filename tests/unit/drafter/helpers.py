@@ -133,7 +133,7 @@ def drain(engine: DraftEngine) -> list[Proposal]:
 
 def answers(engine: DraftEngine) -> list[Proposal]:
     """Every proposal, also the empty ones that say that no draft comes."""
-    proposals = [proposal for _, proposal in engine.draft()]
+    proposals = [proposal for together in engine.draft() for _, proposal in together]
     while engine.is_behind:
         engine.catch_up()
     return proposals
@@ -141,6 +141,7 @@ def answers(engine: DraftEngine) -> list[Proposal]:
 
 def counted(engine: DraftEngine, name: str, **labels: str) -> float:
     """Value of a metric of this engine."""
+    engine.book()
     value = engine.metrics.registry.get_sample_value(name, labels)
     return 0.0 if value is None else value
 

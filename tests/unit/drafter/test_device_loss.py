@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from outrider_drafter.growth import Draft
 from outrider_drafter.ngram import NgramSource
 from outrider_drafter.sessions import Session
+from outrider_drafter.source import Drafted
 
 from outrider.errors import UnavailableError
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.wire.messages import FeatureLayout
 from tests.unit.drafter.helpers import Script, answers, counted, make_engine
-from tests.unit.drafter.test_service import ADDRESS, running, until
+from tests.unit.drafter.running import ADDRESS, running, until
 
 MODEL = Plan(method=DraftMethod.MODEL, draft_tokens=3)
 NGRAM = replace(MODEL, method=DraftMethod.NGRAM)
@@ -39,7 +39,7 @@ class OnDevice:
     def catch_up(self, sessions: Sequence[Session]) -> None:
         self._work("catch_up")
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, Draft]]:
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
         self._work("drafts")
         yield from ()
 

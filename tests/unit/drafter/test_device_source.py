@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +12,16 @@ from outrider_drafter.__main__ import parse_args
 from outrider_drafter.build import _head_source
 from outrider_drafter.device_rows import BLOCK_TOKENS
 from outrider_drafter.device_source import DeviceHeadSource
-from outrider_drafter.engine import DraftEngine
 from outrider_drafter.head_source import HeadSource
 
-from outrider.engine.heads import DraftHead, load_head
-from outrider.engine.linear import PlainLinear
-from outrider.spec.plan import DraftMethod, Plan
-from outrider.spec.sampling import Rule, SamplingParams
+from outrider.engine.heads import DraftHead
+from outrider.spec.plan import Plan
+from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import validate_tree
 from outrider.wire.messages import PlanChange, Proposal, SessionEnd
 from tests.factories import make_eagle3_head
 from tests.unit.drafter.helpers import (
     CHAIN,
-    HIDDEN,
     TREE,
     VOCAB,
     Script,
@@ -33,33 +29,13 @@ from tests.unit.drafter.helpers import (
     drain,
     make_engine,
 )
-
-COUPLED = SamplingParams(temperature=0.8, seed=2**64 - 9)
-TARGET_ONLY = SamplingParams(temperature=0.7, rule=Rule.TARGET_ONLY, seed=6)
-REJECTION = SamplingParams(temperature=1.0, rule=Rule.REJECTION, seed=5)
-MIX: list[tuple[Plan, SamplingParams]] = [
-    (CHAIN, SamplingParams()),
-    (CHAIN, COUPLED),
-    (Plan(method=DraftMethod.EAGLE3, draft_tokens=7, top_k=1), TARGET_ONLY),
-    (TREE, SamplingParams()),
-    (TREE, TARGET_ONLY),
-    (TREE, COUPLED),
-    (CHAIN, REJECTION),
-    (CHAIN, SamplingParams(temperature=0.8, seed=3, top_p=0.7)),
-    (TREE, SamplingParams(temperature=0.6, rule=Rule.TARGET_ONLY, min_p=0.1)),
-    (CHAIN, SamplingParams(repetition_penalty=1.3)),
-    (CHAIN, SamplingParams(banned_ids=(7, 11))),
-]
-HOSTED = 6
-"""How many of them the device leaves to the host."""
+from tests.unit.drafter.mixed_sessions import COUPLED, HOSTED, MIX, random_ends, told
+from tests.unit.engine.device.draft_sessions import plain_head
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> DraftHead:
-    directory = make_eagle3_head(tmp_path_factory.mktemp("device-head"))
-    generator = torch.Generator().manual_seed(5)
-    embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
-    return load_head(directory, embedding=embedding, make_linear=PlainLinear)
+    return plain_head(make_eagle3_head(tmp_path_factory.mktemp("device-head")))
 
 
 def on_device(head: DraftHead, *, max_rows: int = 8192, max_context: int = 256) -> DeviceHeadSource:
@@ -71,21 +47,6 @@ def on_device(head: DraftHead, *, max_rows: int = 8192, max_context: int = 256) 
         dtype=torch.float32,
         device="cpu",
     )
-
-
-def told(
-    engine: DraftEngine, mix: Sequence[tuple[Plan, SamplingParams]], ends: Sequence[Sequence[int]]
-) -> list[dict[str, Proposal]]:
-    """Proposals after each round of verdicts, session i being told up to `ends[round][i]`."""
-    scripts = [Script(f"s{i}", seed=20 + i) for i in range(len(mix))]
-    for script, (plan, sampling) in zip(scripts, mix, strict=True):
-        engine.handle(1, script.start(plan=plan, sampling=sampling))
-    rounds = []
-    for round_ends in ends:
-        for script, end in zip(scripts, round_ends, strict=True):
-            engine.handle(1, script.verdict(end))
-        rounds.append({str(p.session_id): p for p in drain(engine)})
-    return rounds
 
 
 def assert_same(found: Proposal, expected: Proposal) -> None:
@@ -100,12 +61,7 @@ def assert_same(found: Proposal, expected: Proposal) -> None:
 
 
 def test_every_session_gets_the_hosts_drafts_round_after_round(head: DraftHead) -> None:
-    rng = np.random.default_rng(1)
-    ends = [[int(e) for e in rng.integers(5, 25, len(MIX))]]
-    for _ in range(4):
-        ends.append(
-            [e + int(step) for e, step in zip(ends[-1], rng.integers(1, 6, len(MIX)), strict=True)]
-        )
+    ends = random_ends(5, seed=1)
     source = on_device(head)
     found = told(make_engine([source]), MIX, ends)
     expected = told(make_engine([HeadSource(head, max_rows=8192)]), MIX, ends)

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from outrider_drafter.engine import ConnectionClosed, DraftEngine
-from outrider_drafter.growth import Draft
 from outrider_drafter.ngram import NgramSource
 from outrider_drafter.sessions import Session
-from outrider_drafter.source import DraftSource
+from outrider_drafter.source import Drafted, DraftSource
 
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, Plan
@@ -272,7 +271,7 @@ class Broken:
         if not self.catches_up:
             raise RuntimeError("broken catch-up")
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, Draft]]:
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
         raise RuntimeError("broken draft")
         yield
 

@@ -3,61 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from outrider_drafter.config import DrafterConfig, ReconnectConfig
 from outrider_drafter.ngram import NgramSource
-from outrider_drafter.service import DrafterService, Identity
-from outrider_drafter.source import DraftSource
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.tree import validate_tree
-from outrider.transport.inproc import InprocNetwork
-from outrider.wire.messages import FeatureLayout, PlanChange, SessionEnd
+from outrider.transport.framed import FramedConnection
+from outrider.wire.bundles import join
+from outrider.wire.codec import encode_verifier_message
+from outrider.wire.messages import FeatureLayout, PlanChange, Proposal, SessionEnd
 from tests.fakes.scripted_verifier import ScriptedVerifier
 from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, Script, head_source
+from tests.unit.drafter.running import ADDRESS, running, until
 
-ADDRESS = "verifier"
-FAST = ReconnectConfig(first_s=0.01, max_s=0.05, handshake_timeout_s=0.3, attach_wait_s=2.0)
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
-
-
-@asynccontextmanager
-async def running(
-    *sources: DraftSource, verifier: ScriptedVerifier | None = None, max_sessions: int = 64
-) -> AsyncIterator[tuple[DrafterService, ScriptedVerifier, InprocNetwork]]:
-    network = InprocNetwork(encoded=True)
-    verifier = verifier or ScriptedVerifier()
-    network.serve_verifier(ADDRESS, verifier)
-    config = DrafterConfig(
-        drafter_id="d1",
-        methods=(DraftMethod.NGRAM,),
-        max_sessions=max_sessions,
-        reconnect=FAST,
-    )
-    service = DrafterService(
-        config,
-        sources or (NgramSource(min_match=1),),
-        network.dialer(),
-        identity=Identity(vocab_size=VOCAB, tokenizer_hash="abc"),
-    )
-    try:
-        yield service, verifier, network
-    finally:
-        await service.close()
-        await network.withdraw(ADDRESS)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10.0):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def repeating(name: str = "s") -> Script:
@@ -80,10 +44,12 @@ async def test_a_session_is_drafted_round_after_round(tmp_path: Path) -> None:
             assert proposal.prefix_digest == script.digest(end)
             assert proposal.draft_us > 0
             validate_tree(proposal.tree, vocab_size=VOCAB, max_nodes=TREE.draft_tokens)
-        info = await service.info()
+        # The figures of a draft are written once its proposal is on its way.
+        async with asyncio.timeout(10.0):
+            while (info := await service.info()).draft_ms_p50 == 0.0:
+                await asyncio.sleep(0.005)
         assert info.sessions == 1
         assert info.verifiers == (ADDRESS,)
-        assert info.draft_ms_p50 > 0.0
         await verifier.say(SessionEnd(session_id=script.session_id))
         await until(lambda: service.num_sessions == 0)
 
@@ -236,3 +202,44 @@ async def test_the_worst_plan_of_one_session_stops_no_other(tmp_path: Path) -> N
         await verifier.say(good.verdict(12, with_features=False))
         proposals = [await verifier.proposal() for _ in range(2)]
         assert {p.session_id: len(p.tree) for p in proposals} == {"good": 3, "odd": 0}
+
+
+async def test_a_round_of_verdicts_is_answered_as_one_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offered: list[int] = []
+    offer = FramedConnection.offer
+
+    def counting(connection: FramedConnection[Any, Any], *messages: Any) -> bool:
+        offered.append(sum(isinstance(message, Proposal) for message in messages))
+        return offer(connection, *messages)
+
+    async with running() as (service, verifier, _):
+        await service.attach(ADDRESS)
+        connection = await verifier.connected()
+        scripts = [repeating(str(number)) for number in range(8)]
+        assert connection.offer(*[script.start(plan=NGRAM) for script in scripts])
+        monkeypatch.setattr(FramedConnection, "offer", counting)
+        for end in (12, 14):
+            assert connection.offer(*[script.verdict(end) for script in scripts])
+            found = [await verifier.proposal() for _ in scripts]
+            assert [p.session_id for p in found] == [script.session_id for script in scripts]
+            assert {p.prefix_len for p in found} == {end}
+    assert [count for count in offered if count] == [8, 8]
+
+
+async def test_a_malformed_verdict_of_a_round_costs_nothing_but_itself() -> None:
+    async with running() as (service, verifier, _):
+        await service.attach(ADDRESS)
+        connection: Any = await verifier.connected()
+        scripts = [repeating(name) for name in "abc"]
+        assert connection.offer(*[script.start(plan=NGRAM) for script in scripts])
+        encoded = [encode_verifier_message(script.verdict(12)) for script in scripts]
+        encoded[1] = b"\xff\xffnonsense"
+        (frame,) = join(encoded)
+        assert connection.inner.frames.offer(frame)
+        assert {(await verifier.proposal()).session_id for _ in range(2)} == {"a", "c"}
+        registry = service.metrics.registry
+        ignored = "outrider_drafter_ignored_messages_total"
+        assert registry.get_sample_value(ignored, {"reason": "malformed"}) == 1
+        assert len(verifier.hellos) == 1

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Iterator, Sequence
 
 import pytest
+from outrider_drafter.engine import Answers, SessionMessage
 from outrider_drafter.ngram import NgramSource
+from outrider_drafter.sessions import Session
+from outrider_drafter.source import Drafted
 from outrider_drafter.worker import DraftWorker
 
 from outrider.spec.plan import DraftMethod, Plan
-from outrider.wire.messages import Proposal
+from outrider.wire.messages import SessionStart
 from tests.unit.drafter.helpers import Script, make_engine
 
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
@@ -19,17 +23,13 @@ NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
 def test_verdicts_that_wait_together_are_drafted_once_at_the_newest() -> None:
     script = Script()
     script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
-    found: queue.Queue[tuple[int, Proposal]] = queue.Queue()
-    worker = DraftWorker(
-        make_engine([NgramSource(min_match=1)]),
-        lambda c, p: found.put_nowait((c, p)),
-        on_lost=_never,
-    )
+    found: queue.Queue[Answers] = queue.Queue()
+    worker = DraftWorker(make_engine([NgramSource(min_match=1)]), found.put_nowait, on_lost=_never)
     worker.submit(7, script.start(plan=NGRAM))
     for end in (10, 12, 15):
         worker.submit(7, script.verdict(end))
     worker.start()
-    connection, proposal = found.get(timeout=10)
+    ((connection, proposal),) = found.get(timeout=10)
     worker.stop()
     assert (connection, proposal.prefix_len) == (7, 15)
     assert found.empty()
@@ -43,7 +43,8 @@ def test_an_error_while_delivering_does_not_end_the_thread(
     script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
     found: queue.Queue[int] = queue.Queue()
 
-    def deliver(connection: int, proposal: Proposal) -> None:
+    def deliver(answers: Answers) -> None:
+        ((_, proposal),) = answers
         if proposal.prefix_len == 10:
             raise RuntimeError("broken delivery")
         found.put_nowait(proposal.prefix_len)
@@ -61,6 +62,114 @@ def test_an_error_while_delivering_does_not_end_the_thread(
     assert found.get(timeout=10) == 12
     worker.stop()
     worker.stop()
+
+
+class Counting(NgramSource):
+    """Notes how many sessions each batch has."""
+
+    def __init__(self) -> None:
+        super().__init__(min_match=1)
+        self.sizes: list[int] = []
+
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+        self.sizes.append(len(sessions))
+        return super().drafts(sessions)
+
+
+def repeating(name: str) -> Script:
+    script = Script(name)
+    script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
+    return script
+
+
+def test_verdicts_submitted_together_are_drafted_and_delivered_together() -> None:
+    source, scripts = Counting(), [repeating(name) for name in "abc"]
+    found: queue.Queue[Answers] = queue.Queue()
+    worker = DraftWorker(make_engine([source]), found.put_nowait, on_lost=_never)
+    worker.start()
+    worker.submit(1, *[script.start(plan=NGRAM) for script in scripts])
+    for end in (10, 12):
+        worker.submit(1, *[script.verdict(end) for script in scripts])
+        answers = found.get(timeout=10)
+        assert [(c, p.session_id, p.prefix_len) for c, p in answers] == [
+            (1, name, end) for name in "abc"
+        ]
+    worker.stop()
+    assert source.sizes == [3, 3] and found.empty()
+
+
+class OneByOne(NgramSource):
+    """Has a draft ready only when the one before it was taken."""
+
+    def __init__(self, taken: queue.Queue[Answers]) -> None:
+        super().__init__(min_match=1)
+        self._taken = taken
+
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+        for place, session in enumerate(sessions):
+            assert self._taken.qsize() == place
+            yield from super().drafts([session])
+
+
+def test_a_draft_that_is_ready_early_leaves_early() -> None:
+    scripts = [repeating(name) for name in "ab"]
+    found: queue.Queue[Answers] = queue.Queue()
+    worker = DraftWorker(make_engine([OneByOne(found)]), found.put_nowait, on_lost=_never)
+    worker.submit(1, *[script.start(plan=NGRAM) for script in scripts])
+    worker.submit(1, *[script.verdict(10) for script in scripts])
+    worker.start()
+    drafts = [found.get(timeout=10) for _ in scripts]
+    worker.stop()
+    assert [[len(p.tree) for _, p in answers] for answers in drafts] == [[3], [3]]
+
+
+def test_a_message_that_breaks_the_engine_costs_only_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = repeating("good"), repeating("bad")
+    engine = make_engine([NgramSource(min_match=1)])
+    handle = engine.handle
+
+    def fragile(connection: int, message: SessionMessage) -> None:
+        if isinstance(message, SessionStart) and message.session_id == "bad":
+            raise RuntimeError("injected")
+        handle(connection, message)
+
+    monkeypatch.setattr(engine, "handle", fragile)
+    found: queue.Queue[Answers] = queue.Queue()
+    worker = DraftWorker(engine, found.put_nowait, on_lost=_never)
+    worker.submit(1, bad.start(plan=NGRAM), good.start(plan=NGRAM), good.verdict(10))
+    assert worker.backlog == 3
+    worker.start()
+    ((_, proposal),) = found.get(timeout=10)
+    worker.stop()
+    assert proposal.session_id == "good" and worker.backlog == 0
+    assert "unexpected error" in caplog.text
+
+
+def test_metrics_are_written_once_nobody_waits() -> None:
+    script = Script()
+    found: queue.Queue[Answers] = queue.Queue()
+    drafting = make_engine([NgramSource(min_match=1)])
+    written: list[float | None] = []
+
+    def verdicts() -> float | None:
+        return drafting.metrics.registry.get_sample_value("outrider_drafter_verdicts_total")
+
+    def deliver(answers: Answers) -> None:
+        written.append(verdicts())
+        found.put_nowait(answers)
+
+    worker = DraftWorker(drafting, deliver, on_lost=_never)
+    worker.submit(1, script.start(plan=NGRAM))
+    worker.submit(1, script.verdict(10))
+    worker.start()
+    found.get(timeout=10)
+    deadline = time.monotonic() + 10
+    while verdicts() != 1 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    worker.stop()
+    assert written == [0] and verdicts() == 1
 
 
 def _never() -> None:

@@ -74,6 +74,15 @@ def _f32(*values: float) -> NDArray[np.float32]:
     return np.array(values, dtype=np.float32)
 
 
+@given(st.lists(st.integers(0, VOCAB - 1), max_size=8))
+def test_a_chain_of_tokens_is_a_valid_tree(tokens: list[int]) -> None:
+    tree = DraftTree.chain(_i32(*tokens))
+    validate_tree(tree, vocab_size=VOCAB, max_nodes=8)
+    assert tree.tokens.tolist() == tokens
+    assert is_chain(tree.parents)
+    assert not tree.logprobs.any()
+
+
 GOOD = DraftTree(_i32(5, 6, 5), _i32(-1, -1, 0), _f32(-0.1, -2.0, -0.1))
 
 

@@ -32,14 +32,18 @@ class Pipe:
     async def send(self, message: int | Heartbeat) -> None:
         await self.outgoing.put(message)
 
-    def offer(self, message: int | Heartbeat) -> bool:
-        return self.outgoing.offer(message)
+    def offer(self, *messages: int | Heartbeat) -> bool:
+        return self.outgoing.offer(*messages)
 
     async def receive(self) -> int | Heartbeat:
         message = await self.incoming.get()
         if isinstance(message, Exception):
             raise message
         return message
+
+    def ready(self) -> list[int | Heartbeat]:
+        found = self.incoming.take_all()
+        return [message for message in found if not isinstance(message, Exception)]
 
     async def close(self) -> None:
         closed = ConnectionLostError("closed", reason="CLOSED")
@@ -64,6 +68,17 @@ async def test_received_heartbeats_are_hidden() -> None:
     await pipe.incoming.put(Heartbeat(1))
     await pipe.incoming.put(7)
     assert await asyncio.wait_for(connection.receive(), 1) == 7
+    await connection.close()
+
+
+async def test_heartbeats_are_hidden_among_what_is_ready() -> None:
+    pipe, connection = connected()
+    pipe.incoming.offer(Heartbeat(1), 7, Heartbeat(2), 8, Heartbeat(3))
+    assert await asyncio.wait_for(connection.receive(), 1) == 7
+    assert connection.ready() == [8]
+    assert connection.ready() == []
+    assert connection.offer(1, 2)
+    assert pipe.outgoing.take_all() == [1, 2]
     await connection.close()
 
 

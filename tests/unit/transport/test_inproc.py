@@ -14,12 +14,15 @@ from tests.integration.fake_endpoints import FakeDrafter, FakeVerifier, proposal
 class Recorder(FakeVerifier):
     """Keeps the very objects that arrive."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, together: bool = False) -> None:
         super().__init__()
+        self._together = together
         self.messages: list[DrafterMessage] = []
 
     async def exchange(self, connection: VerifierConnection) -> None:
         self.messages.append(await connection.receive())
+        if self._together:
+            self.messages += connection.ready()
 
 
 @pytest.mark.parametrize("encoded", [True, False])
@@ -68,3 +71,15 @@ async def test_a_withdrawn_address_is_unreachable_and_may_be_reused() -> None:
         await drafter.info()
     network.serve_drafter("d", FakeDrafter())
     await drafter.info()
+
+
+@pytest.mark.parametrize("encoded", [True, False])
+async def test_messages_offered_together_are_ready_together(encoded: bool) -> None:
+    network, recorder = InprocNetwork(encoded=encoded), Recorder(together=True)
+    network.serve_verifier("v", recorder)
+    connection = await network.dialer().exchange("v")
+    assert connection.offer(*map(proposal, range(5)))
+    await asyncio.sleep(0.05)
+    assert [getattr(m, "prefix_digest", None) for m in recorder.messages] == list(range(5))
+    await connection.close()
+    await network.withdraw("v")

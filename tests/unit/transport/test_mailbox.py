@@ -146,3 +146,36 @@ async def test_an_offer_takes_room_or_leaves_all_as_it_was() -> None:
     mailbox.close(ConnectionLostError("closed", reason="CLOSED"))
     with pytest.raises(ConnectionLostError):
         mailbox.offer(4)
+
+
+async def test_items_offered_together_go_in_together_or_not_at_all() -> None:
+    mailbox: Mailbox[bytes] = Mailbox(max_items=2, max_size=100, size_of=len)
+    assert mailbox.offer()
+    assert mailbox.offer(b"a" * 60, b"b" * 60, b"c" * 60)
+    assert not mailbox.offer(b"d", b"e")
+    assert len(mailbox) == 3
+    assert [len(await mailbox.get()) for _ in range(3)] == [60, 60, 60]
+    assert mailbox.offer(b"d")
+
+
+async def test_every_waiter_gets_one_of_the_items_offered_together() -> None:
+    mailbox: Mailbox[int] = Mailbox()
+    getting = [asyncio.create_task(mailbox.get()) for _ in range(2)]
+    waiting = asyncio.create_task(mailbox.wait(10))
+    await asyncio.sleep(0)
+    assert mailbox.offer(1, 2, 3)
+    assert await asyncio.wait_for(asyncio.gather(*getting), 1) == [1, 2]
+    assert await asyncio.wait_for(waiting, 1)
+    assert mailbox.take_all() == [3]
+
+
+async def test_taking_all_makes_room_for_all_who_wait() -> None:
+    mailbox: Mailbox[int] = Mailbox(max_items=2)
+    assert mailbox.offer(1, 2)
+    putting = [asyncio.create_task(mailbox.put(number)) for number in (3, 4)]
+    await asyncio.sleep(0)
+    assert mailbox.take_all() == [1, 2]
+    await asyncio.wait_for(asyncio.gather(*putting), 1)
+    mailbox.close(LOST)
+    assert mailbox.take_all() == [3, 4]
+    assert mailbox.take_all() == []

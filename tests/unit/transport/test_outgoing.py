@@ -9,6 +9,7 @@ import pytest
 from outrider.errors import ConnectionLostError
 from outrider.transport.mailbox import Mailbox
 from outrider.transport.outgoing import Outgoing
+from outrider.wire.limits import MAX_BUNDLE_BYTES
 
 
 class Pipe:
@@ -18,15 +19,20 @@ class Pipe:
 
     def __init__(self) -> None:
         self.wire: Mailbox[int] = Mailbox(max_items=2)
+        self.offered: list[tuple[int, ...]] = []
 
     async def send(self, message: int) -> None:
         await self.wire.put(message)
 
-    def offer(self, message: int) -> bool:
-        return self.wire.offer(message)
+    def offer(self, *messages: int) -> bool:
+        self.offered.append(messages)
+        return self.wire.offer(*messages)
 
     async def receive(self) -> int:
         return await self.wire.get()
+
+    def ready(self) -> list[int]:
+        return self.wire.take_all()
 
     async def close(self) -> None:
         self.wire.close(ConnectionLostError("closed", reason="CLOSED"))
@@ -43,6 +49,32 @@ async def test_a_message_leaves_at_once_while_there_is_room() -> None:
     assert (len(pipe.wire), len(outgoing), outgoing.size) == (2, 2, 70)
     outgoing.drop_oldest()
     assert (len(outgoing), outgoing.size) == (1, 40)
+
+
+async def test_what_is_put_together_leaves_together_or_waits_together() -> None:
+    pipe = Pipe()
+    outgoing = Outgoing(pipe, size_of=lambda message: message)
+    outgoing.put(1, 2, 3)
+    assert (len(pipe.wire), len(outgoing)) == (3, 0)
+    outgoing.put(4, 5)
+    outgoing.put(6)
+    outgoing.put()
+    assert pipe.offered == [(1, 2, 3), (4, 5)]
+    assert (len(outgoing), outgoing.size) == (3, 15)
+    pumping = asyncio.create_task(outgoing.pump())
+    assert [await asyncio.wait_for(pipe.receive(), 1) for _ in range(6)] == [1, 2, 3, 4, 5, 6]
+    pumping.cancel()
+
+
+async def test_what_fills_several_frames_oversteps_the_bound_by_one_of_them() -> None:
+    pipe, third = Pipe(), MAX_BUNDLE_BYTES // 3
+    outgoing = Outgoing(pipe, size_of=lambda message: message)
+    outgoing.put(*[third] * 7)
+    assert [len(messages) for messages in pipe.offered] == [3, 3]
+    assert (len(pipe.wire), len(outgoing), outgoing.size) == (3, 4, 4 * third)
+    outgoing = Outgoing(empty := Pipe(), size_of=lambda message: message)
+    outgoing.put(1, 10 * third, 1, 1)
+    assert empty.offered == [(1,), (10 * third,), (1, 1)]
 
 
 async def test_the_order_is_kept_whatever_finds_room() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.service import VerifierService
 
+from outrider.awake import AwakeCores
 from outrider.errors import OutriderError
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
@@ -130,6 +131,7 @@ async def verifier(
     features: bool = True,
     runner: FakeRunner | None = None,
     heartbeat: HeartbeatConfig | None = None,
+    awake: AwakeCores | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """A running verifier; everything is stopped at the end."""
@@ -143,6 +145,7 @@ async def verifier(
         runner=runner,
         pool=target.pool,
         max_context_len=4096,
+        awake=awake,
     )
     network = InprocNetwork(heartbeat=heartbeat)
     network.serve_verifier(ADDRESS, service)

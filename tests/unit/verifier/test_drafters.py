@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from outrider_verifier.effects import Answer, Tell
 
 from outrider.errors import FailedPreconditionError
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, Plan
+from outrider.transport.framed import FramedConnection
 from outrider.transport.heartbeat import HeartbeatConfig
-from outrider.wire.messages import FeatureLayout, SessionEnd
+from outrider.wire.messages import FeatureLayout, SessionEnd, Verdict
 from tests.fakes.scripted_drafter import Draft, Followed, ScriptedDrafter
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import (
@@ -306,3 +308,38 @@ async def test_a_session_past_the_feature_budget_keeps_its_text() -> None:
         assert result.tokens == rig.reference(spec)
         # What cannot be replayed is not announced.
         assert second.starts == 0
+
+
+async def test_what_a_round_says_to_a_drafter_leaves_at_once_and_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with verifier() as rig:
+        told: list[tuple[int, ...]] = []
+        monkeypatch.setattr(
+            rig.service._hub, "tell", lambda link, *messages: told.append((link, *messages))
+        )
+        a, b, c, d = (SessionEnd(session_id=SessionId(name)) for name in "abcd")
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        rig.service._dispatch([Tell(7, a), Answer(answer), Tell(2, b), Tell(7, c), Tell(7, d)])
+        assert told == [(7, a, c, d), (2, b)]
+        assert answer.done()
+
+
+async def test_verdicts_of_sessions_that_share_a_round_are_offered_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offered: list[int] = []
+    offer = FramedConnection.offer
+
+    def counting(connection: FramedConnection[Any, Any], *messages: Any) -> bool:
+        offered.append(sum(isinstance(message, Verdict) for message in messages))
+        return offer(connection, *messages)
+
+    monkeypatch.setattr(FramedConnection, "offer", counting)
+    async with verifier() as rig:
+        rig.target.forward_s = 0.01
+        await rig.attach(good_chain(rig.target))
+        specs = [make_spec(f"s{number}", max_new_tokens=30) for number in range(4)]
+        results = await rig.run_all(specs)
+        assert all(r.tokens == rig.reference(s) for r, s in zip(results, specs, strict=True))
+    assert max(offered) == 4

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, Plan
+from outrider.wire.bundles import join
+from outrider.wire.codec import encode_drafter_message
 from outrider.wire.messages import Proposal
 from tests.fakes.scripted_drafter import ProposeFn, make_tree
 from tests.unit.verifier.harness import (
@@ -97,3 +101,21 @@ async def test_proposals_nobody_asked_for_are_counted_and_ignored() -> None:
         spec = make_spec()
         result = await rig.run(spec)
         assert result.tokens == rig.reference(spec)
+
+
+async def test_malformed_proposals_of_a_bundle_cost_only_themselves() -> None:
+    async with verifier() as rig:
+        drafter = await rig.attach(good_chain(rig.target))
+        frames: Any = drafter.connection
+        stray = Proposal(
+            session_id=SessionId("nobody"), prefix_digest=1, prefix_len=1, tree=make_tree([1])
+        )
+        beyond = replace(stray, tree=make_tree([rig.target.vocab_size]))
+        encoded = [encode_drafter_message(message) for message in (stray, beyond, stray)]
+        (frame,) = join([encoded[0], b"\xff\xff", *encoded[1:], b"", join(encoded)[0]])
+        assert frames.inner.frames.offer(frame)
+        counters, core = rig.service._hub.counters, rig.service._core.counters
+        await until(lambda: counters["messages_invalid"] == 4)
+        await until(lambda: core["proposals_unknown"] == 2)
+        spec = make_spec()
+        assert (await rig.run(spec)).tokens == rig.reference(spec)

@@ -19,24 +19,12 @@ from outrider.engine.device.draft import DraftProgram, NewRows
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.heads import DraftHead, load_head
 from outrider.engine.kernels.layout import PADDING_NODE
-from outrider.engine.kernels.state import (
-    RULE_COUPLED,
-    RULE_GREEDY,
-    RULE_REJECTION,
-    RULE_TARGET_ONLY,
-    SamplingState,
-)
+from outrider.engine.kernels.state import RULE_NUMBERS, SamplingState
 from outrider.engine.kernels.tree_rank import TreeDraft
 from outrider.engine.linear import PlainLinear
 from outrider.spec.sampling import Rule, SamplingParams
 
 HIDDEN, VOCAB, BLOCK, BLOCKS = 64, 384, 4, 16
-RULES = {
-    Rule.GREEDY: RULE_GREEDY,
-    Rule.COUPLED: RULE_COUPLED,
-    Rule.TARGET_ONLY: RULE_TARGET_ONLY,
-    Rule.REJECTION: RULE_REJECTION,
-}
 MIXED = (
     SamplingParams(),
     SamplingParams(temperature=0.9, seed=2**63 + 11),
@@ -117,7 +105,7 @@ class Sessions:
                 [*(p.temperature for p in self.sampling), 0.0], device=self.device
             ),
             rules=torch.tensor(
-                [*(RULES[p.effective_rule] for p in self.sampling), 0],
+                [*(RULE_NUMBERS[p.effective_rule] for p in self.sampling), 0],
                 dtype=torch.int32,
                 device=self.device,
             ),

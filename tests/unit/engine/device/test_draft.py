@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from outrider_drafter.growth import BeamGrowth, ChainGrowth
+from torch import Tensor
 
 from outrider.engine.device.head_weights import HeadWeights, can_extract
 from outrider.engine.heads import DraftHead, load_head
+from outrider.engine.heads.eagle3 import Eagle3Head
 from outrider.engine.kernels.layout import PADDING_NODE
-from outrider.engine.linear import PackedLinear
+from outrider.engine.linear import Linear, PlainLinear, plain_weights
 from outrider.errors import FailedPreconditionError
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.factories import make_eagle3_head
@@ -42,7 +44,7 @@ def test_chains_are_the_hosts_round_after_round(head: DraftHead) -> None:
     sessions = Sessions(head, MIXED)
     for starts, counts in ROUNDS:
         chain = sessions.program.chain(
-            *sessions.rows(starts, counts, 9), state=sessions.state, length=5
+            sessions.rows(starts, counts, 9), state=sessions.state, length=5
         )
         assert chain.probs is None
         host = sessions.on_host(total(starts, counts), [ChainGrowth(5) for _ in MIXED])
@@ -59,13 +61,13 @@ def test_pruning_dead_rows_changes_no_draft(head: DraftHead, width: int) -> None
     for starts, counts in ROUNDS:
         drafts = [
             s.program.chain(
-                *s.rows(starts, counts, width), state=s.state, length=4, prune=s is pruned
+                s.rows(starts, counts, width), state=s.state, length=4, prune=s is pruned
             ).tokens[:-1]
             for s in (pruned, whole)
         ]
         assert drafts[0].tolist() == drafts[1].tolist()
     x = [
-        s.program.catch_up(*s.rows([11, 15, 5], [3, 1, 9], width), prune=s is pruned)[:-1]
+        s.program.catch_up(s.rows([11, 15, 5], [3, 1, 9], width), prune=s is pruned)[:-1]
         for s in (pruned, whole)
     ]
     torch.testing.assert_close(x[0], x[1], rtol=1e-4, atol=1e-4)
@@ -75,9 +77,9 @@ def test_pruning_dead_rows_changes_no_draft(head: DraftHead, width: int) -> None
 def test_stable_rows_equal_a_recomputation_and_nothing_else_is_touched(head: DraftHead) -> None:
     grown, fresh = Sessions(head, MIXED), Sessions(head, MIXED)
     for starts, counts in ROUNDS:
-        grown.program.chain(*grown.rows(starts, counts, 9), state=grown.state, length=5)
+        grown.program.chain(grown.rows(starts, counts, 9), state=grown.state, length=5)
     lengths = total(*ROUNDS[-1])
-    fresh.program.write(*fresh.rows([0, 0, 0], lengths, max(lengths)))
+    fresh.program.write(fresh.rows([0, 0, 0], lengths, max(lengths)))
     for b, length in enumerate(lengths):
         torch.testing.assert_close(grown.kept(b, length), fresh.kept(b, length))
         assert fresh.kept(b, BLOCKS * BLOCK)[:, :, length:].eq(0).all(), "a dead row was written"
@@ -91,9 +93,9 @@ def test_laws_are_the_softmax_that_rejection_sessions_draw_from(head: DraftHead)
     sampling = [SamplingParams(temperature=0.8, rule=Rule.REJECTION, seed=i) for i in range(3)]
     sessions = Sessions(head, sampling)
     rows = sessions.rows([0, 0, 0], [4, 6, 3], 6)
-    chain = sessions.program.chain(*rows, state=sessions.state, length=3, with_probs=True)
+    chain = sessions.program.chain(rows, state=sessions.state, length=3, with_probs=True)
     assert chain.probs is not None
-    x = sessions.program.catch_up(*rows)
+    x = sessions.program.catch_up(rows)
     expected = (sessions.program.logits(x) / 0.8).softmax(-1)
     torch.testing.assert_close(chain.probs[:-1, 0], expected[:-1])
     drawn = chain.probs.gather(2, chain.columns[:, :, None].long())
@@ -110,7 +112,7 @@ def test_trees_are_the_hosts(head: DraftHead, nodes: int, top_k: int, depth: int
     sessions = Sessions(head, DETERMINISTIC)
     for starts, counts in ROUNDS[:2]:
         draft = sessions.program.tree(
-            *sessions.rows(starts, counts, 9),
+            sessions.rows(starts, counts, 9),
             state=sessions.state,
             num_nodes=nodes,
             top_k=top_k,
@@ -135,7 +137,7 @@ def test_every_kind_of_eagle3_head_drafts_as_on_the_host(tmp_path: Path, name: s
     assert getattr(head.config, name)
     sessions = Sessions(head, MIXED)
     chain = sessions.program.chain(
-        *sessions.rows([0, 0, 0], [5, 9, 2], 9), state=sessions.state, length=4
+        sessions.rows([0, 0, 0], [5, 9, 2], 9), state=sessions.state, length=4
     )
     host = sessions.on_host([5, 9, 2], [ChainGrowth(4) for _ in MIXED])
     for b in range(len(MIXED)):
@@ -147,12 +149,12 @@ def test_features_of_nan_leave_the_other_sessions_alone(head: DraftHead) -> None
         clean, spoilt = Sessions(head, MIXED), Sessions(head, MIXED)
         spoilt.features[0] = torch.nan
         chains = [
-            s.program.chain(*s.rows(*ROUNDS[0], 9), state=s.state, length=4).tokens
+            s.program.chain(s.rows(*ROUNDS[0], 9), state=s.state, length=4).tokens
             for s in (clean, spoilt)
         ]
         assert chains[0][1:3].tolist() == chains[1][1:3].tolist()
         trees = spoilt.program.tree(
-            *spoilt.rows(*ROUNDS[0], 9), state=spoilt.state, num_nodes=8, top_k=3, depth=3
+            spoilt.rows(*ROUNDS[0], 9), state=spoilt.state, num_nodes=8, top_k=3, depth=3
         )
     assert set(trees.parents[0].tolist()) == {PADDING_NODE}, "nothing is proposed from NaN"
 
@@ -161,18 +163,73 @@ def test_weights_are_shared_with_the_head_and_invert_its_vocabulary(head: DraftH
     weights = HeadWeights.from_head(head)
     assert can_extract(head)
     again = HeadWeights.from_head(head)
+    assert again.qkv.data_ptr() == weights.qkv.data_ptr()
     assert torch.equal(weights.qkv, again.qkv)
+    assert isinstance(head, Eagle3Head)
+    query, kv = (plain_weights(linear) for linear in head.block.weights.qkv)
+    for projection, (weight, bias) in ((query, weights.query), (kv, weights.kv)):
+        assert projection.weight.data_ptr() == weight.data_ptr()
+        assert projection.bias is bias is None
     inverse = weights.draft_columns[weights.target_ids]
     assert inverse.tolist() == list(range(len(weights.target_ids)))
     assert int((weights.draft_columns >= 0).sum()) == len(weights.target_ids)
 
 
-def test_packed_weights_are_refused(tmp_path: Path) -> None:
+@torch.inference_mode()
+@pytest.mark.parametrize("biased", [(0, 1), (0,), (1,)])
+def test_a_bias_of_either_projection_is_kept(tmp_path: Path, biased: tuple[int, ...]) -> None:
+    head = plain_head(make_eagle3_head(tmp_path))
+    assert isinstance(head, Eagle3Head)
+    for index in biased:
+        linear = plain_weights(head.block.weights.qkv[index])
+        linear.bias = torch.randn(linear.weight.shape[0])
+    sessions = Sessions(head, MIXED)
+    bias = sessions.program.weights.qkv_bias
+    again = HeadWeights.from_head(head).qkv_bias
+    assert bias is not None and again is not None and bias.data_ptr() == again.data_ptr()
+    chain = sessions.program.chain(
+        sessions.rows([0, 0, 0], [5, 9, 2], 9), state=sessions.state, length=4
+    )
+    fresh = plain_head(tmp_path)
+    assert isinstance(fresh, Eagle3Head)
+    for index in biased:
+        own = head.block.weights.qkv[index]
+        plain_weights(fresh.block.weights.qkv[index]).bias = plain_weights(own).bias
+    host = Sessions(fresh, MIXED).on_host([5, 9, 2], [ChainGrowth(4) for _ in MIXED])
+    for b in range(len(MIXED)):
+        assert chain.tokens[b].tolist() == host[b].tree.tokens.tolist()
+
+
+class OpaqueLinear:
+    """A projection whose weights only it knows, as packed ones are."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._plain = PlainLinear(weight, bias)
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return self._plain(x)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self._plain.add(x, residual)
+
+
+NUM_LINEARS = 6
+"""Query, K/V, output, MLP (two), lm_head."""
+
+
+@pytest.mark.parametrize("opaque", range(NUM_LINEARS))
+def test_a_head_with_a_projection_that_is_not_plain_is_refused(tmp_path: Path, opaque: int) -> None:
+    made: list[Linear] = []
+
+    def make(weight: Tensor, bias: Tensor | None = None) -> Linear:
+        kind = OpaqueLinear if len(made) == opaque else PlainLinear
+        made.append(kind(weight, bias))
+        return made[-1]
+
     make_eagle3_head(tmp_path)
-    try:
-        packed = load_head(tmp_path, embedding=torch.zeros(VOCAB, HIDDEN), make_linear=PackedLinear)
-    except (RuntimeError, AttributeError):
-        pytest.skip("this build cannot pack weights")
-    assert not can_extract(packed)
-    with pytest.raises(FailedPreconditionError):
-        HeadWeights.from_head(packed)
+    head = load_head(tmp_path, embedding=torch.zeros(VOCAB, HIDDEN), make_linear=make)
+    assert len(made) == NUM_LINEARS
+    assert not can_extract(head)
+    with pytest.raises(FailedPreconditionError) as caught:
+        HeadWeights.from_head(head)
+    assert caught.value.reason == "PACKED_WEIGHTS"

@@ -1,0 +1,55 @@
+"""What the device drafts of a session, and which sessions it leaves to the host (pure)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from outrider.engine.warper import EMPTY_HISTORY, needs_edits, truncates
+from outrider.spec.plan import Plan
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider_drafter.growth import default_depth
+from outrider_drafter.sessions import Session
+
+
+class Shape(NamedTuple):
+    """What is grown; with the bucket it is the key of a graph."""
+
+    num_nodes: int
+    top_k: int
+    """1: a chain."""
+    depth: int
+
+    @property
+    def draft_rows(self) -> int:
+        """Draft rows that the steps write."""
+        return min(self.top_k, self.num_nodes) * (self.depth - 1)
+
+
+def covers(sampling: SamplingParams, plan: Plan) -> bool:
+    """Whether the device drafts as the host would."""
+    if needs_edits(sampling, EMPTY_HISTORY):
+        return False
+    match sampling.effective_rule:
+        case Rule.REJECTION:
+            return False
+        case Rule.COUPLED:
+            return plan.top_k == 1 and not truncates(sampling)
+        case Rule.GREEDY | Rule.TARGET_ONLY:
+            # Truncation does not move the mode, but it changes a tree's scores.
+            return plan.top_k == 1 or sampling.temperature == 0 or not truncates(sampling)
+
+
+def shape_of(session: Session) -> Shape | None:
+    """What to grow for a session; None if nothing can be drafted."""
+    plan, room = session.plan, session.room
+    num_nodes = plan.draft_tokens
+    if num_nodes <= 0 or room <= 0:
+        return None
+    if plan.top_k == 1:
+        # Near its end a session takes the beginning of a chain, so that all share one graph.
+        return Shape(num_nodes, 1, num_nodes)
+    depth = min(plan.depth or default_depth(num_nodes), num_nodes, room)
+    if session.sampling.effective_rule is Rule.COUPLED:
+        # Its plan was a chain's when it began: trees by shared noise are grown on the host.
+        return Shape(depth, 1, depth)
+    return Shape(num_nodes, plan.top_k, depth)

@@ -1,0 +1,29 @@
+"""Which cores a process keeps awake (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+
+
+def order_of(allowed: Iterable[int], siblings: Mapping[int, Set[int]]) -> list[int]:
+    """Cores in the order in which they are to be claimed: the highest first (interrupts tend to go
+    to the lowest), and a second hardware thread of a physical core only after all first ones.
+
+    siblings: all hardware threads of a core's physical core; a core that is not there is alone.
+    """
+    first: list[int] = []
+    second: list[int] = []
+    used: set[int] = set()
+    for core in sorted(allowed, reverse=True):
+        (second if core in used else first).append(core)
+        used |= siblings.get(core, frozenset()) | {core}
+    return first + second
+
+
+def parse_core_list(text: str) -> frozenset[int]:
+    """The cores that the kernel's list format names: "0-3,8". ValueError for anything else."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        low, _, high = part.partition("-")
+        cores.update(range(int(low), int(high or low) + 1))
+    return frozenset(cores)

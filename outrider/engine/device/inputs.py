@@ -1,0 +1,107 @@
+"""What the host tells the device of a bucket's rows: static tensors, uploaded when they change.
+
+B rows of the bucket, N nodes a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.buffers import Uploader
+from outrider.engine.device.shapes import Drafts
+from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.spec.tree import DraftTree
+
+NO_TOKEN = -1
+
+
+class RoundInputs:
+    """Slots and drafts of a bucket's rows; rows beyond the given ones are padding."""
+
+    def __init__(self, rows: int, nodes: int, *, padding: int, device: torch.device) -> None:
+        """`padding`: the slot of padding rows."""
+        self._rows, self._drafted, self._padding = rows, nodes - 1, padding
+        slots_end, drafts_end = rows, rows * nodes
+        size = drafts_end + rows * self._drafted
+        buffer = _zeros(size, device)
+        self.slots = buffer[:slots_end]
+        """int32 [B]."""
+        self.drafts = buffer[slots_end:drafts_end].view(rows, self._drafted)
+        """int32 [B, N - 1]; NO_TOKEN where there is no node."""
+        self.parents = buffer[drafts_end:].view(rows, self._drafted)
+        """int32 [B, N - 1]; PADDING_NODE where there is no node. Of trees only."""
+        # What a round of a kind does not read need not be sent.
+        self._chains, self._trees = buffer[:drafts_end], buffer
+        self._uploader = Uploader(size, device)
+        self._told: list[int] | None = None
+        """The slots that the device knows of."""
+
+    def fill(self, slots: list[int], trees: Sequence[DraftTree | None], drafts: Drafts) -> None:
+        """Describe n <= B rows by their slots and drafts, in the order of the stream."""
+        if drafts is Drafts.CHAIN or drafts is Drafts.TREE:
+            words = self._stage(slots)
+            self._stage_drafts(words, trees, with_parents=drafts is Drafts.TREE)
+            self._uploader.send(self._trees if drafts is Drafts.TREE else self._chains)
+        elif slots != self._told:
+            self._stage(slots)
+            self._uploader.send(self.slots)
+        self._told = slots
+
+    def _stage(self, slots: list[int]) -> NDArray[np.int32]:
+        words = self._uploader.stage()
+        words[: len(slots)] = slots
+        words[len(slots) : self._rows] = self._padding
+        return words
+
+    def _stage_drafts(
+        self,
+        words: NDArray[np.int32],
+        trees: Sequence[DraftTree | None],
+        *,
+        with_parents: bool,
+    ) -> None:
+        place, size = self._rows, self._rows * self._drafted
+        words[place : place + size] = NO_TOKEN
+        if with_parents:
+            words[place + size :] = PADDING_NODE
+        for tree in trees:
+            if tree is not None:
+                end = place + len(tree.tokens)
+                words[place:end] = tree.tokens
+                if with_parents:
+                    words[place + size : end + size] = tree.parents
+            place += self._drafted
+
+
+class HostVerdict:
+    """What the host accepted in a bucket; rows beyond the given ones count 0."""
+
+    def __init__(self, rows: int, nodes: int, device: torch.device) -> None:
+        size = rows * (1 + nodes)
+        self._buffer = _zeros(size, device)
+        self._uploader = Uploader(size, device)
+        self._shape = (rows, nodes)
+        self.counts = self._buffer[:rows]
+        """int32 [B]."""
+        self.tokens = self._buffer[rows:].view(rows, nodes)
+        """int32 [B, N]."""
+
+    def fill(self, counts: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        """Tell counts [n <= B] and tokens [n, N], in the order of the stream."""
+        rows, nodes = self._shape
+        words = self._uploader.stage()
+        words[:] = 0
+        words[: len(counts)] = counts
+        words[rows:].reshape(rows, nodes)[: len(counts)] = tokens
+        self._uploader.send(self._buffer)
+
+
+def _zeros(size: int, device: torch.device) -> Tensor:
+    # Made in inference mode, they could be written in that mode only.
+    with torch.inference_mode(False):
+        return torch.zeros(size, dtype=torch.int32, device=device)

@@ -1,0 +1,131 @@
+"""Several encoded messages in one frame: joined without encoding them again, split without parsing.
+
+A frame holds one message or a bundle, a repeated field of messages of the frame's own type. Both
+directions work on protobuf's outermost layer alone: a member that is malformed costs itself, and
+no frame makes a reader build more than it will look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from outrider.wire.checks import fail
+from outrider.wire.limits import MAX_BUNDLE_BYTES, MAX_BUNDLE_MESSAGES, MAX_MESSAGE_BYTES
+from outrider.wire.v1 import exchange_pb2 as pb
+
+Encoded = bytes | memoryview
+
+_BUNDLE = pb.ExchangeRequest.BUNDLE_FIELD_NUMBER
+_LENGTH_DELIMITED = 2
+_FIXED_BYTES = {1: 8, 5: 4}
+_TAG = bytes([_BUNDLE << 3 | _LENGTH_DELIMITED])
+_MAX_VARINT_BYTES = 10
+_MAX_OTHER_FIELDS = 64
+"""Fields of a frame beside its bundle: one is known, the rest is for what newer peers may add."""
+
+
+def join(messages: Sequence[bytes], *, max_bytes: int = MAX_BUNDLE_BYTES) -> list[bytes]:
+    """Encoded messages as frames of at most `max_bytes`, in order; a larger message is one alone.
+
+    A message that is alone in its frame is the frame.
+    """
+    frames: list[bytes] = []
+    group: list[bytes] = []
+    size = 0
+    for message in messages:
+        # Tag and length: more than they take.
+        needs = len(message) + 8
+        if group and (size + needs > max_bytes or len(group) == MAX_BUNDLE_MESSAGES):
+            frames.append(_frame(group))
+            group, size = [], 0
+        group.append(message)
+        size += needs
+    if group:
+        frames.append(_frame(group))
+    return frames
+
+
+def split(frame: Encoded) -> Sequence[Encoded]:
+    """The encoded messages of a frame: its bundle's, or the frame itself if it has none.
+
+    Raises InvalidMessageError for a frame that is no sequence of protobuf fields, that has a
+    bundle and a message, or more of anything than is allowed. The messages are not looked at.
+    """
+    if len(frame) > MAX_MESSAGE_BYTES:
+        fail(f"a frame of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+    members: list[Encoded] = []
+    others: list[int] = []
+    for number, content in _fields(memoryview(frame)):
+        if number == _BUNDLE:
+            if content is None:
+                fail("a bundle must hold messages")
+            members.append(content)
+        else:
+            others.append(number)
+        if len(members) > MAX_BUNDLE_MESSAGES:
+            fail(f"a bundle must have at most {MAX_BUNDLE_MESSAGES} messages")
+        if len(others) > _MAX_OTHER_FIELDS:
+            fail(f"a frame must have at most {_MAX_OTHER_FIELDS} fields")
+    if not members:
+        return (frame,)
+    if any(number < _BUNDLE for number in others):
+        fail("a frame must hold a message or a bundle, not both")
+    return members
+
+
+def refuse_bundle(message: Encoded) -> None:
+    """Raise InvalidMessageError for a message that holds a bundle, before that is built."""
+    if split(message)[0] is not message:
+        fail("a bundle must not hold bundles")
+
+
+def _frame(group: Sequence[bytes]) -> bytes:
+    if len(group) == 1:
+        return group[0]
+    parts: list[bytes] = []
+    for message in group:
+        parts += (_TAG, _varint(len(message)), message)
+    return b"".join(parts)
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, memoryview | None]]:
+    """(field number, content of a length-delimited field) of all outermost fields."""
+    position, end = 0, len(data)
+    while position < end:
+        tag, position = _read_varint(data, position)
+        number, kind = tag >> 3, tag & 7
+        content: memoryview | None = None
+        if kind == _LENGTH_DELIMITED:
+            length, start = _read_varint(data, position)
+            position = start + length
+            content = data[start:position]
+        elif kind == 0:
+            _, position = _read_varint(data, position)
+        elif kind in _FIXED_BYTES:
+            position += _FIXED_BYTES[kind]
+        else:
+            fail(f"wire type {kind} is not used")
+        if position > end or number == 0:
+            fail(f"{end} bytes are not a sequence of fields")
+        yield number, content
+
+
+def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
+    """(value, position behind it)."""
+    value = shift = 0
+    for byte in data[position : position + _MAX_VARINT_BYTES]:
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    fail("a field is cut short")

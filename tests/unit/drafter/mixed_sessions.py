@@ -1,0 +1,56 @@
+"""Sessions of all kinds that a device drafts, or leaves to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from outrider_drafter.engine import DraftEngine
+
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider.wire.messages import Proposal
+from tests.unit.drafter.helpers import CHAIN, TREE, Script, drain
+
+COUPLED = SamplingParams(temperature=0.8, seed=2**64 - 9)
+TARGET_ONLY = SamplingParams(temperature=0.7, rule=Rule.TARGET_ONLY, seed=6)
+REJECTION = SamplingParams(temperature=1.0, rule=Rule.REJECTION, seed=5)
+MIX: list[tuple[Plan, SamplingParams]] = [
+    (CHAIN, SamplingParams()),
+    (CHAIN, COUPLED),
+    (Plan(method=DraftMethod.EAGLE3, draft_tokens=7, top_k=1), TARGET_ONLY),
+    (TREE, SamplingParams()),
+    (TREE, TARGET_ONLY),
+    (TREE, COUPLED),
+    (CHAIN, REJECTION),
+    (CHAIN, SamplingParams(temperature=0.8, seed=3, top_p=0.7)),
+    (TREE, SamplingParams(temperature=0.6, rule=Rule.TARGET_ONLY, min_p=0.1)),
+    (CHAIN, SamplingParams(repetition_penalty=1.3)),
+    (CHAIN, SamplingParams(banned_ids=(7, 11))),
+]
+HOSTED = 6
+"""How many of them the device leaves to the host."""
+
+
+def random_ends(rounds: int, *, seed: int) -> list[list[int]]:
+    """What `told` tells the sessions of MIX: a prompt's end, then 1 to 5 tokens a round."""
+    rng = np.random.default_rng(seed)
+    steps = [rng.integers(5, 25, len(MIX))]
+    steps += [rng.integers(1, 6, len(MIX)) for _ in range(rounds - 1)]
+    ends: list[list[int]] = np.cumsum(steps, axis=0).tolist()
+    return ends
+
+
+def told(
+    engine: DraftEngine, mix: Sequence[tuple[Plan, SamplingParams]], ends: Sequence[Sequence[int]]
+) -> list[dict[str, Proposal]]:
+    """Proposals after each round of verdicts, session i being told up to `ends[round][i]`."""
+    scripts = [Script(f"s{i}", seed=20 + i) for i in range(len(mix))]
+    for script, (plan, sampling) in zip(scripts, mix, strict=True):
+        engine.handle(1, script.start(plan=plan, sampling=sampling))
+    rounds = []
+    for round_ends in ends:
+        for script, end in zip(scripts, round_ends, strict=True):
+            engine.handle(1, script.verdict(end))
+        rounds.append({str(p.session_id): p for p in drain(engine)})
+    return rounds

@@ -1,0 +1,54 @@
+"""A drafter service over the in-process transport, beside a scripted verifier."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from outrider_drafter.config import DrafterConfig, ReconnectConfig
+from outrider_drafter.ngram import NgramSource
+from outrider_drafter.service import DrafterService, Identity
+from outrider_drafter.source import DraftSource
+
+from outrider.spec.plan import DraftMethod
+from outrider.transport.inproc import InprocNetwork
+from tests.fakes.scripted_verifier import ScriptedVerifier
+from tests.unit.drafter.helpers import VOCAB
+
+ADDRESS = "verifier"
+FAST = ReconnectConfig(first_s=0.01, max_s=0.05, handshake_timeout_s=0.3, attach_wait_s=2.0)
+
+
+@asynccontextmanager
+async def running(
+    *sources: DraftSource, verifier: ScriptedVerifier | None = None, max_sessions: int = 64
+) -> AsyncIterator[tuple[DrafterService, ScriptedVerifier, InprocNetwork]]:
+    """A service over the given sources, or prompt lookup; its verifier is at ADDRESS."""
+    network = InprocNetwork(encoded=True)
+    verifier = verifier or ScriptedVerifier()
+    network.serve_verifier(ADDRESS, verifier)
+    config = DrafterConfig(
+        drafter_id="d1",
+        methods=(DraftMethod.NGRAM,),
+        max_sessions=max_sessions,
+        reconnect=FAST,
+    )
+    service = DrafterService(
+        config,
+        sources or (NgramSource(min_match=1),),
+        network.dialer(),
+        identity=Identity(vocab_size=VOCAB, tokenizer_hash="abc"),
+    )
+    try:
+        yield service, verifier, network
+    finally:
+        await service.close()
+        await network.withdraw(ADDRESS)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition. Raises TimeoutError after ten seconds."""
+    async with asyncio.timeout(10.0):
+        while not condition():
+            await asyncio.sleep(0.005)

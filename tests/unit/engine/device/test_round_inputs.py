@@ -1,0 +1,128 @@
+"""What a round's static inputs hold after the host described its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.engine.device.buffers import RING, Downloader, Uploader
+from outrider.engine.device.inputs import NO_TOKEN, HostVerdict, RoundInputs
+from outrider.engine.device.shapes import Drafts
+from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.spec.tree import DraftTree
+
+CPU = torch.device("cpu")
+PADDING = 9
+
+
+def tree(tokens: Sequence[int], parents: Sequence[int] | None = None) -> DraftTree:
+    """A chain unless parents are given."""
+    if parents is None:
+        parents = range(-1, len(tokens) - 1)
+    return DraftTree(
+        np.array(tokens, dtype=np.int32),
+        np.array(parents, dtype=np.int32),
+        np.zeros(len(tokens), dtype=np.float32),
+    )
+
+
+def inputs(rows: int = 4, nodes: int = 4) -> RoundInputs:
+    return RoundInputs(rows, nodes, padding=PADDING, device=CPU)
+
+
+def test_rows_and_nodes_that_are_not_there_are_padding() -> None:
+    given = inputs()
+    given.fill([3, 1, 2], [tree([5, 6, 7], [-1, -1, 0]), None, tree([8])], Drafts.TREE)
+    assert given.slots.tolist() == [3, 1, 2, PADDING]
+    none = [NO_TOKEN] * 3
+    assert given.drafts.tolist() == [[5, 6, 7], none, [8, NO_TOKEN, NO_TOKEN], none]
+    absent = [PADDING_NODE] * 3
+    assert given.parents.tolist() == [
+        [-1, -1, 0],
+        absent,
+        [-1, PADDING_NODE, PADDING_NODE],
+        absent,
+    ]
+
+
+def test_nothing_of_an_earlier_round_stays() -> None:
+    given = inputs(rows=2)
+    for _ in range(RING):
+        given.fill([0, 1], [tree([1, 2, 3]), tree([4, 5, 6])], Drafts.TREE)
+    given.fill([7], [tree([9])], Drafts.CHAIN)
+    assert given.slots.tolist() == [7, PADDING]
+    assert given.drafts.tolist() == [[9, NO_TOKEN, NO_TOKEN], [NO_TOKEN] * 3]
+    given.fill([7], [tree([9])], Drafts.TREE)
+    assert given.parents.tolist() == [[-1, PADDING_NODE, PADDING_NODE], [PADDING_NODE] * 3]
+
+
+@pytest.mark.parametrize("kind", [Drafts.NONE, Drafts.OWN])
+def test_slots_are_sent_when_they_change_only(
+    kind: Drafts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    send = Uploader.send
+
+    def spy(self: Uploader, out: torch.Tensor) -> None:
+        sent.append(len(out))
+        send(self, out)
+
+    monkeypatch.setattr(Uploader, "send", spy)
+    given = inputs(rows=2)
+    for slots in ([4, 5], [4, 5], [5], [5], [4, 5]):
+        given.fill(slots, [None] * len(slots), kind)
+        assert given.slots.tolist() == [*slots, PADDING][:2]
+    assert sent == [2, 2, 2]
+    # Drafts go with their slots, which are then known.
+    given.fill([6], [tree([1])], Drafts.CHAIN)
+    given.fill([6], [None], kind)
+    assert given.slots.tolist() == [6, PADDING]
+    assert sent == [2, 2, 2, 2 * 4]
+
+
+def test_a_round_without_rows_is_all_padding() -> None:
+    given = inputs(rows=2, nodes=1)
+    given.fill([], [], Drafts.NONE)
+    assert given.slots.tolist() == [PADDING, PADDING]
+
+
+def test_what_was_made_in_inference_mode_can_be_told_outside_it() -> None:
+    with torch.inference_mode():
+        given, verdict, downloads = inputs(), HostVerdict(2, 3, CPU), Downloader(CPU)
+        first = downloads.start(torch.tensor([1.0, 2.0]))
+    given.fill([1], [tree([2])], Drafts.CHAIN)
+    verdict.fill(np.array([2], dtype=np.int32), np.array([[5, 6, 7]], dtype=np.int32))
+    second = downloads.start(torch.tensor([3.0, 4.0]))
+    assert given.slots.tolist() == [1, PADDING, PADDING, PADDING]
+    assert (first.wait().tolist(), second.wait().tolist()) == ([1.0, 2.0], [3.0, 4.0])
+
+
+def test_the_hosts_verdict_counts_nothing_for_padding_rows() -> None:
+    verdict = HostVerdict(3, 2, CPU)
+    for _ in range(RING):
+        verdict.fill(np.full(3, 2, dtype=np.int32), np.full((3, 2), 8, dtype=np.int32))
+    verdict.fill(np.array([1], dtype=np.int32), np.array([[5, 6]], dtype=np.int32))
+    assert verdict.counts.tolist() == [1, 0, 0]
+    assert verdict.tokens[0].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32])
+def test_a_readback_stands_while_its_ring_goes_round(dtype: torch.dtype) -> None:
+    downloads = Downloader(CPU)
+    wanted = [torch.tensor([[n, -n], [2 * n, 0]]).to(dtype) for n in range(1, RING + 1)]
+    started = [downloads.start(tensor) for tensor in wanted]
+    for tensor, readback in zip(wanted, started, strict=True):
+        assert torch.equal(readback.wait(), tensor)
+        bits = tensor.view(torch.uint16) if dtype is torch.bfloat16 else tensor
+        assert readback.wait_array().tolist() == bits.tolist()
+
+
+def test_tensors_of_several_types_are_started_together() -> None:
+    downloads = Downloader(CPU)
+    words, values = torch.arange(4, dtype=torch.int32), torch.arange(4.0)
+    first, second = downloads.start_all((words, values))
+    assert torch.equal(first.wait(), words)
+    assert torch.equal(second.wait(), values)

@@ -1,0 +1,88 @@
+"""What the device is told of each session slot."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.engine.device.slots import SessionSlots
+from outrider.engine.device.uploads import upload
+from outrider.engine.kernels.state import RULE_NUMBERS
+from outrider.engine.kvcache import KVPool
+from outrider.errors import ResourceExhaustedError
+from outrider.spec.sampling import Rule, SamplingParams
+
+CPU = torch.device("cpu")
+SAMPLING = SamplingParams(temperature=0.7, rule=Rule.TARGET_ONLY, seed=2**64 - 5)
+
+
+def make_pool() -> KVPool:
+    return KVPool(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=4,
+        num_blocks=16,
+        block_tokens=4,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
+def make_slots(pool: KVPool) -> SessionSlots:
+    return SessionSlots(pool, max_sessions=2, max_len=16, max_nodes=3, device=CPU)
+
+
+def test_a_slot_holds_its_sessions_blocks_rule_and_prefix() -> None:
+    pool = make_pool()
+    slots = make_slots(pool)
+    kv = pool.allocate(13)
+    slot = slots.open(kv)
+    slots.begin(slot, kv, SAMPLING, length=5, root=17)
+    assert slots.sequence.tables[slot].tolist() == list(kv.blocks)
+    assert (int(slots.sequence.lengths[slot]), int(slots.sequence.roots[slot])) == (5, 17)
+    assert slots.sampling.seeds.numpy().view(np.uint64)[slot] == SAMPLING.seed
+    assert float(slots.sampling.temperatures[slot]) == pytest.approx(0.7)
+    assert int(slots.sampling.rules[slot]) == RULE_NUMBERS[Rule.TARGET_ONLY]
+
+
+def test_the_hosts_word_moves_one_session_and_no_other() -> None:
+    pool = make_pool()
+    slots = make_slots(pool)
+    first, second = (slots.open(pool.allocate(8)) for _ in range(2))
+    for slot in (first, second):
+        slots.begin(slot, pool.allocate(8), SAMPLING, length=3, root=slot)
+    slots.set_prefix(first, length=9, root=40)
+    assert slots.sequence.lengths[[first, second]].tolist() == [9, 3]
+    assert slots.sequence.roots[[first, second]].tolist() == [40, second]
+
+
+def test_what_is_uploaded_may_change_at_once() -> None:
+    words, out = np.arange(3, dtype=np.int32), torch.zeros(3, dtype=torch.int32)
+    upload(words, out)
+    words[:] = -1
+    assert out.tolist() == [0, 1, 2]
+
+
+def test_padding_has_blocks_of_its_own_until_the_release() -> None:
+    pool = make_pool()
+    slots = make_slots(pool)
+    held = pool.total_blocks - pool.free_blocks
+    assert held == pool.blocks_for(2 * 3)
+    assert len(set(slots.sequence.tables[slots.padding, :held].tolist())) == held
+    slots.release()
+    assert pool.free_blocks == pool.total_blocks
+
+
+def test_a_session_that_no_table_holds_is_refused_and_takes_no_slot() -> None:
+    pool = make_pool()
+    slots = make_slots(pool)
+    with pytest.raises(ResourceExhaustedError) as caught:
+        slots.open(pool.allocate(17))
+    assert caught.value.reason == "CONTEXT_TOO_LONG"
+    assert {slots.open(pool.allocate(4)) for _ in range(2)} == {0, 1}
+    with pytest.raises(ResourceExhaustedError) as caught:
+        slots.open(pool.allocate(4))
+    assert caught.value.reason == "SESSIONS_EXHAUSTED"
+    slots.close(1)
+    assert slots.open(pool.allocate(4)) == 1

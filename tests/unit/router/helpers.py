@@ -1,0 +1,29 @@
+"""Requests to a router on scripted verifiers, and what must be left of them."""
+
+from __future__ import annotations
+
+from outrider_router.service import RouterService
+
+from outrider.wire.inference import GenerateRequest, StoppingOptions, StreamEvent, TextPrompt
+from tests.fakes.verifier import FakeVerifier
+
+
+def text_request(
+    text: str = "abc", *, max_tokens: int | None = 6, **more: object
+) -> GenerateRequest:
+    return GenerateRequest(
+        prompt=TextPrompt(text),
+        stopping=StoppingOptions(max_tokens=max_tokens),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def assert_all_freed(service: RouterService, verifier: FakeVerifier) -> None:
+    assert not verifier.live
+    assert len(service.journal) == 0
+    assert service.admission.running == service.admission.waiting == 0
+    assert service.admission.reserved_tokens == 0
+
+
+async def collect(service: RouterService, request: GenerateRequest) -> list[StreamEvent]:
+    return [event async for event in service.stream(request)]

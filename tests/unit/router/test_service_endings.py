@@ -1,0 +1,124 @@
+"""However a request ends, everything it held is freed."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from outrider_router.service import RouterService
+
+from outrider.errors import (
+    CancelledRequestError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    OutriderError,
+)
+from outrider.ids import RequestId
+from outrider.wire.messages import SessionSpec
+from tests.fakes.router import eventually, running_router, sample
+from tests.fakes.verifier import FakeVerifier
+from tests.unit.router.helpers import assert_all_freed, text_request
+
+
+async def test_closing_the_stream_frees_everything(
+    router: RouterService, verifier: FakeVerifier
+) -> None:
+    verifier.round_s = 0.01
+    events = router.stream(text_request(max_tokens=1000))
+    for _ in range(3):
+        await anext(events)
+    assert verifier.live
+    await events.aclose()
+    assert_all_freed(router, verifier)
+    assert sample(router, "outrider_requests_total", outcome="CANCELLED") == 1
+
+
+async def test_cancelling_the_task_frees_everything(
+    router: RouterService, verifier: FakeVerifier
+) -> None:
+    verifier.round_s = 0.01
+    task = asyncio.create_task(router.generate(text_request(max_tokens=1000)))
+    await eventually(lambda: verifier.live)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert_all_freed(router, verifier)
+
+
+async def test_abort_by_id_ends_running_and_queued_requests_and_is_idempotent(
+    tmp_path: Path,
+) -> None:
+    verifier = FakeVerifier(max_sessions=1, round_s=0.01)
+    async with running_router(tmp_path, {"v": verifier}) as router:
+        running, queued = RequestId("running"), RequestId("queued")
+        tasks = [
+            asyncio.create_task(router.generate(text_request(max_tokens=1000, request_id=id_)))
+            for id_ in (running, queued)
+        ]
+        await eventually(lambda: router.admission.waiting == 1 and verifier.live)
+        assert router.abort([running, queued, RequestId("unknown")]) == (running, queued)
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(outcome, CancelledRequestError)
+            assert outcome.reason == "ABORTED"
+        assert router.abort([running, queued]) == ()
+        assert_all_freed(router, verifier)
+
+
+async def test_a_deadline_ends_a_running_request(
+    router: RouterService, verifier: FakeVerifier
+) -> None:
+    verifier.round_s = 0.01
+    with pytest.raises(DeadlineExceededError):
+        await router.generate(text_request(max_tokens=1000), timeout_s=0.1)
+    assert_all_freed(router, verifier)
+
+
+async def test_a_deadline_ends_a_queued_request(tmp_path: Path) -> None:
+    verifier = FakeVerifier(max_sessions=1, round_s=0.01)
+    async with running_router(tmp_path, {"v": verifier}) as router:
+        holder = asyncio.create_task(router.generate(text_request(max_tokens=1000)))
+        await eventually(lambda: verifier.live)
+        with pytest.raises(DeadlineExceededError):
+            await router.generate(text_request(), timeout_s=0.1)
+        assert router.admission.waiting == 0
+        holder.cancel()
+        await asyncio.gather(holder, return_exceptions=True)
+        assert_all_freed(router, verifier)
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"), [(InvalidRequestError, InvalidRequestError), (KeyError, InternalError)]
+)
+async def test_an_error_of_the_session_reaches_the_client_and_frees_everything(
+    router: RouterService,
+    verifier: FakeVerifier,
+    raised: type[Exception],
+    expected: type[OutriderError],
+) -> None:
+    def broken(spec: SessionSpec) -> list[int]:
+        raise raised("script")
+
+    verifier.script = broken
+    with pytest.raises(expected):
+        await router.generate(text_request())
+    assert_all_freed(router, verifier)
+
+
+async def test_a_thousand_cancelled_requests_leak_nothing(tmp_path: Path) -> None:
+    verifier = FakeVerifier(round_s=0.001)
+    async with running_router(tmp_path, {"v": verifier}) as router:
+        await cancel_a_thousand(router)
+        assert_all_freed(router, verifier)
+
+
+async def cancel_a_thousand(router: RouterService) -> None:
+    async def one(index: int) -> None:
+        async with aclosing(router.stream(text_request(max_tokens=500))) as events:
+            for _ in range(1 + index % 3):
+                await anext(events)
+
+    for start in range(0, 1000, 50):
+        await asyncio.gather(*(one(i) for i in range(start, start + 50)))

@@ -1,0 +1,169 @@
+"""A verifier service on the device engine (or the host's) over the tiny target."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from outrider_verifier.config import VerifierConfig
+from outrider_verifier.device_engine import DeviceRoundEngine
+from outrider_verifier.service import VerifierService
+
+from outrider.engine.heads import load_feature_projection, load_head
+from outrider.engine.linear import PlainLinear
+from outrider.engine.loading import load_target
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import SamplingParams
+from outrider.transport.inproc import InprocNetwork
+from outrider.wire.messages import SpecStats
+from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, ScriptedDrafter, make_tree
+from tests.unit.verifier.harness import ADDRESS, DRAFTER, make_spec, until
+
+PROMPTS = (tuple(range(40, 61)), (7, 8, 9), tuple(range(100, 150)))
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "coupled": SamplingParams(temperature=0.8, seed=11),
+    "truncated": SamplingParams(temperature=0.9, top_p=0.8, top_k=20, seed=3),
+    "penalties": SamplingParams(repetition_penalty=1.4, banned_ids=(5,)),
+}
+OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
+
+
+@asynccontextmanager
+async def serving(
+    target_dir: Path,
+    head_dir: Path | None = None,
+    *,
+    device: str | None = "cpu",
+    **settings: Any,
+) -> AsyncIterator[VerifierService]:
+    """A service over the tiny target: on the device engine, or (None) on the host's."""
+    place = device or "cpu"
+    target = load_target(target_dir, kv_tokens=4096, packed=False, device=place)
+    projection = head = None
+    if head_dir is not None:
+        projection = load_feature_projection(head_dir, num_target_layers=6, device=place)
+        if "placement" in settings:
+            head = load_head(
+                head_dir,
+                embedding=target.embedding,
+                num_target_layers=6,
+                device=place,
+                make_linear=PlainLinear,
+            )
+            settings["features_from"] = str(head_dir)
+    config = VerifierConfig(
+        model="tiny",
+        max_tree_nodes=16,
+        prefill_tokens_per_round=16,
+        max_sessions=8,
+        device=place,
+        **settings,
+    )
+    runner = DeviceRoundEngine.build(config, target, projection, head) if device else None
+    held = target.pool.free_blocks
+    service = VerifierService(
+        config,
+        target,
+        projection,
+        runner=runner,
+        pool=target.pool,
+        max_context_len=target.config.max_position_embeddings,
+    )
+    try:
+        yield service
+        await until(lambda: target.pool.free_blocks == held)
+    finally:
+        await service.stop()
+
+
+async def run_all(
+    service: VerifierService,
+    plan: Plan,
+    sampling: SamplingParams,
+    drafter: Any = None,
+    prompts: tuple[tuple[int, ...], ...] = PROMPTS,
+) -> list[tuple[list[int], SpecStats]]:
+    """Serve all prompts at once; their texts and statistics."""
+
+    async def one(index: int) -> tuple[list[int], SpecStats]:
+        spec = make_spec(
+            f"s{index}",
+            prompt=prompts[index],
+            max_new_tokens=24 + index,
+            plan=plan,
+            sampling=sampling,
+            drafter=drafter,
+        )
+        tokens: list[int] = []
+        stats = SpecStats()
+        async for event in service.open_session(spec):
+            tokens += event.tokens
+            stats = event.stats
+        return tokens, stats
+
+    return list(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
+
+
+def plain_texts(target_dir: Path) -> dict[str, list[list[int]]]:
+    """Plain text by sampling, from the host's engine on the CPU, in float32."""
+
+    async def collect() -> dict[str, list[list[int]]]:
+        found = {}
+        async with serving(target_dir, device=None) as service:
+            for name, sampling in SAMPLINGS.items():
+                found[name] = [tokens for tokens, _ in await run_all(service, Plan(), sampling)]
+        return found
+
+    return asyncio.run(collect())
+
+
+def follow(text: dict[tuple[int, ...], list[int]], plan: Plan) -> ProposeFn:
+    """A chain, or a tree with wrong siblings, along a known text."""
+
+    def propose(followed: Followed) -> Draft:
+        prompt = next(p for p in PROMPTS if tuple(followed.tokens[: len(p)]) == p)
+        done = len(followed.tokens) - len(prompt)
+        right = text[prompt][done : done + 3]
+        right = [t if i < done % 4 else (t + 1) % 384 for i, t in enumerate(right)]
+        if plan.top_k == 1:
+            return make_tree(right)
+        tokens: list[int] = []
+        parents: list[int] = []
+        above = -1
+        for token in right:
+            tokens += [(token + 1) % 384, token]
+            parents += [above, above]
+            above = len(tokens) - 1
+        return make_tree(tokens, parents)
+
+    return propose
+
+
+async def run_drafted(
+    service: VerifierService,
+    known: dict[tuple[int, ...], list[int]],
+    plan: Plan,
+    sampling: SamplingParams,
+) -> list[tuple[list[int], SpecStats]]:
+    """Serve all prompts with a drafter that follows the known texts."""
+    network = InprocNetwork()
+    network.serve_verifier(ADDRESS, service)
+    service.start()
+    info = await service.info()
+    drafter = ScriptedDrafter(
+        network.dialer(),
+        ADDRESS,
+        follow(known, plan),
+        vocab_size=384,
+        fingerprint=info.feature_fingerprint,
+    )
+    await drafter.attach()
+    await until(lambda: service._core.counters["attached"] > 0)
+    results = await run_all(service, plan, sampling, DRAFTER)
+    await drafter.detach()
+    await network.withdraw(ADDRESS)
+    return results

@@ -1,0 +1,92 @@
+"""Which rows share a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from outrider_verifier.device_groups import Seat, drafts_of, group_rows
+from outrider_verifier.packing import VerifyRow
+from outrider_verifier.rows import Draft
+from outrider_verifier.sessions import Session
+
+from outrider.engine.device.shapes import Drafts, Judge
+from outrider.spec.sampling import Rule, SamplingParams
+from tests.fakes.scripted_drafter import make_tree
+from tests.fakes.target import FakeTarget
+from tests.unit.verifier.harness import make_spec
+
+GREEDY = SamplingParams()
+PENALTY = SamplingParams(repetition_penalty=1.3)
+REJECTION = SamplingParams(temperature=1.0, rule=Rule.REJECTION)
+CHAIN, BRANCHES = (-1, 0, 1), (-1, -1, 0)
+
+
+def row(
+    sampling: SamplingParams = GREEDY, *, parents: Sequence[int] | None = None, own_depth: int = 0
+) -> VerifyRow:
+    """A row of a decoding session, with a draft of the given form or none."""
+    session = Session.create(
+        make_spec(sampling=sampling),
+        ticket=1,
+        kv=FakeTarget(num_blocks=8).pool.allocate(32),
+        now=0.0,
+        keeps_features=False,
+    )
+    draft = None
+    if parents is not None:
+        draft = Draft(tree=make_tree(range(len(parents)), parents), law=None, kept=None)
+    return VerifyRow(session=session, draft=draft, own_depth=own_depth)
+
+
+def seats(rows: Sequence[VerifyRow], drafted: Sequence[int] = ()) -> list[Seat]:
+    found = [Seat.of(row.session, slot) for slot, row in enumerate(rows)]
+    for place in drafted:
+        found[place].drafted = True
+    return found
+
+
+def test_rows_of_one_kind_are_one_group_in_order() -> None:
+    rows = [row(parents=CHAIN), row(), row(parents=CHAIN)]
+    places = seats(rows)
+    (group,) = group_rows(rows, places)
+    assert (group.places, group.rows, group.seats) == ([0, 1, 2], rows, places)
+    assert (group.drafts, group.judge, group.own) == (Drafts.CHAIN, Judge.MATCH, False)
+
+
+def test_rows_are_split_by_judge_and_by_whose_drafts_they_verify() -> None:
+    rows = [
+        row(PENALTY, own_depth=3),
+        row(own_depth=3),
+        row(PENALTY),
+        row(),
+        row(own_depth=3),
+        row(REJECTION, own_depth=3),
+    ]
+    groups = group_rows(rows, seats(rows, drafted=[0, 1, 2, 5]))
+    # Row 2 stands for nothing of its draft, row 4 has none that follows its prefix.
+    assert [(g.places, g.drafts, g.judge) for g in groups] == [
+        ([3, 4], Drafts.NONE, Judge.MATCH),
+        ([1, 5], Drafts.OWN, Judge.SAMPLED),
+        ([2], Drafts.NONE, Judge.HOST),
+        ([0], Drafts.OWN, Judge.HOST),
+    ]
+    for group in groups:
+        assert [seat.slot for seat in group.seats] == group.places
+        assert group.rows == [rows[place] for place in group.places]
+    assert [group.matching for group in groups] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("forms", "drafts"),
+    [
+        ([None, ()], Drafts.NONE),
+        ([None, CHAIN, (-1,)], Drafts.CHAIN),
+        ([CHAIN, BRANCHES], Drafts.TREE),
+        ([(-1, -1)], Drafts.TREE),
+    ],
+)
+def test_one_branch_makes_trees_of_a_groups_drafts(
+    forms: list[Sequence[int] | None], drafts: Drafts
+) -> None:
+    assert drafts_of([row(parents=form) for form in forms]) is drafts
