@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from outrider.awake import AwakeCores
 from outrider.config import load_config
 from outrider.errors import OutriderError
-from outrider.eventloop import run
 from outrider.logs import setup_logging
+from outrider.process import run, tune_interpreter
 from outrider_drafter.config import DTYPES, DrafterConfig
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ async def serve(config: DrafterConfig) -> int:
 
 async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
     from outrider.transport.grpc import GrpcDialer, GrpcServer, drafter_services
-    from outrider_drafter.build import build_service, tune_interpreter
+    from outrider_drafter.build import build_service
 
     dialer = GrpcDialer()
     service = await asyncio.to_thread(build_service, config, dialer, awake)

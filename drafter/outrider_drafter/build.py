@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,10 +26,6 @@ from outrider_drafter.service import DrafterService, Identity
 from outrider_drafter.small_model import SmallModelSource
 from outrider_drafter.source import DraftSource
 
-SWITCH_INTERVAL_S = 0.0005
-"""Python's own 5 ms is longer than a draft step: the thread that sends proposals would wait that
-long for the interpreter lock while the next batch is drafted."""
-
 _WARM_BATCH = 8
 """Sessions of the largest batch that is compiled and captured before serving."""
 
@@ -51,14 +45,6 @@ def build_service(
     identity = load_identity(config)
     sources = [_load_source(method, config, identity) for method in config.methods]
     return DrafterService(config, sources, dialer, identity=identity, awake=awake)
-
-
-def tune_interpreter() -> None:
-    """Settings for a process that does nothing but serve; call it once the models are loaded."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # The models stay for the life of the process: keep the collector from walking over them.
-    gc.collect()
-    gc.freeze()
 
 
 def with_paths(config: DrafterConfig) -> DrafterConfig:

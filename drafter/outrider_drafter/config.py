@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
+from outrider.awake import check_request
 from outrider.spec.plan import DraftMethod
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -119,10 +120,6 @@ class DrafterConfig:
         ):
             _require(getattr(self, name) > 0, f"{name} must be positive")
         _require(self.threads >= 0, "threads must not be negative")
-        _require(self.awake_cores >= 0, "awake_cores must not be negative")
-        _require(
-            self.awake_cores == 0 or self.device != "cpu",
-            "awake_cores needs an accelerator: a model on the CPU computes on all cores",
-        )
+        check_request(self.awake_cores, self.device)
         _require(self.head_max_context >= 0, "head_max_context must not be negative")
         _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")

@@ -5,6 +5,7 @@ the time in which the hardware, or the hypervisor, brings the core back: 5 us wh
 poll, up to 200 us in a virtual machine. See docs/decisions/0012-awake-cores.md.
 """
 
+from outrider.awake.choice import check_request
 from outrider.awake.cores import AwakeCores
 
-__all__ = ["AwakeCores"]
+__all__ = ["AwakeCores", "check_request"]

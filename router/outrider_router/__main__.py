@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from outrider.config import load_config
 from outrider.errors import OutriderError
-from outrider.eventloop import run
 from outrider.logs import setup_logging
+from outrider.process import run
 from outrider_router.config import RouterConfig
 
 if TYPE_CHECKING:

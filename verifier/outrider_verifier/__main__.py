@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from outrider.awake import AwakeCores
 from outrider.config import load_config
 from outrider.errors import OutriderError
-from outrider.eventloop import run
 from outrider.logs import setup_logging
+from outrider.process import run, tune_interpreter
 from outrider_verifier.config import DTYPES, PLACEMENTS, VerifierConfig
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ async def serve(config: VerifierConfig) -> int:
 async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
     from outrider.transport.grpc import GrpcConfig, GrpcServer, verifier_services
     from outrider.transport.heartbeat import HeartbeatConfig
-    from outrider_verifier.build import build_service, tune_interpreter
+    from outrider_verifier.build import build_service
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -33,10 +31,6 @@ from outrider_verifier.memory import kv_tokens_that_fit, reserved_bytes
 from outrider_verifier.service import VerifierService, feature_dtype
 
 logger = logging.getLogger(__name__)
-
-SWITCH_INTERVAL_S = 0.0005
-"""Python's own 5 ms is longer than a round may take outside its forward: a thread that waits
-for the interpreter lock would stall the other by that much."""
 
 
 def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> VerifierService:
@@ -99,14 +93,6 @@ def uses_device_engine(config: VerifierConfig) -> bool:
     """Whether rounds need the device engine: on a GPU, and on a CPU for what only it can do."""
     on_device = torch.device(config.device).type != "cpu"
     return on_device or config.drafts_itself or bool(config.simulated_acceptance)
-
-
-def tune_interpreter() -> None:
-    """Settings for a process that does nothing but serve; call it once the model is loaded."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # The model stays for the life of the process: keep the collector from walking over it.
-    gc.collect()
-    gc.freeze()
 
 
 def _load_target(config: VerifierConfig, path: Path) -> TargetModel:

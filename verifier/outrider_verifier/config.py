@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.awake import check_request
 from outrider_verifier.simulation import parse_rates
 
 DTYPES = ("float32", "bfloat16")
@@ -111,17 +112,13 @@ class VerifierConfig:
             "kv_tokens",
             "prefill_tokens_per_round",
             "threads",
-            "awake_cores",
             "max_context_len",
             "feature_budget_mb",
             "drain_s",
         ):
             _require(getattr(self, name) >= 0, f"{name} must not be negative")
         self._check_drafting()
-        _require(
-            self.awake_cores == 0 or self.device != "cpu",
-            "awake_cores needs an accelerator: a model on the CPU computes on all cores",
-        )
+        check_request(self.awake_cores, self.device)
         _require(self.gather_ms == AUTOMATIC or self.gather_ms >= 0, "gather_ms must be -1 or >= 0")
         _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction must be in (0, 1]")
         _require(self.hello_s > 0.0, "hello_s must be positive")

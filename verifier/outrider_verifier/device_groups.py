@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.engine.device.rounds import Launched
 from outrider.engine.device.shapes import Drafts, Judge
 from outrider.spec.sampling import Rule
-from outrider.spec.tree import DraftTree
+from outrider.spec.tree import DraftTree, is_chain
 from outrider_verifier.engine import warped_by_host
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.rows import Draft, trim
@@ -104,9 +104,7 @@ def drafts_of(rows: Sequence[VerifyRow]) -> Drafts:
     for row in rows:
         if row.draft is None or len(row.draft.tree.tokens) == 0:
             continue
-        # Trees are small: a list is compared in a fraction of what array operations take.
-        parents = row.draft.tree.parents.tolist()
-        if parents != list(range(-1, len(parents) - 1)):
+        if not is_chain(row.draft.tree.parents):
             return Drafts.TREE
         drafts = Drafts.CHAIN
     return drafts

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from outrider.eventloop import run as run_loop
+from outrider.process import run as run_loop
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider_bench.gpu.bench import SPARE_SESSIONS, Bench, show
 from outrider_bench.gpu.drive import Wave, drive

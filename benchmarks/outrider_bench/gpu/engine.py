@@ -19,7 +19,6 @@ from outrider_drafter.config import DrafterConfig
 from outrider_drafter.device_source import DeviceHeadSource
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.service import DrafterService, Identity
-from outrider_verifier.build import SWITCH_INTERVAL_S
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.service import VerifierService
 
@@ -30,6 +29,7 @@ from outrider.engine.linear import PlainLinear
 from outrider.engine.target import TargetModel
 from outrider.errors import FailedPreconditionError, UnavailableError
 from outrider.ids import DrafterId
+from outrider.process import tune_interpreter
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.transport.inproc import InprocNetwork
 
@@ -166,10 +166,8 @@ def _serving_process(awake: AwakeCores) -> Iterator[set[int]]:
     """What a verifier process does to itself before it serves, undone at the end; the cores that
     its thread ran on before."""
     switch_interval = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     cores = os.sched_getaffinity(0)
-    gc.collect()
-    gc.freeze()
+    tune_interpreter()
     try:
         with awake:
             awake.adopt_thread()

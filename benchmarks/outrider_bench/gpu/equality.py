@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
-from outrider.eventloop import run as run_loop
+from outrider.process import run as run_loop
 from outrider_bench.gpu.bench import Bench, show
 from outrider_bench.gpu.drive import drive
 from outrider_bench.gpu.engine import FUSED, PLAIN, Models, Setup, serving

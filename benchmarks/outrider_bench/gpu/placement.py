@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from outrider.eventloop import run as run_loop
+from outrider.process import run as run_loop
 from outrider_bench.gpu.bench import SPARE_SESSIONS, Bench, show
 from outrider_bench.gpu.drive import drive
 from outrider_bench.gpu.engine import COLOCATED, PLAIN, SEPARATE, Models, Running, Setup, serving

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.eventloop import run as run_loop
+from outrider.process import run as run_loop
 from outrider_bench.gpu.bench import SPARE_SESSIONS, Bench, show
 from outrider_bench.gpu.drive import Wave, drive, percentiles, random_prompts
 from outrider_bench.gpu.engine import PLAIN, Models, Setup, serving

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from outrider.eventloop import run as run_loop
+from outrider.process import run as run_loop
 from outrider_bench.gpu.bench import Bench, show, simulated
 from outrider_bench.gpu.drive import drive, random_prompts
 from outrider_bench.gpu.engine import COLOCATED, FUSED, Models, Running, Setup, serving

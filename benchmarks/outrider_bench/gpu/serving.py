@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outrider.eventloop import run as run_loop
+from outrider.process import run as run_loop
 from outrider.spec.sampling import SamplingParams
 from outrider_bench.gpu.bench import Bench, show
 from outrider_bench.gpu.drive import Wave, drive

@@ -11,7 +11,7 @@ import torch
 from outrider_drafter import growth as drafter_growth
 from outrider_drafter.growth import BeamGrowth
 
-from outrider.eventloop import run as run_loop
+from outrider.process import run as run_loop
 from outrider.spec.tree import ROOT
 from outrider_bench.gpu.bench import Bench
 from outrider_bench.gpu.drive import drive

@@ -15,6 +15,7 @@ from outrider_verifier.config import VerifierConfig
 
 from outrider.awake import AwakeCores
 from outrider.logs import setup_logging
+from outrider.process import tune_interpreter
 from outrider.transport.ray import RayConfig, RayDialer
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ LOST_GRACE_S = 1.0
 async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierService]:
     """A verifier in this actor, its model loaded."""
     prepare(config.threads, config.log_level)
-    from outrider_verifier.build import build_service, tune_interpreter
+    from outrider_verifier.build import build_service
 
     with AwakeCores.claim(config.awake_cores) as awake:
         service = await asyncio.to_thread(build_service, config, awake)
@@ -50,7 +51,7 @@ async def drafter_endpoint(
 ) -> AsyncGenerator[DrafterService]:
     """A drafter in this actor, which reaches verifiers by their actors' names."""
     prepare(config.threads, config.log_level)
-    from outrider_drafter.build import build_service, tune_interpreter
+    from outrider_drafter.build import build_service
 
     dialer = RayDialer(ray_config)
     with AwakeCores.claim(config.awake_cores) as awake:

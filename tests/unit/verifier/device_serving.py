@@ -20,7 +20,13 @@ from outrider.spec.sampling import SamplingParams
 from outrider.transport.inproc import InprocNetwork
 from outrider.wire.messages import SpecStats
 from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, ScriptedDrafter, make_tree
-from tests.unit.verifier.harness import ADDRESS, DRAFTER, make_spec, until
+from tests.unit.verifier.harness import (
+    ADDRESS,
+    DRAFTER,
+    beside_wrong_siblings,
+    make_spec,
+    until,
+)
 
 PROMPTS = (tuple(range(40, 61)), (7, 8, 9), tuple(range(100, 150)))
 SAMPLINGS = {
@@ -129,16 +135,7 @@ def follow(text: dict[tuple[int, ...], list[int]], plan: Plan) -> ProposeFn:
         done = len(followed.tokens) - len(prompt)
         right = text[prompt][done : done + 3]
         right = [t if i < done % 4 else (t + 1) % 384 for i, t in enumerate(right)]
-        if plan.top_k == 1:
-            return make_tree(right)
-        tokens: list[int] = []
-        parents: list[int] = []
-        above = -1
-        for token in right:
-            tokens += [(token + 1) % 384, token]
-            parents += [above, above]
-            above = len(tokens) - 1
-        return make_tree(tokens, parents)
+        return make_tree(right) if plan.top_k == 1 else beside_wrong_siblings(right)
 
     return propose
 

@@ -221,6 +221,18 @@ def bushy_tree(target: FakeTarget, depth: int = 3) -> ProposeFn:
     return propose
 
 
+def beside_wrong_siblings(path: Sequence[int], vocab_size: int = 384) -> DraftTree:
+    """A tree that holds the path, and beside each of its tokens, before it, one that is wrong."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    above = -1
+    for token in path:
+        tokens += [(token + 1) % vocab_size, token]
+        parents += [above, above]
+        above = len(tokens) - 1
+    return make_tree(tokens, parents)
+
+
 def garbage(target: FakeTarget, seed: int = 0) -> ProposeFn:
     """Valid trees without sense."""
     rng = np.random.default_rng(seed)

@@ -27,7 +27,7 @@ from tests.fakes.scripted_drafter import (
     ScriptedDrafter,
     make_tree,
 )
-from tests.unit.verifier.harness import ADDRESS, CHAIN, TREE, make_spec
+from tests.unit.verifier.harness import ADDRESS, CHAIN, TREE, beside_wrong_siblings, make_spec
 
 PROMPT = tuple(range(40, 61))
 
@@ -71,16 +71,7 @@ def drafts_from(text: list[int], plan: Plan) -> ProposeFn:
     def propose(followed: Followed) -> Draft:
         done = len(followed.tokens) - len(PROMPT)
         right = text[done : done + 4]
-        if plan.top_k == 1:
-            return make_tree(right)
-        tokens: list[int] = []
-        parents: list[int] = []
-        above = -1
-        for token in right:
-            tokens += [(token + 1) % 384, token]
-            parents += [above, above]
-            above = len(tokens) - 1
-        return make_tree(tokens, parents)
+        return make_tree(right) if plan.top_k == 1 else beside_wrong_siblings(right)
 
     return propose
 
