@@ -14,7 +14,7 @@ from outrider.engine.acceptance import AcceptRow
 from outrider.engine.draft_sampling import DEFAULT_LAW_LIMITS, LawLimits, propose_children
 from outrider.spec.law import DraftLaw, LawEntries, make_law
 from outrider.spec.sampling import SamplingParams
-from outrider.spec.tree import ROOT, DraftTree
+from outrider.spec.tree import ROOT, DraftTree, validate_tree
 
 Logits = Callable[[NDArray[np.int64]], Tensor]
 """Contexts int64 [n, depth] (tokens since the prefix, columns by depth) -> logits [n, V]."""
@@ -26,12 +26,12 @@ class Drafts:
 
     parents: NDArray[np.int32]
     tokens: NDArray[np.int32]
-    """[n, N]; -1 where a place stayed empty."""
+    """[n, N]; trees made by `draft` are valid: no place of theirs is empty (-1)."""
     laws: list[dict[int, LawEntries]]
     """By row, by slot."""
 
     def tree(self, row: int) -> DraftTree:
-        """The row's tree; empty places stay in it as placeholders that nothing accepts."""
+        """The row's tree."""
         logprobs = np.zeros(len(self.parents), dtype=np.float32)
         return DraftTree(self.tokens[row], self.parents, logprobs)
 
@@ -65,36 +65,42 @@ def draft(
     positions: Sequence[int],
     widths: Sequence[int],
     *,
-    target_ids: Tensor | None = None,
     limits: LawLimits = DEFAULT_LAW_LIMITS,
 ) -> Drafts:
-    """Grow a tree of fixed shape for every row with `propose_children`."""
-    parents = tree_shape(widths)
-    tokens = np.full((len(params), len(parents)), -1, dtype=np.int32)
-    drafts = Drafts(parents, tokens, [{} for _ in params])
+    """Grow a tree for every row with `propose_children`: widths[d] children a node of level d.
+
+    A child that is missing in all rows is left out, as is all below it. One that is missing in
+    some rows only raises InvalidMessageError: those rows' trees would not be valid.
+    """
+    rows = len(params)
+    drafts = Drafts(np.zeros(0, np.int32), np.zeros((rows, 0), np.int32), [{} for _ in params])
+    level, vocab = [ROOT], 0
     for depth, width in enumerate(widths):
-        for node in [n for n in range(-1, len(parents)) if _depth(parents, n) == depth]:
-            children = np.flatnonzero(parents == node)
-            found = propose_children(
-                draft_logits(drafts.context(node)),
-                target_ids,
-                params,
-                [position + depth for position in positions],
-                width,
-                law_limits=limits,
-            )
-            tokens[:, children] = found.tokens.numpy()
+        first = len(drafts.parents)
+        for node in level:
+            logits = draft_logits(drafts.context(node))
+            vocab = logits.shape[1]
+            here = [position + depth for position in positions]
+            found = propose_children(logits, None, params, here, width, law_limits=limits)
             for slots, law in zip(drafts.laws, found.laws, strict=True):
                 if law is not None:
                     slots[node + 1] = law
+            for tokens in found.tokens.numpy().T:
+                if (tokens != -1).any():
+                    drafts = _with_child(drafts, node, tokens)
+        level = list(range(first, len(drafts.parents)))
+    for row in range(rows):
+        validate_tree(drafts.tree(row), vocab_size=vocab, max_nodes=len(drafts.parents))
     return drafts
 
 
-def _depth(parents: NDArray[np.int32], node: int) -> int:
-    depth = 0
-    while node != ROOT:
-        node, depth = int(parents[node]), depth + 1
-    return depth
+def _with_child(drafts: Drafts, parent: int, tokens: NDArray[np.int64]) -> Drafts:
+    """The drafts with one node more, its token int64 [n] by row."""
+    return Drafts(
+        np.append(drafts.parents, np.int32(parent)),
+        np.column_stack([drafts.tokens, tokens.astype(np.int32)]),
+        drafts.laws,
+    )
 
 
 def verify_logits(target_logits: Logits, drafts: Drafts) -> Tensor:

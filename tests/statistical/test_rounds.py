@@ -34,7 +34,7 @@ class _Table:
 
     def __call__(self, context: NDArray[np.int64]) -> Tensor:
         last = context[:, -1] if context.shape[1] else self.newest
-        return self.logits_VV[torch.from_numpy(np.maximum(last, 0))]
+        return self.logits_VV[torch.from_numpy(last)]
 
 
 def _texts(

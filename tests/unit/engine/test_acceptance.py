@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -187,8 +187,18 @@ class _RandomModel:
         return torch.stack(rows)
 
 
+ONE_TOKEN_LAW = (
+    SamplingParams(temperature=0.5, rule=Rule.REJECTION, top_p=0.9, banned_ids=(2, 5), seed=23),
+    [1, 1, 2],
+    368478,
+    14044,
+)
+"""A draft law of one token, where the widths ask for two children."""
+
+
 @settings(max_examples=250, deadline=None)
 @given(scenarios())
+@example(ONE_TOKEN_LAW)
 def test_outcomes_equal_those_of_the_slow_oracle(
     scenario: tuple[SamplingParams, list[int], int, int],
 ) -> None:
@@ -221,9 +231,9 @@ def _probs(
 
 @settings(max_examples=60, deadline=None)
 @given(scenarios())
+@example(ONE_TOKEN_LAW)
 def test_what_is_drafted_is_valid(scenario: tuple[SamplingParams, list[int], int, int]) -> None:
     params, widths, position, seed = scenario
-    params = replace(params, top_k=0, top_p=1.0)
     drafts = draft(_RandomModel(seed, 0.5), [params], [position], widths)
     validate_tree(drafts.tree(0), vocab_size=VOCAB, max_nodes=40)
     law = drafts.law(0)
@@ -241,6 +251,33 @@ def test_a_token_outside_its_law_never_stands_and_recovery_is_plain() -> None:
         drafted, plain = accept(_peaks(4, 7), [row, replace(row, tree=None)])
         assert drafted.accepted_nodes == ()
         assert drafted.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_children_that_are_not_ids_are_passed_over(rule: Rule) -> None:
+    """An empty place and an id past the vocabulary: as if only the two others were there."""
+    logits = torch.zeros(5, VOCAB)
+    logits[:, [3, 5, VOCAB - 1]] = 2.0
+    entries = (np.array([3, 5, 8], np.int32), np.array([9, 3, 4], np.uint16))
+    rows = [
+        AcceptRow(
+            logits_start=0,
+            tree=DraftTree(
+                np.array(tokens, np.int32),
+                np.full(len(tokens), -1, np.int32),
+                np.zeros(len(tokens), np.float32),
+            ),
+            law=make_law(len(tokens), {0: entries}),
+            sampling=SamplingParams(temperature=1.0, rule=rule, seed=seed),
+            position=9,
+        )
+        for tokens in ((-1, VOCAB, 3, 5), (3, 5))
+        for seed in range(60)
+    ]
+    results = accept(logits, rows)
+    for padded, plain in zip(results[:60], results[60:], strict=True):
+        assert padded.accepted_nodes == tuple(node + 2 for node in plain.accepted_nodes)
+        assert (padded.tokens, padded.resampled) == (plain.tokens, plain.resampled)
 
 
 def test_coupled_drafts_from_the_targets_own_logits_always_stand() -> None:
