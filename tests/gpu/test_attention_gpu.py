@@ -60,6 +60,9 @@ SHAPES = {
     "head_96": Shape((600,), 33, heads=6, kv_heads=1, dim=96),
     "head_256": Shape((511, 2), 8, heads=16, kv_heads=1, dim=256),
     "frontier": Shape((512, 33), 8, width=40),
+    "frontier_wide": Shape((512, 33, 0), 10, width=70),
+    "frontier_wider": Shape((512, 33, 0), 10, width=140),
+    "8b_trees_64": Shape((530, 0, 77), 64),
 }
 
 
@@ -168,14 +171,14 @@ def test_attention_of_trees(name: str, dtype: torch.dtype, device: torch.device)
     assert _error(got, _reference(case)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("name", ["8b_chain_8", "8b_batch", "8b_window", "smol"])
+@pytest.mark.parametrize("name", ["8b_chain_8", "8b_batch", "8b_window", "8b_trees_64", "smol"])
 def test_attention_of_chains(name: str, device: torch.device) -> None:
     case = _case(SHAPES[name], torch.bfloat16, device, tree=False)
     got = tree_attention(case.q, case.keys, case.values, **case.keywords)
     assert _error(got, _reference(case)) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("splits", [1, 4, 32])
+@pytest.mark.parametrize("splits", [1, 2, 5, 9, 32])
 @pytest.mark.parametrize("block_slots", [16, 64, 128])
 def test_every_way_to_cut_the_work_gives_the_same(
     block_slots: int, splits: int, device: torch.device
@@ -184,6 +187,27 @@ def test_every_way_to_cut_the_work_gives_the_same(
     config = AttentionConfig(32, block_slots, splits, num_warps=4, num_stages=3)
     got = tree_attention(case.q, case.keys, case.values, **case.keywords, config=config)
     assert _error(got, _reference(case)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("splits", [1, 3, 5])
+@pytest.mark.parametrize("block_rows", [16, 32, 64])
+def test_every_way_to_cut_a_large_tree_gives_the_same(
+    block_rows: int, splits: int, num_stages: int, device: torch.device
+) -> None:
+    case = _case(SHAPES["8b_tree_64"], torch.bfloat16, device)
+    config = AttentionConfig(block_rows, 64, splits, num_warps=4, num_stages=num_stages)
+    got = tree_attention(case.q, case.keys, case.values, **case.keywords, config=config)
+    assert _error(got, _reference(case)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", ["8b_chain_1", "8b_chain_8", "8b_tree_64", "8b_long"])
+def test_the_same_bits_whichever_program_comes_last(name: str, device: torch.device) -> None:
+    case = _case(SHAPES[name], torch.bfloat16, device)
+    first = tree_attention(case.q, case.keys, case.values, **case.keywords)
+    for _ in range(200):
+        again = tree_attention(case.q, case.keys, case.values, **case.keywords)
+        assert torch.equal(again, first)
 
 
 def test_a_captured_launch_gives_the_same_bits_every_time(device: torch.device) -> None:
@@ -195,6 +219,14 @@ def test_a_captured_launch_gives_the_same_bits_every_time(device: torch.device) 
     eager = launch()
     for _ in range(3):
         assert torch.equal(_captured(launch), eager)
+
+
+def test_a_row_that_sees_nothing_gives_zeros(device: torch.device) -> None:
+    case = _case(SHAPES["8b_trees_64"], torch.bfloat16, device)
+    case.keywords["mask"][1, 3] = 0
+    got = tree_attention(case.q, case.keys, case.values, **case.keywords)
+    assert not got[64 + 3].any()
+    assert _error(got, _reference(case)) < TOLERANCE[torch.bfloat16]
 
 
 def test_one_graph_serves_contexts_that_grow(device: torch.device) -> None:
@@ -214,8 +246,9 @@ def test_one_graph_serves_contexts_that_grow(device: torch.device) -> None:
         assert _error(out, _reference(case)) < TOLERANCE[torch.bfloat16]
 
 
-def test_what_lies_past_the_end_never_matters(device: torch.device) -> None:
-    case = _case(SHAPES["8b_batch"], torch.bfloat16, device)
+@pytest.mark.parametrize("name", ["8b_batch", "8b_trees_64"])
+def test_what_lies_past_the_end_never_matters(name: str, device: torch.device) -> None:
+    case = _case(SHAPES[name], torch.bfloat16, device)
     before = tree_attention(case.q, case.keys, case.values, **case.keywords)
     words = case.keywords
     read = torch.zeros(case.keys.shape[1], dtype=torch.bool)

@@ -159,7 +159,7 @@ def candidates(shape: Shape) -> list[AttentionConfig]:
         parts |= {1, 2, 4}
     heights = {default.block_rows}
     if shape.batch == 1 and shape.nodes >= 32:
-        parts |= {1, 2, 4, 8}
+        parts |= {1, 2, 3, 4, 8}
         heights |= {16, 32, 64, 128}
     configs = [
         # As in choose_config: sums of 128 rows do not fit the registers of 4 warps.

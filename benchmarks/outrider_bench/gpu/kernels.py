@@ -17,6 +17,7 @@ from outrider.engine.config import ModelConfig
 from outrider.engine.kernels.attention import tree_attention
 from outrider.engine.kernels.linear import fused_linear
 from outrider.engine.kernels.norm import rms_norm
+from outrider.engine.kernels.qkv import rotary_qkv
 from outrider.engine.kernels.rotary import rotary_table, rotary_write
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.state import RULE_COUPLED, SamplingState
@@ -30,7 +31,8 @@ CACHE_BYTES = 256 << 20
 ROWS = (1, 8, 64, 256)
 CONTEXTS = (512, 4096)
 BLOCK_TOKENS = 16
-TREE_NODES = (1, 8)
+TREE_NODES = {1: (1, 8, 64), 8: (1, 8), 64: (1, 8)}
+"""Nodes of a row, by sessions."""
 
 Case = tuple[str, str, int, list[Callable[[], object]]]
 """Kernel, shape, bytes of one call, calls over different operands."""
@@ -72,7 +74,7 @@ def _products(bench: Bench, config: ModelConfig) -> list[Case]:
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
     shapes = {
-        "norm, qkv": (query + 2 * kv, hidden, "norm"),
+        "norm, qkv, rotary, K/V write": (query + 2 * kv, hidden, "heads"),
         "o_proj + residual": (hidden, query, "residual"),
         "norm, gate-up, silu": (2 * inner, hidden, "gated"),
         "down + residual": (hidden, inner, "residual"),
@@ -82,29 +84,51 @@ def _products(bench: Bench, config: ModelConfig) -> list[Case]:
         size = out * width * bench.dtype.itemsize
         weights = [_normal(bench, out, width) for _ in range(_copies(bench, size))]
         for count in ROWS:
-            calls = [_product(bench, weight, count, kind) for weight in weights]
+            calls = [_product(bench, config, weight, count, kind) for weight in weights]
             moved = size + count * (out + width) * bench.dtype.itemsize
             cases.append((f"linear: {name}", f"{count} x {width} -> {out}", moved, calls))
     return cases
 
 
-def _product(bench: Bench, weight: Tensor, count: int, kind: str) -> Callable[[], object]:
+def _product(
+    bench: Bench, config: ModelConfig, weight: Tensor, count: int, kind: str
+) -> Callable[[], object]:
     out, width = weight.shape
     x = _normal(bench, count, width)
+    if kind == "heads":
+        return _heads(bench, config, x, weight)
     extra: dict[str, Any] = {}
     if kind == "residual":
         extra["residual"] = _normal(bench, count, out)
     else:
-        extra |= {"norm_weight": _normal(bench, width), "eps": 1e-5, "gated": kind == "gated"}
+        extra |= {"norm_weight": _normal(bench, width), "eps": 1e-5, "gated": True}
     return lambda: fused_linear(x, weight, **extra)
+
+
+def _heads(bench: Bench, config: ModelConfig, x: Tensor, weight: Tensor) -> Callable[[], object]:
+    norm = _normal(bench, x.shape[1])
+    cache = _normal(bench, 2, config.num_kv_heads, max(ROWS), config.head_dim)
+    positions = torch.arange(len(x), dtype=torch.int32, device=bench.device)
+    table = rotary_table(positions, torch.ones(config.head_dim // 2, device=bench.device))
+    write = positions.long()
+    return lambda: rotary_qkv(
+        rms_norm(x, norm, 1e-5),
+        weight,
+        table,
+        write,
+        cache[0],
+        cache[1],
+        num_heads=config.num_heads,
+        interleaved=True,
+    )
 
 
 def _attention(bench: Bench, config: ModelConfig) -> list[Case]:
     groups, dim = config.num_kv_heads, config.head_dim
     cases: list[Case] = []
-    for batch in (b for b in (1, 8, 64) if b <= max(bench.batches)):
+    for batch in (b for b in TREE_NODES if b <= max(bench.batches)):
         for context in CONTEXTS:
-            blocks = -(-(context + max(TREE_NODES)) // BLOCK_TOKENS)
+            blocks = -(-(context + max(TREE_NODES[batch])) // BLOCK_TOKENS)
             slots = batch * blocks * BLOCK_TOKENS
             size = 2 * batch * groups * context * dim * bench.dtype.itemsize
             if size > 4 << 30:
@@ -112,7 +136,7 @@ def _attention(bench: Bench, config: ModelConfig) -> list[Case]:
             copies = min(_copies(bench, size), 32)
             caches = [_normal(bench, 2, groups, slots, dim) for _ in range(copies)]
             tables = torch.randperm(batch * blocks).int().view(batch, blocks).to(bench.device)
-            for nodes in TREE_NODES:
+            for nodes in TREE_NODES[batch]:
                 calls = [_attend(config, cache, tables, context, nodes) for cache in caches]
                 cases.append(("tree attention", f"{batch} x {nodes}, {context}", size, calls))
     return cases

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from outrider.engine.heads.config import FINAL_NORM
-from outrider.engine.kernels.attention import rotary_attention
+from outrider.engine.kernels.attention import tree_attention
 from outrider.engine.kernels.embedding import embed
 from outrider.engine.kernels.layout import RoundLayout
 from outrider.engine.kernels.linear import SKINNY_ROWS, Normed, add_linear, fused_linear
 from outrider.engine.kernels.norm import rms_norm
+from outrider.engine.kernels.qkv import rotary_qkv
 from outrider.engine.kernels.rotary import rotary_table
 from outrider.engine.layers import LayerWeights
 from outrider.engine.linear import plain_weights
@@ -91,17 +92,24 @@ class TargetProgram:
         """The residual stream after a layer, and its norm by `next_norm`."""
         config, weights = self._config, layer.weights
         eps, index, rows = config.rms_norm_eps, place.number, place.rows
-        qkv = fused_linear(normed, layer.qkv.weight, bias=layer.qkv.bias)
-        attended = rotary_attention(
-            qkv.view(qkv.shape[0], -1, config.head_dim),
+        keys, values = self._keys[index], self._values[index]
+        query = rotary_qkv(
+            normed,
+            layer.qkv.weight,
             place.table,
             place.layout.write_slots,
-            self._keys[index],
-            self._values[index],
+            keys,
+            values,
             num_heads=config.num_heads,
             interleaved=True,
+            bias=layer.qkv.bias,
             qk_norms=weights.qk_norms,
             eps=eps,
+        )
+        attended = tree_attention(
+            query,
+            keys,
+            values,
             tables=rows.tables,
             slots=rows.slots,
             context=rows.context,
@@ -109,8 +117,8 @@ class TargetProgram:
             mask=place.layout.mask,
             block_tokens=self._model.pool.block_tokens,
             positions=place.layout.positions,
-            window=config.sliding_window,
             max_len=place.max_len,
+            window=config.sliding_window,
         )
         o_proj, down = layer.o_proj, layer.down
         x, normed = add_linear(

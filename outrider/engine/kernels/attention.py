@@ -9,7 +9,6 @@ table.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch import Tensor
 from outrider.engine.kernels.attention_config import AttentionConfig, choose_config, joined_rows
 from outrider.engine.kernels.attention_kernel import attention_kernel, combine_kernel
 from outrider.engine.kernels.layout import pool_slots
-from outrider.engine.kernels.rotary import rotary_write
 from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
 from outrider.errors import InvalidRequestError
 
@@ -91,6 +89,8 @@ def _check(
         )
     if keys.shape[1] * keys.shape[2] >= 2**31:
         raise InvalidRequestError("a head of the cache must have fewer than 2^31 elements")
+    if q.shape[0] * q.stride(0) >= 2**31 or (mask is not None and mask.numel() >= 2**31):
+        raise InvalidRequestError("queries and mask must span fewer than 2^31 elements")
     if mask is not None and mask.shape[:2] != (batch, num_nodes):
         raise InvalidRequestError(f"mask {tuple(mask.shape)} for {batch} x {num_nodes} nodes")
     if window is None:
@@ -147,72 +147,6 @@ def tree_attention_torch(
     return out.reshape(num_rows, num_heads * dim).to(q.dtype)
 
 
-def rotary_attention(
-    qkv: Tensor,
-    table: Tensor,
-    write_slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    num_heads: int,
-    interleaved: bool,
-    qk_norms: Tensor | None = None,
-    eps: float = 0.0,
-    tables: Tensor,
-    slots: Tensor,
-    context: Tensor,
-    num_nodes: int,
-    mask: Tensor | None,
-    block_tokens: int,
-    positions: Tensor | None,
-    max_len: int,
-    window: int | None = None,
-) -> Tensor:
-    """`rotary.rotary_write` of rows that go to the slots after each context, then
-    `tree_attention` over them; arguments as there, W = N. One kernel where the head size is a
-    power of two and heads are not normed: then what qkv holds afterwards is what it held before.
-    """
-    _check(qkv[:, :num_heads], keys, slots, mask, positions, num_nodes, window)
-    dim = qkv.shape[2]
-    fits = qk_norms is None and dim == max(next_power_of_2(dim), 16) and qkv[0].is_contiguous()
-    shared: dict[str, Any] = {
-        "tables": tables,
-        "slots": slots,
-        "context": context,
-        "num_nodes": num_nodes,
-        "mask": mask,
-        "block_tokens": block_tokens,
-        "positions": positions,
-        "max_len": max_len,
-        "window": window,
-    }
-    if qkv.is_cuda and fits:
-        rotary = Rotary(table, num_heads, interleaved)
-        return tree_attention_triton(qkv, keys, values, rotary=rotary, **shared)
-    query = rotary_write(
-        qkv,
-        table,
-        write_slots,
-        keys,
-        values,
-        num_heads=num_heads,
-        interleaved=interleaved,
-        qk_norms=qk_norms,
-        eps=eps,
-    )
-    return tree_attention(query, keys, values, **shared)
-
-
-class Rotary(NamedTuple):
-    """How the attention kernel rotates heads that come unrotated."""
-
-    table: Tensor
-    """float32 [M, 2, d/2]."""
-    num_heads: int
-    """Query heads, in front of G key and G value heads."""
-    interleaved: bool
-
-
 def tree_attention_triton(
     q: Tensor,
     keys: Tensor,
@@ -229,15 +163,9 @@ def tree_attention_triton(
     window: int | None = None,
     scale: float | None = None,
     config: AttentionConfig | None = None,
-    rotary: Rotary | None = None,
 ) -> Tensor:
-    """`tree_attention` in one kernel, or two where the context is split.
-
-    rotary: q is qkv [M, Q + 2G, d], not rotated and not in the cache; see `rotary_attention`.
-    """
+    """`tree_attention` in one kernel, or two where the context is split."""
     (num_rows, num_heads, dim), num_kv_heads = q.shape, keys.shape[0]
-    if rotary is not None:
-        num_heads = rotary.num_heads
     config = config or choose_config(
         batch=slots.shape[0],
         num_nodes=num_nodes,
@@ -255,12 +183,13 @@ def tree_attention_triton(
         shape = (num_rows, num_heads, splits, dim)
         partial = torch.empty(shape, dtype=torch.float32, device=q.device)
         stats = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+    mask_bits = 0
     if mask is not None:
         mask = mask.contiguous()
+        mask_bits = next_power_of_2(mask.shape[2]) if mask.shape[2] <= 128 else 0
     tiles = cdiv(num_nodes * group, config.block_rows)
     attention_kernel[(tiles * num_kv_heads, splits, slots.shape[0])](
         q,
-        q if rotary is None else rotary.table,
         keys,
         values,
         tables,
@@ -288,12 +217,11 @@ def tree_attention_triton(
         BLOCK_SLOTS=config.block_slots,
         SINGLE=splits == 1,
         MASKED=mask is not None,
+        MASK_BITS=mask_bits,
         WINDOW=0 if window is None else window,
-        ROTATES=rotary is not None,
-        INTERLEAVED=rotary is not None and rotary.interleaved,
-        STAGES=config.num_stages,
         INTERPRETED=INTERPRETED,
         num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     if splits > 1:
         joined = joined_rows(num_rows * num_heads, splits)

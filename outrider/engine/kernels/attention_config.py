@@ -29,6 +29,10 @@ class AttentionConfig(NamedTuple):
 class _Tuned(NamedTuple):
     max_tiles: int
     """Row tiles over all bucket rows and key/value heads that the entry is for, at most."""
+    several: bool
+    """Only for shapes of several row tiles a key/value head."""
+    rounded: bool
+    """Whether the number of parts is a power of two: more even where each has several steps."""
     block_slots: int
     programs_per_sm: int
     """How many programs the splits should make, in all, over the multiprocessors."""
@@ -37,9 +41,42 @@ class _Tuned(NamedTuple):
 
 
 _TUNED = (
-    _Tuned(16, block_slots=64, programs_per_sm=2, num_warps=4, num_stages=2),
-    _Tuned(320, block_slots=64, programs_per_sm=1, num_warps=4, num_stages=5),
-    _Tuned(1 << 31, block_slots=32, programs_per_sm=1, num_warps=2, num_stages=3),
+    _Tuned(
+        16,
+        several=False,
+        rounded=False,
+        block_slots=64,
+        programs_per_sm=2,
+        num_warps=4,
+        num_stages=2,
+    ),
+    _Tuned(
+        320,
+        several=True,
+        rounded=False,
+        block_slots=64,
+        programs_per_sm=1,
+        num_warps=4,
+        num_stages=2,
+    ),
+    _Tuned(
+        320,
+        several=False,
+        rounded=True,
+        block_slots=64,
+        programs_per_sm=1,
+        num_warps=4,
+        num_stages=3,
+    ),
+    _Tuned(
+        1 << 31,
+        several=False,
+        rounded=True,
+        block_slots=32,
+        programs_per_sm=1,
+        num_warps=2,
+        num_stages=3,
+    ),
 )
 """The first entry that fits a shape is taken."""
 
@@ -52,14 +89,16 @@ def num_splits(
     *,
     block_slots: int = 64,
     programs_per_sm: int = 2,
+    rounded: bool = True,
 ) -> int:
     """Parts to cut up to `max_len` slots into: about enough programs to fill the device.
 
-    tiles: tiles of query rows per key/value head. A power of two, at most one part per step.
+    tiles: tiles of query rows per key/value head. At most one part per step; rounded: down to a
+    power of two.
     """
     wanted = cdiv(_SM_COUNT * programs_per_sm, batch * kv_heads * tiles)
     splits = max(min(wanted, cdiv(max_len, block_slots), _MAX_SPLITS), 1)
-    return 1 << (splits.bit_length() - 1)
+    return 1 << (splits.bit_length() - 1) if rounded else splits
 
 
 def joined_rows(num_rows: int, splits: int) -> int:
@@ -88,7 +127,7 @@ def choose_config(
     block_rows = min(max(next_power_of_2(rows), 16), most_rows)
     tiles = cdiv(rows, block_rows)
     all_tiles = batch * num_kv_heads * tiles
-    tuned = next(t for t in _TUNED if all_tiles <= t.max_tiles)
+    tuned = next(t for t in _TUNED if all_tiles <= t.max_tiles and (tiles > 1 or not t.several))
     block_slots = max(min(tuned.block_slots, _STEP_BYTES // (dims * itemsize)), 16)
     return AttentionConfig(
         block_rows=block_rows,
@@ -100,6 +139,7 @@ def choose_config(
             max_len,
             block_slots=block_slots,
             programs_per_sm=tuned.programs_per_sm,
+            rounded=tuned.rounded,
         ),
         num_warps=8 if block_rows * dims > 64 * 128 else tuned.num_warps,
         num_stages=tuned.num_stages,

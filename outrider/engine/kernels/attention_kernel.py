@@ -18,7 +18,6 @@ from outrider.engine.kernels.runtime import dot
 @triton.jit
 def attention_kernel(
     q_ptr,
-    rotary_ptr,
     keys_ptr,
     values_ptr,
     tables_ptr,
@@ -46,35 +45,21 @@ def attention_kernel(
     BLOCK_SLOTS: tl.constexpr,
     SINGLE: tl.constexpr,
     MASKED: tl.constexpr,
+    MASK_BITS: tl.constexpr,
     WINDOW: tl.constexpr,
-    ROTATES: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """ROTATES: q_ptr holds query, key and value heads that are not rotated yet. The keys and
-    values of the slots after the context come from there, and go to the cache from here."""
+    """One part of the context for one tile of rows. Code is kept small: a program runs most of it
+    once, so that fetching instructions takes as long as running them.
+
+    MASK_BITS: columns of the mask that a row keeps as the bits of integers, a power of two up to
+    128; 0: more columns than that, which are loaded in every step.
+    """
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
     b = tl.program_id(2)
     context = tl.load(context_ptr + b)
     table = tables_ptr + tl.load(slots_ptr + b).to(tl.int64) * table_stride
-    tile_row = tl.program_id(0) // KV_HEADS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    node = tile_row // GROUP
-    exists = node < num_nodes
-    row = b.to(tl.int64) * num_nodes + node
-    head = kv_head * GROUP + tile_row % GROUP
-    dims = tl.arange(0, DIMS)
-    used = exists[:, None] & (dims < DIM)[None, :]
-    q_ptrs = q_ptr + row[:, None] * q_stride + head[:, None] * DIM + dims[None, :]
-    q = tl.load(q_ptrs, mask=used, other=0.0)
-    if ROTATES:
-        turned = _turn(q, rotary_ptr, row, exists, DIM, BLOCK_ROWS, INTERLEAVED)
-        q = turned.to(keys_ptr.dtype.element_ty)
-    oldest = tl.zeros([BLOCK_ROWS], tl.int32)
-    if WINDOW > 0:
-        oldest = tl.load(positions_ptr + row, mask=exists, other=0) - (WINDOW - 1)
-
     # Parts are cut from the actual length, so that the work is even whatever max_len is.
     total = tl.minimum(context + width, table_slots)
     first = context * 0
@@ -83,75 +68,66 @@ def attention_kernel(
     part = tl.cdiv(tl.cdiv(total - first, BLOCK_SLOTS), splits) * BLOCK_SLOTS
     low = first + split * part
     high = tl.minimum(low + part, total)
-    plain = tl.maximum(tl.minimum(high, context) - low, 0) // BLOCK_SLOTS * BLOCK_SLOTS
+
+    lane = tl.arange(0, BLOCK_SLOTS)
+    read = tl.minimum(low + lane, total - 1)
+    block = tl.load(table + read // BLOCK_TOKENS)
+
+    tile_row = tl.program_id(0) // KV_HEADS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    node = tile_row // GROUP
+    exists = node < num_nodes
+    row = b * num_nodes + node
+    head = kv_head * GROUP + tile_row % GROUP
+    dims = tl.arange(0, DIMS)
+    used = exists[:, None] & (dims < DIM)[None, :]
+    q_ptrs = q_ptr + (row * q_stride + head * DIM)[:, None] + dims[None, :]
+    q = tl.load(q_ptrs, mask=used, other=0.0)
+    mask_rows = mask_ptr + row * width
+    bits, more_bits, oldest = node, node, node
+    if MASK_BITS > 0:
+        bits = _packed(mask_rows, exists, width, MASK_BITS if MASK_BITS < 64 else 64)
+    if MASK_BITS > 64:
+        more_bits = _packed(mask_rows + 64, exists, width - 64, 64)
+    if WINDOW > 0:
+        oldest = tl.load(positions_ptr + row, mask=exists, other=0) - (WINDOW - 1)
 
     keys = keys_ptr + kv_head.to(tl.int64) * keys_stride
     values = values_ptr + kv_head.to(tl.int64) * values_stride
-    mask_rows = mask_ptr + row * width
-    positions = positions_ptr + b.to(tl.int64) * num_nodes
     top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     norm = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, DIMS], tl.float32)
-    for start in tl.range(low, low + plain, BLOCK_SLOTS, num_stages=STAGES):
-        slot = start + tl.arange(0, BLOCK_SLOTS)
-        block = tl.load(table + slot // BLOCK_TOKENS)
-        offsets = (block * BLOCK_TOKENS + slot % BLOCK_TOKENS) * DIM
+    for start in range(low, high, BLOCK_SLOTS):
+        slot = start + lane
+        offsets = (block * BLOCK_TOKENS + read % BLOCK_TOKENS) * DIM
         offsets = offsets[:, None] + dims[None, :]
+        read = tl.minimum(slot + BLOCK_SLOTS, total - 1)
+        block = tl.load(table + read // BLOCK_TOKENS)
         k = _load_slots(keys + offsets, dims, DIM, DIMS)
         v = _load_slots(values + offsets, dims, DIM, DIMS)
         scores = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_SLOTS], tl.float32), INTERPRETED)
-        scores *= scale
-        if WINDOW > 0:
-            scores = tl.where(slot[None, :] >= oldest[:, None], scores, float("-inf"))
-        weights, top, norm, decay = _softmax_step(scores, top, norm)
-        acc = dot(weights.to(v.dtype), v, acc * decay[:, None], INTERPRETED)
-    # The steps that hold slots after the context, or that end early.
-    for start in tl.range(low + plain, high, BLOCK_SLOTS, num_stages=1):
-        slot = start + tl.arange(0, BLOCK_SLOTS)
-        inside = slot < high
-        block = tl.load(table + slot // BLOCK_TOKENS, mask=inside, other=0)
-        offsets = (block * BLOCK_TOKENS + slot % BLOCK_TOKENS) * DIM
-        offsets = offsets[:, None] + dims[None, :]
-        there = inside[:, None] & (dims < DIM)[None, :]
-        after = slot - context
-        if ROTATES:
-            fresh = inside & (after >= 0)
-            there = there & (after < 0)[:, None]
-        k = tl.load(keys + offsets, mask=there, other=0.0)
-        v = tl.load(values + offsets, mask=there, other=0.0)
-        if ROTATES:
-            source = b.to(tl.int64) * num_nodes + after
-            at_key = source * q_stride + (KV_HEADS * GROUP + kv_head) * DIM
-            at_key = q_ptr + at_key[:, None] + dims[None, :]
-            new_k = tl.load(at_key, mask=fresh[:, None], other=0.0)
-            new_k = _turn(new_k, rotary_ptr, source, fresh, DIM, BLOCK_SLOTS, INTERLEAVED)
-            new_v = tl.load(at_key + KV_HEADS * DIM, mask=fresh[:, None], other=0.0)
-            k = tl.where(fresh[:, None], new_k.to(k.dtype), k)
-            v = tl.where(fresh[:, None], new_v, v)
-            # Other row tiles of the same head read the same rows; one of them keeps them.
-            if tl.program_id(0) < KV_HEADS:
-                tl.store(keys + offsets, k, mask=fresh[:, None])
-                tl.store(values + offsets, v, mask=fresh[:, None])
-        if MASKED:
-            column = exists[:, None] & (inside & (after >= 0))[None, :]
-            seen = tl.load(mask_rows[:, None] + after[None, :], mask=column, other=0) != 0
-            seen = seen | (after < 0)[None, :]
-        else:
-            seen = after[None, :] <= node[:, None]
-        seen = seen & inside[None, :]
-        if WINDOW > 0:
-            place = tl.load(positions + after, mask=inside & (after >= 0), other=0)
-            place = tl.where(after < 0, slot, place)
-            seen = seen & (place[None, :] >= oldest[:, None])
-        scores = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_SLOTS], tl.float32), INTERPRETED)
+        seen = _seen(
+            slot,
+            context,
+            total,
+            node,
+            exists,
+            mask_rows,
+            bits,
+            more_bits,
+            positions_ptr + b * num_nodes,
+            oldest,
+            MASKED,
+            MASK_BITS,
+            WINDOW,
+        )
         scores = tl.where(seen, scores * scale, float("-inf"))
         weights, top, norm, decay = _softmax_step(scores, top, norm)
         acc = dot(weights.to(v.dtype), v, acc * decay[:, None], INTERPRETED)
 
     divisor = tl.where(norm > 0, norm, 1.0)
-    acc = acc / divisor[:, None]
-    out_row = (row * (KV_HEADS * GROUP) + head) * splits + split
-    out_ptrs = out_ptr + out_row[:, None] * DIM + dims[None, :]
+    acc = acc * (1.0 / divisor)[:, None]
+    out_row = (row.to(tl.int64) * (KV_HEADS * GROUP) + head) * splits + split
+    out_ptrs = out_ptr + (out_row * DIM)[:, None] + dims[None, :]
     if SINGLE:
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=used)
     else:
@@ -162,30 +138,51 @@ def attention_kernel(
 
 
 @triton.jit
-def _turn(
-    x,
-    rotary_ptr,
-    row,
-    there,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+def _seen(
+    slot,
+    context,
+    total,
+    node,
+    exists,
+    mask_rows,
+    bits,
+    more_bits,
+    positions,
+    oldest,
+    MASKED: tl.constexpr,
+    MASK_BITS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """Rotated heads, float32 [ROWS, DIM], by the table's entry of each token row (see `rotary`)."""
-    PAIRS: tl.constexpr = DIM // 2
-    pair = tl.arange(0, PAIRS)
-    at = rotary_ptr + row[:, None] * DIM + pair[None, :]
-    cos = tl.load(at, mask=there[:, None], other=1.0)
-    sin = tl.load(at + PAIRS, mask=there[:, None], other=0.0)
-    if INTERLEAVED:
-        first, second = tl.split(tl.reshape(x.to(tl.float32), (ROWS, PAIRS, 2)))
+    """Which of the slots each row sees, [rows, slots]."""
+    after = slot - context
+    drafted = (after >= 0) & (slot < total)
+    if not MASKED:
+        seen = slot[None, :] <= tl.minimum(context + node, total - 1)[:, None]
+    elif MASK_BITS > 0:
+        bit = tl.minimum(tl.maximum(after, 0), MASK_BITS - 1)
+        word = bits[:, None]
+        if MASK_BITS > 64:
+            word = tl.where((bit < 64)[None, :], bits[:, None], more_bits[:, None])
+        seen = ((word >> (bit % 64).to(tl.int64)[None, :]) & 1) != 0
+        seen = (seen | (after < 0)[None, :]) & (slot < total)[None, :]
     else:
-        halves = tl.reshape(x.to(tl.float32), (ROWS, 2, PAIRS))
-        first, second = tl.split(tl.permute(halves, (0, 2, 1)))
-    turned = tl.join(first * cos - second * sin, first * sin + second * cos)
-    if not INTERLEAVED:
-        turned = tl.permute(turned, (0, 2, 1))
-    return tl.reshape(turned, (ROWS, DIM))
+        there = exists[:, None] & drafted[None, :]
+        seen = tl.load(mask_rows[:, None] + after[None, :], mask=there, other=0) != 0
+        seen = seen | (after < 0)[None, :]
+    if WINDOW > 0:
+        place = tl.load(positions + after, mask=drafted, other=0)
+        place = tl.where(after < 0, slot, place)
+        seen = seen & (place[None, :] >= oldest[:, None])
+    return seen
+
+
+@triton.jit
+def _packed(mask_rows, exists, width, COLUMNS: tl.constexpr):
+    """Mask rows of up to 64 columns as bits, int64: bit w is set where the row sees column w."""
+    column = tl.arange(0, COLUMNS)
+    there = exists[:, None] & (column < width)[None, :]
+    seen = tl.load(mask_rows[:, None] + column[None, :], mask=there, other=0) != 0
+    return tl.sum(seen.to(tl.int64) << column[None, :].to(tl.int64), axis=1)
 
 
 @triton.jit

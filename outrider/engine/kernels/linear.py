@@ -13,32 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.kernels.linear_configs import (
-    MAX_TILES,
-    WORKSPACE_FLOATS,
-    LinearConfig,
-    choose_config,
-)
-from outrider.engine.kernels.linear_kernel import skinny_kernel
+from outrider.engine.kernels.linear_configs import LinearConfig, choose_config
+from outrider.engine.kernels.linear_launch import NormIn, NormOut, RotaryOut, launch_skinny
 from outrider.engine.kernels.norm import rms_norm, silu_mul
-from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
-from outrider.errors import InternalError, InvalidRequestError
+from outrider.engine.kernels.runtime import cdiv
+from outrider.errors import InvalidRequestError
 
 SKINNY_ROWS: Final = 64
 """Products of up to this many rows stream the weight in one kernel; more rows go to cuBLAS."""
-_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-
-_workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
+SPLIT_NORM_ROWS: Final = 32
+"""Norms of up to this many rows are split around their products. With more, each program of the
+second product adds up so many squares that a kernel for the norm costs less (decision 10)."""
+KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+"""Of the operands that the kernel multiplies."""
 
 
 class HalfNormed(NamedTuple):
-    """A RMSNorm that `fused_linear` completes; made for at most SKINNY_ROWS rows."""
+    """A RMSNorm that `fused_linear` completes; made for at most SPLIT_NORM_ROWS rows."""
 
     scaled: Tensor
     """[M, K]: x * weight, rounded to x's dtype."""
@@ -55,7 +52,9 @@ def halves_norms(num_rows: int, like: Tensor) -> bool:
     """Whether norms of `num_rows` rows of `like`'s kind are split around their products."""
     # x * weight before the division would leave float16's range.
     return (
-        like.is_cuda and num_rows <= SKINNY_ROWS and like.dtype in (torch.float32, torch.bfloat16)
+        like.is_cuda
+        and num_rows <= SPLIT_NORM_ROWS
+        and like.dtype in (torch.float32, torch.bfloat16)
     )
 
 
@@ -74,7 +73,7 @@ def add_linear(
     norm_weight [N]; the other arguments as there.
     """
     if halves_norms(x_MK.shape[0], x_MK):
-        _check(x_MK, weight_NK, bias, residual_MN, gated=False)
+        check_product(x_MK, weight_NK, bias, residual_MN, gated=False)
         return add_linear_triton(
             x_MK, weight_NK, residual_MN, norm_weight=norm_weight, eps=eps, bias=bias
         )
@@ -93,7 +92,7 @@ def add_linear_triton(
     config: LinearConfig | None = None,
 ) -> tuple[Tensor, HalfNormed]:
     """`add_linear` in one kernel; the norm is half done."""
-    config = config or _config(x_MK, weight_NK, gated=False)
+    config = config or product_config(x_MK, weight_NK)
     num_rows, columns = residual_MN.shape
     tiles = cdiv(columns, config.block_n)
     normed = HalfNormed(
@@ -107,7 +106,7 @@ def add_linear_triton(
         bias=bias,
         residual=residual_MN,
         config=config,
-        next_norm=(norm_weight, normed),
+        norm_out=NormOut(norm_weight, normed.scaled, normed.squares),
     )
     return result, normed
 
@@ -149,15 +148,15 @@ def fused_linear(
     capture, and serves one stream at a time: products that run side by side would share it.
     """
     if isinstance(x_MK, HalfNormed):
-        _check(x_MK.scaled, weight_NK, bias, residual, gated)
+        check_product(x_MK.scaled, weight_NK, bias, residual, gated)
         return fused_linear_triton(
             x_MK, weight_NK, bias=bias, residual=residual, gated=gated, out_dtype=out_dtype
         )
-    _check(x_MK, weight_NK, bias, residual, gated)
+    check_product(x_MK, weight_NK, bias, residual, gated)
     if norm_weight is not None:
         x_MK = rms_norm(x_MK, norm_weight, eps)
     run: Callable[..., Tensor]
-    if not x_MK.is_cuda or x_MK.dtype not in _DTYPES:
+    if not x_MK.is_cuda or x_MK.dtype not in KERNEL_DTYPES:
         run = fused_linear_torch
     elif x_MK.shape[0] <= SKINNY_ROWS:
         run = fused_linear_triton
@@ -226,12 +225,13 @@ def fused_linear_triton(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
     config: LinearConfig | None = None,
-    next_norm: tuple[Tensor, HalfNormed] | None = None,
+    norm_out: NormOut | None = None,
+    rotary: RotaryOut | None = None,
 ) -> Tensor:
     """`fused_linear` by the weight-streaming kernel; M <= SKINNY_ROWS.
 
     The order of every sum is fixed by `config` (None: `choose_config`), so results repeat.
-    next_norm: the weight [N] of a norm of the result, and where its first half goes.
+    rotary: rotate and keep the result by heads; returns the query heads [M, Q * d].
 
     Raises:
         InvalidRequestError: more rows than SKINNY_ROWS or than the config's tile.
@@ -239,119 +239,47 @@ def fused_linear_triton(
             for `config`.
     """
     x = x_MK.scaled if isinstance(x_MK, HalfNormed) else x_MK
-    config = config or _config(x, weight_NK, gated)
-    num_rows, n = x.shape[0], weight_NK.shape[0]
+    config = config or product_config(x, weight_NK, gated=gated)
+    num_rows, columns = x.shape[0], weight_NK.shape[0]
     if num_rows > min(config.block_m, SKINNY_ROWS):
         raise InvalidRequestError(f"{num_rows} rows for a kernel of {config.block_m}")
-    columns = n // 2 if gated else n
+    if gated:
+        columns //= 2
+    if rotary is not None:
+        columns = rotary.num_heads * rotary.keys.shape[2]
     dtype = x.dtype if out_dtype is None else out_dtype
     out = torch.empty((num_rows, columns), dtype=dtype, device=x.device)
-    if out.numel() == 0:
+    if num_rows == 0 or weight_NK.shape[0] == 0:
         return out
-    _launch(
+    launch_skinny(
         config,
         x if x.stride(1) == 1 else x.contiguous(),
         weight_NK,
-        bias,
-        residual if residual is None or residual.stride(1) == 1 else residual.contiguous(),
         out,
-        gated,
-        x_MK if isinstance(x_MK, HalfNormed) else None,
-        next_norm,
+        bias=bias,
+        residual=residual if residual is None or residual.stride(1) == 1 else residual.contiguous(),
+        gated=gated,
+        norm_in=NormIn(x_MK.squares, x_MK.eps) if isinstance(x_MK, HalfNormed) else None,
+        norm_out=norm_out,
+        rotary=rotary,
     )
     return out
 
 
-def _config(x: Tensor, weight: Tensor, gated: bool) -> LinearConfig:
+def product_config(x: Tensor, weight: Tensor, *, gated: bool = False) -> LinearConfig:
+    """`choose_config` for x [M, K] and a weight [N, K]."""
     n, k = weight.shape
     return choose_config(x.shape[0], n, k, gated, x.device, x.element_size())
 
 
-def _launch(
-    config: LinearConfig,
-    x_MK: Tensor,
-    weight_NK: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor,
-    gated: bool,
-    norm_in: HalfNormed | None,
-    next_norm: tuple[Tensor, HalfNormed] | None,
-) -> None:
-    num_rows, k = x_MK.shape
-    tiles = cdiv(out.shape[1], config.block_n)
-    # Arguments that a variant does not read still need a tensor.
-    workspace, counters = out, out
-    if config.split_k > 1:
-        workspace, counters = _workspace(out.device, config, tiles, gated)
-    parts = 1 if norm_in is None else norm_in.squares.shape[0]
-    kernel: Any = skinny_kernel
-    kernel[(tiles, config.split_k)](
-        x_MK,
-        weight_NK,
-        out if bias is None else bias,
-        out if residual is None else residual,
-        out,
-        workspace,
-        counters,
-        out if norm_in is None else norm_in.squares,
-        out if next_norm is None else next_norm[0],
-        out if next_norm is None else next_norm[1].scaled,
-        out if next_norm is None else next_norm[1].squares,
-        num_rows,
-        out.shape[1],
-        k,
-        parts,
-        x_MK.stride(0),
-        weight_NK.stride(0),
-        0 if residual is None else residual.stride(0),
-        0.0 if norm_in is None else norm_in.eps,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        GATED=gated,
-        NORM_IN=norm_in is not None,
-        NORM_OUT=next_norm is not None,
-        BLOCK_PARTS=next_power_of_2(parts),
-        BLOCK_M=config.block_m,
-        ROWS=config.tile_rows(gated),
-        BLOCK_K=config.block_k,
-        SPLIT_K=config.split_k,
-        EVEN_K=k % config.block_k == 0,
-        SWAP=config.swap,
-        INTERPRETED=INTERPRETED,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-
-
-def _workspace(
-    device: torch.device, config: LinearConfig, tiles: int, gated: bool
-) -> tuple[Tensor, Tensor]:
-    """Partial results and zeroed arrival counters: one pair a device, never moved or freed.
-
-    Captured graphs keep their addresses, so the size is fixed.
-    """
-    if config.workspace_floats(tiles, gated) > WORKSPACE_FLOATS or tiles > MAX_TILES:
-        raise InternalError(f"{config} over {tiles} tiles needs more workspace than there is")
-    pair = _workspaces.get(device)
-    if pair is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise InternalError("run a product once before a graph is captured: see fused_linear")
-        pair = (
-            torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device),
-            torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
-        )
-        _workspaces[device] = pair
-    return pair
-
-
-def _check(
+def check_product(
     x_MK: Tensor,
     weight_NK: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
     gated: bool,
 ) -> None:
+    """Raise InvalidRequestError where shapes or dtypes of a product do not fit."""
     if x_MK.ndim != 2 or weight_NK.ndim != 2 or x_MK.shape[1] != weight_NK.shape[1]:
         raise InvalidRequestError(
             f"fused_linear takes x [M, K] and a weight [N, K], got {list(x_MK.shape)} and "

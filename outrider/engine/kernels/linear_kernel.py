@@ -64,6 +64,83 @@ def _finish(
         tl.store(scaled + at_out, (values * scale[None, :]).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _load_places(
+    table,
+    write_slots,
+    tile,
+    M,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Cos and sin of one tile's pairs, float32 [BLOCK_M, ROWS / 2] (see `rotary.rotary_table`), and
+    the pool slots of its rows; -1 for queries."""
+    head = tile * ROWS // DIM
+    m = tl.arange(0, BLOCK_M)
+    # Written so that the compiler sees what the start is a multiple of, and loads wide.
+    pair = tile % (DIM // ROWS) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    at = table + m[:, None] * DIM + pair[None, :]
+    turns = (m < tl.where(head < QUERY_HEADS + KV_HEADS, M, 0))[:, None]
+    cos = tl.load(at, mask=turns, other=1.0)
+    sin = tl.load(at + DIM // 2, mask=turns, other=0.0)
+    kept = m < tl.where(head < QUERY_HEADS, 0, M)
+    slot = tl.load(write_slots + m, mask=kept, other=-1)
+    return cos, sin, slot
+
+
+@triton.jit
+def _finish_rotary(
+    product,
+    cos,
+    sin,
+    slot,
+    tile,
+    bias,
+    out,
+    keys,
+    values,
+    M,
+    keys_stride,
+    values_stride,
+    HAS_BIAS: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Bias and rotation of one tile of a head, and its store: queries to `out`, keys and values to
+    the cache."""
+    start = tile * ROWS
+    lane = tl.arange(0, ROWS)
+    if HAS_BIAS:
+        product += tl.load(bias + start + lane).to(tl.float32)[None, :]
+    head = start // DIM
+    first, second = tl.split(tl.reshape(product, (BLOCK_M, ROWS // 2, 2)))
+    # The value heads keep their bits. Chosen within the pairs: a branch, or a choice after the
+    # join, would hold the product in the layout it came in, for more exchanges between threads.
+    turns = head < QUERY_HEADS + KV_HEADS
+    turned_first = tl.where(turns, first * cos - second * sin, first)
+    turned_second = tl.where(turns, first * sin + second * cos, second)
+    result = tl.reshape(tl.join(turned_first, turned_second), (BLOCK_M, ROWS))
+    result = result.to(out.dtype.element_ty)
+    if head < QUERY_HEADS:
+        m = tl.arange(0, BLOCK_M)
+        at_query = m[:, None] * (QUERY_HEADS * DIM) + (start + lane)[None, :]
+        tl.store(out + at_query, result, mask=(m < M)[:, None])
+    else:
+        at_slot = slot[:, None] * DIM + (tile % (DIM // ROWS) * ROWS + lane)[None, :]
+        kv_head = (head - QUERY_HEADS).to(tl.int64)
+        if kv_head < KV_HEADS:
+            tl.store(keys + kv_head * keys_stride + at_slot, result, mask=(slot >= 0)[:, None])
+        else:
+            plain = values + (kv_head - KV_HEADS) * values_stride
+            tl.store(plain + at_slot, result, mask=(slot >= 0)[:, None])
+
+
 @triton.jit(do_not_specialize=["M"])
 def skinny_kernel(
     x,
@@ -77,6 +154,10 @@ def skinny_kernel(
     next_norm,
     scaled,
     squares,
+    table,
+    write_slots,
+    keys,
+    values,
     M,
     C,
     K,
@@ -84,12 +165,18 @@ def skinny_kernel(
     x_stride,
     weight_stride,
     residual_stride,
+    keys_stride,
+    values_stride,
     eps,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     NORM_IN: tl.constexpr,
     NORM_OUT: tl.constexpr,
+    ROTARY: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
@@ -104,6 +191,7 @@ def skinny_kernel(
     A gated tile reads its gate rows and, C rows further down, its up rows as one tile of weight.
     Of the programs that share a tile the last to arrive adds the parts, in their order. NORM_IN: x
     comes scaled by its norm's weight, and `x_squares` says what its product must be divided by.
+    ROTARY: the columns are heads of DIM, and a tile lies within one of them.
     """
     BLOCK_N: tl.constexpr = ROWS // 2 if GATED else ROWS
     tile = tl.program_id(0)
@@ -125,6 +213,10 @@ def skinny_kernel(
         at_square = block[:, None] * M + m[None, :]
         in_row = (block < parts)[:, None] & (m < M)[None, :]
         row_squares = tl.load(x_squares + at_square, mask=in_row, other=0.0)
+    if ROTARY:
+        cos, sin, slot = _load_places(
+            table, write_slots, tile, M, QUERY_HEADS, KV_HEADS, DIM, BLOCK_M, ROWS
+        )
     if SWAP:
         product = tl.zeros((ROWS, BLOCK_M), dtype=tl.float32)
     else:
@@ -165,22 +257,44 @@ def skinny_kernel(
     if last:
         if NORM_IN:
             product *= tl.rsqrt(tl.sum(row_squares, axis=0) / K + eps)[:, None]
-        _finish(
-            product,
-            tile,
-            bias,
-            residual,
-            out,
-            next_norm,
-            scaled,
-            squares,
-            M,
-            C,
-            residual_stride,
-            HAS_BIAS,
-            HAS_RESIDUAL,
-            GATED,
-            NORM_OUT,
-            BLOCK_M,
-            ROWS,
-        )
+        if ROTARY:
+            _finish_rotary(
+                product,
+                cos,
+                sin,
+                slot,
+                tile,
+                bias,
+                out,
+                keys,
+                values,
+                M,
+                keys_stride,
+                values_stride,
+                HAS_BIAS,
+                QUERY_HEADS,
+                KV_HEADS,
+                DIM,
+                BLOCK_M,
+                ROWS,
+            )
+        else:
+            _finish(
+                product,
+                tile,
+                bias,
+                residual,
+                out,
+                next_norm,
+                scaled,
+                squares,
+                M,
+                C,
+                residual_stride,
+                HAS_BIAS,
+                HAS_RESIDUAL,
+                GATED,
+                NORM_OUT,
+                BLOCK_M,
+                ROWS,
+            )

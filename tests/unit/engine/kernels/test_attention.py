@@ -19,7 +19,6 @@ from outrider.engine.kernels.attention import (
 from outrider.engine.kernels.attention_config import (
     AttentionConfig,
     choose_config,
-    joined_rows,
     num_splits,
 )
 from outrider.engine.kernels.layout import tree_layout
@@ -51,11 +50,12 @@ def _case(
     dtype: torch.dtype = torch.float32,
     tree: bool = True,
     window: int | None = None,
+    blocks: int = WIDTH,
     seed: int = 0,
 ) -> Case:
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     batch = len(contexts)
-    paging = scattered(rng, batch, WIDTH, BLOCK)
+    paging = scattered(rng, batch, blocks, BLOCK)
     context = torch.tensor(contexts, dtype=torch.int32)
     parents = [random_parents(rng, num_nodes - 1, padded=b % num_nodes) for b in range(batch)]
     layout = tree_layout(
@@ -77,7 +77,7 @@ def _case(
         "block_tokens": BLOCK,
         "positions": layout.positions,
         "window": window,
-        "max_len": WIDTH * BLOCK,
+        "max_len": blocks * BLOCK,
     }
     return Case(qkv[:, :heads], cache[0], cache[1], keywords, paging)
 
@@ -184,22 +184,48 @@ def test_a_row_that_sees_nothing_gives_zeros() -> None:
         _assert_right(got, case)
 
 
-@pytest.mark.parametrize(("splits", "joined"), [(2, 8), (3, 8), (7, 4)])
-def test_parts_of_many_rows_are_joined_several_at_a_time(splits: int, joined: int) -> None:
-    nodes, heads = 17, 31
-    rows = 2 * nodes * heads
-    # The last program has fewer rows than it could take.
-    assert joined_rows(rows, splits) == joined and rows % joined
-    # With no context a row that masks itself sees nothing; seven parts leave some of them empty.
-    case = _case(contexts=(0, 21), num_nodes=nodes, heads=heads, kv_heads=1, dim=4)
-    mask = case.keywords["mask"].clone()
-    mask[0, 3] = 0
-    case.keywords["mask"] = mask
+SHAPES: dict[str, dict[str, Any]] = {
+    "one": {"num_nodes": 1, "tree": False},
+    "chain": {"tree": False},
+    "tree": {},
+    "window": {"window": 4},
+    "chain with a window": {"window": 20, "tree": False},
+    "several tiles": {"heads": 6, "kv_heads": 2, "num_nodes": 11},
+    "a tile that is not full": {"heads": 6, "kv_heads": 2, "num_nodes": 3, "dim": 24},
+}
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 9])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_parts_of_every_length_are_joined(shape: dict[str, Any], splits: int) -> None:
+    """Six steps, two and one: among five or nine parts are some that have nothing to do."""
+    case = _case(contexts=(85, 20, 0), blocks=24, **shape)
     arguments = (case.q, case.keys, case.values)
-    got = tree_attention_triton(*arguments, **case.keywords, config=_config(splits, rows=128))
-    expected = tree_attention_torch(*arguments, **case.keywords)
-    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
+    got = tree_attention_triton(*arguments, **case.keywords, config=_config(splits))
     _assert_right(got, case)
+    again = tree_attention_triton(*arguments, **case.keywords, config=_config(splits))
+    assert torch.equal(again, got)
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("width", [1, 31, 63, 64, 65, 90, 128, 135])
+def test_masks_of_every_width(width: int, splits: int) -> None:
+    case = _case(num_nodes=3, contexts=(20, 0, 41), blocks=42)
+    generator = torch.Generator().manual_seed(width)
+    # Whatever is not 0 is seen.
+    mask = torch.randint(0, 4, (3, 3, width), generator=generator) * 85
+    case.keywords["mask"] = mask.to(torch.uint8)
+    case.keywords["mask"][:, 1, -1] = 1
+    _both(case, _config(splits))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_window_that_hides_all_that_is_left_gives_zeros(splits: int) -> None:
+    case = _case(contexts=(48,), num_nodes=2, tree=False, window=1, blocks=12)
+    got = tree_attention_triton(
+        case.q, case.keys, case.values, **case.keywords, config=_config(splits)
+    )
+    assert torch.equal(got, torch.zeros_like(got))
 
 
 def test_slots_past_the_table_are_not_seen() -> None:
@@ -220,14 +246,20 @@ def test_default_launch_parameters_and_dispatch() -> None:
     assert torch.equal(got, tree_attention_torch(*arguments, **case.keywords))
 
 
-def test_what_is_past_the_end_never_matters() -> None:
-    case = _case(contexts=(21, 0, 6))
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("width", [None, 5, 70])
+def test_what_is_past_the_end_never_matters(width: int | None, splits: int) -> None:
+    case = _case(contexts=(21, 0, 6), tree=width is not None, blocks=26)
+    if width == 70:
+        case.keywords["mask"] = torch.ones((3, 5, 70), dtype=torch.uint8).tril(60)
     arguments = (case.q, case.keys, case.values)
-    before = tree_attention_triton(*arguments, **case.keywords, config=_config(2))
+    before = tree_attention_triton(*arguments, **case.keywords, config=_config(splits))
     for b, context in enumerate((21, 0, 6)):
-        unused = case.paging.pool_slots(b, BLOCK)[context + 5 :]
+        unused = case.paging.pool_slots(b, BLOCK)[context + (width or 5) :]
         case.keys[:, unused] = torch.nan
         case.values[:, unused] = torch.nan
+    after = tree_attention_triton(*arguments, **case.keywords, config=_config(splits))
+    assert torch.equal(after, before)
     for attention in (tree_attention_torch, tree_attention_triton):
         got = attention(*arguments, **case.keywords)
         torch.testing.assert_close(got, before, atol=2e-6, rtol=2e-6)
@@ -293,6 +325,26 @@ def test_splits_fill_the_device_and_no_part_is_shorter_than_a_step(
     assert 2 * splits * batch * 8 > 264 or 2 * splits > steps or splits == 64
 
 
+def _llama(batch: int, num_nodes: int, max_len: int) -> AttentionConfig:
+    return choose_config(
+        batch=batch,
+        num_nodes=num_nodes,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        itemsize=2,
+        max_len=max_len,
+    )
+
+
+def test_a_large_tree_takes_as_many_parts_as_fill_the_device() -> None:
+    assert _llama(1, 64, 640).splits == 5
+    # No part is shorter than a step of 64 slots.
+    assert _llama(1, 64, 200).splits == 4
+    # One tile a head, and several sessions: a power of two.
+    assert [_llama(batch, 4, 8192).splits for batch in (1, 3, 5, 8)] == [33, 4, 4, 2]
+
+
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("head_dim", [6, 64, 80, 256])
 @pytest.mark.parametrize("num_nodes", [1, 8, 65])
@@ -324,5 +376,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         tree_attention(*arguments, **(case.keywords | {"num_nodes": 4}))
     with pytest.raises(InvalidRequestError, match="mask"):
         tree_attention(*arguments, **(case.keywords | {"mask": case.keywords["mask"][:2]}))
+    far = torch.empty_strided(case.q.shape, (2**28, 16, 1), device="meta")
+    with pytest.raises(InvalidRequestError, match="fewer than 2"):
+        tree_attention(far, *arguments[1:], **case.keywords)
     with pytest.raises(InvalidRequestError, match="window"):
         tree_attention(*arguments, **(case.keywords | {"window": 3, "positions": None}))

@@ -1,0 +1,144 @@
+"""Launch of the weight-streaming kernel, and the workspace of products whose K is split.
+
+M rows of x, N rows of the weight, K features, C output columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.engine.kernels.linear_configs import MAX_TILES, WORKSPACE_FLOATS, LinearConfig
+from outrider.engine.kernels.linear_kernel import skinny_kernel
+from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
+from outrider.errors import InternalError
+
+_workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+
+class NormIn(NamedTuple):
+    """What completes the norm of an x that its weight has multiplied already."""
+
+    squares: Tensor
+    """float32 [P, M]: sums of squares over P parts of each row."""
+    eps: float
+
+
+class NormOut(NamedTuple):
+    """The norm of the result, and where its first half goes."""
+
+    weight: Tensor
+    """[C]."""
+    scaled: Tensor
+    """[M, C]: result * weight."""
+    squares: Tensor
+    """float32 [tiles, M]."""
+
+
+class RotaryOut(NamedTuple):
+    """Heads in the weight's rows: query heads, then those of the cache; see `rotary.rotary_write`.
+
+    A tile of columns must lie within one head. `out` takes the query heads only.
+    """
+
+    table: Tensor
+    """float32 [M, 2, d/2]."""
+    write_slots: Tensor
+    """int64 [M]."""
+    keys: Tensor
+    """[G, S, d], each head contiguous."""
+    values: Tensor
+    num_heads: int
+
+
+def launch_skinny(
+    config: LinearConfig,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    norm_in: NormIn | None,
+    norm_out: NormOut | None,
+    rotary: RotaryOut | None,
+) -> None:
+    """Launch `skinny_kernel`; `rotary` goes with neither of residual, gated and norm_out.
+
+    out [M, C], the query heads [M, Q * d] with `rotary`. x, weight and residual are contiguous
+    along their columns.
+    """
+    num_rows, k = x_MK.shape
+    columns = weight_NK.shape[0] // 2 if gated else weight_NK.shape[0]
+    tiles = cdiv(columns, config.block_n)
+    # Arguments that a variant does not read still need a tensor.
+    workspace, counters = out, out
+    if config.split_k > 1:
+        workspace, counters = _workspace(out.device, config, tiles, gated)
+    parts = 1 if norm_in is None else norm_in.squares.shape[0]
+    kernel: Any = skinny_kernel
+    kernel[(tiles, config.split_k)](
+        x_MK,
+        weight_NK,
+        out if bias is None else bias,
+        out if residual is None else residual,
+        out,
+        workspace,
+        counters,
+        out if norm_in is None else norm_in.squares,
+        *((out, out, out) if norm_out is None else norm_out),
+        *((out, out, out, out) if rotary is None else rotary[:4]),
+        num_rows,
+        columns,
+        k,
+        parts,
+        x_MK.stride(0),
+        weight_NK.stride(0),
+        0 if residual is None else residual.stride(0),
+        0 if rotary is None else rotary.keys.stride(0),
+        0 if rotary is None else rotary.values.stride(0),
+        0.0 if norm_in is None else norm_in.eps,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        GATED=gated,
+        NORM_IN=norm_in is not None,
+        NORM_OUT=norm_out is not None,
+        ROTARY=rotary is not None,
+        QUERY_HEADS=0 if rotary is None else rotary.num_heads,
+        KV_HEADS=0 if rotary is None else rotary.keys.shape[0],
+        DIM=1 if rotary is None else rotary.keys.shape[2],
+        BLOCK_PARTS=next_power_of_2(parts),
+        BLOCK_M=config.block_m,
+        ROWS=config.tile_rows(gated),
+        BLOCK_K=config.block_k,
+        SPLIT_K=config.split_k,
+        EVEN_K=k % config.block_k == 0,
+        SWAP=config.swap,
+        INTERPRETED=INTERPRETED,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _workspace(
+    device: torch.device, config: LinearConfig, tiles: int, gated: bool
+) -> tuple[Tensor, Tensor]:
+    """Partial results and zeroed arrival counters: one pair a device, never moved or freed.
+
+    Captured graphs keep their addresses, so the size is fixed.
+    """
+    if config.workspace_floats(tiles, gated) > WORKSPACE_FLOATS or tiles > MAX_TILES:
+        raise InternalError(f"{config} over {tiles} tiles needs more workspace than there is")
+    pair = _workspaces.get(device)
+    if pair is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InternalError("run a product once before a graph is captured: see fused_linear")
+        pair = (
+            torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device),
+            torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
+        )
+        _workspaces[device] = pair
+    return pair
