@@ -40,19 +40,21 @@ def tree_attention(
     """Attention of each token row over its session's context and the slots after it.
 
     Row (b, j), token row b * N + j, sees every slot below context[b], and slot context[b] + w
-    where mask[b, j, w] is not 0. The W slots must hold finite values, also where they are masked;
-    a row that sees nothing gives zeros. Slots past the table's end are not seen.
+    where mask[b, j, w] is not 0. The W slots, and with a window the whole context, must hold finite
+    values, also where they are masked or hidden; a row that sees nothing gives zeros. Slots past
+    the table's end are not seen.
 
-    q [M, Q, d]: rows may be strided. keys, values [G, S, d] in q's dtype, each head contiguous.
+    q [M, Q, d], each row contiguous. keys, values [G, S, d] in q's dtype, each head contiguous.
     tables int32 [X, T], slots int32 [B], context int32 [B]. mask uint8 [B, N, W], or None for
     W = N and w <= j. positions int32 [M], needed with a window only, which needs W = N: it hides
     slots whose position is at most positions[row] - window; slots of the context are at their own
     index, slot context + w at the position of row w, never below context. scale: of the scores,
     1 / sqrt(d) if None. max_len: no row has more than max_len = context + W slots.
     Products take the cache's dtype, sums are float32. Returns [M, Q * d] in q's dtype, a new
-    tensor. Raises InvalidRequestError for shapes that do not fit together.
+    tensor. Raises InvalidRequestError for shapes or strides that do not fit, and for queries, masks
+    or heads of the cache that span 2^31 elements.
     """
-    _check(q, keys, slots, mask, positions, num_nodes, window)
+    _check(q, keys, values, slots, mask, positions, num_nodes, window)
     launch = tree_attention_triton if q.is_cuda else tree_attention_torch
     return launch(
         q,
@@ -75,6 +77,7 @@ def tree_attention(
 def _check(
     q: Tensor,
     keys: Tensor,
+    values: Tensor,
     slots: Tensor,
     mask: Tensor | None,
     positions: Tensor | None,
@@ -87,11 +90,18 @@ def _check(
             f"queries {tuple(q.shape)} do not fit {batch} x {num_nodes} nodes and a cache of "
             f"{tuple(keys.shape)}"
         )
-    if keys.shape[1] * keys.shape[2] >= 2**31:
+    dim = keys.shape[2]
+    if values.shape != keys.shape or any(x.stride()[1:] != (dim, 1) for x in (q, keys, values)):
+        raise InvalidRequestError(
+            "keys and values must agree; their heads and rows of q contiguous"
+        )
+    if keys.shape[1] * dim >= 2**31:
         raise InvalidRequestError("a head of the cache must have fewer than 2^31 elements")
     if q.shape[0] * q.stride(0) >= 2**31 or (mask is not None and mask.numel() >= 2**31):
         raise InvalidRequestError("queries and mask must span fewer than 2^31 elements")
-    if mask is not None and mask.shape[:2] != (batch, num_nodes):
+    if mask is not None and (
+        mask.ndim != 3 or mask.shape[:2] != (batch, num_nodes) or not mask.shape[2]
+    ):
         raise InvalidRequestError(f"mask {tuple(mask.shape)} for {batch} x {num_nodes} nodes")
     if window is None:
         return

@@ -9,6 +9,8 @@ from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 _SM_COUNT = 132
 """Multiprocessors to fill: an H100's or H200's."""
 _MAX_SPLITS = 64
+_ANY_SPLITS = 32
+"""Up to so many parts need not be a power of two."""
 _STEP_BYTES = 16384
 """Most bytes of keys that one step of a program reads."""
 
@@ -32,7 +34,8 @@ class _Tuned(NamedTuple):
     several: bool
     """Only for shapes of several row tiles a key/value head."""
     rounded: bool
-    """Whether the number of parts is a power of two: more even where each has several steps."""
+    """Whether the number of parts is always a power of two: more even where each has several
+    steps."""
     block_slots: int
     programs_per_sm: int
     """How many programs the splits should make, in all, over the multiprocessors."""
@@ -93,12 +96,12 @@ def num_splits(
 ) -> int:
     """Parts to cut up to `max_len` slots into: about enough programs to fill the device.
 
-    tiles: tiles of query rows per key/value head. At most one part per step; rounded: down to a
-    power of two.
+    tiles: tiles of query rows per key/value head. At most one part per step. A power of two where
+    `rounded` or where there are many: the parts are joined in a power of two of places.
     """
     wanted = cdiv(_SM_COUNT * programs_per_sm, batch * kv_heads * tiles)
     splits = max(min(wanted, cdiv(max_len, block_slots), _MAX_SPLITS), 1)
-    return 1 << (splits.bit_length() - 1) if rounded else splits
+    return 1 << (splits.bit_length() - 1) if rounded or splits > _ANY_SPLITS else splits
 
 
 def joined_rows(num_rows: int, splits: int) -> int:

@@ -124,14 +124,15 @@ def attention_kernel(
         weights, top, norm, decay = _softmax_step(scores, top, norm)
         acc = dot(weights.to(v.dtype), v, acc * decay[:, None], INTERPRETED)
 
-    divisor = tl.where(norm > 0, norm, 1.0)
+    # Asked so that a NaN stays one.
+    divisor = tl.where(norm == 0, 1.0, norm)
     acc = acc * (1.0 / divisor)[:, None]
     out_row = (row.to(tl.int64) * (KV_HEADS * GROUP) + head) * splits + split
     out_ptrs = out_ptr + (out_row * DIM)[:, None] + dims[None, :]
     if SINGLE:
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=used)
     else:
-        stats = tl.where(norm > 0, top + tl.log2(divisor), float("-inf"))
+        stats = tl.where(norm == 0, float("-inf"), top + tl.log2(divisor))
         tl.store(stats_ptr + out_row, stats, mask=exists)
         if low < high:
             tl.store(out_ptrs, acc, mask=used)
@@ -168,7 +169,7 @@ def _seen(
     else:
         there = exists[:, None] & drafted[None, :]
         seen = tl.load(mask_rows[:, None] + after[None, :], mask=there, other=0) != 0
-        seen = seen | (after < 0)[None, :]
+        seen = (seen | (after < 0)[None, :]) & (slot < total)[None, :]
     if WINDOW > 0:
         place = tl.load(positions + after, mask=drafted, other=0)
         place = tl.where(after < 0, slot, place)
@@ -223,13 +224,13 @@ def combine_kernel(
     present = (row < num_rows)[:, None] & (split < splits)[None, :]
     stats = tl.load(stats_ptr + part, mask=present, other=float("-inf"))
     # An empty part wrote no sums: what its place holds must not be read.
-    filled = stats > float("-inf")
+    filled = stats != float("-inf")
     weights = tl.exp2(stats - tl.max(tl.where(filled, stats, -1e30), axis=1)[:, None])
     inside = (dims < DIM)[None, None, :]
     ptrs = partial_ptr + part[:, :, None] * DIM + dims[None, None, :]
     parts = tl.load(ptrs, mask=filled[:, :, None] & inside, other=0.0)
     norm = tl.sum(weights, axis=1)
-    out = tl.sum(parts * weights[:, :, None], axis=1) / tl.where(norm > 0, norm, 1.0)[:, None]
+    out = tl.sum(parts * weights[:, :, None], axis=1) / tl.where(norm == 0, 1.0, norm)[:, None]
     ptrs = out_ptr + row[:, None] * DIM + dims[None, :]
     inside = (row < num_rows)[:, None] & (dims < DIM)[None, :]
     tl.store(ptrs, out.to(out_ptr.dtype.element_ty), mask=inside)

@@ -6,7 +6,7 @@ that speed and does what follows beside it. With more rows cuBLAS is ahead, betw
 
 A norm between two products is split around them (`HalfNormed`): the first one multiplies by the
 norm's weight and sums squares, the second one divides. So it costs no kernel of its own, and no
-program of the second product does it over.
+program of the second product does it over; with more rows than SPLIT_NORM_ROWS it is a kernel.
 """
 
 from __future__ import annotations
@@ -231,12 +231,13 @@ def fused_linear_triton(
     """`fused_linear` by the weight-streaming kernel; M <= SKINNY_ROWS.
 
     The order of every sum is fixed by `config` (None: `choose_config`), so results repeat.
-    rotary: rotate and keep the result by heads; returns the query heads [M, Q * d].
+    norm_out: where the first half of a norm of the result goes. rotary: rotate and keep the result
+    by heads; returns the query heads [M, Q * d].
 
     Raises:
         InvalidRequestError: more rows than SKINNY_ROWS or than the config's tile.
         InternalError: the device's workspace would be made under graph capture, or is too small
-            for `config`.
+            for `config`, or `rotary` comes with what follows other products.
     """
     x = x_MK.scaled if isinstance(x_MK, HalfNormed) else x_MK
     config = config or product_config(x, weight_NK, gated=gated)

@@ -50,6 +50,7 @@ class RotaryOut(NamedTuple):
     keys: Tensor
     """[G, S, d], each head contiguous."""
     values: Tensor
+    """As keys."""
     num_heads: int
 
 
@@ -66,11 +67,14 @@ def launch_skinny(
     norm_out: NormOut | None,
     rotary: RotaryOut | None,
 ) -> None:
-    """Launch `skinny_kernel`; `rotary` goes with neither of residual, gated and norm_out.
+    """Launch `skinny_kernel`.
 
     out [M, C], the query heads [M, Q * d] with `rotary`. x, weight and residual are contiguous
-    along their columns.
+    along their columns. Raises InternalError for `rotary` with a residual, `gated` or `norm_out`,
+    and for a workspace that is too small or would be made under graph capture.
     """
+    if rotary is not None and (residual is not None or gated or norm_out is not None):
+        raise InternalError("a rotated product takes no residual, gate or norm after it")
     num_rows, k = x_MK.shape
     columns = weight_NK.shape[0] // 2 if gated else weight_NK.shape[0]
     tiles = cdiv(columns, config.block_n)
@@ -90,7 +94,10 @@ def launch_skinny(
         counters,
         out if norm_in is None else norm_in.squares,
         *((out, out, out) if norm_out is None else norm_out),
-        *((out, out, out, out) if rotary is None else rotary[:4]),
+        out if rotary is None else rotary.table,
+        out if rotary is None else rotary.write_slots,
+        out if rotary is None else rotary.keys,
+        out if rotary is None else rotary.values,
         num_rows,
         columns,
         k,

@@ -43,17 +43,16 @@ def rotary_qkv(
 ) -> Tensor:
     """`linear.fused_linear`, then `rotary.rotary_write` of its heads.
 
-    One step where pairs are neighbours and heads are not normed: then the float32 product is
-    rotated and rounded to x's dtype once; values have the bits that `fused_linear` gives them. On
-    CUDA two steps, which round the product before the rotation as well, take the rest: other pairs,
-    norms, more than SKINNY_ROWS rows, head sizes that are no whole number of the product's tiles,
-    a cache in another dtype.
+    One step where pairs are neighbours, heads are not normed and the cache has x's dtype: then the
+    float32 product is rotated and rounded once; values have the bits that `fused_linear` gives
+    them. Two steps, which round the product before the rotation as well, take the rest; on CUDA
+    also more than SKINNY_ROWS rows and head sizes that are no whole number of the product's tiles.
 
     Args:
         x: [M, K] in the weight's dtype, or a norm to be completed.
         weight_NK: [(Q + 2G) * d, K]: rows of Q = num_heads query heads, of keys, of values.
-        table: float32 [M, 2, d/2]: `rotary.rotary_table` of the rows.
-        write_slots: int64 [M]: pool slots; a row with -1 leaves nothing in the cache.
+        table: float32 [M, 2, d/2], contiguous: `rotary.rotary_table` of the rows.
+        write_slots: int64 [M], contiguous: pool slots; a row with -1 leaves nothing in the cache.
         keys: [G, S, d], each head contiguous.
         values: as keys.
         interleaved: see `rotary`.
@@ -64,17 +63,18 @@ def rotary_qkv(
         The rotated queries [M, Q, d] in x's dtype, a new tensor whose rows may be strided.
 
     Raises:
-        InvalidRequestError: shapes or dtypes do not fit together.
+        InvalidRequestError: shapes, dtypes or strides do not fit.
+        InternalError: see `linear.fused_linear_triton`.
     """
     plain = x.scaled if isinstance(x, HalfNormed) else x
     check_product(plain, weight_NK, bias, None, gated=False)
     _check(plain, weight_NK, table, write_slots, keys, values, num_heads)
-    if interleaved and qk_norms is None:
+    if interleaved and qk_norms is None and plain.dtype == keys.dtype == values.dtype:
         if not plain.is_cuda and isinstance(x, Tensor):
             return rotary_qkv_torch(
                 x, weight_NK, table, write_slots, keys, values, num_heads=num_heads, bias=bias
             )
-        if _fits(plain, weight_NK, keys, values):
+        if _fits(plain, weight_NK, keys):
             return rotary_qkv_triton(
                 x, weight_NK, table, write_slots, keys, values, num_heads=num_heads, bias=bias
             )
@@ -103,7 +103,7 @@ def rotary_qkv_torch(
     num_heads: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """What `rotary_qkv` computes for neighbouring pairs without norms, by torch operators."""
+    """What `rotary_qkv` computes in one step, by torch operators."""
     wide = torch.promote_types(x.dtype, torch.float32)
     qkv = fused_linear_torch(x, weight_NK, bias=bias, out_dtype=wide)
     query = rotary_write_torch(
@@ -130,11 +130,12 @@ def rotary_qkv_triton(
     bias: Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> Tensor:
-    """`rotary_qkv` for neighbouring pairs without norms in one kernel; M <= SKINNY_ROWS.
+    """`rotary_qkv` in one step and one kernel; M <= SKINNY_ROWS.
 
     Raises:
         InvalidRequestError: more rows than the kernel takes, or heads that are no whole number of
             the config's tiles.
+        InternalError: see `linear.fused_linear_triton`.
     """
     plain = x.scaled if isinstance(x, HalfNormed) else x
     config = config or product_config(plain, weight_NK)
@@ -146,12 +147,11 @@ def rotary_qkv_triton(
     return query.view(query.shape[0], num_heads, dim)
 
 
-def _fits(x: Tensor, weight: Tensor, keys: Tensor, values: Tensor) -> bool:
+def _fits(x: Tensor, weight: Tensor, keys: Tensor) -> bool:
     """Whether the kernel takes the rotation."""
     return (
         x.shape[0] <= SKINNY_ROWS
         and x.dtype in KERNEL_DTYPES
-        and x.dtype == keys.dtype == values.dtype
         and keys.shape[2] % product_config(x, weight).block_n == 0
     )
 
@@ -172,14 +172,19 @@ def _check(
             f"{list(values.shape)}"
         )
     num_kv_heads, _, dim = keys.shape
+    if any(cache.stride()[1:] != (dim, 1) for cache in (keys, values)):
+        raise InvalidRequestError("each head of keys and values must be contiguous")
     if weight.shape[0] != (num_heads + 2 * num_kv_heads) * dim:
         raise InvalidRequestError(
             f"{weight.shape[0]} weight rows are not {num_heads} query heads and the key/value "
             f"heads of a cache {list(keys.shape)}"
         )
-    for name, tensor, shape in (
-        ("table", table, (num_rows, 2, dim // 2)),
-        ("write_slots", write_slots, (num_rows,)),
+    for name, tensor, shape, dtype in (
+        ("table", table, (num_rows, 2, dim // 2), torch.float32),
+        ("write_slots", write_slots, (num_rows,), torch.int64),
     ):
-        if tensor.shape != shape:
-            raise InvalidRequestError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise InvalidRequestError(
+                f"{name} must be {dtype} {list(shape)} and contiguous, got {tensor.dtype} "
+                f"{list(tensor.shape)} with strides {tensor.stride()}"
+            )

@@ -232,6 +232,37 @@ def test_slots_past_the_table_are_not_seen() -> None:
     _both(_case(contexts=(WIDTH * BLOCK - 2,), num_nodes=4, tree=False), _config(2))
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("width", [None, 5, 70, 140])
+def test_a_context_past_the_table_ends_with_the_table(width: int | None, splits: int) -> None:
+    case = _case(contexts=(WIDTH * BLOCK - 2,), tree=width is not None)
+    # Laid out for a context that fits; the table is the same.
+    case.keywords["context"] += 8
+    if width is not None:
+        case.keywords["mask"] = torch.ones((1, 5, width), dtype=torch.uint8)
+    arguments = (case.q, case.keys, case.values)
+    got = tree_attention_triton(*arguments, **case.keywords, config=_config(splits))
+    expected = tree_attention_torch(*arguments, **case.keywords)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("where", ["query", "key", "value", "infinite key"])
+def test_what_is_not_finite_is_not_hidden_by_parts(where: str, splits: int) -> None:
+    case = _case(contexts=(85,), blocks=24, num_nodes=2, tree=False)
+    slot = case.paging.pool_slots(0, BLOCK)[3]
+    if where == "query":
+        case.q[:] = torch.nan
+    elif where == "value":
+        case.values[:, slot] = torch.nan
+    else:
+        case.keys[:, slot] = torch.nan if where == "key" else torch.inf
+    for attention in (tree_attention_torch, tree_attention_triton):
+        got = attention(case.q, case.keys, case.values, **case.keywords, config=_config(splits))
+        assert bool(got.isnan().any(dim=1).all())
+
+
 def test_scale_of_the_scores() -> None:
     case = _case()
     case.keywords["scale"] = 0.7
@@ -342,7 +373,7 @@ def test_a_large_tree_takes_as_many_parts_as_fill_the_device() -> None:
     # No part is shorter than a step of 64 slots.
     assert _llama(1, 64, 200).splits == 4
     # One tile a head, and several sessions: a power of two.
-    assert [_llama(batch, 4, 8192).splits for batch in (1, 3, 5, 8)] == [33, 4, 4, 2]
+    assert [_llama(batch, 4, 8192).splits for batch in (1, 3, 5, 8)] == [32, 4, 4, 2]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -376,6 +407,17 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         tree_attention(*arguments, **(case.keywords | {"num_nodes": 4}))
     with pytest.raises(InvalidRequestError, match="mask"):
         tree_attention(*arguments, **(case.keywords | {"mask": case.keywords["mask"][:2]}))
+    for mask in (case.keywords["mask"][0], case.keywords["mask"][:, :, :0]):
+        with pytest.raises(InvalidRequestError, match="mask"):
+            tree_attention(*arguments, **(case.keywords | {"mask": mask}))
+    across = case.q.transpose(0, 1).contiguous().transpose(0, 1)
+    for wrong in (
+        (across, case.keys, case.values),
+        (case.q, case.keys, case.values[:, 1:]),
+        (case.q, case.keys.transpose(1, 2).contiguous().transpose(1, 2), case.values),
+    ):
+        with pytest.raises(InvalidRequestError, match="contiguous"):
+            tree_attention(*wrong, **case.keywords)
     far = torch.empty_strided(case.q.shape, (2**28, 16, 1), device="meta")
     with pytest.raises(InvalidRequestError, match="fewer than 2"):
         tree_attention(far, *arguments[1:], **case.keywords)

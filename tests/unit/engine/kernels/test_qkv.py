@@ -10,10 +10,11 @@ from torch import Tensor
 
 from outrider.engine.kernels.linear import HalfNormed, fused_linear, fused_linear_triton
 from outrider.engine.kernels.linear_configs import LinearConfig
+from outrider.engine.kernels.linear_launch import RotaryOut
 from outrider.engine.kernels.norm import rms_norm_torch
 from outrider.engine.kernels.qkv import rotary_qkv, rotary_qkv_torch, rotary_qkv_triton
 from outrider.engine.kernels.rotary import rotary_table, rotary_write
-from outrider.errors import InvalidRequestError
+from outrider.errors import InternalError, InvalidRequestError
 
 HEADS, KV_HEADS, SLOTS = 3, 2, 80
 EPS = 1e-3
@@ -213,6 +214,17 @@ def test_a_tile_wider_than_a_head_is_refused() -> None:
             _case(2, dim).run(rotary_qkv_triton, config=_config(2, block_n))
 
 
+def test_a_rotated_product_takes_nothing_after_it() -> None:
+    case = _case(2, 8)
+    rotary = RotaryOut(case.table, case.write_slots, *case.cache(), HEADS)
+    with pytest.raises(InternalError, match="no residual"):
+        fused_linear_triton(
+            case.x, case.weight, residual=torch.zeros(2, len(case.weight)), rotary=rotary
+        )
+    with pytest.raises(InternalError, match="gate"):
+        fused_linear_triton(case.x, case.weight, gated=True, rotary=rotary)
+
+
 def _bad_inputs() -> list[tuple[str, dict[str, Any]]]:
     cache = torch.zeros(2, KV_HEADS, SLOTS, 8)
     return [
@@ -226,7 +238,12 @@ def _bad_inputs() -> list[tuple[str, dict[str, Any]]]:
         ("even", {"keys": cache[0, ..., 1:], "values": cache[0, ..., 1:]}),
         ("table", {"table": torch.ones(3, 2, 8)}),
         ("table", {"table": torch.ones(2, 2, 4)}),
+        ("table", {"table": torch.ones(3, 2, 4, dtype=torch.bfloat16)}),
+        ("table", {"table": torch.ones(3, 4, 2).transpose(1, 2)}),
         ("write_slots", {"write_slots": torch.zeros(2, dtype=torch.int64)}),
+        ("write_slots", {"write_slots": torch.zeros(3, dtype=torch.int32)}),
+        ("write_slots", {"write_slots": torch.zeros(6, dtype=torch.int64)[::2]}),
+        ("contiguous", {"keys": cache[0].transpose(1, 2).contiguous().transpose(1, 2)}),
     ]
 
 
