@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, decided_by_host
+from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, warped_by_host
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.sessions import Session
 
@@ -82,7 +82,7 @@ class FakeRunner:
 
     def can_run_ahead(self, session: Session) -> bool:
         """Whether the device samples by itself."""
-        return not decided_by_host(session)
+        return not (session.banned_now or warped_by_host(session.spec.sampling))
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Verify) -> FakeFlight:
         """Compute the round from the device's own prefixes."""

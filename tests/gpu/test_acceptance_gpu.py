@@ -47,13 +47,6 @@ VOCABULARIES = (100, 8193, 10_000, 128_256, 151_936)
 Law = DeviceLaw | ChainLaw | None
 
 
-@pytest.fixture(scope="module", autouse=True)
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device("cuda", 0)
-
-
 def _params(count: int) -> list[SamplingParams]:
     return [
         SamplingParams(

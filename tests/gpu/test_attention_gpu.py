@@ -66,13 +66,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device("cuda", 0)
-
-
 class Case(NamedTuple):
     q: Tensor
     keys: Tensor

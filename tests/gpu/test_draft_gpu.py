@@ -40,13 +40,6 @@ pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return CUDA
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_eagle3_head(tmp_path_factory.mktemp("gpu-head"))

@@ -36,13 +36,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device("cuda", 0)
-
-
 def _case(
     name: str, m: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:

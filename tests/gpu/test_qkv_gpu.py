@@ -79,13 +79,6 @@ class Case(NamedTuple):
         return turned[:, : self.heads], cache[0], cache[1]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device("cuda", 0)
-
-
 def _case(
     m: int,
     dtype: torch.dtype,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import Rule, SamplingParams
@@ -20,10 +19,7 @@ from tests.unit.verifier.device_serving import (
 )
 from tests.unit.verifier.harness import CHAIN, TREE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CUDA = "cuda:0"
 ALL = SAMPLINGS | {
     str(rule): SamplingParams(temperature=1.0, seed=4, rule=rule)

@@ -12,10 +12,7 @@ from outrider.engine.device.slots import SessionSlots
 from outrider.engine.kvcache import KVPool
 from outrider.spec.sampling import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SESSIONS = 64
 BUSY_CYCLES = 500_000_000
 """Of the device's clock: some tenths of a second."""

@@ -32,7 +32,7 @@ from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_groups import Group, Seat, group_rows, own_drafts
 from outrider_verifier.device_prompts import PromptResult, run_prompts
-from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, decided_by_host, wire_array
+from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, wire_array
 from outrider_verifier.packing import PrefillRow, VerifyRow, accept_row
 from outrider_verifier.sessions import Session
 
@@ -185,7 +185,7 @@ class DeviceRoundEngine:
 
     def can_run_ahead(self, session: Session) -> bool:
         """Whether the device can go on with the session by itself."""
-        return not decided_by_host(session)
+        return not self._seats[session.ticket].decided_by_host(session)
 
     # ---- submitting ----------------------------------------------------------------------------
 

@@ -39,6 +39,10 @@ class Seat:
         sampling = session.spec.sampling
         return cls(slot, sampling.effective_rule in MATCHING, warped_by_host(sampling))
 
+    def decided_by_host(self, session: Session) -> bool:
+        """Whether the warper of the session's next round is beyond the device."""
+        return self.warped_by_host or bool(session.banned_now)
+
 
 @dataclass(slots=True, eq=False)
 class Group:
@@ -84,9 +88,8 @@ def group_rows(verify: Sequence[VerifyRow], seats: Sequence[Seat]) -> list[Group
 
 def judged_by_host(row: VerifyRow, seat: Seat) -> bool:
     """Whether the warper is beyond the device, or the row brings a law from outside."""
-    if seat.warped_by_host or row.session.banned_now:
-        return True
-    return row.draft is not None and row.draft.law is not None
+    brings_law = row.draft is not None and row.draft.law is not None
+    return brings_law or seat.decided_by_host(row.session)
 
 
 def own_drafts(rows: Sequence[VerifyRow], tokens: Tensor) -> list[Draft | None]:

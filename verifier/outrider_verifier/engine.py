@@ -127,7 +127,7 @@ class RoundRunner(Protocol):
 
     def can_run_ahead(self, session: Session) -> bool:
         """Whether the session's next round needs no decision that the host makes from its last
-        one; see `decided_by_host`."""
+        one; see `warped_by_host`."""
         ...
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
@@ -140,14 +140,10 @@ class RoundRunner(Protocol):
         ...
 
 
-def decided_by_host(session: Session) -> bool:
-    """Whether the warper of the session's next round depends on what was emitted, or is not one
-    of those that a device applies by itself: penalties, bans, truncation."""
-    return bool(session.banned_now) or warped_by_host(session.spec.sampling)
-
-
 def warped_by_host(sampling: SamplingParams) -> bool:
-    """As `decided_by_host`, of what stays the same in all rounds of a session."""
+    """Whether the warper of every round depends on what was emitted, or is not one of those that a
+    device applies by itself: penalties, bans, truncation. Bans that end (`Session.banned_now`) come
+    on top."""
     if needs_edits(sampling, EMPTY_HISTORY):
         return True
     return sampling.temperature > 0.0 and truncates(sampling)

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider_drafter.config import DrafterConfig
 from outrider_verifier.config import VerifierConfig
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from outrider_drafter.service import DrafterService
     from outrider_verifier.service import VerifierService
 
+ServiceT = TypeVar("ServiceT", "VerifierService", "DrafterService")
+
 LOST_GRACE_S = 1.0
 """Time in which a lost device's sessions can be told of it before their actor ends."""
 
@@ -32,17 +35,12 @@ async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierSe
     prepare(config.threads, config.log_level)
     from outrider_verifier.build import build_service
 
-    with AwakeCores.claim(config.awake_cores) as awake:
-        service = await asyncio.to_thread(build_service, config, awake)
-        tune_interpreter()
-        awake.adopt_thread()
+    async def end(service: VerifierService) -> None:
+        await service.stop()
+
+    async with _built(partial(build_service, config), end, config.awake_cores) as service:
         service.start()
-        watch = asyncio.create_task(end_when(service.lost))
-        try:
-            yield service
-        finally:
-            watch.cancel()
-            await service.stop()
+        yield service
 
 
 @asynccontextmanager
@@ -54,8 +52,24 @@ async def drafter_endpoint(
     from outrider_drafter.build import build_service
 
     dialer = RayDialer(ray_config)
-    with AwakeCores.claim(config.awake_cores) as awake:
-        service = await asyncio.to_thread(build_service, config, dialer, awake)
+
+    async def end(service: DrafterService) -> None:
+        await service.close()
+        await dialer.close()
+
+    async with _built(partial(build_service, config, dialer), end, config.awake_cores) as service:
+        yield service
+
+
+@asynccontextmanager
+async def _built(
+    build: Callable[[AwakeCores], ServiceT],
+    end: Callable[[ServiceT], Coroutine[Any, Any, None]],
+    awake_cores: int,
+) -> AsyncGenerator[ServiceT]:
+    """What `build` makes, until `end`, in a process tuned for it that ends with its device."""
+    with AwakeCores.claim(awake_cores) as awake:
+        service = await asyncio.to_thread(build, awake)
         tune_interpreter()
         awake.adopt_thread()
         watch = asyncio.create_task(end_when(service.lost))
@@ -63,8 +77,7 @@ async def drafter_endpoint(
             yield service
         finally:
             watch.cancel()
-            await service.close()
-            await dialer.close()
+            await end(service)
 
 
 async def end_when(lost: asyncio.Event) -> None:

@@ -31,55 +31,23 @@ class AttentionConfig(NamedTuple):
 class _Tuned(NamedTuple):
     max_tiles: int
     """Row tiles over all bucket rows and key/value heads that the entry is for, at most."""
-    several: bool
+    num_stages: int
+    several: bool = False
     """Only for shapes of several row tiles a key/value head."""
-    rounded: bool
+    rounded: bool = True
     """Whether the number of parts is always a power of two: more even where each has several
     steps."""
-    block_slots: int
-    programs_per_sm: int
+    programs_per_sm: int = 1
     """How many programs the splits should make, in all, over the multiprocessors."""
-    num_warps: int
-    num_stages: int
+    block_slots: int = 64
+    num_warps: int = 4
 
 
 _TUNED = (
-    _Tuned(
-        16,
-        several=False,
-        rounded=False,
-        block_slots=64,
-        programs_per_sm=2,
-        num_warps=4,
-        num_stages=2,
-    ),
-    _Tuned(
-        320,
-        several=True,
-        rounded=False,
-        block_slots=64,
-        programs_per_sm=1,
-        num_warps=4,
-        num_stages=2,
-    ),
-    _Tuned(
-        320,
-        several=False,
-        rounded=True,
-        block_slots=64,
-        programs_per_sm=1,
-        num_warps=4,
-        num_stages=3,
-    ),
-    _Tuned(
-        1 << 31,
-        several=False,
-        rounded=True,
-        block_slots=32,
-        programs_per_sm=1,
-        num_warps=2,
-        num_stages=3,
-    ),
+    _Tuned(16, num_stages=2, rounded=False, programs_per_sm=2),
+    _Tuned(320, num_stages=2, several=True, rounded=False),
+    _Tuned(320, num_stages=3),
+    _Tuned(1 << 31, num_stages=3, block_slots=32, num_warps=2),
 )
 """The first entry that fits a shape is taken."""
 

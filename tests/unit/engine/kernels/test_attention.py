@@ -18,8 +18,6 @@ from outrider.engine.kernels.attention import (
 )
 from outrider.engine.kernels.attention_config import (
     AttentionConfig,
-    choose_config,
-    num_splits,
 )
 from outrider.engine.kernels.layout import tree_layout
 from outrider.engine.kvcache import KVPool
@@ -343,61 +341,6 @@ def test_twin_is_the_attention_of_the_engine() -> None:
         max_len=context + nodes,
     )
     torch.testing.assert_close(got, expected.reshape(nodes, -1), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("batch", [1, 3, 64, 512])
-@pytest.mark.parametrize("max_len", [1, 520, 131_072])
-def test_splits_fill_the_device_and_no_part_is_shorter_than_a_step(
-    batch: int, max_len: int
-) -> None:
-    splits, steps = num_splits(batch, 8, 1, max_len, block_slots=64), -(-max_len // 64)
-    assert 1 <= splits <= steps and splits & (splits - 1) == 0
-    # Twice as many programs would be over 264, or too short, or more parts than are joined.
-    assert 2 * splits * batch * 8 > 264 or 2 * splits > steps or splits == 64
-
-
-def _llama(batch: int, num_nodes: int, max_len: int) -> AttentionConfig:
-    return choose_config(
-        batch=batch,
-        num_nodes=num_nodes,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        itemsize=2,
-        max_len=max_len,
-    )
-
-
-def test_a_large_tree_takes_as_many_parts_as_fill_the_device() -> None:
-    assert _llama(1, 64, 640).splits == 5
-    # No part is shorter than a step of 64 slots.
-    assert _llama(1, 64, 200).splits == 4
-    # One tile a head, and several sessions: a power of two.
-    assert [_llama(batch, 4, 8192).splits for batch in (1, 3, 5, 8)] == [32, 4, 4, 2]
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("head_dim", [6, 64, 80, 256])
-@pytest.mark.parametrize("num_nodes", [1, 8, 65])
-def test_launch_parameters_are_ones_the_kernel_can_take(
-    itemsize: int, head_dim: int, num_nodes: int
-) -> None:
-    for batch, max_len in ((1, 32), (1, 8192), (64, 600)):
-        config = choose_config(
-            batch=batch,
-            num_nodes=num_nodes,
-            num_heads=9,
-            num_kv_heads=3,
-            head_dim=head_dim,
-            itemsize=itemsize,
-            max_len=max_len,
-        )
-        for value in (config.block_rows, config.block_slots):
-            assert 16 <= value <= 128 and value & (value - 1) == 0
-        assert 1 <= config.splits <= 64
-        # Keys and values of a step in every stage fit the shared memory of a multiprocessor.
-        step = config.block_slots * max(head_dim, 16) * 2 * itemsize
-        assert step * config.num_stages < 200_000
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
