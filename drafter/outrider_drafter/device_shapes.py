@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from outrider.engine.warper import EMPTY_HISTORY, needs_edits, truncates
-from outrider.spec.plan import Plan
+from outrider.spec.plan import Plan, default_depth
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider_drafter.growth import default_depth
 from outrider_drafter.sessions import Session
 
 

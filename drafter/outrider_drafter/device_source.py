@@ -29,7 +29,7 @@ from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import SessionId
-from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
+from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan, default_depth
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
 from outrider_drafter.device_batch import (
@@ -42,7 +42,7 @@ from outrider_drafter.device_batch import (
 )
 from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
 from outrider_drafter.device_shapes import Shape, covers, shape_of
-from outrider_drafter.growth import Draft, default_depth
+from outrider_drafter.growth import Draft
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.sessions import Session, SessionKey
 from outrider_drafter.source import Drafted

@@ -22,7 +22,7 @@ from outrider.engine.acceptance import Acceptance, accept
 from outrider.engine.device.current import make_current
 from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.health import device_works
-from outrider.engine.device.own_head import OwnHead
+from outrider.engine.device.own_head import OwnHead, OwnShape
 from outrider.engine.device.recorder import Recorder
 from outrider.engine.device.rounds import DeviceRounds, Launched, RowInput
 from outrider.engine.device.shapes import (
@@ -113,8 +113,8 @@ class DeviceRoundEngine:
         recorder: Recorder | None = None,
     ) -> DeviceRoundEngine:
         """The engine of a loaded target; `head` drafts in this process (colocated, fused)."""
-        length = config.draft_length if head is not None else 0
-        slack = config.max_tree_nodes + 2 * (1 + length)
+        shape = OwnShape(config.draft_length if head is not None else 0, config.draft_topk)
+        slack = config.max_tree_nodes + shape.extra_slots
         pool = target.pool
         held = pool.free_blocks * pool.block_tokens
         longest = config.max_context_len or target.config.max_position_embeddings
@@ -128,7 +128,7 @@ class DeviceRoundEngine:
         )
         own_head = None
         if head is not None:
-            own_head = OwnHead(head, slots, pool, length=length, max_len=max_len)
+            own_head = OwnHead(head, slots, pool, shape=shape, max_len=max_len)
         rounds = DeviceRounds(
             target,
             slots,
@@ -164,13 +164,13 @@ class DeviceRoundEngine:
 
     @property
     def drafts_itself(self) -> int:
-        """Draft length of the head in this process."""
-        return 0 if self._own_head is None else self._own_head.length
+        """Drafts of a round of the head in this process."""
+        return 0 if self._own_head is None else self._own_head.shape.num_nodes
 
     @property
     def extra_slots(self) -> int:
-        """Two rounds may be under way when a session ends."""
-        return 2 * (1 + self.drafts_itself)
+        """See `OwnShape.extra_slots`."""
+        return (OwnShape(0) if self._own_head is None else self._own_head.shape).extra_slots
 
     @property
     def piece_tokens(self) -> int:
@@ -469,7 +469,7 @@ def _family(
         max_rows=config.max_sessions,
         # A head of this process drafts for all; drafters from outside may attach all the same.
         max_nodes=1 if own_head is not None else 1 + config.max_tree_nodes,
-        own_nodes=0 if own_head is None else 1 + own_head.length,
+        own_nodes=0 if own_head is None else 1 + own_head.shape.num_nodes,
         features=projection is not None,
         judges=not config.simulated_acceptance,
     )

@@ -62,10 +62,13 @@ class ShapeFamily:
     ) -> RoundShape:
         mixed = rows > 0 and pieces > 0
         drafts, nodes = self._drafted(drafts, nodes, mixed=mixed)
+        # Judging any rule costs next to nothing where all compare tokens; own laws do cost.
+        if judge is not Judge.HOST and drafts is not Drafts.OWN:
+            judge = self._judges[-1]
         if rows:
             rows = bucket(rows, MIXED_ROW_BUCKETS if mixed else ROW_BUCKETS)
         elif drafts is not Drafts.OWN:
-            nodes, drafts, judge = 1, Drafts.NONE, Judge.MATCH
+            nodes, drafts = 1, Drafts.NONE
         # Features are projected wherever sessions may keep them: it costs little, graphs are few.
         tapped = self._features and (features or pieces > 0 or drafts is not Drafts.NONE)
         return RoundShape(

@@ -1,10 +1,12 @@
 """A draft head in the verifier's own process (colocated and fused placement).
 
-X session slots, K drafts, Vd draft vocabulary. The head's K/V has the slots of the target's pool
+X session slots, n drafts, Vd draft vocabulary. The head's K/V has the slots of the target's pool
 and is addressed by the same block tables.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,19 +18,51 @@ from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.coins import ChainLaw
+from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.engine.kvcache import KVPool
+from outrider.spec.plan import default_depth
 
 _CATCH_UP_ROWS = 1024
 """Prompt rows of one piece: bounds temporary memory."""
 
 
+class OwnShape(NamedTuple):
+    """What the head drafts for every round of every session."""
+
+    num_nodes: int
+    """n: drafts, the root not counted."""
+    top_k: int = 1
+    """Children tried of a node; 1: a chain."""
+    depth: int = 0
+    """Levels of a tree; 0: as many as `default_depth` says."""
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether drafts have branches."""
+        return self.top_k > 1
+
+    @property
+    def levels(self) -> int:
+        """Levels of the drafts."""
+        if not self.is_tree:
+            return self.num_nodes
+        return min(self.depth or default_depth(self.num_nodes), self.num_nodes)
+
+    @property
+    def extra_slots(self) -> int:
+        """K/V slots that a session may be written past its longest prefix: two rounds may be under
+        way when it ends, and the head's steps stand behind them."""
+        steps = (self.levels - 1) * min(self.top_k, self.num_nodes) if self.is_tree else 0
+        return 2 * (1 + self.num_nodes) + steps
+
+
 class OwnHead:
-    """Drafts a chain of `length` tokens for every session, on the device."""
+    """Drafts for every session, on the device."""
 
     def __init__(
-        self, head: DraftHead, slots: SessionSlots, pool: KVPool, *, length: int, max_len: int
+        self, head: DraftHead, slots: SessionSlots, pool: KVPool, *, shape: OwnShape, max_len: int
     ) -> None:
-        self.length = length
+        self.shape = shape
         weights = HeadWeights.from_head(head)
         device, config = pool.storage.device, head.config
         self._slots = slots
@@ -43,25 +77,43 @@ class OwnHead:
             max_len=max_len,
         )
         count = slots.sequence.lengths.shape[0]
-        self.tokens = torch.full((count, length), -1, dtype=torch.int32, device=device)
-        """int32 [X, K]: the drafts that each session's next round verifies."""
+        size = (count, shape.num_nodes)
+        self.tokens = torch.full(size, -1, dtype=torch.int32, device=device)
+        """int32 [X, n]: the drafts that each session's next round verifies; -1: no node."""
+        self.parents: Tensor | None = None
+        """int32 [X, n]: their parents (see `DraftTree`), PADDING_NODE: no node. None: chains."""
+        self.law: ChainLaw | None = None
+        """The laws that chains were drawn from, kept with the session until they are used. Trees
+        have none: the rejection rule judges them target-only."""
+        if shape.is_tree:
+            self.parents = torch.full(size, PADDING_NODE, dtype=torch.int32, device=device)
+            return
+        laws = (count, shape.num_nodes, config.draft_vocab_size)
         self.law = ChainLaw(
-            probs=torch.zeros(
-                (count, length, config.draft_vocab_size), dtype=torch.float32, device=device
-            ),
+            probs=torch.zeros(laws, dtype=torch.float32, device=device),
             draft_columns=weights.draft_columns,
             target_ids=weights.target_ids,
         )
-        """The laws that they were drawn from, kept with the session until they are used."""
 
     def draft(self, rows: NewRows, *, with_law: bool) -> None:
         """Catch up on real rows and draft for each of their sessions."""
+        places, state = rows.slots.long(), self._slots.sampling
+        if self.parents is not None:
+            tree = self.program.tree(
+                rows,
+                state=state,
+                num_nodes=self.shape.num_nodes,
+                top_k=self.shape.top_k,
+                depth=self.shape.levels,
+            )
+            self.tokens.index_copy_(0, places, tree.tokens)
+            self.parents.index_copy_(0, places, tree.parents)
+            return
         chain = self.program.chain(
-            rows, length=self.length, state=self._slots.sampling, with_probs=with_law
+            rows, length=self.shape.num_nodes, state=state, with_probs=with_law
         )
-        places = rows.slots.long()
         self.tokens.index_copy_(0, places, chain.tokens)
-        if with_law and chain.probs is not None:
+        if self.law is not None and chain.probs is not None:
             self.law.probs.index_copy_(0, places, chain.probs)
 
     def prefill(

@@ -116,10 +116,12 @@ class RoundProgram:
     def _placed(self, shape: RoundShape, inputs: RoundInputs) -> _Placed:
         """The token rows of the sessions that decode."""
         sequence, slots, nodes = self._slots.sequence, inputs.slots, shape.nodes
-        own = shape.drafts is Drafts.OWN and self._own_head is not None
-        drafts = self._own_head.tokens if own and self._own_head is not None else inputs.drafts
-        tokens, context = assemble(sequence, slots, drafts, num_nodes=nodes, by_slot=own)
+        head = self._own_head if shape.drafts is Drafts.OWN else None
         parents = inputs.parents if shape.drafts is Drafts.TREE else None
+        if head is not None and head.parents is not None:
+            parents = head.parents.index_select(0, slots)
+        drafts, own = (inputs.drafts, False) if head is None else (head.tokens, True)
+        tokens, context = assemble(sequence, slots, drafts, num_nodes=nodes, by_slot=own)
         layout = tree_layout(
             parents,
             context,
@@ -209,7 +211,7 @@ class RoundProgram:
     ) -> Tensor | None:
         """Make what stands contiguous and move the sessions on; the features in that order."""
         sequence, group = self._slots.sequence, placed.group
-        if shape.drafts is Drafts.TREE:
+        if placed.parents is not None:
             compact_kv(
                 self._pool.storage,
                 acceptance.rows,

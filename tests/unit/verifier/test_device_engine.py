@@ -10,7 +10,7 @@ import pytest
 from outrider_verifier.sessions import Session
 
 from outrider.engine.device.own_head import OwnHead
-from outrider.spec.plan import Plan
+from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import TensorDtype, Verdict, WireTensor
 from tests.unit.verifier.device_serving import (
@@ -55,12 +55,40 @@ async def test_own_drafts_change_no_text(
     assert all(stats.proposed > 0 for _, stats in results)
 
 
+@pytest.mark.parametrize("placement", ["colocated", "fused"])
+@pytest.mark.parametrize("name", ["greedy", "coupled"])
+async def test_own_trees_change_no_text(
+    name: str,
+    placement: str,
+    tiny_target: Path,
+    tiny_head: Path,
+    texts: dict[str, list[list[int]]],
+) -> None:
+    nodes = 48
+    async with serving(
+        tiny_target,
+        tiny_head,
+        placement=placement,
+        max_tree_nodes=nodes,
+        draft_length=nodes,
+        draft_topk=16,
+    ) as service:
+        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=nodes)
+        results = await run_all(service, plan, SAMPLINGS[name])
+    assert [tokens for tokens, _ in results] == texts[name]
+    stats = [stats for _, stats in results]
+    assert all(s.proposed >= nodes * (s.rounds - 1) for s in stats)
+    # The head is a random one: among so many of 384 ids some stand.
+    assert sum(s.accepted for s in stats) > 0
+
+
+@pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.TARGET_ONLY])
 async def test_own_drafts_serve_the_sampled_rules(
-    rule: Rule, tiny_target: Path, tiny_head: Path
+    rule: Rule, topk: int, tiny_target: Path, tiny_head: Path
 ) -> None:
     sampling = SamplingParams(temperature=1.0, seed=4, rule=rule)
-    async with serving(tiny_target, tiny_head, placement="fused") as service:
+    async with serving(tiny_target, tiny_head, placement="fused", draft_topk=topk) as service:
         results = await run_all(service, OWN, sampling)
         again = await run_all(service, OWN, sampling)
     assert [tokens for tokens, _ in results] == [tokens for tokens, _ in again]
