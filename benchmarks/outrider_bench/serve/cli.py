@@ -104,15 +104,18 @@ def run(args: argparse.Namespace) -> None:
         _report(args, results.merge_files(args.out, args.merge))
         return
     args.device = args.device or _default_device()
-    if args.awake_cores is None:
-        spare = len(os.sched_getaffinity(0)) > 4 * AWAKE_CORES
-        awake = {SEPARATE: AWAKE_CORES} if args.device == CUDA and spare else {}
-    else:
-        awake = dict.fromkeys(PLACEMENTS, args.awake_cores)
-    job = Run(args, awake)
+    job = Run(args, _awake_cores(args))
     _report(args, job.measure())
     if job.failed:
         raise InternalError(f"these failed: {'; '.join(job.failed)}", reason="PARTS_FAILED")
+
+
+def _awake_cores(args: argparse.Namespace) -> dict[str, int]:
+    """Awake cores by placement."""
+    if args.awake_cores is not None:
+        return {placement: args.awake_cores for placement in PLACEMENTS}
+    spare = len(os.sched_getaffinity(0)) > 4 * AWAKE_CORES
+    return {SEPARATE: AWAKE_CORES} if args.device == CUDA and spare else {}
 
 
 def _default_device() -> str:

@@ -17,7 +17,7 @@ from outrider_bench.report import say
 from outrider_bench.serve.cells import OWN_HEAD, PLAIN, Drafts
 
 SPARE_SESSIONS = 2
-"""Sessions admitted past those at a time: one that has just ended may still be held."""
+"""K/V for more sessions than run at a time: one that has just ended may still be held."""
 PROMPT_TOKENS = 512
 """Room for a prompt where the K/V budget is not what the device has."""
 SLACK_TOKENS = 96
@@ -107,8 +107,8 @@ def local_config(machine: Machine, service: Service) -> LocalConfig:
     methods = {draft.method for draft in service.drafts} - {DraftMethod.NONE}
     if own:
         methods.add(DraftMethod.EAGLE3)
-    sessions = machine.sessions + SPARE_SESSIONS
-    budget = sessions * (PROMPT_TOKENS + machine.max_tokens + SLACK_TOKENS)
+    each = PROMPT_TOKENS + machine.max_tokens + SLACK_TOKENS
+    budget = (machine.sessions + SPARE_SESSIONS) * each
     lengths = [draft.tokens for draft in service.drafts if is_chain(draft)]
     return LocalConfig(
         model=files.path,
@@ -121,7 +121,7 @@ def local_config(machine: Machine, service: Service) -> LocalConfig:
         placement=service.placement if own else SEPARATE,
         draft_length=lengths[0] if own and lengths else None,
         kv_tokens=budget if machine.device == CPU else None,
-        max_sessions=sessions,
+        max_sessions=machine.sessions,
         queue_limit=QUEUE,
         threads=machine.threads,
         awake_cores=service.awake_cores or None,

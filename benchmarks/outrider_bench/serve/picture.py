@@ -12,8 +12,8 @@ from outrider.errors import InvalidRequestError
 from outrider_bench.gpu.svg import COLOURS
 from outrider_bench.serve.cells import PLAIN
 
-_WIDTH, _HEIGHT = 760, 460
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 190, 48, 50
+_WIDTH, _HEIGHT = 820, 460
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 250, 48, 50
 _STEPS: Final = (1, 2, 5)
 
 Line = list[tuple[int, float]]
@@ -31,7 +31,8 @@ def lines(cells: Sequence[dict[str, Any]]) -> dict[str, Line]:
         plain = cell["placement"] == PLAIN
         # Plain decoding draws alike under every rule.
         if _kind(cell) == chosen[0] and (plain or cell["rule"] == chosen[1]):
-            name = PLAIN if plain else f"{cell['placement']}, {cell['drafts']}"
+            awake = f" ({cell['awake_cores']} awake cores)" if cell["awake_cores"] else ""
+            name = PLAIN if plain else f"{cell['placement']}, {cell['drafts']}{awake}"
             found.setdefault(name, []).append((cell["sessions"], cell["tokens_per_s"]))
     return found
 

@@ -123,10 +123,10 @@ def round_cost(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def floor_ratio(cells: Sequence[dict[str, Any]]) -> float | None:
-    """The smallest tokens/s over plain decoding of all cells that speculate."""
-    ratios = [
-        cell["over_plain"] for cell in cells if cell["drafts"] != NONE and cell.get("over_plain")
-    ]
+    """The smallest tokens/s over plain decoding of all closed loops that speculate; in an open one
+    both are what arrives."""
+    closed = [cell for cell in cells if cell["sessions"] and cell["drafts"] != NONE]
+    ratios = [cell["over_plain"] for cell in closed if cell.get("over_plain")]
     return min(ratios) if ratios else None
 
 

@@ -292,6 +292,7 @@ class TestResults:
             described(over_plain=1.4),
             described(replace(CELL, sessions=8), over_plain=1.1),
             described(replace(CELL, sessions=64)),
+            described(replace(CELL, sessions=None, rate=2.0), over_plain=0.9),
         ]
         assert results.floor_ratio(cells) == 1.1
         assert results.floor_ratio(cells[:1]) is None
