@@ -71,8 +71,8 @@ def plan_services(
 ) -> list[Service]:
     """The services to start, plain first.
 
-    A head in the verifier drafts chains of the length that it was started with, so each length
-    is a start of its own; what is no chain rides with the first.
+    A head in the verifier drafts in the shape that it was started with, so each shape is a start of
+    its own; drafts by other means ride with the first.
     """
     services = []
     for placement in placements:
@@ -80,11 +80,12 @@ def plan_services(
         if placement == PLAIN:
             services.append(Service(placement=PLAIN, drafts=(Drafts(),), awake_cores=cores))
             continue
-        groups: dict[int | None, list[Drafts]] = {}
+        groups: dict[tuple[int, int] | None, list[Drafts]] = {}
         others = []
         for draft in drafts:
-            if placement in OWN_HEAD and is_chain(draft):
-                groups.setdefault(draft.tokens, []).append(draft)
+            shape = own_shape(draft)
+            if placement in OWN_HEAD and shape is not None:
+                groups.setdefault(shape, []).append(draft)
             else:
                 others.append(draft)
         if others:
@@ -98,7 +99,15 @@ def plan_services(
 
 def is_chain(draft: Drafts) -> bool:
     """Whether these are a head's chains of a stated length."""
-    return draft.method is DraftMethod.EAGLE3 and draft.tokens is not None and draft.top_k == 1
+    shape = own_shape(draft)
+    return shape is not None and shape[1] == 1
+
+
+def own_shape(draft: Drafts) -> tuple[int, int] | None:
+    """Draft tokens and children a node of a head's drafts of a stated size; None: other drafts."""
+    if draft.method is not DraftMethod.EAGLE3 or draft.tokens is None:
+        return None
+    return draft.tokens, draft.top_k or 1
 
 
 def local_config(machine: Machine, service: Service) -> LocalConfig:
@@ -109,7 +118,7 @@ def local_config(machine: Machine, service: Service) -> LocalConfig:
         methods.add(DraftMethod.EAGLE3)
     each = PROMPT_TOKENS + machine.max_tokens + SLACK_TOKENS
     budget = (machine.sessions + SPARE_SESSIONS) * each
-    lengths = [draft.tokens for draft in service.drafts if is_chain(draft)]
+    shapes = [shape for shape in map(own_shape, service.drafts) if shape is not None]
     return LocalConfig(
         model=files.path,
         model_name=files.name,
@@ -119,7 +128,8 @@ def local_config(machine: Machine, service: Service) -> LocalConfig:
         dtype=machine.dtype,
         device=machine.device,
         placement=service.placement if own else SEPARATE,
-        draft_length=lengths[0] if own and lengths else None,
+        draft_length=shapes[0][0] if own and shapes else None,
+        draft_topk=shapes[0][1] if own and shapes else None,
         kv_tokens=budget if machine.device == CPU else None,
         max_sessions=machine.sessions,
         queue_limit=QUEUE,
