@@ -157,8 +157,8 @@ class _Batch:
     def warped(self) -> Tensor:
         return warp(self.logits_ND, self.sampling, self.histories, target_ids=self.target_ids)
 
-    def seeds(self) -> list[int]:
-        return [params.seed for params in self.sampling]
+    def stream_keys(self, stream: Stream) -> list[int]:
+        return [params.stream_key(stream) for params in self.sampling]
 
 
 _Part = tuple[Tensor, Tensor, list[LawEntries | None]]
@@ -204,7 +204,7 @@ def _stable_topk(logprobs_D: Tensor, k: int) -> Tensor:
 
 
 def _coupled(batch: _Batch) -> _Part:
-    keys = noise_keys(batch.seeds(), Stream.TARGET, batch.positions, batch.logits_ND.device)
+    keys = noise_keys(batch.stream_keys(Stream.TARGET), batch.positions, batch.logits_ND.device)
     wanted = 1 if batch.top_k == 1 else max(batch.top_k, SCORED_RIVALS)
     perturbed, columns = perturbed_topk(batch.warped(), keys, wanted, batch.target_ids)
     if batch.top_k == 1:
@@ -236,7 +236,7 @@ def _drawn_from_law(batch: _Batch) -> _Part:
     columns, logprobs = np.full((rows, k), -1, np.int64), np.full((rows, k), -np.inf, np.float32)
     laws: list[LawEntries | None] = []
     target_ids = None if batch.target_ids is None else batch.target_ids.cpu().numpy()
-    keys = numpy_noise_keys(batch.seeds(), Stream.DRAFT, list(batch.positions))
+    keys = numpy_noise_keys(batch.stream_keys(Stream.DRAFT), list(batch.positions))
     probs_ND = batch.warped().softmax(dim=-1).cpu().numpy()
     for row in range(rows):
         kept, counts = quantise(probs_ND[row], batch.law_limits[row], at_least=k)

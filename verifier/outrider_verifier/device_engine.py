@@ -27,6 +27,7 @@ from outrider.engine.device.rounds import DeviceRounds, Launched, RowInput
 from outrider.engine.device.shapes import Drafts, Judge, RoundShape, row_buckets
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.heads import DraftHead, FeatureProjection
+from outrider.engine.kernels.acceptance import FALLBACK, RESAMPLED
 from outrider.engine.target import TargetModel
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
@@ -265,8 +266,8 @@ class DeviceRoundEngine:
             acceptance = Acceptance(
                 accepted_nodes=tuple([kept - 1 for kept in words[3 : 2 + count]]),
                 tokens=tuple(words[2 + nodes : 2 + nodes + count]),
-                resampled=bool(words[1]),
-                used_target_only_fallback=False,
+                resampled=bool(words[1] & RESAMPLED),
+                used_target_only_fallback=bool(words[1] & FALLBACK),
             )
             outcomes.append(RowOutcome(acceptance=acceptance, features=mine, drafted=drafted))
         return outcomes

@@ -11,6 +11,7 @@ the newest one, the only one whose prediction is wanted.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.kernels.attention import tree_attention
+from outrider.engine.kernels.coin_kernels import HUGE_SCORE
 from outrider.engine.kernels.draft_inputs import (
     BlockInputs,
     DraftLayout,
@@ -34,11 +36,10 @@ from outrider.engine.kernels.growth import (
 from outrider.engine.kernels.linear import SKINNY_ROWS, add_linear, fused_linear
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.rotary import rotary_table, rotary_write
-from outrider.engine.kernels.sampling import choose_tokens
+from outrider.engine.kernels.sampling import choose_tokens, scaled_scores
 from outrider.engine.kernels.state import SamplingState
 from outrider.engine.kernels.topk import log_softmax_topk
 from outrider.engine.kernels.tree_rank import TreeDraft, rank_tree
-from outrider.engine.warper import MIN_TEMPERATURE
 
 
 class NewRows(NamedTuple):
@@ -355,7 +356,13 @@ def _at(places: _Places, rows: slice) -> _Places:
 
 
 def _law(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
-    """softmax(logits / T), float32 [B, Vd]; T = 0 counts as 1."""
+    """The law that `choose_tokens` draws from, float32 [B, Vd]; T = 0 counts as 1.
+
+    A row is zero where there is no such law: where no score is finite, or where several are so
+    large that noise does not tell them apart and always the first of them is drawn.
+    """
     heat = state.temperatures[slots.long()]
-    heat = torch.where(heat > 0, heat.clamp(min=MIN_TEMPERATURE), torch.ones_like(heat))
-    return (logits.float() / heat[:, None]).softmax(dim=-1)
+    scores = scaled_scores(logits, torch.where(heat > 0, heat, torch.ones_like(heat)))
+    law, tops = scores.softmax(dim=-1), scores.amax(dim=-1)
+    sound = (tops > -math.inf) & ((tops <= HUGE_SCORE) | (law.amax(dim=-1) == 1.0))
+    return law.where(sound[:, None], 0.0)

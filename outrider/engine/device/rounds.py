@@ -53,7 +53,7 @@ class Verified(NamedTuple):
     """Static results of a verify graph."""
 
     result: Tensor
-    """int32 [B, 2 + 2N]: counts, resampled, rows, tokens (see `DeviceAcceptance`); with
+    """int32 [B, 2 + 2N]: counts, flags, rows, tokens (see `DeviceAcceptance`); with
     Judge.HOST int32 [M], the token rows."""
     acceptance: DeviceAcceptance | None
     context: Tensor
@@ -268,7 +268,7 @@ class DeviceRounds:
         result = torch.cat(
             (
                 acceptance.counts[:, None],
-                acceptance.resampled[:, None],
+                acceptance.flags[:, None],
                 acceptance.rows,
                 acceptance.tokens,
             ),
