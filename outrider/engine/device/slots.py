@@ -105,10 +105,10 @@ class SessionSlots:
         staged = self._staged[: len(words)]
         upload(words, staged)
         self.sampling.stream_keys[slot].copy_(staged[:_KEY_WORDS].view(torch.int64))
-        temperature, rule, length_word, root_word = staged[_KEY_WORDS:_FIELDS].split(1)
-        self.sampling.temperatures[slot : slot + 1].copy_(temperature.view(torch.float32))
-        self.sampling.rules[slot : slot + 1].copy_(rule)
-        self.sequence.lengths[slot : slot + 1].copy_(length_word)
-        self.sequence.roots[slot : slot + 1].copy_(root_word)
+        fields = staged[_KEY_WORDS:_FIELDS]
+        self.sampling.temperatures[slot : slot + 1].copy_(fields[0:1].view(torch.float32))
+        self.sampling.rules[slot : slot + 1].copy_(fields[1:2])
+        self.sequence.lengths[slot : slot + 1].copy_(fields[2:3])
+        self.sequence.roots[slot : slot + 1].copy_(fields[3:4])
         # Blocks past the end are never read: attention stops at the context.
         self.sequence.tables[slot, : len(table)].copy_(staged[_FIELDS:])

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_engine import DeviceRoundEngine
 from outrider_verifier.service import VerifierService
@@ -44,19 +45,23 @@ async def serving(
     head_dir: Path | None = None,
     *,
     device: str | None = "cpu",
+    dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> AsyncIterator[VerifierService]:
     """A service over the tiny target: on the device engine, or (None) on the host's."""
     place = device or "cpu"
-    target = load_target(target_dir, kv_tokens=4096, packed=False, device=place)
+    target = load_target(target_dir, kv_tokens=4096, packed=False, device=place, dtype=dtype)
     projection = head = None
     if head_dir is not None:
-        projection = load_feature_projection(head_dir, num_target_layers=6, device=place)
+        projection = load_feature_projection(
+            head_dir, num_target_layers=6, device=place, dtype=dtype
+        )
         if "placement" in settings:
             head = load_head(
                 head_dir,
                 embedding=target.embedding,
                 num_target_layers=6,
+                dtype=dtype,
                 device=place,
                 make_linear=PlainLinear,
             )
