@@ -67,6 +67,9 @@ class VerifierConfig:
     prefill_tokens_per_round: int = 0
     """Prompt tokens of all sessions that join one round; also the size of a catch-up verdict. 0 is
     automatic: 256 on a CPU, 2048 on a CUDA device."""
+    prompt_stretch: float = 2.0
+    """On a CUDA device: how many times as long a round may last with prompt tokens beside sessions
+    that decode as without them. At least one piece of a prompt is always taken."""
     decode_tokens_per_round: int = 1024
     """Verify rows (roots and nodes) of all sessions in one round."""
     gather_ms: float = -1.0
@@ -120,6 +123,7 @@ class VerifierConfig:
         self._check_drafting()
         check_request(self.awake_cores, self.device)
         _require(self.gather_ms == AUTOMATIC or self.gather_ms >= 0, "gather_ms must be -1 or >= 0")
+        _require(self.prompt_stretch >= 1.0, "prompt_stretch must be at least 1")
         _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction must be in (0, 1]")
         _require(self.hello_s > 0.0, "hello_s must be positive")
         _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")

@@ -1,8 +1,8 @@
 """Rounds on a device: the host says which sessions, the device decides which tokens.
 
 Rows of one kind share a launch: rows with drafts of this process's own head, rows with drafts
-from outside (or none), and rows whose acceptance the host decides from the logits. N nodes of a
-row's bucket, H feature width.
+from outside (or none), and rows whose acceptance the host decides from the logits. Prompts join
+one of them as pieces. N nodes of a row's bucket, P rows of a piece, H feature width.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,20 +19,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.acceptance import Acceptance, accept
-from outrider.engine.device.buffers import Readback
 from outrider.engine.device.current import make_current
+from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.health import device_works
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.recorder import Recorder
 from outrider.engine.device.rounds import DeviceRounds, Launched, RowInput
-from outrider.engine.device.shapes import Drafts, Judge, RoundShape, row_buckets
+from outrider.engine.device.shapes import (
+    MOST_MIXED_PIECES,
+    PIECE_BUCKETS,
+    PIECE_TOKENS,
+    Drafts,
+    Judge,
+    RoundShape,
+)
 from outrider.engine.device.slots import SessionSlots
+from outrider.engine.device.warm_up import warm_up
 from outrider.engine.heads import DraftHead, FeatureProjection
 from outrider.engine.kernels.acceptance import FALLBACK, RESAMPLED
 from outrider.engine.target import TargetModel
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.device_groups import Group, Seat, group_rows, own_drafts
+from outrider_verifier.device_groups import (
+    Chunk,
+    Group,
+    Seat,
+    add_prompts,
+    group_rows,
+    own_drafts,
+)
 from outrider_verifier.device_prompts import PromptResult, run_prompts
 from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, wire_array
 from outrider_verifier.packing import PrefillRow, VerifyRow, accept_row
@@ -47,6 +63,8 @@ class DeviceFlight(Flight):
     prefill: Sequence[PrefillRow]
     verify: Sequence[VerifyRow]
     groups: list[Group]
+    on_host: list[int]
+    """Places of the prompts whose first token the host chooses."""
     submitted: float
     """On the clock of `time.perf_counter`."""
 
@@ -65,6 +83,7 @@ class DeviceRoundEngine:
         projection: FeatureProjection | None,
         own_head: OwnHead | None,
         feature_dtype: TensorDtype,
+        prompt_stretch: float = 2.0,
     ) -> None:
         self._target = target
         self._slots = slots
@@ -76,8 +95,13 @@ class DeviceRoundEngine:
         self._device = target.device
         self._seats: dict[int, Seat] = {}
         """By the session's ticket."""
+        self._prompt_stretch = prompt_stretch
+        self._beside: dict[int, int] = {}
+        """Prompt tokens beside so many rows, once asked for."""
         self._collected = 0.0
         """When the last round had been collected."""
+        self._times: dict[RoundShape, float] = {}
+        """Seconds by shape, as measured at the start; empty without graphs."""
 
     @classmethod
     def build(
@@ -109,6 +133,7 @@ class DeviceRoundEngine:
         rounds = DeviceRounds(
             target,
             slots,
+            _family(config, own_head, projection),
             projection=projection,
             own_head=own_head,
             fused=config.placement == "fused",
@@ -124,30 +149,15 @@ class DeviceRoundEngine:
             projection=projection,
             own_head=own_head,
             feature_dtype=TensorDtype.BFLOAT16 if bfloat16 else TensorDtype.FLOAT32,
+            prompt_stretch=config.prompt_stretch,
         )
 
-    def warm_up(self, max_sessions: int) -> None:
-        """Compile the kernels and capture the graphs of plain rounds, and of rounds with own
-        drafts, for up to `max_sessions` sessions; others are captured when first met."""
+    def warm_up(self) -> None:
+        """Compile the kernels, capture the graph of every shape of the family and time it: no
+        request meets one for the first time."""
         if not self.rounds.graphs.enabled:
             return
-        kinds = [(1, Drafts.NONE)]
-        if self._own_head is not None:
-            kinds.append((1 + self._own_head.length, Drafts.OWN))
-        tapped = self._own_head is None and self._projection is not None
-        self.rounds.warm_up(
-            [
-                RoundShape(
-                    rows=rows,
-                    nodes=nodes,
-                    drafts=drafts,
-                    judge=Judge.MATCH,
-                    features=tapped or drafts is Drafts.OWN,
-                )
-                for nodes, drafts in kinds
-                for rows in row_buckets(max_sessions)
-            ]
-        )
+        self._times = warm_up(self.rounds, self._device)
 
     def release(self) -> None:
         """Give back what the engine itself holds of the target's pool."""
@@ -162,6 +172,42 @@ class DeviceRoundEngine:
     def extra_slots(self) -> int:
         """Two rounds may be under way when a session ends."""
         return 2 * (1 + self.drafts_itself)
+
+    @property
+    def piece_tokens(self) -> int:
+        """Prompt tokens of a piece."""
+        return PIECE_TOKENS
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Prompt tokens that one round takes."""
+        return PIECE_BUCKETS[-1] * PIECE_TOKENS
+
+    def prompt_tokens_beside(self, rows: int) -> int:
+        """Prompt tokens that a round takes in which `rows` sessions decode: so many pieces that it
+        lasts at most `prompt_stretch` times as long as without, by the times at the start; at
+        least one."""
+        found = self._beside.get(rows)
+        if found is None:
+            found = self._beside[rows] = self._pieces_beside(rows) * PIECE_TOKENS
+        return found
+
+    def _pieces_beside(self, rows: int) -> int:
+        fit = partial(
+            self.rounds.family.fit,
+            rows=rows,
+            nodes=1,
+            drafts=Drafts.OWN if self.drafts_itself else Drafts.NONE,
+            judge=Judge.MATCH,
+            features=False,
+        )
+        alone = self._times.get(fit(pieces=0))
+        most = 1
+        for pieces in range(1, MOST_MIXED_PIECES + 1):
+            took = self._times.get(fit(pieces=pieces))
+            if alone is None or took is None or took <= self._prompt_stretch * alone:
+                most = pieces
+        return most
 
     @property
     def usable(self) -> bool:
@@ -191,13 +237,20 @@ class DeviceRoundEngine:
     # ---- submitting ----------------------------------------------------------------------------
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> DeviceFlight:
-        """Launch the verify rows. Prompts are run by `collect`, behind them."""
-        groups = group_rows(verify, [self._seats[row.session.ticket] for row in verify])
+        """Launch the round. Prompts that the host judges are run by `collect`, behind it."""
+        seats = [self._seats[row.session.ticket] for row in verify]
+        groups = group_rows(verify, seats, self.rounds.family.most_rows)
+        seated = [
+            (place, row, self._seats[row.session.ticket]) for place, row in enumerate(prefill)
+        ]
+        on_host = [place for place, row, seat in seated if seat.decided_by_host(row.session)]
+        add_prompts(
+            groups,
+            [entry for entry in seated if entry[0] not in on_host],
+            own_head=self._own_head is not None,
+        )
         for group in groups:
-            if not group.own:
-                # Whatever the device drafted for these sessions will not follow their prefix.
-                for seat in group.seats:
-                    seat.drafted = False
+            self._note_drafts(group)
         submitted = time.perf_counter()
         for group in groups:
             group.launched = self.rounds.launch(
@@ -207,9 +260,21 @@ class DeviceRoundEngine:
                 ],
                 drafts=group.drafts,
                 judge=group.judge,
-                features=any(row.session.keeps_features for row in group.rows),
+                features=group.keeps_features,
+                pieces=group.pieces,
             )
-        return DeviceFlight(prefill, verify, groups, submitted)
+        return DeviceFlight(prefill, verify, groups, on_host, submitted)
+
+    def _note_drafts(self, group: Group) -> None:
+        """Which sessions have an own draft behind the launch that follows their prefix."""
+        if not group.own:
+            for seat in group.seats:
+                seat.drafted = False
+            return
+        for chunk in group.chunks:
+            session = chunk.row.session
+            if chunk.row.last and session.own_draft:
+                self._seats[session.ticket].drafted = True
 
     # ---- collecting ----------------------------------------------------------------------------
 
@@ -218,7 +283,10 @@ class DeviceRoundEngine:
         assert isinstance(flight, DeviceFlight)
         rows = sum(row.num_tokens for row in flight.prefill)
         rows += sum(len(group.rows) * _nodes(group) for group in flight.groups)
-        prompts = self._run_prompts(flight.prefill) if flight.prefill else []
+        prompts: list[RowOutcome | None] = [None] * len(flight.prefill)
+        hosted = [flight.prefill[place] for place in flight.on_host]
+        for place, prompt in zip(flight.on_host, self._run_prompts(hosted), strict=True):
+            prompts[place] = prompt
         outcomes: list[RowOutcome | None] = [None] * len(flight.verify)
         accept_s = 0.0
         for group in flight.groups:
@@ -231,12 +299,14 @@ class DeviceRoundEngine:
                 results = self._read(group, group.launched)
             for place, result in zip(group.places, results, strict=True):
                 outcomes[place] = result
+            for chunk in group.chunks:
+                prompts[chunk.place] = self._read_chunk(chunk, group.launched)
         # A round that was submitted behind another one began when that one ended.
         now = time.perf_counter()
         took = now - max(flight.submitted, self._collected)
         self._collected = now
         return RoundOutcome(
-            prefill=prompts,
+            prefill=[prompt for prompt in prompts if prompt is not None],
             verify=[outcome for outcome in outcomes if outcome is not None],
             rows=rows,
             forward_s=took - accept_s,
@@ -246,12 +316,10 @@ class DeviceRoundEngine:
 
     def _read(self, group: Group, launched: Launched) -> list[RowOutcome]:
         """Outcomes of rows that the device judged."""
-        assert launched.result is not None
         nodes = launched.shape.nodes
-        results = launched.result.wait_array()[: len(group.rows)].tolist()
-        features = None
-        if launched.features is not None:
-            features = self._wire_features(launched.features)
+        words_of_rows, _ = launched.outcome()
+        results = words_of_rows[: len(group.rows)].tolist()
+        features = self._wire_features(launched)
         drafted = self.drafts_itself if group.own else 0
         outcomes: list[RowOutcome] = []
         for index, (row, words) in enumerate(zip(group.rows, results, strict=True)):
@@ -272,7 +340,31 @@ class DeviceRoundEngine:
             outcomes.append(RowOutcome(acceptance=acceptance, features=mine, drafted=drafted))
         return outcomes
 
-    def _wire_features(self, features: Readback) -> NDArray[np.generic]:
+    def _read_chunk(self, chunk: Chunk, launched: Launched) -> RowOutcome:
+        """The outcome of prompt tokens that ran as pieces."""
+        row, session = chunk.row, chunk.row.session
+        _, first = launched.outcome()
+        if not session.ended:
+            session.kv.advance(row.num_tokens)
+        features, mine = self._wire_features(launched), None
+        if features is not None and session.keeps_features:
+            # The pieces of a chunk are full but for the last one, so its rows are neighbours.
+            start = launched.shape.rows * launched.shape.nodes + chunk.first * PIECE_TOKENS
+            mine = features[start : start + row.num_tokens].copy()
+        acceptance = None
+        if row.last:
+            acceptance = Acceptance(
+                accepted_nodes=(),
+                tokens=(int(first[chunk.last]),),
+                resampled=False,
+                used_target_only_fallback=False,
+            )
+        return RowOutcome(acceptance=acceptance, features=mine)
+
+    def _wire_features(self, launched: Launched) -> NDArray[np.generic] | None:
+        features = launched.features
+        if features is None:
+            return None
         array = features.wait_array()
         if array.dtype == self._wire_dtype:
             return array
@@ -281,22 +373,21 @@ class DeviceRoundEngine:
     @torch.inference_mode()
     def _judge_on_host(self, group: Group, launched: Launched) -> list[RowOutcome]:
         """Outcomes of rows whose warper or law the device does not know."""
-        nodes = launched.shape.nodes
+        nodes, verified = launched.shape.nodes, launched.verified
+        assert verified.logits is not None
         drafts = [row.draft for row in group.rows]
         if group.own:
-            drafts = own_drafts(group.rows, launched.verified.result.cpu().view(-1, nodes))
+            drafts = own_drafts(group.rows, verified.result.cpu().view(-1, nodes))
         judged = [
             accept_row(row.session, index * nodes, draft)
             for index, (row, draft) in enumerate(zip(group.rows, drafts, strict=True))
         ]
-        accepted = accept(launched.verified.logits, judged)
+        accepted = accept(verified.logits, judged)
         outcomes: list[RowOutcome] = []
         for index, (row, acceptance) in enumerate(zip(group.rows, accepted, strict=True)):
             mine = None
             if not row.session.ended:
-                mine = self._commit(
-                    row.session, acceptance, launched.verified.features, index, nodes
-                )
+                mine = self._commit(row.session, acceptance, verified.features, index, nodes)
             draft = drafts[index]
             drafted = len(draft.tree) if group.own and draft is not None else 0
             outcomes.append(RowOutcome(acceptance=acceptance, features=mine, drafted=drafted))
@@ -330,6 +421,8 @@ class DeviceRoundEngine:
 
     @torch.inference_mode()
     def _run_prompts(self, prefill: Sequence[PrefillRow]) -> list[RowOutcome]:
+        if not prefill:
+            return []
         wanted = any(row.session.own_draft or row.session.keeps_features for row in prefill)
         results = run_prompts(self._target, self._projection if wanted else None, prefill)
         return [self._end_prompt_row(result) for result in results]
@@ -368,3 +461,16 @@ class DeviceRoundEngine:
 
 def _nodes(group: Group) -> int:
     return group.launched.shape.nodes if group.launched is not None else 1
+
+
+def _family(
+    config: VerifierConfig, own_head: OwnHead | None, projection: FeatureProjection | None
+) -> ShapeFamily:
+    return ShapeFamily(
+        max_rows=config.max_sessions,
+        # A head of this process drafts for all; drafters from outside may attach all the same.
+        max_nodes=1 if own_head is not None else 1 + config.max_tree_nodes,
+        own_nodes=0 if own_head is None else 1 + own_head.length,
+        features=projection is not None,
+        judges=not config.simulated_acceptance,
+    )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
+from outrider.engine.device.pieces import Piece, cut
 from outrider.engine.device.rounds import Launched
 from outrider.engine.device.shapes import Drafts, Judge
 from outrider.spec.sampling import Rule
 from outrider.spec.tree import DraftTree, is_chain
 from outrider_verifier.engine import warped_by_host
-from outrider_verifier.packing import VerifyRow
+from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.rows import Draft, trim
 from outrider_verifier.sessions import Session
 
@@ -45,6 +46,23 @@ class Seat:
 
 
 @dataclass(slots=True, eq=False)
+class Chunk:
+    """Prompt tokens of a session, as pieces of a launch."""
+
+    place: int
+    """In the round's prompts."""
+    row: PrefillRow
+    first: int
+    """Its first piece, of the launch's."""
+    pieces: list[Piece]
+
+    @property
+    def last(self) -> int:
+        """Its last piece, of the launch's."""
+        return self.first + len(self.pieces) - 1
+
+
+@dataclass(slots=True, eq=False)
 class Group:
     """Rows of one launch, by their place in the round."""
 
@@ -53,7 +71,20 @@ class Group:
     seats: list[Seat]
     drafts: Drafts = Drafts.NONE
     judge: Judge = Judge.HOST
+    chunks: list[Chunk] = field(default_factory=list)
     launched: Launched | None = None
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All pieces, chunk by chunk."""
+        return [piece for chunk in self.chunks for piece in chunk.pieces]
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether any session of the launch keeps features."""
+        return any(row.session.keeps_features for row in self.rows) or any(
+            chunk.row.session.keeps_features for chunk in self.chunks
+        )
 
     @property
     def own(self) -> bool:
@@ -66,24 +97,79 @@ class Group:
         return all(seat.matching for seat in self.seats)
 
 
-def group_rows(verify: Sequence[VerifyRow], seats: Sequence[Seat]) -> list[Group]:
+def group_rows(
+    verify: Sequence[VerifyRow], seats: Sequence[Seat], most_rows: Callable[[int], int]
+) -> list[Group]:
     """Rows, each with its seat, by who judges them and whose drafts they verify; every row is in
-    one group."""
+    one group. `most_rows`: rows that a launch may have, by the most nodes of any of them."""
     kinds = [
         (judged_by_host(row, seat), row.own_depth > 0 and seat.drafted)
         for row, seat in zip(verify, seats, strict=True)
     ]
     groups: list[Group] = []
     for kind in sorted(set(kinds)):
-        places = [place for place, other in enumerate(kinds) if other == kind]
         on_host, own = kind
-        rows = [verify[place] for place in places]
-        group = Group(places, rows, [seats[place] for place in places])
-        group.drafts = Drafts.OWN if own else drafts_of(rows)
-        if not on_host:
-            group.judge = Judge.MATCH if group.matching else Judge.SAMPLED
-        groups.append(group)
+        alike = [place for place, other in enumerate(kinds) if other == kind]
+        for places in [alike] if own else _fitting(alike, verify, most_rows):
+            rows = [verify[place] for place in places]
+            group = Group(places, rows, [seats[place] for place in places])
+            group.drafts = Drafts.OWN if own else drafts_of(rows)
+            if not on_host:
+                group.judge = Judge.MATCH if group.matching else Judge.SAMPLED
+            groups.append(group)
     return groups
+
+
+def _fitting(
+    places: list[int], verify: Sequence[VerifyRow], most_rows: Callable[[int], int]
+) -> list[list[int]]:
+    """Places by launch: all rows of one are padded to the nodes of its largest."""
+    if len(places) <= most_rows(max(num_nodes(verify[place]) for place in places)):
+        return [places]
+    left = sorted(places, key=lambda place: -num_nodes(verify[place]))
+    parts: list[list[int]] = []
+    while left:
+        count = most_rows(num_nodes(verify[left[0]]))
+        parts.append(left[:count])
+        left = left[count:]
+    return parts
+
+
+def num_nodes(row: VerifyRow) -> int:
+    """Nodes of a row with its draft from outside, the root included."""
+    return 1 if row.draft is None else 1 + len(row.draft.tree.tokens)
+
+
+def add_prompts(
+    groups: list[Group], prefill: Sequence[tuple[int, PrefillRow, Seat]], *, own_head: bool
+) -> None:
+    """Let prompts, each with its place in the round and its seat, share a launch with the rows that
+    decode, or have one of their own."""
+    if not prefill:
+        return
+    drafted = own_head and any(row.session.own_draft for _, row, _ in prefill)
+    group = _host_of(groups, drafted=drafted)
+    if group is None:
+        drafts = Drafts.OWN if drafted else Drafts.NONE
+        group = Group([], [], [], drafts=drafts, judge=Judge.MATCH)
+        groups.append(group)
+    if group.own and not all(seat.matching for _, _, seat in prefill):
+        group.judge = Judge.SAMPLED
+    first = 0
+    for place, row, seat in prefill:
+        prompt = row.session.prompt_array
+        chunk = Chunk(place, row, first, cut(seat.slot, prompt, row.start, row.end))
+        group.chunks.append(chunk)
+        first += len(chunk.pieces)
+
+
+def _host_of(groups: Sequence[Group], *, drafted: bool) -> Group | None:
+    """The launch that prompts join: the one with own drafts if they are to have such, else any."""
+    judged = [group for group in groups if group.judge is not Judge.HOST]
+    own = [group for group in judged if group.own]
+    if own or drafted:
+        return own[0] if own else None
+    return judged[0] if judged else None
 
 
 def judged_by_host(row: VerifyRow, seat: Seat) -> bool:

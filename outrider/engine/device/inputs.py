@@ -28,7 +28,7 @@ class RoundInputs:
         self._rows, self._drafted, self._padding = rows, nodes - 1, padding
         slots_end, drafts_end = rows, rows * nodes
         size = drafts_end + rows * self._drafted
-        buffer = _zeros(size, device)
+        buffer = zeros(size, device)
         self.slots = buffer[:slots_end]
         """int32 [B]."""
         self.drafts = buffer[slots_end:drafts_end].view(rows, self._drafted)
@@ -83,7 +83,7 @@ class HostVerdict:
 
     def __init__(self, rows: int, nodes: int, device: torch.device) -> None:
         size = rows * (1 + nodes)
-        self._buffer = _zeros(size, device)
+        self._buffer = zeros(size, device)
         self._uploader = Uploader(size, device)
         self._shape = (rows, nodes)
         self.counts = self._buffer[:rows]
@@ -101,7 +101,8 @@ class HostVerdict:
         self._uploader.send(self._buffer)
 
 
-def _zeros(size: int, device: torch.device) -> Tensor:
+def zeros(size: int, device: torch.device) -> Tensor:
+    """int32 [size] for static inputs, writable in and out of inference mode."""
     # Made in inference mode, they could be written in that mode only.
     with torch.inference_mode(False):
         return torch.zeros(size, dtype=torch.int32, device=device)

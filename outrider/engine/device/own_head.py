@@ -1,7 +1,7 @@
 """A draft head in the verifier's own process (colocated and fused placement).
 
-X session slots, B rows, R catch-up rows, K drafts, H feature width, Vd draft vocabulary. The
-head's K/V has the slots of the target's pool and is addressed by the same block tables.
+X session slots, K drafts, Vd draft vocabulary. The head's K/V has the slots of the target's pool
+and is addressed by the same block tables.
 """
 
 from __future__ import annotations
@@ -54,22 +54,8 @@ class OwnHead:
         )
         """The laws that they were drawn from, kept with the session until they are used."""
 
-    def draft(
-        self,
-        slots: Tensor,
-        *,
-        tokens: Tensor,
-        features: Tensor,
-        counts: Tensor,
-        starts: Tensor,
-        with_law: bool,
-    ) -> None:
-        """Catch up on real rows and draft: tokens int32 [B, R] (t_{i+1} of draft row i), features
-        [B, R, H], counts int32 [B] of real rows, starts int32 [B] their first draft position."""
-        tables = self._slots.sequence.tables
-        self._chain(NewRows(slots, tables, tokens, features, counts, starts), with_law)
-
-    def _chain(self, rows: NewRows, with_law: bool) -> None:
+    def draft(self, rows: NewRows, *, with_law: bool) -> None:
+        """Catch up on real rows and draft for each of their sessions."""
         chain = self.program.chain(
             rows, length=self.length, state=self._slots.sampling, with_probs=with_law
         )
@@ -105,6 +91,6 @@ class OwnHead:
                 starts=torch.tensor([start + begin], dtype=torch.int32, device=device),
             )
             if last and end == len(tokens):
-                self._chain(rows, with_law)
+                self.draft(rows, with_law=with_law)
             else:
                 self.program.write(rows)

@@ -113,6 +113,30 @@ async def test_drafts_from_outside_change_no_text(
     assert all(stats.accepted > 0 for _, stats in results)
 
 
+LONG = (tuple(range(5, 155)), (9, 9, 9), tuple(range(300, 171, -1)), tuple(range(7, 71)))
+"""Of three pieces, of one that is hardly used, of two and a bit, of one that is full."""
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated", "fused"])
+async def test_prompts_of_many_pieces_give_the_hosts_text(
+    placement: str, tiny_target: Path, tiny_head: Path
+) -> None:
+    async with serving(tiny_target, device=None) as service:
+        expected = await run_all(service, Plan(), SAMPLINGS["coupled"], prompts=LONG)
+    head = {} if placement == "separate" else {"placement": placement}
+    accepted = []
+    for chunk in (7, 64, 200, 1024):
+        async with serving(
+            tiny_target, tiny_head, prefill_tokens_per_round=chunk, **head
+        ) as service:
+            results = await run_all(service, OWN, SAMPLINGS["coupled"], prompts=LONG)
+        assert [tokens for tokens, _ in results] == [tokens for tokens, _ in expected]
+        accepted.append([stats.accepted for _, stats in results])
+    # The head's drafts follow from the features of the whole prompt, however it was cut.
+    assert accepted == [accepted[0]] * 4
+    assert (sum(accepted[0]) > 0) == bool(head)
+
+
 async def told_features(
     target_dir: Path, head_dir: Path, known: list[list[int]], plan: Plan, **options: Any
 ) -> dict[str, list[WireTensor]]:

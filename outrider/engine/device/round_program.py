@@ -1,0 +1,340 @@
+"""What one round computes on the device, as functions of static tensors: a graph records them.
+
+B rows of the bucket, N nodes a row, Q pieces of prompts of P rows each, M = B * N + Q * P token
+rows, V vocabulary, H feature width, K own drafts, X session slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.engine.device.draft import NewRows
+from outrider.engine.device.inputs import RoundInputs
+from outrider.engine.device.own_head import OwnHead
+from outrider.engine.device.pieces import PieceInputs
+from outrider.engine.device.shapes import PIECE_TOKENS, Drafts, Judge, RoundShape
+from outrider.engine.device.slots import SessionSlots
+from outrider.engine.device.target import RowGroup, TargetOutput, TargetProgram
+from outrider.engine.heads import FeatureProjection
+from outrider.engine.kernels.acceptance import DeviceAcceptance, accept_matching, advance_state
+from outrider.engine.kernels.assemble import assemble
+from outrider.engine.kernels.coins import accept_sampled
+from outrider.engine.kernels.compaction import compact_kv, gather_rows
+from outrider.engine.kernels.layout import tree_layout
+from outrider.engine.kernels.sampling import choose_tokens
+from outrider.engine.target import TargetModel
+
+
+class Verified(NamedTuple):
+    """Static results of a verify graph."""
+
+    result: Tensor
+    """int32 [B * (2 + 2N) + Q]: of each row count, flags, rows, tokens (see
+    `DeviceAcceptance`), then the token that each piece's end is followed by; with Judge.HOST
+    int32 [B * N], the token rows."""
+    acceptance: DeviceAcceptance | None
+    """None with Judge.HOST, and without rows that decode."""
+    context: Tensor | None
+    """int32 [B]: K/V slots written before the round."""
+    first: Tensor | None
+    """int32 [Q]: the tokens sampled behind the pieces."""
+    features: Tensor | None
+    """[M, H]: of the accepted rows first, in every row of the bucket; with Judge.HOST of all
+    rows in place; then of the pieces."""
+    logits: Tensor | None
+    """float32 [B * N, V], with Judge.HOST only: nobody else reads them."""
+
+
+class _Placed(NamedTuple):
+    """The rows that decode, before the forward."""
+
+    tokens: Tensor
+    """int32 [B * N]."""
+    parents: Tensor | None
+    group: RowGroup
+
+
+class RoundProgram:
+    """Verify, accept, commit, project, draft: launches kernels and looks at no value."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        slots: SessionSlots,
+        *,
+        projection: FeatureProjection | None,
+        own_head: OwnHead | None,
+        simulated_rates: Sequence[float] | None,
+    ) -> None:
+        self._slots = slots
+        self._pool = target.pool
+        self._projection = projection
+        self._own_head = own_head
+        taps = projection.tap_layers if projection is not None else ()
+        self._tapped = TargetProgram(target, taps)
+        self._plain = TargetProgram(target)
+        self._max_len = slots.sequence.tables.shape[1] * self._pool.block_tokens
+        self._rates = None
+        if simulated_rates is not None:
+            self._rates = torch.tensor(simulated_rates, dtype=torch.float32, device=target.device)
+
+    @torch.inference_mode()
+    def verify(
+        self, shape: RoundShape, inputs: RoundInputs | None, pieces: PieceInputs | None
+    ) -> Verified:
+        """A round up to what its sessions' next one needs, own drafts left out."""
+        placed = None if inputs is None else self._placed(shape, inputs)
+        output = self._forward(shape, placed, pieces)
+        features = None
+        if shape.features and self._projection is not None and output.taps is not None:
+            features = self._projection(output.taps)
+        decoding = shape.rows * shape.nodes
+        first = None if pieces is None else self._begin(pieces, output.logits[decoding:])
+        if placed is None:
+            assert first is not None
+            return Verified(first, None, None, first, features, None)
+        context, logits = placed.group.context, output.logits[:decoding]
+        if shape.judge is Judge.HOST:
+            return Verified(placed.tokens, None, context, first, features, logits)
+        acceptance = self._accept(shape, placed, logits)
+        features = self._commit(shape, placed, acceptance, features)
+        words = [
+            acceptance.counts[:, None],
+            acceptance.flags[:, None],
+            acceptance.rows,
+            acceptance.tokens,
+        ]
+        result = torch.cat(words, dim=1).flatten()
+        if first is not None:
+            result = torch.cat((result, first))
+        return Verified(result, acceptance, context, first, features, None)
+
+    def _placed(self, shape: RoundShape, inputs: RoundInputs) -> _Placed:
+        """The token rows of the sessions that decode."""
+        sequence, slots, nodes = self._slots.sequence, inputs.slots, shape.nodes
+        own = shape.drafts is Drafts.OWN and self._own_head is not None
+        drafts = self._own_head.tokens if own and self._own_head is not None else inputs.drafts
+        tokens, context = assemble(sequence, slots, drafts, num_nodes=nodes, by_slot=own)
+        parents = inputs.parents if shape.drafts is Drafts.TREE else None
+        layout = tree_layout(
+            parents,
+            context,
+            sequence.tables,
+            slots,
+            num_nodes=nodes,
+            block_tokens=self._pool.block_tokens,
+        )
+        return _Placed(tokens, parents, RowGroup(slots, context, layout, nodes))
+
+    def _forward(
+        self, shape: RoundShape, placed: _Placed | None, pieces: PieceInputs | None
+    ) -> TargetOutput:
+        tables = self._slots.sequence.tables
+        groups, tokens = [], []
+        if placed is not None:
+            groups.append(placed.group)
+            tokens.append(placed.tokens)
+        logit_rows = None
+        if pieces is not None:
+            groups.append(pieces.group(tables, block_tokens=self._pool.block_tokens))
+            tokens.append(pieces.tokens.flatten())
+            decoding = shape.rows * shape.nodes
+            rows = torch.arange(decoding, dtype=torch.int64, device=tables.device)
+            logit_rows = torch.cat((rows, decoding + pieces.live_rows()))
+        program = self._tapped if shape.features else self._plain
+        return program.forward(
+            tokens[0] if len(tokens) == 1 else torch.cat(tokens),
+            groups,
+            tables,
+            max_len=self._max_len,
+            logit_rows=logit_rows,
+        )
+
+    def _begin(self, pieces: PieceInputs, logits: Tensor) -> Tensor:
+        """The tokens int32 [Q] behind the pieces, by logits [Q, V]; prompts that end go on from
+        theirs."""
+        first = choose_tokens(
+            logits,
+            self._slots.sampling,
+            pieces.slots,
+            pieces.next_positions(),
+            rows_per_slot=1,
+            side="target",
+            ids=None,
+        )
+        pieces.advance(self._slots.sequence, first)
+        return first
+
+    def _accept(self, shape: RoundShape, placed: _Placed, logits: Tensor) -> DeviceAcceptance:
+        state, slots, nodes = self._slots.sampling, placed.group.slots, shape.nodes
+        # The token chosen at a row takes the position after it.
+        following = placed.group.layout.positions + 1
+        chosen = choose_tokens(
+            logits, state, slots, following, rows_per_slot=nodes, side="target", ids=None
+        )
+        if shape.judge is Judge.MATCH or self._rates is not None:
+            return accept_matching(
+                chosen,
+                placed.tokens,
+                placed.parents,
+                num_nodes=nodes,
+                simulate=self._rates if nodes > 1 else None,
+                state=state,
+                slots=slots,
+                positions=following,
+            )
+        head = self._own_head if shape.drafts is Drafts.OWN else None
+        return accept_sampled(
+            logits,
+            chosen,
+            placed.tokens,
+            placed.parents,
+            num_nodes=nodes,
+            state=state,
+            slots=slots,
+            positions=following,
+            law=None if head is None else head.law,
+        )
+
+    def _commit(
+        self,
+        shape: RoundShape,
+        placed: _Placed,
+        acceptance: DeviceAcceptance,
+        features: Tensor | None,
+    ) -> Tensor | None:
+        """Make what stands contiguous and move the sessions on; the features in that order."""
+        sequence, group = self._slots.sequence, placed.group
+        if shape.drafts is Drafts.TREE:
+            compact_kv(
+                self._pool.storage,
+                acceptance.rows,
+                acceptance.counts,
+                group.context,
+                sequence.tables,
+                group.slots,
+                block_tokens=self._pool.block_tokens,
+            )
+            if features is not None:
+                decoding = shape.rows * shape.nodes
+                gathered = gather_rows(features[:decoding], acceptance.rows, num_nodes=shape.nodes)
+                rest = features[decoding:]
+                features = torch.cat((gathered, rest)) if shape.pieces else gathered
+        advance_state(acceptance, sequence, group.slots)
+        return features
+
+    # ---- own drafts ----------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        shape: RoundShape,
+        inputs: RoundInputs | None,
+        pieces: PieceInputs | None,
+        verified: Verified,
+    ) -> None:
+        """Own drafts for the next round of every session that decodes then."""
+        acceptance = verified.acceptance
+        rows = None
+        if inputs is not None and acceptance is not None:
+            rows = self._new_rows(shape, inputs, verified, acceptance.tokens, acceptance.counts)
+        self._draft(rows, shape, pieces, verified, with_law=shape.judge is Judge.SAMPLED)
+
+    @torch.inference_mode()
+    def draft_after_host(
+        self,
+        shape: RoundShape,
+        inputs: RoundInputs,
+        verified: Verified,
+        *,
+        tokens: Tensor,
+        counts: Tensor,
+        with_law: bool,
+    ) -> None:
+        """Own drafts behind a round that the host judged: tokens int32 [B, N], counts int32 [B]."""
+        rows = self._new_rows(shape, inputs, verified, tokens, counts)
+        self._draft(rows, shape, None, verified, with_law=with_law)
+
+    def _new_rows(
+        self,
+        shape: RoundShape,
+        inputs: RoundInputs,
+        verified: Verified,
+        tokens: Tensor,
+        counts: Tensor,
+    ) -> NewRows:
+        """The draft rows of what a round committed."""
+        assert verified.features is not None and verified.context is not None
+        features = verified.features[: shape.rows * shape.nodes]
+        return NewRows(
+            slots=inputs.slots,
+            tables=self._slots.sequence.tables,
+            tokens=tokens,
+            features=features.view(shape.rows, shape.nodes, -1),
+            counts=counts,
+            starts=verified.context,
+        )
+
+    def _draft(
+        self,
+        rows: NewRows | None,
+        shape: RoundShape,
+        pieces: PieceInputs | None,
+        verified: Verified,
+        *,
+        with_law: bool,
+    ) -> None:
+        head = self._own_head
+        assert head is not None and verified.features is not None
+        if pieces is not None:
+            assert verified.first is not None
+            features = verified.features[shape.rows * shape.nodes :]
+            features = features.view(shape.pieces, PIECE_TOKENS, -1)
+            head.program.write(self._dead_rows(pieces, features))
+            rows = self._with_live_rows(rows, pieces, features, verified.first)
+        assert rows is not None
+        head.draft(rows, with_law=with_law)
+
+    def _dead_rows(self, pieces: PieceInputs, features: Tensor) -> NewRows:
+        """Rows of prompts whose prediction nobody wants: all but the last of each prompt."""
+        return NewRows(
+            slots=pieces.slots,
+            tables=self._slots.sequence.tables,
+            tokens=pieces.following,
+            features=features,
+            counts=pieces.counts - pieces.ends,
+            starts=pieces.starts,
+        )
+
+    def _with_live_rows(
+        self, rows: NewRows | None, pieces: PieceInputs, features: Tensor, first: Tensor
+    ) -> NewRows:
+        """`rows` and, behind them, the last row of every prompt that ends."""
+        width = 1 if rows is None else rows.tokens.shape[1]
+        live = features.flatten(0, 1)[pieces.live_rows()]
+        tokens = first.new_full((pieces.num_pieces, width), -1)
+        tokens[:, 0] = first
+        own = live.new_zeros((pieces.num_pieces, width, live.shape[1]))
+        own[:, 0] = live
+        added = NewRows(
+            slots=pieces.ended().int(),
+            tables=self._slots.sequence.tables,
+            tokens=tokens,
+            features=own,
+            counts=pieces.ends,
+            starts=pieces.next_positions() - 1,
+        )
+        if rows is None:
+            return added
+        return NewRows(
+            slots=torch.cat((rows.slots, added.slots)),
+            tables=rows.tables,
+            tokens=torch.cat((rows.tokens, added.tokens)),
+            features=torch.cat((rows.features, added.features)),
+            counts=torch.cat((rows.counts, added.counts)),
+            starts=torch.cat((rows.starts, added.starts)),
+        )
