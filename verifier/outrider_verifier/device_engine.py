@@ -24,7 +24,7 @@ from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.health import device_works
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.recorder import Recorder
-from outrider.engine.device.rounds import DeviceRounds, Launched, RowInput
+from outrider.engine.device.rounds import DeviceRounds, Launched
 from outrider.engine.device.shapes import (
     MOST_MIXED_PIECES,
     PIECE_BUCKETS,
@@ -47,6 +47,7 @@ from outrider_verifier.device_groups import (
     add_prompts,
     group_rows,
     own_drafts,
+    row_input,
 )
 from outrider_verifier.device_prompts import PromptResult, run_prompts
 from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, wire_array
@@ -254,10 +255,7 @@ class DeviceRoundEngine:
         submitted = time.perf_counter()
         for group in groups:
             group.launched = self.rounds.launch(
-                [
-                    RowInput(seat.slot, None if row.draft is None else row.draft.tree)
-                    for row, seat in zip(group.rows, group.seats, strict=True)
-                ],
+                [row_input(row, seat) for row, seat in zip(group.rows, group.seats, strict=True)],
                 drafts=group.drafts,
                 judge=group.judge,
                 features=group.keeps_features,

@@ -227,7 +227,8 @@ def _launch_draws(
         NODES=arguments.num_nodes,
         CHAIN=arguments.parents is None,
         LAW=laws.kind,
-        SEARCH_STEPS=laws.entries.bit_length(),
+        # A node's entries are distinct columns.
+        SEARCH_STEPS=min(laws.entries, logits.shape[1]).bit_length(),
         TILE=tile,
         num_warps=warps_of(tile),
     )
