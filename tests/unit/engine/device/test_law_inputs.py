@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -35,7 +37,7 @@ def read(inputs: LawInputs, rows: int, nodes: int) -> list[list[tuple[list[int],
     return [
         [
             (law.ids[begin:end].tolist(), law.counts[begin:end].tolist())
-            for begin, end in zip(row[:-1], row[1:], strict=True)
+            for begin, end in itertools.pairwise(row)
         ]
         for row in offsets
     ]
