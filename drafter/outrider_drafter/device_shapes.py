@@ -17,6 +17,8 @@ class Shape(NamedTuple):
     top_k: int
     """1: a chain."""
     depth: int
+    with_law: bool = False
+    """Whether the laws that the tokens are drawn from come along."""
 
     @property
     def draft_rows(self) -> int:
@@ -29,9 +31,7 @@ def covers(sampling: SamplingParams, plan: Plan) -> bool:
     if needs_edits(sampling, EMPTY_HISTORY):
         return False
     match sampling.effective_rule:
-        case Rule.REJECTION:
-            return False
-        case Rule.COUPLED:
+        case Rule.REJECTION | Rule.COUPLED:
             return plan.top_k == 1 and not truncates(sampling)
         case Rule.GREEDY | Rule.TARGET_ONLY:
             # Truncation does not move the mode, but it changes a tree's scores.
@@ -41,14 +41,15 @@ def covers(sampling: SamplingParams, plan: Plan) -> bool:
 def shape_of(session: Session) -> Shape | None:
     """What to grow for a session; None if nothing can be drafted."""
     plan, room = session.plan, session.room
-    num_nodes = plan.draft_tokens
+    num_nodes, rule = plan.draft_tokens, session.sampling.effective_rule
+    with_law = rule is Rule.REJECTION
     if num_nodes <= 0 or room <= 0:
         return None
     if plan.top_k == 1:
         # Near its end a session takes the beginning of a chain, so that all share one graph.
-        return Shape(num_nodes, 1, num_nodes)
+        return Shape(num_nodes, 1, num_nodes, with_law)
     depth = min(plan.depth or default_depth(num_nodes), num_nodes, room)
-    if session.sampling.effective_rule is Rule.COUPLED:
-        # Its plan was a chain's when it began: trees by shared noise are grown on the host.
-        return Shape(depth, 1, depth)
+    if with_law or rule is Rule.COUPLED:
+        # Its plan was a chain's when it began: trees of these rules are grown on the host.
+        return Shape(depth, 1, depth, with_law)
     return Shape(num_nodes, plan.top_k, depth)

@@ -1,15 +1,16 @@
 """Drafts from an EAGLE-3 head whose whole draft is one launch on the device.
 
 A batch of sessions costs one upload, one graph (catch-up, all levels, all choices) and one
-download; the host waits for the device once. What the device does not cover (the rejection rule,
-whose law is quantised on the host, penalties, bans, truncated laws, coupled trees) goes to a
-`HeadSource` over the same weights.
+download; the host waits for the device once (twice where laws come along: how much of them is to be
+fetched is known after the first time). What the device does not cover (penalties, bans, truncated
+laws, coupled trees and those of the rejection rule) goes to a `HeadSource` over the same weights.
 
 B rows of a bucket, R new rows a session, H hidden size, K chain length, n tree nodes.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -25,6 +26,7 @@ from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.health import device_works
 from outrider.engine.device.shapes import ROW_BUCKETS, bucket
+from outrider.engine.draft_sampling import law_limits_for
 from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.errors import ResourceExhaustedError
@@ -40,6 +42,7 @@ from outrider_drafter.device_batch import (
     SessionRows,
     raw_array,
 )
+from outrider_drafter.device_laws import chains_with_laws
 from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
 from outrider_drafter.device_shapes import Shape, covers, shape_of
 from outrider_drafter.growth import Draft
@@ -94,8 +97,10 @@ class DeviceHeadSource:
             dtype=dtype,
             device=self._device,
         )
+        weights = HeadWeights.from_head(head)
+        self._target_ids: NDArray[np.int32] = weights.target_ids.cpu().numpy().astype(np.int32)
         self._program = DraftProgram(
-            HeadWeights.from_head(head),
+            weights,
             storage=self._rows.storage,
             block_tokens=BLOCK_TOKENS,
             max_len=self._rows.capacity,
@@ -132,12 +137,14 @@ class DeviceHeadSource:
         for plan in plans:
             depth = plan.draft_tokens if plan.top_k == 1 else plan.depth
             depth = min(depth or default_depth(plan.draft_tokens), plan.draft_tokens)
-            shape = Shape(plan.draft_tokens, plan.top_k, depth)
+            plain = Shape(plan.draft_tokens, plan.top_k, depth)
+            shapes = [plain, plain._replace(with_law=True)] if plan.top_k == 1 else [plain]
             most = bucket(plan.draft_tokens + 1, NEW_ROW_BUCKETS)
-            for size in (s for s in ROW_BUCKETS if s <= bucket(max_batch, ROW_BUCKETS)):
-                for num_rows in (r for r in NEW_ROW_BUCKETS if r <= most):
-                    result = self._launch(shape, [], size, num_rows)
-                    self._downloads.start(result).wait()
+            sizes = [size for size in ROW_BUCKETS if size <= bucket(max_batch, ROW_BUCKETS)]
+            rows = [count for count in NEW_ROW_BUCKETS if count <= most]
+            for shape, size, num_rows in itertools.product(shapes, sizes, rows):
+                result, _ = self._launch(shape, [], size, num_rows)
+                self._downloads.start(result).wait()
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[Session]) -> None:
@@ -225,11 +232,17 @@ class DeviceHeadSource:
     def _draft(self, shape: Shape, members: Sequence[Ready]) -> Iterator[Drafted]:
         most = max(len(ready.tokens) for ready in members)
         size, num_rows = bucket(len(members), ROW_BUCKETS), bucket(most, NEW_ROW_BUCKETS)
-        result = self._launch(shape, members, size, num_rows)
+        result, entries = self._launch(shape, members, size, num_rows)
         for ready in members:
             ready.state.stable = ready.start + len(ready.tokens)
             ready.state.features = ready.state.features[-1:]
         words = self._downloads.start(result).wait().numpy().copy()
+        if entries is not None:
+            lengths = [min(shape.depth, ready.session.room) for ready in members]
+            ids = self._target_ids
+            drafts = chains_with_laws(words, entries, lengths, ids, self._downloads)
+            yield [(ready.session, draft) for ready, draft in zip(members, drafts, strict=True)]
+            return
         drafted: list[tuple[Session, Draft]] = []
         for row, ready in enumerate(members):
             if shape.top_k == 1:
@@ -239,13 +252,22 @@ class DeviceHeadSource:
                 drafted.append((ready.session, _tree(words[row])))
         yield drafted
 
-    def _launch(self, shape: Shape, members: Sequence[Ready], size: int, num_rows: int) -> Tensor:
-        """int32 [B, K] tokens of chains; [B, 3, n] tokens, parents and log-prob bits of trees."""
+    def _launch(
+        self, shape: Shape, members: Sequence[Ready], size: int, num_rows: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """int32 [B, K] tokens of chains; [B, 3, n] tokens, parents and log-prob bits of trees; with
+        laws [B, 2K] tokens and sizes, and the entries (see `ChainLaws`)."""
         rows, state = self._batch.fill(members, size, num_rows), self._rows.sampling
 
-        def run() -> Tensor:
+        def run() -> tuple[Tensor, Tensor | None]:
             if shape.top_k == 1:
-                return self._program.chain(rows, state=state, length=shape.depth).tokens
+                limits = law_limits_for(shape.depth) if shape.with_law else None
+                chain = self._program.chain(
+                    rows, state=state, length=shape.depth, law_limits=limits
+                )
+                if chain.laws is None:
+                    return chain.tokens, None
+                return torch.cat((chain.tokens, chain.laws.sizes), dim=1), chain.laws.entries
             tree = self._program.tree(
                 rows,
                 state=state,
@@ -254,7 +276,7 @@ class DeviceHeadSource:
                 depth=shape.depth,
             )
             bits = tree.logprobs.view(torch.int32)
-            return torch.stack((tree.tokens, tree.parents, bits), dim=1)
+            return torch.stack((tree.tokens, tree.parents, bits), dim=1), None
 
         return self.graphs.run((shape, size, num_rows), run)
 

@@ -24,7 +24,7 @@ from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.health import device_works
 from outrider.engine.device.own_head import OwnHead, OwnShape
 from outrider.engine.device.recorder import Recorder
-from outrider.engine.device.rounds import DeviceRounds, Launched, RowInput
+from outrider.engine.device.rounds import DeviceRounds, Launched
 from outrider.engine.device.shapes import (
     MOST_MIXED_PIECES,
     PIECE_BUCKETS,
@@ -36,6 +36,7 @@ from outrider.engine.device.shapes import (
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warm_up import warm_up
 from outrider.engine.heads import DraftHead, FeatureProjection
+from outrider.engine.kernels.acceptance import FALLBACK, RESAMPLED
 from outrider.engine.target import TargetModel
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
@@ -46,6 +47,7 @@ from outrider_verifier.device_groups import (
     add_prompts,
     group_rows,
     own_drafts,
+    row_input,
 )
 from outrider_verifier.device_prompts import PromptResult, run_prompts
 from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, wire_array
@@ -253,10 +255,7 @@ class DeviceRoundEngine:
         submitted = time.perf_counter()
         for group in groups:
             group.launched = self.rounds.launch(
-                [
-                    RowInput(seat.slot, None if row.draft is None else row.draft.tree)
-                    for row, seat in zip(group.rows, group.seats, strict=True)
-                ],
+                [row_input(row, seat) for row, seat in zip(group.rows, group.seats, strict=True)],
                 drafts=group.drafts,
                 judge=group.judge,
                 features=group.keeps_features,
@@ -333,8 +332,8 @@ class DeviceRoundEngine:
             acceptance = Acceptance(
                 accepted_nodes=tuple([kept - 1 for kept in words[3 : 2 + count]]),
                 tokens=tuple(words[2 + nodes : 2 + nodes + count]),
-                resampled=bool(words[1]),
-                used_target_only_fallback=False,
+                resampled=bool(words[1] & RESAMPLED),
+                used_target_only_fallback=bool(words[1] & FALLBACK),
             )
             outcomes.append(RowOutcome(acceptance=acceptance, features=mine, drafted=drafted))
         return outcomes

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from outrider.engine.device.pieces import Piece, cut
-from outrider.engine.device.rounds import Launched
+from outrider.engine.device.rounds import Launched, RowInput
 from outrider.engine.device.shapes import Drafts, Judge
 from outrider.spec.sampling import Rule
 from outrider.spec.tree import DraftTree, is_chain
@@ -103,7 +103,7 @@ def group_rows(
     """Rows, each with its seat, by who judges them and whose drafts they verify; every row is in
     one group. `most_rows`: rows that a launch may have, by the most nodes of any of them."""
     kinds = [
-        (judged_by_host(row, seat), row.own_depth > 0 and seat.drafted)
+        (seat.decided_by_host(row.session), row.own_depth > 0 and seat.drafted)
         for row, seat in zip(verify, seats, strict=True)
     ]
     groups: list[Group] = []
@@ -133,6 +133,13 @@ def _fitting(
         parts.append(left[:count])
         left = left[count:]
     return parts
+
+
+def row_input(row: VerifyRow, seat: Seat) -> RowInput:
+    """What the device is told of a row."""
+    if row.draft is None:
+        return RowInput(seat.slot)
+    return RowInput(seat.slot, row.draft.tree, None if seat.matching else row.draft.law)
 
 
 def num_nodes(row: VerifyRow) -> int:
@@ -170,12 +177,6 @@ def _host_of(groups: Sequence[Group], *, drafted: bool) -> Group | None:
     if own or drafted:
         return own[0] if own else None
     return judged[0] if judged else None
-
-
-def judged_by_host(row: VerifyRow, seat: Seat) -> bool:
-    """Whether the warper is beyond the device, or the row brings a law from outside."""
-    brings_law = row.draft is not None and row.draft.law is not None
-    return brings_law or seat.decided_by_host(row.session)
 
 
 def own_drafts(rows: Sequence[VerifyRow], tokens: Tensor) -> list[Draft | None]:

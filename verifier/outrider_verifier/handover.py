@@ -67,7 +67,7 @@ class Handover:
             session_id=session.session_id,
             epoch=session.spec.epoch,
             plan=session.plan,
-            sampling=session.spec.sampling,
+            sampling=session.spec.sampling.for_drafter(),
             max_len=session.max_len,
             prompt_len=session.spec.prompt_len,
         )

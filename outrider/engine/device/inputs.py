@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.buffers import Uploader
+from outrider.engine.device.law_inputs import LawInputs
 from outrider.engine.device.shapes import Drafts
 from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.spec.tree import DraftTree
@@ -23,8 +24,11 @@ NO_TOKEN = -1
 class RoundInputs:
     """Slots and drafts of a bucket's rows; rows beyond the given ones are padding."""
 
-    def __init__(self, rows: int, nodes: int, *, padding: int, device: torch.device) -> None:
-        """`padding`: the slot of padding rows."""
+    def __init__(
+        self, rows: int, nodes: int, laws: LawInputs, *, padding: int, device: torch.device
+    ) -> None:
+        """`laws`: where drafts from outside bring theirs; `padding`: the slot of padding rows."""
+        self.laws = laws
         self._rows, self._drafted, self._padding = rows, nodes - 1, padding
         slots_end, drafts_end = rows, rows * nodes
         size = drafts_end + rows * self._drafted

@@ -22,7 +22,7 @@ from outrider.engine.device.target import RowGroup, TargetOutput, TargetProgram
 from outrider.engine.heads import FeatureProjection
 from outrider.engine.kernels.acceptance import DeviceAcceptance, accept_matching, advance_state
 from outrider.engine.kernels.assemble import assemble
-from outrider.engine.kernels.coins import accept_sampled
+from outrider.engine.kernels.coins import ChainLaw, DeviceLaw, accept_sampled
 from outrider.engine.kernels.compaction import compact_kv, gather_rows
 from outrider.engine.kernels.layout import tree_layout
 from outrider.engine.kernels.sampling import choose_tokens
@@ -33,7 +33,7 @@ class Verified(NamedTuple):
     """Static results of a verify graph."""
 
     result: Tensor
-    """int32 [B * (2 + 2N) + Q]: of each row count, resampled, rows, tokens (see
+    """int32 [B * (2 + 2N) + Q]: of each row count, flags, rows, tokens (see
     `DeviceAcceptance`), then the token that each piece's end is followed by; with Judge.HOST
     int32 [B * N], the token rows."""
     acceptance: DeviceAcceptance | None
@@ -55,6 +55,8 @@ class _Placed(NamedTuple):
     tokens: Tensor
     """int32 [B * N]."""
     parents: Tensor | None
+    law: DeviceLaw | ChainLaw | None
+    """What the drafts were drawn from, where a rule asks for that."""
     group: RowGroup
 
 
@@ -104,7 +106,7 @@ class RoundProgram:
         features = self._commit(shape, placed, acceptance, features)
         words = [
             acceptance.counts[:, None],
-            acceptance.resampled[:, None],
+            acceptance.flags[:, None],
             acceptance.rows,
             acceptance.tokens,
         ]
@@ -130,7 +132,12 @@ class RoundProgram:
             num_nodes=nodes,
             block_tokens=self._pool.block_tokens,
         )
-        return _Placed(tokens, parents, RowGroup(slots, context, layout, nodes))
+        law: DeviceLaw | ChainLaw | None = None
+        if own and self._own_head is not None:
+            law = self._own_head.law
+        elif shape.brings_laws:
+            law = inputs.laws.law(shape.rows, nodes)
+        return _Placed(tokens, parents, law, RowGroup(slots, context, layout, nodes))
 
     def _forward(
         self, shape: RoundShape, placed: _Placed | None, pieces: PieceInputs | None
@@ -189,7 +196,6 @@ class RoundProgram:
                 slots=slots,
                 positions=following,
             )
-        head = self._own_head if shape.drafts is Drafts.OWN else None
         return accept_sampled(
             logits,
             chosen,
@@ -199,7 +205,7 @@ class RoundProgram:
             state=state,
             slots=slots,
             positions=following,
-            law=None if head is None else head.law,
+            law=placed.law,
         )
 
     def _commit(

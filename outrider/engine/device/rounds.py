@@ -19,6 +19,7 @@ from outrider.engine.device.buffers import Downloader, Readback
 from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.inputs import HostVerdict, RoundInputs
+from outrider.engine.device.law_inputs import LawInputs
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.pieces import Piece, PieceInputs
 from outrider.engine.device.recorder import Recorder
@@ -27,6 +28,7 @@ from outrider.engine.device.shapes import Drafts, Judge, RoundShape
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.heads import FeatureProjection
 from outrider.engine.target import TargetModel
+from outrider.spec.law import DraftLaw
 from outrider.spec.tree import DraftTree
 
 
@@ -36,6 +38,8 @@ class RowInput(NamedTuple):
     slot: int
     tree: DraftTree | None = None
     """The host's draft."""
+    law: DraftLaw | None = None
+    """What it was drawn from; only the rejection rule looks at it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,6 +93,7 @@ class DeviceRounds:
             simulated_rates=simulated_rates,
         )
         self._inputs: dict[tuple[int, int], RoundInputs] = {}
+        self._laws = LawInputs(max_rows=slots.padding, device=target.device)
         self._pieces: dict[int, PieceInputs] = {}
         self._verdicts: dict[RoundShape, HostVerdict] = {}
         self._downloads = Downloader(target.device)
@@ -115,6 +120,8 @@ class DeviceRounds:
         inputs, added = self._inputs_of(shape)
         if inputs is not None:
             inputs.fill([row.slot for row in rows], [row.tree for row in rows], shape.drafts)
+            if shape.brings_laws:
+                inputs.laws.fill([row.law for row in rows], shape.rows, shape.nodes)
         if added is not None:
             added.fill(pieces)
         verified = self._run(shape, inputs, added)
@@ -176,7 +183,7 @@ class DeviceRounds:
             inputs = self._inputs.get(key)
             if inputs is None:
                 inputs = self._inputs[key] = RoundInputs(
-                    *key, padding=self._slots.padding, device=self._device
+                    *key, self._laws, padding=self._slots.padding, device=self._device
                 )
         if shape.pieces:
             pieces = self._pieces.get(shape.pieces)

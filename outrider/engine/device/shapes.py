@@ -51,7 +51,7 @@ class Judge(StrEnum):
     SAMPLED = "sampled"
     """Any rule."""
     HOST = "host"
-    """None: the host reads the logits (penalties, bans, truncated laws, shipped draft laws)."""
+    """None: the host reads the logits (penalties, bans, truncated laws)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,11 @@ class RoundShape:
     """Whether projected features are computed."""
     pieces: int = 0
     """Q pieces of prompts, of P = PIECE_TOKENS rows each."""
+
+    @property
+    def brings_laws(self) -> bool:
+        """Whether rows may bring draft laws from outside."""
+        return self.judge is Judge.SAMPLED and self.drafts in (Drafts.CHAIN, Drafts.TREE)
 
     @property
     def token_rows(self) -> int:

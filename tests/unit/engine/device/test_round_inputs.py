@@ -10,6 +10,7 @@ import torch
 
 from outrider.engine.device.buffers import RING, Downloader, Uploader
 from outrider.engine.device.inputs import NO_TOKEN, HostVerdict, RoundInputs
+from outrider.engine.device.law_inputs import LawInputs
 from outrider.engine.device.shapes import Drafts
 from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.spec.tree import DraftTree
@@ -30,7 +31,7 @@ def tree(tokens: Sequence[int], parents: Sequence[int] | None = None) -> DraftTr
 
 
 def inputs(rows: int = 4, nodes: int = 4) -> RoundInputs:
-    return RoundInputs(rows, nodes, padding=PADDING, device=CPU)
+    return RoundInputs(rows, nodes, LawInputs(max_rows=1, device=CPU), padding=PADDING, device=CPU)
 
 
 def test_rows_and_nodes_that_are_not_there_are_padding() -> None:
