@@ -26,9 +26,10 @@ from outrider.engine.device.recorder import Recorder
 from outrider.engine.device.rounds import DeviceRounds, Launched, RowInput
 from outrider.engine.device.shapes import Drafts, Judge, RoundShape, row_buckets
 from outrider.engine.device.slots import SessionSlots
+from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import DraftHead, FeatureProjection
 from outrider.engine.target import TargetModel
-from outrider.wire.messages import TensorDtype
+from outrider.wire.messages import SessionSpec, TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_groups import Group, Seat, group_rows, own_drafts
 from outrider_verifier.device_prompts import PromptResult, run_prompts
@@ -73,6 +74,7 @@ class DeviceRoundEngine:
         self._feature_dtype = feature_dtype
         self._wire_dtype = wire_array(torch.empty(0), feature_dtype).dtype
         self._device = target.device
+        self._warps = [slots.warp] if own_head is None else [slots.warp, own_head.warp]
         self._seats: dict[int, Seat] = {}
         """By the session's ticket."""
         self._collected = 0.0
@@ -100,6 +102,7 @@ class DeviceRoundEngine:
             max_sessions=config.max_sessions,
             max_len=max_len,
             max_nodes=config.max_tree_nodes + 1,
+            vocab_size=target.vocab_size,
             device=target.device,
         )
         own_head = None
@@ -174,18 +177,26 @@ class DeviceRoundEngine:
     def open(self, session: Session) -> None:
         """Give the session a slot; its K/V blocks are known to the device from here on."""
         slot = self._slots.open(session.kv)
-        self._seats[session.ticket] = Seat.of(session, slot)
+        warped = [self._begin_warp(warps, slot, session.spec) for warps in self._warps]
+        self._seats[session.ticket] = Seat.of(session, slot, warped=any(warped))
         self._slots.begin(slot, session.kv, session.spec.sampling)
+
+    def _begin_warp(self, warps: WarpSlots, slot: int, spec: SessionSpec) -> bool:
+        warps.begin(
+            slot,
+            spec.sampling,
+            prompt_ids=spec.token_ids[: spec.prompt_len],
+            output_ids=spec.token_ids[spec.prompt_len :],
+            banned_first=spec.stop_token_ids if spec.min_new_tokens else (),
+            banned_until=spec.prompt_len + spec.min_new_tokens,
+        )
+        return warps.warps(slot)
 
     def close(self, session: Session) -> None:
         """Take the slot back."""
         seat = self._seats.pop(session.ticket, None)
         if seat is not None:
             self._slots.close(seat.slot)
-
-    def can_run_ahead(self, session: Session) -> bool:
-        """Whether the device can go on with the session by itself."""
-        return not self._seats[session.ticket].decided_by_host(session)
 
     # ---- submitting ----------------------------------------------------------------------------
 
@@ -279,7 +290,7 @@ class DeviceRoundEngine:
 
     @torch.inference_mode()
     def _judge_on_host(self, group: Group, launched: Launched) -> list[RowOutcome]:
-        """Outcomes of rows whose warper or law the device does not know."""
+        """Outcomes of rows whose law the device does not know."""
         nodes = launched.shape.nodes
         drafts = [row.draft for row in group.rows]
         if group.own:
@@ -305,7 +316,7 @@ class DeviceRoundEngine:
             for index, acceptance in enumerate(accepted):
                 tokens[index, : counts[index]] = acceptance.tokens
             # Laws are kept even so: the device may judge these sessions again next time.
-            self.rounds.draft_after(launched, counts, tokens, with_law=not group.matching)
+            self.rounds.draft_after(launched, counts, tokens, with_law=not group.plain)
         return outcomes
 
     def _commit(
@@ -319,7 +330,7 @@ class DeviceRoundEngine:
         """Move a host-judged session on; its features, if it keeps them."""
         rows = [0, *(1 + node for node in acceptance.accepted_nodes)]
         session.kv.keep_written(rows)
-        self._set_prefix(session, session.length + len(rows), acceptance.tokens[-1])
+        self._set_prefix(session, acceptance.tokens)
         if features is None or not session.keeps_features:
             return None
         places = torch.tensor(rows, device=self._device) + index * nodes
@@ -338,7 +349,7 @@ class DeviceRoundEngine:
         session, start = row.session, row.session.kv.len
         session.kv.commit(row.kept)
         if acceptance is not None:
-            self._set_prefix(session, session.length + 1, acceptance.tokens[-1])
+            self._set_prefix(session, acceptance.tokens)
         mine = None
         if features is not None and session.keeps_features:
             mine = wire_array(features, self._feature_dtype)
@@ -354,15 +365,19 @@ class DeviceRoundEngine:
                 features,
                 start=start,
                 last=acceptance is not None,
-                with_law=not seat.matching,
+                with_law=seat.warped or not seat.matching,
             )
             seat.drafted = seat.drafted or acceptance is not None
         return RowOutcome(acceptance=acceptance, features=mine)
 
     # ---- between host and device ---------------------------------------------------------------
 
-    def _set_prefix(self, session: Session, length: int, root: int) -> None:
-        self._slots.set_prefix(self._seats[session.ticket].slot, length=length, root=root)
+    def _set_prefix(self, session: Session, tokens: Sequence[int]) -> None:
+        """Tell the device of tokens that the host chose."""
+        slot = self._seats[session.ticket].slot
+        self._slots.set_prefix(slot, length=session.length + len(tokens), root=tokens[-1])
+        for warps in self._warps:
+            warps.count(slot, tokens)
 
 
 def _nodes(group: Group) -> int:

@@ -12,7 +12,6 @@ from outrider.engine.device.rounds import Launched
 from outrider.engine.device.shapes import Drafts, Judge
 from outrider.spec.sampling import Rule
 from outrider.spec.tree import DraftTree, is_chain
-from outrider_verifier.engine import warped_by_host
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.rows import Draft, trim
 from outrider_verifier.sessions import Session
@@ -28,20 +27,15 @@ class Seat:
     slot: int
     matching: bool
     """Whether its rule compares tokens and asks for no law."""
-    warped_by_host: bool
-    """Whether the device can judge none of its rounds."""
+    warped: bool
+    """Whether its logits are warped before anything looks at them."""
     drafted: bool = False
     """Whether the own draft on the device follows the session's prefix."""
 
     @classmethod
-    def of(cls, session: Session, slot: int) -> Seat:
+    def of(cls, session: Session, slot: int, *, warped: bool) -> Seat:
         """The seat of a session that begins in `slot`."""
-        sampling = session.spec.sampling
-        return cls(slot, sampling.effective_rule in MATCHING, warped_by_host(sampling))
-
-    def decided_by_host(self, session: Session) -> bool:
-        """Whether the warper of the session's next round is beyond the device."""
-        return self.warped_by_host or bool(session.banned_now)
+        return cls(slot, session.spec.sampling.effective_rule in MATCHING, warped)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,12 +59,17 @@ class Group:
         """Whether no row of the group needs laws."""
         return all(seat.matching for seat in self.seats)
 
+    @property
+    def plain(self) -> bool:
+        """Whether tokens are compared, and by logits as they are."""
+        return self.matching and not any(seat.warped for seat in self.seats)
+
 
 def group_rows(verify: Sequence[VerifyRow], seats: Sequence[Seat]) -> list[Group]:
     """Rows, each with its seat, by who judges them and whose drafts they verify; every row is in
     one group."""
     kinds = [
-        (judged_by_host(row, seat), row.own_depth > 0 and seat.drafted)
+        (judged_by_host(row), row.own_depth > 0 and seat.drafted)
         for row, seat in zip(verify, seats, strict=True)
     ]
     groups: list[Group] = []
@@ -81,15 +80,14 @@ def group_rows(verify: Sequence[VerifyRow], seats: Sequence[Seat]) -> list[Group
         group = Group(places, rows, [seats[place] for place in places])
         group.drafts = Drafts.OWN if own else drafts_of(rows)
         if not on_host:
-            group.judge = Judge.MATCH if group.matching else Judge.SAMPLED
+            group.judge = Judge.MATCH if group.plain else Judge.SAMPLED
         groups.append(group)
     return groups
 
 
-def judged_by_host(row: VerifyRow, seat: Seat) -> bool:
-    """Whether the warper is beyond the device, or the row brings a law from outside."""
-    brings_law = row.draft is not None and row.draft.law is not None
-    return brings_law or seat.decided_by_host(row.session)
+def judged_by_host(row: VerifyRow) -> bool:
+    """Whether the row brings a law from outside."""
+    return row.draft is not None and row.draft.law is not None
 
 
 def own_drafts(rows: Sequence[VerifyRow], tokens: Tensor) -> list[Draft | None]:

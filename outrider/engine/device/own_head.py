@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.engine.device.draft import DraftProgram, NewRows
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.slots import SessionSlots
+from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.coins import ChainLaw
 from outrider.engine.kvcache import KVPool
@@ -53,6 +54,10 @@ class OwnHead:
             target_ids=weights.target_ids,
         )
         """The laws that they were drawn from, kept with the session until they are used."""
+        self.warp = WarpSlots(
+            count, config.draft_vocab_size, device, draft_columns=weights.draft_columns
+        )
+        """What the sessions do to the head's logits."""
 
     def draft(
         self,
@@ -71,7 +76,11 @@ class OwnHead:
 
     def _chain(self, rows: NewRows, with_law: bool) -> None:
         chain = self.program.chain(
-            rows, length=self.length, state=self._slots.sampling, with_probs=with_law
+            rows,
+            length=self.length,
+            state=self._slots.sampling,
+            warp=self.warp.state if with_law else None,
+            with_probs=with_law,
         )
         places = rows.slots.long()
         self.tokens.index_copy_(0, places, chain.tokens)

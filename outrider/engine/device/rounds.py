@@ -43,8 +43,9 @@ from outrider.engine.kernels.acceptance import (
 from outrider.engine.kernels.assemble import assemble
 from outrider.engine.kernels.coins import accept_sampled
 from outrider.engine.kernels.compaction import compact_kv, gather_rows
-from outrider.engine.kernels.layout import tree_layout
+from outrider.engine.kernels.layout import RoundLayout, tree_layout
 from outrider.engine.kernels.sampling import choose_tokens
+from outrider.engine.kernels.warp import TokenPath, count_tokens, warp_logits
 from outrider.engine.target import TargetModel
 from outrider.spec.tree import DraftTree
 
@@ -251,6 +252,8 @@ class DeviceRounds:
             features = self._projection(output.taps)
         if shape.judge is Judge.HOST:
             return Verified(tokens, None, context, features, output.logits)
+        if shape.judge is Judge.SAMPLED:
+            self._warp(shape, inputs, output.logits, tokens, layout)
         acceptance = self._accept(shape, inputs, output.logits, tokens, parents, layout.positions)
         if shape.drafts is Drafts.TREE:
             compact_kv(
@@ -265,6 +268,8 @@ class DeviceRounds:
             if features is not None:
                 features = gather_rows(features, acceptance.rows, num_nodes=nodes)
         advance_state(acceptance, sequence, slots)
+        if shape.judge is Judge.SAMPLED:
+            self._count(acceptance, slots)
         result = torch.cat(
             (
                 acceptance.counts[:, None],
@@ -275,6 +280,36 @@ class DeviceRounds:
             dim=1,
         )
         return Verified(result, acceptance, context, features, output.logits)
+
+    def _warp(
+        self,
+        shape: RoundShape,
+        inputs: RoundInputs,
+        logits: Tensor,
+        tokens: Tensor,
+        layout: RoundLayout,
+    ) -> None:
+        path = None
+        if shape.nodes > 1:
+            mask = None if layout.mask is None else layout.mask[:, :, 1:]
+            path = TokenPath(tokens.view(-1, shape.nodes)[:, 1:], mask)
+        warp_logits(
+            logits,
+            self._slots.warp.state,
+            self._slots.sampling,
+            inputs.slots,
+            layout.positions + 1,
+            rows_per_slot=shape.nodes,
+            path=path,
+        )
+
+    def _count(self, acceptance: DeviceAcceptance, slots: Tensor) -> None:
+        """What was emitted is history from now on, for the head's warper too."""
+        tokens, counts = acceptance.tokens, acceptance.counts
+        count_tokens(tokens, counts, self._slots.warp.state, slots)
+        if self._own_head is not None:
+            warp = self._own_head.warp
+            count_tokens(tokens, counts, warp.state, slots, columns=warp.draft_columns)
 
     def _accept(
         self,

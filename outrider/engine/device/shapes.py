@@ -29,11 +29,11 @@ class Judge(StrEnum):
     """How much of the acceptance runs on the device."""
 
     MATCH = "match"
-    """Greedy and coupled rows: a comparison of tokens."""
+    """Greedy and coupled rows whose logits are not warped: a comparison of tokens."""
     SAMPLED = "sampled"
-    """Any rule."""
+    """Any rule and any warper."""
     HOST = "host"
-    """None: the host reads the logits (penalties, bans, truncated laws, shipped draft laws)."""
+    """None: the host reads the logits (shipped draft laws)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

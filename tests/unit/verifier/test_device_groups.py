@@ -39,8 +39,12 @@ def row(
     return VerifyRow(session=session, draft=draft, own_depth=own_depth)
 
 
+def warps(row: VerifyRow) -> bool:
+    return row.session.spec.sampling is PENALTY
+
+
 def seats(rows: Sequence[VerifyRow], drafted: Sequence[int] = ()) -> list[Seat]:
-    found = [Seat.of(row.session, slot) for slot, row in enumerate(rows)]
+    found = [Seat.of(row.session, slot, warped=warps(row)) for slot, row in enumerate(rows)]
     for place in drafted:
         found[place].drafted = True
     return found
@@ -66,15 +70,14 @@ def test_rows_are_split_by_judge_and_by_whose_drafts_they_verify() -> None:
     groups = group_rows(rows, seats(rows, drafted=[0, 1, 2, 5]))
     # Row 2 stands for nothing of its draft, row 4 has none that follows its prefix.
     assert [(g.places, g.drafts, g.judge) for g in groups] == [
-        ([3, 4], Drafts.NONE, Judge.MATCH),
-        ([1, 5], Drafts.OWN, Judge.SAMPLED),
-        ([2], Drafts.NONE, Judge.HOST),
-        ([0], Drafts.OWN, Judge.HOST),
+        ([2, 3, 4], Drafts.NONE, Judge.SAMPLED),
+        ([0, 1, 5], Drafts.OWN, Judge.SAMPLED),
     ]
     for group in groups:
         assert [seat.slot for seat in group.seats] == group.places
         assert group.rows == [rows[place] for place in group.places]
-    assert [group.matching for group in groups] == [True, False, True, True]
+    assert [group.matching for group in groups] == [True, False]
+    assert not any(group.plain for group in groups)
 
 
 @pytest.mark.parametrize(
