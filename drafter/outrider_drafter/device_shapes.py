@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from outrider.engine.warper import EMPTY_HISTORY, needs_edits, truncates
-from outrider.spec.plan import Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider_drafter.growth import default_depth
 from outrider_drafter.sessions import Session
@@ -25,18 +23,9 @@ class Shape(NamedTuple):
         return min(self.top_k, self.num_nodes) * (self.depth - 1)
 
 
-def covers(sampling: SamplingParams, plan: Plan) -> bool:
+def covers(sampling: SamplingParams) -> bool:
     """Whether the device drafts as the host would."""
-    if needs_edits(sampling, EMPTY_HISTORY):
-        return False
-    match sampling.effective_rule:
-        case Rule.REJECTION:
-            return False
-        case Rule.COUPLED:
-            return plan.top_k == 1 and not truncates(sampling)
-        case Rule.GREEDY | Rule.TARGET_ONLY:
-            # Truncation does not move the mode, but it changes a tree's scores.
-            return plan.top_k == 1 or sampling.temperature == 0 or not truncates(sampling)
+    return sampling.effective_rule is not Rule.REJECTION
 
 
 def shape_of(session: Session) -> Shape | None:
@@ -49,7 +38,4 @@ def shape_of(session: Session) -> Shape | None:
         # Near its end a session takes the beginning of a chain, so that all share one graph.
         return Shape(num_nodes, 1, num_nodes)
     depth = min(plan.depth or default_depth(num_nodes), num_nodes, room)
-    if session.sampling.effective_rule is Rule.COUPLED:
-        # Its plan was a chain's when it began: trees by shared noise are grown on the host.
-        return Shape(depth, 1, depth)
     return Shape(num_nodes, plan.top_k, depth)

@@ -2,8 +2,7 @@
 
 A batch of sessions costs one upload, one graph (catch-up, all levels, all choices) and one
 download; the host waits for the device once. What the device does not cover (the rejection rule,
-whose law is quantised on the host, penalties, bans, truncated laws, coupled trees) goes to a
-`HeadSource` over the same weights.
+whose law is quantised on the host) goes to a `HeadSource` over the same weights.
 
 B rows of a bucket, R new rows a session, H hidden size, K chain length, n tree nodes.
 """
@@ -27,9 +26,11 @@ from outrider.engine.device.health import device_works
 from outrider.engine.device.shapes import ROW_BUCKETS, bucket
 from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.engine.warper import has_penalties
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import SessionId
 from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
+from outrider.spec.sampling import Rule
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
 from outrider_drafter.device_batch import (
@@ -86,6 +87,7 @@ class DeviceHeadSource:
         self._dtype, self._device = dtype, torch.device(device)
         self._max_rows = max_rows
         self._max_context = max_context or config.max_position_embeddings
+        weights = HeadWeights.from_head(head)
         self._rows = DeviceRows(
             config,
             max_rows=max_rows,
@@ -93,9 +95,10 @@ class DeviceHeadSource:
             max_sessions=max_sessions,
             dtype=dtype,
             device=self._device,
+            draft_columns=weights.draft_columns,
         )
         self._program = DraftProgram(
-            HeadWeights.from_head(head),
+            weights,
             storage=self._rows.storage,
             block_tokens=BLOCK_TOKENS,
             max_len=self._rows.capacity,
@@ -182,7 +185,7 @@ class DeviceHeadSource:
         """A session stays where it began: its K/V is there."""
         if session.key in self._states:
             return False
-        if session.key not in self._on_host and not covers(session.sampling, session.plan):
+        if session.key not in self._on_host and not covers(session.sampling):
             self._on_host.add(session.key)
         return session.key in self._on_host
 
@@ -225,6 +228,7 @@ class DeviceHeadSource:
     def _draft(self, shape: Shape, members: Sequence[Ready]) -> Iterator[Drafted]:
         most = max(len(ready.tokens) for ready in members)
         size, num_rows = bucket(len(members), ROW_BUCKETS), bucket(most, NEW_ROW_BUCKETS)
+        self._count(members)
         result = self._launch(shape, members, size, num_rows)
         for ready in members:
             ready.state.stable = ready.start + len(ready.tokens)
@@ -242,21 +246,47 @@ class DeviceHeadSource:
     def _launch(self, shape: Shape, members: Sequence[Ready], size: int, num_rows: int) -> Tensor:
         """int32 [B, K] tokens of chains; [B, 3, n] tokens, parents and log-prob bits of trees."""
         rows, state = self._batch.fill(members, size, num_rows), self._rows.sampling
+        warped = any(self._rows.warp.warps(ready.state.slot) for ready in members)
+        coupled = shape.top_k > 1 and any(
+            ready.session.sampling.effective_rule is Rule.COUPLED for ready in members
+        )
+        warp = self._rows.warp.state if warped else None
 
         def run() -> Tensor:
             if shape.top_k == 1:
-                return self._program.chain(rows, state=state, length=shape.depth).tokens
+                return self._program.chain(rows, state=state, length=shape.depth, warp=warp).tokens
             tree = self._program.tree(
                 rows,
                 state=state,
                 num_nodes=shape.num_nodes,
                 top_k=shape.top_k,
                 depth=shape.depth,
+                warp=warp,
+                coupled=coupled,
             )
             bits = tree.logprobs.view(torch.int32)
             return torch.stack((tree.tokens, tree.parents, bits), dim=1)
 
-        return self.graphs.run((shape, size, num_rows), run)
+        return self.graphs.run((shape, size, num_rows, warped, coupled), run)
+
+    def _count(self, members: Sequence[Ready]) -> None:
+        """Tell the device's penalties of the tokens that are news to them."""
+        slots: list[int] = []
+        tokens: list[NDArray[np.int32]] = []
+        for session, state, *_ in members:
+            if not has_penalties(session.sampling):
+                continue
+            known = session.tokens.view
+            if state.counted:
+                slots.append(state.slot)
+                tokens.append(known[state.counted :])
+            else:
+                prompt, output = known[: session.prompt_len], known[session.prompt_len :]
+                self._rows.warp.begin(
+                    state.slot, session.sampling, prompt_ids=prompt, output_ids=output
+                )
+            state.counted = len(known)
+        self._rows.warp.count(slots, tokens)
 
     def _absorb(self, session: Session) -> SessionRows:
         state = self._states.get(session.key)

@@ -3,9 +3,9 @@
 Order: penalties, logit bias, banned ids, division by the temperature, top-k, top-p, min-p; what
 is cut is -inf. The verifier warps target logits, the drafter warps its own with the same
 parameters; at a tree node the draft tokens on its path count as output. At temperature 0 only
-penalties, biases and bans apply. A row's result depends on that row only, bit for bit, and its arithmetic is defined
-to the bit (`outrider.engine.nucleus`, `penalties_of`): `outrider.engine.kernels.warp` does the same
-on a device.
+penalties, biases and bans apply. A row's result depends on that row only, bit for bit, and its
+arithmetic is defined to the bit (`penalties_of`, `outrider.engine.nucleus`), so that
+`outrider.engine.kernels.warp` can do the same on a device.
 
 Ties at a boundary of top-k, top-p or min-p are all kept: the kept set is then a function of the
 values alone and not of a sorting order, so all devices and both sides agree on it.

@@ -85,7 +85,7 @@ def warp_case(
             banned_first=BANNED_FIRST if until else (),
             banned_until=until,
         )
-        held.count(slot, output[2:])
+        held.count([slot], [output[2:]])
         positions[index] = start + depth
         for place in range(NODES):
             at = int(positions[index, place])

@@ -377,7 +377,7 @@ class DeviceRoundEngine:
         slot = self._seats[session.ticket].slot
         self._slots.set_prefix(slot, length=session.length + len(tokens), root=tokens[-1])
         for warps in self._warps:
-            warps.count(slot, tokens)
+            warps.count([slot], [tokens])
 
 
 def _nodes(group: Group) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.kernels.attention import tree_attention
+from outrider.engine.kernels.coupled_topk import put_coupled_topk
 from outrider.engine.kernels.draft_inputs import (
     BlockInputs,
     DraftLayout,
@@ -190,10 +191,12 @@ class DraftProgram:
         top_k: int,
         depth: int,
         warp: WarpState | None = None,
+        coupled: bool = False,
     ) -> TreeDraft:
         """Catch up, then grow EAGLE's dynamic tree.
 
-        Nodes are ranked by sums of log softmax(logits / T), for greedy and target-only sessions.
+        Nodes are ranked by sums of log softmax(logits / T); those of coupled sessions by shared
+        noise, if `coupled` says that there may be any. warp: as for `chain`.
         """
         batch, width = rows.slots.shape[0], min(top_k, num_nodes)
         layout = self._layout(rows, num_steps=depth - 1, step_rows=width)
@@ -227,6 +230,11 @@ class DraftProgram:
                 logits = self._warped(logits, warp, state, rows.slots, following, path)
             row_heat = heat[:, None].expand(-1, count).reshape(-1)
             offered, ids = log_softmax_topk(logits, top_k, temperatures=row_heat)
+            if coupled:
+                where = layout.following[level].repeat_interleave(count)
+                put_coupled_topk(
+                    offered, ids, logits, state, rows.slots, where, ids=self.weights.target_ids
+                )
             frontier = select_frontier(offered, ids, frontier, candidates, first, width=width)
             first += offered.numel() // batch
         return rank_tree(candidates, self.weights.target_ids, num_nodes=num_nodes)

@@ -107,15 +107,17 @@ class WarpSlots:
         self._write(slot, sampling, flags, columns, amounts, ends)
         if flags & WARP_PENALTIES:
             self.state.counts[slot].zero_()
-            seen = np.unique(self._columns_of(prompt_ids))
-            self._add(slot, seen, np.ones(len(seen), np.int32))
-            self.count(slot, output_ids)
+            self._add([(slot, np.unique(self._columns_of(prompt_ids)))], 1)
+            self.count([slot], [output_ids])
 
-    def count(self, slot: int, tokens: Ids) -> None:
-        """Add tokens to the output of a slot's session, if its penalties look at it."""
-        if self._flags[slot] & WARP_PENALTIES and len(tokens):
-            columns, times = np.unique(self._columns_of(tokens), return_counts=True)
-            self._add(slot, columns, 2 * times.astype(np.int32))
+    def count(self, slots: Sequence[int], tokens: Sequence[Ids]) -> None:
+        """Add tokens to the outputs of slots' sessions, of those whose penalties look at them."""
+        held = [
+            (slot, self._columns_of(ids))
+            for slot, ids in zip(slots, tokens, strict=True)
+            if self._flags[slot] & WARP_PENALTIES
+        ]
+        self._add(held, 2)
 
     def _entries(
         self, sampling: SamplingParams, banned_first: Ids, banned_until: int
@@ -181,10 +183,14 @@ class WarpSlots:
             state.entry_amounts[slot, :count].copy_(entries[1].view(torch.float32))
             state.entry_ends[slot, :count].copy_(entries[2])
 
-    def _add(self, slot: int, columns: NDArray[np.int32], amounts: NDArray[np.int32]) -> None:
-        if len(columns):
-            words = np.concatenate((columns, amounts)).astype(np.int32)
-            staged = torch.empty(len(words), dtype=torch.int32, device=self._device)
-            upload(words, staged)
-            half = len(columns)
-            self.state.counts[slot].index_add_(0, staged[:half].long(), staged[half:])
+    def _add(self, held: Sequence[tuple[int, NDArray[np.int32]]], amount: int) -> None:
+        """Add `amount` to the counts of columns of slots, as often as they are named."""
+        count = sum(len(columns) for _, columns in held)
+        if not count:
+            return
+        slots = [np.full(len(columns), slot, dtype=np.int32) for slot, columns in held]
+        staged = torch.empty((2, count), dtype=torch.int32, device=self._device)
+        upload(np.concatenate([*slots, *(columns for _, columns in held)]), staged.view(-1))
+        places = staged[0].long() * self._columns + staged[1]
+        amounts = torch.full_like(staged[0], amount)
+        self.state.counts.view(-1).index_add_(0, places, amounts)

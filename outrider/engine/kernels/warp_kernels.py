@@ -7,7 +7,7 @@
 2. guide, twice: float sums of the mass (top-k: the number) of ids within 15 distances of the peak,
    then within 15 more around the edge. They only say where the edge must be, rounding included.
 3. gather: exact integer masses above that bracket, and the scores inside it as a short list.
-4. search: the edge among these, by a 16-way search over the order-preserving integers of the floats.
+4. search: the edge among these, 16 ways at a time, over the floats' order-preserving integers.
 5. cut: what is below the edge becomes -inf.
 
 Programs of rows with nothing to do return at once. P tiles of a row.
@@ -36,7 +36,7 @@ _ENTRY_BLOCK = tl.constexpr(256)
 _FAR = tl.constexpr(3.0e38)
 """A distance beyond all finite ones."""
 _REACH = tl.constexpr(24.0)
-"""Farthest distance of the first guide, nats: ids beyond weigh nothing unless top_p is next to 1."""
+"""Farthest distance of the first guide, nats; ids beyond it only matter to a top_p next to 1."""
 _STRIDE = tl.constexpr(8.0)
 """Step of the second guide where the first one found no end, nats."""
 _ERROR = tl.constexpr(5e-5)

@@ -17,7 +17,7 @@ from outrider_drafter.head_source import HeadSource
 from outrider.engine.heads import DraftHead
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
-from outrider.spec.tree import validate_tree
+from outrider.spec.tree import is_chain, validate_tree
 from outrider.wire.messages import PlanChange, Proposal, SessionEnd
 from tests.factories import make_eagle3_head
 from tests.unit.drafter.helpers import (
@@ -57,7 +57,8 @@ def assert_same(found: Proposal, expected: Proposal) -> None:
     assert (found.law is None) == (expected.law is None)
     if found.law is not None and expected.law is not None:
         np.testing.assert_array_equal(found.law.ids, expected.law.ids)
-        np.testing.assert_array_equal(found.law.counts, expected.law.counts)
+        # Batches of other sizes round logits differently.
+        np.testing.assert_allclose(found.law.counts, expected.law.counts, atol=1)
 
 
 def test_every_session_gets_the_hosts_drafts_round_after_round(head: DraftHead) -> None:
@@ -124,20 +125,19 @@ def test_near_its_end_a_session_gets_what_still_fits(head: DraftHead, plan: Plan
         assert_same(ours, theirs)
 
 
-def test_a_coupled_session_whose_plan_becomes_a_tree_keeps_getting_drafts(
-    head: DraftHead,
-) -> None:
-    source = on_device(head)
-    engine, script = make_engine([source]), Script(seed=13)
-    engine.handle(1, script.start(plan=CHAIN, sampling=COUPLED))
-    engine.handle(1, script.verdict(12))
-    (before,) = drain(engine)
-    engine.handle(1, PlanChange(session_id=script.session_id, plan=TREE))
-    engine.handle(1, script.verdict(14))
-    (after,) = drain(engine)
-    assert len(before.tree) == CHAIN.draft_tokens
-    assert after.tree.parents.tolist() == [-1, 0, 1, 2], "a chain as deep as the tree"
-    assert not source._on_host
+def test_a_coupled_session_whose_plan_becomes_a_tree_gets_trees(head: DraftHead) -> None:
+    proposals = []
+    for source in (on_device(head), HeadSource(head, max_rows=8192)):
+        engine, script = make_engine([source]), Script(seed=13)
+        engine.handle(1, script.start(plan=CHAIN, sampling=COUPLED))
+        engine.handle(1, script.verdict(12))
+        (before,) = drain(engine)
+        assert len(before.tree) == CHAIN.draft_tokens
+        engine.handle(1, PlanChange(session_id=script.session_id, plan=TREE))
+        engine.handle(1, script.verdict(14))
+        proposals += drain(engine)
+    assert_same(*proposals)
+    assert not is_chain(proposals[0].tree.parents)
 
 
 def test_features_of_nan_harm_no_other_session(head: DraftHead) -> None:
