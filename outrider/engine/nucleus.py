@@ -20,6 +20,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 MASS_BITS: Final = 43
@@ -38,24 +39,25 @@ OCTAVE: Final = (
 )
 """2^43 * 2^-f as a polynomial of f in [0, 1), constant first; off by one part in 10^7."""
 MAX_COLUMNS: Final = 2**19
+_FARTHEST: Final = np.float32(FARTHEST)
+_STEPS_PER_NAT: Final = np.float32(STEPS_PER_NAT)
 
 
-def masses(distances: Tensor) -> Tensor:
-    """Mass of ids that score `distances` (float32, >= 0, not NaN) below the peak: int64."""
-    steps = (distances.clamp(max=FARTHEST) * STEPS_PER_NAT).to(torch.int64)
-    table = _octave(distances.device)
-    return table[steps & (2**STEP_BITS - 1)] >> (steps >> STEP_BITS).clamp_(max=62)
+def masses(distances: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Mass of ids that score `distances` (>= 0, not NaN) below the peak."""
+    steps = (np.minimum(distances, _FARTHEST) * _STEPS_PER_NAT).astype(np.int32)
+    octaves = np.minimum(steps >> STEP_BITS, 62)
+    return np.take(_octave(), steps & (2**STEP_BITS - 1)) >> octaves
 
 
-@lru_cache(maxsize=4)
-def _octave(device: torch.device) -> Tensor:
-    """Masses of the steps of one octave, int64 [65536]."""
-    with torch.inference_mode(False):
-        fractions = torch.arange(2**STEP_BITS, dtype=torch.int64)
-        mass = torch.full_like(fractions, OCTAVE[-1])
-        for coefficient in OCTAVE[-2::-1]:
-            mass = (mass * fractions >> STEP_BITS) + coefficient
-        return mass.to(device)
+@lru_cache(maxsize=1)
+def _octave() -> NDArray[np.int64]:
+    """Masses of the steps of one octave, [65536]."""
+    fractions = np.arange(2**STEP_BITS, dtype=np.int64)
+    mass = np.full_like(fractions, OCTAVE[-1])
+    for coefficient in OCTAVE[-2::-1]:
+        mass = (mass * fractions >> STEP_BITS) + coefficient
+    return mass
 
 
 def min_p_floor(min_p: float) -> float:
@@ -78,16 +80,19 @@ def edges(scores_RV: Tensor, top_ks: list[int], top_ps: list[float], floors: lis
             scores = scores[scores >= edge]
             lowest[row] = torch.maximum(lowest[row], edge)
         if top_p < 1.0:
-            lowest[row] = torch.maximum(lowest[row], _nucleus_edge(scores, peaks[row], top_p))
+            edge = torch.tensor(_nucleus_edge(scores.cpu().numpy(), top_p), device=peaks.device)
+            lowest[row] = torch.maximum(lowest[row], edge)
     return lowest
 
 
-def _nucleus_edge(scores_V: Tensor, peak: Tensor, top_p: float) -> Tensor:
+def _nucleus_edge(scores_V: NDArray[np.float32], top_p: float) -> np.float32:
+    peak = scores_V.max()
     mass = masses(peak - scores_V)
     total = int(mass.sum())
     need = max(int(float(total) * top_p), 1)
     # Ids lighter than this weigh less than total - need together: the edge is above them.
-    possible = mass >= (total - need) // len(scores_V)
-    scores_C, order = scores_V[possible].sort(descending=True)
-    before = mass[possible][order].cumsum(dim=0)[:-1]
-    return scores_C[int((before < need).sum())]
+    possible = scores_V[mass >= (total - need) // len(scores_V)]
+    ordered = np.sort(possible)[::-1]
+    before = masses(peak - ordered).cumsum()[:-1]
+    edge: np.float32 = ordered[np.count_nonzero(before < need)]
+    return edge

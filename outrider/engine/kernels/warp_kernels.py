@@ -82,6 +82,7 @@ def edit(
     maxima_ptr,
     found_ptr,
     rows_per_slot,
+    HAS_PATH: tl.constexpr,
     HAS_MASK: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -100,14 +101,17 @@ def edit(
         values = old
         if (flags & _PENALTIES) != 0:
             counts = tl.load(counts_ptr + slot * num_columns + columns, mask=valid, other=0)
-            for step in range(path_len):
-                token = tl.load(path_ptr + owner * path_stride + step)
-                if HAS_MASK:
-                    where = mask_ptr + owner * mask_owner_stride + place * mask_row_stride + step
-                    on_path = tl.load(where) != 0
-                else:
-                    on_path = step < seen + place
-                counts += tl.where((columns == token) & on_path, 2, 0)
+            if HAS_PATH:
+                for step in range(path_len):
+                    token = tl.load(path_ptr + owner * path_stride + step)
+                    if HAS_MASK:
+                        where = (
+                            mask_ptr + owner * mask_owner_stride + place * mask_row_stride + step
+                        )
+                        on_path = tl.load(where) != 0
+                    else:
+                        on_path = step < seen + place
+                    counts += tl.where((columns == token) & on_path, 2, 0)
             repetition = tl.load(penalties_ptr + 3 * slot)
             frequency = tl.load(penalties_ptr + 3 * slot + 1).to(tl.float64)
             presence = tl.load(penalties_ptr + 3 * slot + 2).to(tl.float64)
@@ -258,7 +262,8 @@ def guide(
 @triton.jit
 def _masses(distances):
     """`outrider.engine.nucleus.masses`: int64."""
-    steps = (tl.minimum(distances, _FARTHEST) * _STEPS_PER_NAT).to(tl.int32).to(tl.int64)
+    bounded = tl.minimum(tl.maximum(distances, 0.0), _FARTHEST)
+    steps = (bounded * _STEPS_PER_NAT).to(tl.int32).to(tl.int64)
     fractions = steps & _LAST_STEP
     mass = ((fractions * _C5) >> _STEP_BITS) + _C4
     mass = ((fractions * mass) >> _STEP_BITS) + _C3
@@ -316,11 +321,12 @@ def gather(
             valid = columns < num_columns
             scores = scaled_tile(logits_ptr + row * logits_stride, columns, valid, temperature)
             distances = peak - scores
-            masses = _masses(distances)
             above = (distances < low) & (top_k == 0)
-            where = (row * tiles + part) * 2
-            tl.store(sums_ptr + where, tl.sum(masses, 0))
-            tl.store(sums_ptr + where + 1, tl.sum(tl.where(above, masses, 0), 0))
+            if top_k == 0:
+                masses = _masses(distances)
+                where = (row * tiles + part) * 2
+                tl.store(sums_ptr + where, tl.sum(masses, 0))
+                tl.store(sums_ptr + where + 1, tl.sum(tl.where(above, masses, 0), 0))
             joins = (scores > float("-inf")) & (distances <= high) & (above == 0)
             places = tl.cumsum(joins.to(tl.int32), axis=0)
             count = tl.sum(joins.to(tl.int32), 0)
@@ -423,16 +429,18 @@ def search(
             count = tl.load(found_ptr + row)
             parts = tl.arange(0, TILES)
             where = sums_ptr + (row * tiles + parts) * 2
+            none = tl.full((), 0, tl.int64)
+            # Under top-k nobody wrote these sums.
             total = tl.sum(tl.load(where, mask=parts < tiles, other=0), 0)
+            total = tl.where(top_k > 0, none, total)
             base = tl.sum(tl.load(where + 1, mask=parts < tiles, other=0), 0)
+            base = tl.where(top_k > 0, none, base)
             if top_k > 0:
-                none = tl.full((), 0, tl.int64)
                 floor = _edge(
                     candidates_ptr, count, top_k.to(tl.int64), none, peak, floor, True, BLOCK
                 )
                 lowest = tl.maximum(lowest, _score_of(floor))
                 if top_p < 1.0:
-                    total = none
                     for start in range(0, count, BLOCK):
                         index = start + tl.arange(0, BLOCK)
                         inside = index < count

@@ -71,6 +71,7 @@ def launch_warp(
         maxima,
         found,
         rows_per_slot=rows_per_slot,
+        HAS_PATH=path is not None,
         HAS_MASK=mask is not None,
         TILE=tile,
         num_warps=warps,
