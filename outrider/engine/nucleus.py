@@ -47,7 +47,8 @@ def masses(distances: NDArray[np.float32]) -> NDArray[np.int64]:
     """Mass of ids that score `distances` (>= 0, not NaN) below the peak."""
     steps = (np.minimum(distances, _FARTHEST) * _STEPS_PER_NAT).astype(np.int32)
     octaves = np.minimum(steps >> STEP_BITS, 62)
-    return np.take(_octave(), steps & (2**STEP_BITS - 1)) >> octaves
+    mass: NDArray[np.int64] = np.take(_octave(), steps & (2**STEP_BITS - 1)) >> octaves
+    return mass
 
 
 @lru_cache(maxsize=1)

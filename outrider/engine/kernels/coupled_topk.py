@@ -85,7 +85,7 @@ def put_coupled_topk_torch(
     scores = scaled_scores(logits[noisy], heat[noisy])
     best, chosen = perturbed_topk(scores, keys, max(k, SCORED_RIVALS), ids.long())
     scored = coupled_logprobs(best, heat[noisy].double())
-    logprobs[noisy] = scored[:, :k].nan_to_num(nan=-torch.inf)
+    logprobs[noisy] = scored[:, :k].nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     columns[noisy] = chosen[:, :k].to(torch.int32)
 
 
