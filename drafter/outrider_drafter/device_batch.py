@@ -37,6 +37,8 @@ class SessionRows:
     """`raw_array` [m, H]: of the last stable row, if there is one, then of rows to be written."""
     stable: int = 0
     """K/V rows made from real features."""
+    counted: int = 0
+    """Tokens that the device's penalties know of."""
 
     @property
     def shut(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.device.free_slots import FreeSlots
+from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import HeadConfig
 from outrider.engine.kernels.state import (
     NUM_STREAMS,
@@ -37,8 +38,10 @@ class DeviceRows:
         max_sessions: int,
         dtype: torch.dtype,
         device: torch.device,
+        draft_columns: Tensor,
     ) -> None:
-        """`max_rows` of all sessions together, `max_session_rows` of one."""
+        """`max_rows` of all sessions together, `max_session_rows` of one; `draft_columns` as in
+        `HeadWeights`."""
         blocks = max(max_rows // BLOCK_TOKENS, 1)
         table = min(-(-max_session_rows // BLOCK_TOKENS), blocks)
         self._allocator = BlockAllocator(blocks)
@@ -55,6 +58,9 @@ class DeviceRows:
             temperatures=torch.zeros(count, dtype=torch.float32, device=device),
             rules=torch.zeros(count, dtype=torch.int32, device=device),
         )
+
+        self.warp = WarpSlots(count, config.draft_vocab_size, device, draft_columns=draft_columns)
+        """What the sessions do to draft logits."""
 
     @property
     def capacity(self) -> int:
@@ -75,6 +81,7 @@ class DeviceRows:
         state.stream_keys[slot].copy_(torch.from_numpy(stream_keys(sampling)))
         state.temperatures[slot] = sampling.temperature
         state.rules[slot] = RULE_NUMBERS[sampling.effective_rule]
+        self.warp.begin(slot, sampling)
         return slot
 
     def reserve(self, slot: int, rows: int, *, ceiling: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from outrider.engine.warper import EMPTY_HISTORY, needs_edits, truncates
 from outrider.spec.plan import Plan, default_depth
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider_drafter.sessions import Session
@@ -28,14 +27,7 @@ class Shape(NamedTuple):
 
 def covers(sampling: SamplingParams, plan: Plan) -> bool:
     """Whether the device drafts as the host would."""
-    if needs_edits(sampling, EMPTY_HISTORY):
-        return False
-    match sampling.effective_rule:
-        case Rule.REJECTION | Rule.COUPLED:
-            return plan.top_k == 1 and not truncates(sampling)
-        case Rule.GREEDY | Rule.TARGET_ONLY:
-            # Truncation does not move the mode, but it changes a tree's scores.
-            return plan.top_k == 1 or sampling.temperature == 0 or not truncates(sampling)
+    return plan.top_k == 1 or sampling.effective_rule is not Rule.REJECTION
 
 
 def shape_of(session: Session) -> Shape | None:
@@ -49,7 +41,7 @@ def shape_of(session: Session) -> Shape | None:
         # Near its end a session takes the beginning of a chain, so that all share one graph.
         return Shape(num_nodes, 1, num_nodes, with_law)
     depth = min(plan.depth or default_depth(num_nodes), num_nodes, room)
-    if with_law or rule is Rule.COUPLED:
-        # Its plan was a chain's when it began: trees of these rules are grown on the host.
+    if with_law:
+        # Its plan was a chain's when it began: trees of this rule are grown on the host.
         return Shape(depth, 1, depth, with_law)
     return Shape(num_nodes, plan.top_k, depth)

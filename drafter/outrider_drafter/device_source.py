@@ -2,8 +2,8 @@
 
 A batch of sessions costs one upload, one graph (catch-up, all levels, all choices) and one
 download; the host waits for the device once (twice where laws come along: how much of them is to be
-fetched is known after the first time). What the device does not cover (penalties, bans, truncated
-laws, coupled trees and those of the rejection rule) goes to a `HeadSource` over the same weights.
+fetched is known after the first time). What the device does not cover (trees of the rejection rule)
+goes to a `HeadSource` over the same weights.
 
 B rows of a bucket, R new rows a session, H hidden size, K chain length, n tree nodes.
 """
@@ -29,9 +29,11 @@ from outrider.engine.device.shapes import ROW_BUCKETS, bucket
 from outrider.engine.draft_sampling import law_limits_for
 from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.engine.warper import has_penalties
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import SessionId
 from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan, default_depth
+from outrider.spec.sampling import Rule
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
 from outrider_drafter.device_batch import (
@@ -89,6 +91,7 @@ class DeviceHeadSource:
         self._dtype, self._device = dtype, torch.device(device)
         self._max_rows = max_rows
         self._max_context = max_context or config.max_position_embeddings
+        weights = HeadWeights.from_head(head)
         self._rows = DeviceRows(
             config,
             max_rows=max_rows,
@@ -96,8 +99,8 @@ class DeviceHeadSource:
             max_sessions=max_sessions,
             dtype=dtype,
             device=self._device,
+            draft_columns=weights.draft_columns,
         )
-        weights = HeadWeights.from_head(head)
         self._target_ids: NDArray[np.int32] = weights.target_ids.cpu().numpy().astype(np.int32)
         self._program = DraftProgram(
             weights,
@@ -232,6 +235,7 @@ class DeviceHeadSource:
     def _draft(self, shape: Shape, members: Sequence[Ready]) -> Iterator[Drafted]:
         most = max(len(ready.tokens) for ready in members)
         size, num_rows = bucket(len(members), ROW_BUCKETS), bucket(most, NEW_ROW_BUCKETS)
+        self._count(members)
         result, entries = self._launch(shape, members, size, num_rows)
         for ready in members:
             ready.state.stable = ready.start + len(ready.tokens)
@@ -258,12 +262,17 @@ class DeviceHeadSource:
         """int32 [B, K] tokens of chains; [B, 3, n] tokens, parents and log-prob bits of trees; with
         laws [B, 2K] tokens and sizes, and the entries (see `ChainLaws`)."""
         rows, state = self._batch.fill(members, size, num_rows), self._rows.sampling
+        warped = any(self._rows.warp.warps(ready.state.slot) for ready in members)
+        coupled = shape.top_k > 1 and any(
+            ready.session.sampling.effective_rule is Rule.COUPLED for ready in members
+        )
+        warp = self._rows.warp.state if warped else None
 
         def run() -> tuple[Tensor, Tensor | None]:
             if shape.top_k == 1:
                 limits = law_limits_for(shape.depth) if shape.with_law else None
                 chain = self._program.chain(
-                    rows, state=state, length=shape.depth, law_limits=limits
+                    rows, state=state, length=shape.depth, warp=warp, law_limits=limits
                 )
                 if chain.laws is None:
                     return chain.tokens, None
@@ -274,11 +283,32 @@ class DeviceHeadSource:
                 num_nodes=shape.num_nodes,
                 top_k=shape.top_k,
                 depth=shape.depth,
+                warp=warp,
+                coupled=coupled,
             )
             bits = tree.logprobs.view(torch.int32)
             return torch.stack((tree.tokens, tree.parents, bits), dim=1), None
 
-        return self.graphs.run((shape, size, num_rows), run)
+        return self.graphs.run((shape, size, num_rows, warped, coupled), run)
+
+    def _count(self, members: Sequence[Ready]) -> None:
+        """Tell the device's penalties of the tokens that are news to them."""
+        slots: list[int] = []
+        tokens: list[NDArray[np.int32]] = []
+        for session, state, *_ in members:
+            if not has_penalties(session.sampling):
+                continue
+            known = session.tokens.view
+            if state.counted:
+                slots.append(state.slot)
+                tokens.append(known[state.counted :])
+            else:
+                prompt, output = known[: session.prompt_len], known[session.prompt_len :]
+                self._rows.warp.begin(
+                    state.slot, session.sampling, prompt_ids=prompt, output_ids=output
+                )
+            state.counted = len(known)
+        self._rows.warp.count(slots, tokens)
 
     def _absorb(self, session: Session) -> SessionRows:
         state = self._states.get(session.key)

@@ -23,6 +23,15 @@ def at_least(low: int) -> Callable[[str], int]:
     return parse
 
 
+def bias(text: str) -> tuple[int, float]:
+    """ID=AMOUNT of a logit bias."""
+    id_, sign, amount = text.partition("=")
+    try:
+        return at_least(0)(id_), float(amount if sign else "")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=AMOUNT") from None
+
+
 def seed(text: str) -> int:
     """An integer that fits in 64 bits."""
     value = at_least(0)(text)

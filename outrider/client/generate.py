@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from outrider.client.aio import AsyncClient
-from outrider.client.flags import at_least, seed
+from outrider.client.flags import at_least, bias, seed
 from outrider.client.local import CPU, LocalCluster, LocalConfig, say
 from outrider.client.modelfiles import DEFAULT_MODEL, ModelFiles, find_model
 from outrider.client.options import GenerateOptions, assistant, user
@@ -59,6 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", metavar="N", type=at_least(1), default=DEFAULT_MAX_TOKENS)
     add("--temperature", metavar="T", type=float, default=0.0, help="0 (default) is greedy")
     add("--top-p", metavar="P", type=float)
+    add("--min-tokens", metavar="N", type=at_least(0), help="no end of text before so many")
+    add(
+        "--logit-bias",
+        metavar="ID=AMOUNT",
+        type=bias,
+        action="append",
+        help="added to the logit of a token id; may be given more than once",
+    )
     add("--seed", metavar="N", type=seed)
     add("--rule", choices=[rule.value for rule in Rule], help="default: coupled")
     add("--drafter", choices=DRAFTERS, help="default: eagle3; ngram for a model without a head")
@@ -126,6 +134,10 @@ def options_of(args: argparse.Namespace) -> GenerateOptions:
     }
     if args.top_p is not None:
         options["top_p"] = args.top_p
+    if args.min_tokens is not None:
+        options["min_tokens"] = args.min_tokens
+    if args.logit_bias:
+        options["logit_bias"] = dict(args.logit_bias)
     if args.seed is not None:
         options["seed"] = args.seed
     if args.rule is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TypedDict, TypeVar
 
@@ -53,6 +53,8 @@ class GenerateOptions(TypedDict, total=False):
     """Acceptance rule at temperature > 0: coupled, rejection, target-only or greedy."""
     banned_token_ids: Sequence[int]
     """Ids that are never emitted."""
+    logit_bias: Mapping[int, float]
+    """What is added to the logits of ids; amounts in [-100, 100]."""
     speculate: bool
     """False decodes plainly."""
     drafter: DraftMethod | str
@@ -117,6 +119,7 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
             **{name: options[name] for name in _SAMPLING if name in options},  # type: ignore[literal-required]
             rule=None if rule is None else _member(Rule, rule),
             banned_token_ids=tuple(options.get("banned_token_ids", ())),
+            logit_bias=tuple(options.get("logit_bias", {}).items()),
         ),
         stopping=StoppingOptions(
             max_tokens=options.get("max_tokens"),

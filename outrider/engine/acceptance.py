@@ -23,6 +23,7 @@ Shape suffixes: R rows of the target's forward, A rows of one level, V vocabular
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -64,7 +65,8 @@ class AcceptRow:
     """Only needed for penalties, as are output_ids."""
     output_ids: NDArray[np.int32] = field(default_factory=_no_ids)
     banned_now: tuple[int, ...] = ()
-    """Ids banned in this round only (stop tokens before min_new_tokens)."""
+    """Ids banned at positions below `banned_until` (stop tokens before min_new_tokens)."""
+    banned_until: int = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ class _Walk:
             prompt_ids=row.prompt_ids,
             output_ids=row.output_ids,
             path_ids=tuple(self.tokens),
-            banned_now=row.banned_now,
+            banned_now=row.banned_now if self.position < row.banned_until else (),
         )
 
     def descend(self, node: int, token: int) -> None:

@@ -1,9 +1,11 @@
 """The warper: from raw logits to the law that is sampled, in one place for both sides.
 
-Order: penalties, banned ids, division by the temperature, top-k, top-p, min-p; what is cut is
--inf. The verifier warps target logits, the drafter warps its own with the same parameters; at a
-tree node the draft tokens on its path count as output. At temperature 0 only penalties and bans
-apply. A row's result depends on that row only, bit for bit.
+Order: penalties, logit bias, banned ids, division by the temperature, top-k, top-p, min-p; what
+is cut is -inf. The verifier warps target logits, the drafter warps its own with the same
+parameters; at a tree node the draft tokens on its path count as output. At temperature 0 only
+penalties, biases and bans apply. A row's result depends on that row only, bit for bit, and its
+arithmetic is defined to the bit (`penalties_of`, `outrider.engine.nucleus`), so that
+`outrider.engine.kernels.warp` can do the same on a device.
 
 Ties at a boundary of top-k, top-p or min-p are all kept: the kept set is then a function of the
 values alone and not of a sorting order, so all devices and both sides agree on it.
@@ -24,14 +26,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from outrider.engine.nucleus import edges, min_p_floor
 from outrider.spec.sampling import SamplingParams
 
 MAX_LOGIT = 1e30
 """Larger logits (+inf too) are clamped, so that dividing by a temperature cannot overflow."""
 MIN_TEMPERATURE = 1e-6
 """Smaller positive temperatures act as this one; float32 cannot tell them from greedy."""
-SORTED_COLUMNS = 4096
-"""Up to this many columns top-p sorts whole rows; above, only ids that can be in the nucleus."""
 
 
 def _no_ids() -> NDArray[np.int32]:
@@ -106,11 +107,16 @@ def plain_argmax(logits_RV: Tensor) -> Tensor:
 
 
 def needs_edits(params: SamplingParams, history: TokenHistory) -> bool:
-    """Whether penalties or bans touch the row: if not, greedy rows are a bare argmax."""
+    """Whether penalties, biases or bans touch the row: if not, greedy rows are a bare argmax."""
     return bool(
-        params.banned_ids
-        or history.banned_now
-        or params.repetition_penalty != 1.0
+        params.banned_ids or params.logit_bias or history.banned_now or has_penalties(params)
+    )
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether the tokens so far matter."""
+    return (
+        params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
     )
@@ -142,24 +148,39 @@ def _columns(ids: NDArray[np.integer], logits_V: Tensor, target_ids: Tensor | No
 def _edit_(
     logits_V: Tensor, params: SamplingParams, history: TokenHistory, target_ids: Tensor | None
 ) -> None:
-    """Apply penalties and bans to one row in place."""
+    """Apply penalties, biases and bans to one row in place."""
     output = history.output_and_path()
     if params.repetition_penalty != 1.0:
         # Repeated columns are written with one and the same value: no need to make them unique.
         columns = _columns(np.concatenate([history.prompt_ids, output]), logits_V, target_ids)
-        old, penalty = logits_V[columns], params.repetition_penalty
+        old = logits_V[columns]
+        # A tensor and not a scalar: a scalar may be turned into a product with its reciprocal.
+        penalty = torch.full_like(old, params.repetition_penalty)
         logits_V[columns] = torch.where(old > 0, old / penalty, old * penalty)
     if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
         ids, counts = np.unique(output, return_counts=True)
-        penalties = counts * params.frequency_penalty + params.presence_penalty
-        by_id = dict(zip(ids.tolist(), penalties.tolist(), strict=True))
+        by_id = dict(zip(ids.tolist(), counts.tolist(), strict=True))
         columns = _columns(ids, logits_V, target_ids)
         owners = columns if target_ids is None else target_ids[columns]
-        amounts = torch.tensor([by_id[i] for i in owners.tolist()], dtype=torch.float32)
+        counts = np.array([by_id[i] for i in owners.tolist()], dtype=np.int64)
+        amounts = torch.from_numpy(penalties_of(counts, params))
         logits_V[columns] -= amounts.to(logits_V.device)
+    for id_, amount in params.logit_bias:
+        logits_V[_columns(np.array([id_]), logits_V, target_ids)] += amount
     banned = _banned(params, history)
     if banned.size:
         logits_V[_columns(banned, logits_V, target_ids)] = -math.inf
+
+
+def penalties_of(counts: NDArray[np.int64], params: SamplingParams) -> NDArray[np.float32]:
+    """What frequency and presence penalty take from logits of ids with these counts > 0.
+
+    The penalties are float32 values and the sum is rounded once: with or without a fused
+    multiply-add the result is the same.
+    """
+    frequency = float(np.float32(params.frequency_penalty))
+    presence = float(np.float32(params.presence_penalty))
+    return (counts * frequency + presence).astype(np.float32)
 
 
 def _banned(params: SamplingParams, history: TokenHistory) -> NDArray[np.int64]:
@@ -187,58 +208,10 @@ def _tamed(
 
 def _truncated(scores_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """A copy cut by top-k, then top-p and min-p of what top-k left."""
-    columns = scores_RV.shape[1]
-    rows_by_k: dict[int, list[int]] = {}
-    for row, row_params in enumerate(params):
-        if 0 < row_params.top_k < columns:
-            rows_by_k.setdefault(row_params.top_k, []).append(row)
-    if rows_by_k:
-        thresholds = scores_RV.new_full((len(params), 1), -math.inf)
-        for k, rows in rows_by_k.items():
-            thresholds[rows] = scores_RV[rows].topk(k, sorted=True).values[:, -1:]
-        scores_RV = scores_RV.masked_fill(scores_RV < thresholds, -math.inf)
-    if all(p.top_p >= 1.0 and p.min_p <= 0.0 for p in params):
-        return scores_RV
-    logprobs_RV = scores_RV.log_softmax(dim=-1)
-    floors = [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params]
-    thresholds = logprobs_RV.amax(dim=-1) + logprobs_RV.new_tensor(floors)
-    nucleus = [row for row, p in enumerate(params) if p.top_p < 1.0]
-    if nucleus:
-        edges = _nucleus_edges(logprobs_RV[nucleus], [params[row].top_p for row in nucleus])
-        thresholds[nucleus] = torch.maximum(thresholds[nucleus], edges)
-    return scores_RV.masked_fill(logprobs_RV < thresholds[:, None], -math.inf)
-
-
-def _nucleus_edges(logprobs_RV: Tensor, top_ps: Sequence[float]) -> Tensor:
-    """The smallest log-prob inside each row's nucleus, float32 [R]."""
-    if logprobs_RV.shape[1] <= SORTED_COLUMNS:
-        return _edges_of_sorted(
-            _descending(logprobs_RV),
-            torch.tensor(top_ps, dtype=torch.float64, device=logprobs_RV.device),
-        )
-    edges = []
-    for logprobs_V, top_p in zip(logprobs_RV, top_ps, strict=True):
-        # Ids below (1 - top_p) / V weigh less than 1 - top_p together, so the nucleus is made of
-        # others; half of that bound leaves room for rounding unless top_p is next to 1.
-        if 1.0 - top_p > 1e-5:
-            floor = math.log(0.5 * (1.0 - top_p) / logprobs_V.shape[0])
-            logprobs_V = logprobs_V[logprobs_V >= floor]
-        ordered = _descending(logprobs_V[None])
-        mass = torch.tensor([top_p], dtype=torch.float64, device=logprobs_V.device)
-        edges.append(_edges_of_sorted(ordered, mass))
-    return torch.cat(edges)
-
-
-def _descending(values: Tensor) -> Tensor:
-    if values.device.type == "cpu":
-        return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(
-            -1
-        )  # vectorised, unlike torch
-    return values.sort(dim=-1, descending=True).values
-
-
-def _edges_of_sorted(ordered_RC: Tensor, top_ps_R: Tensor) -> Tensor:
-    """An entry is inside if the mass before it is below top_p; the first always is."""
-    mass = ordered_RC.to(torch.float64).exp().cumsum(dim=-1)
-    inside = (mass[:, :-1] < top_ps_R[:, None]).sum(dim=-1, keepdim=True)
-    return ordered_RC.gather(1, inside)[:, 0]
+    lowest = edges(
+        scores_RV,
+        [p.top_k for p in params],
+        [p.top_p for p in params],
+        [min_p_floor(p.min_p) for p in params],
+    )
+    return scores_RV.masked_fill(scores_RV < lowest[:, None], -math.inf)

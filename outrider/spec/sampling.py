@@ -25,12 +25,28 @@ class Rule(StrEnum):
 
 MAX_TEMPERATURE = 100.0
 MAX_BANNED_IDS = 1024
+MAX_BIASED_IDS = 1024
+MAX_BIAS = 100.0
+"""Largest size of a logit bias."""
 UINT64_MAX = 2**64 - 1
 
 
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise InvalidRequestError(message, reason="INVALID_SAMPLING")
+
+
+def _check_bias(entries: tuple[tuple[int, float], ...]) -> None:
+    ids = [entry[0] for entry in entries]
+    _require(
+        len(ids) <= MAX_BIASED_IDS and all(i >= 0 for i in ids),
+        f"logit_bias must hold at most {MAX_BIASED_IDS} ids >= 0",
+    )
+    _require(len(set(ids)) == len(ids), "logit_bias must not name an id twice")
+    _require(
+        all(abs(amount) <= MAX_BIAS for _, amount in entries),  # false for NaN
+        f"amounts of logit_bias must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}]",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +69,8 @@ class SamplingParams:
     """Subtracted per occurrence in the output. In [-2, 2]."""
     banned_ids: tuple[int, ...] = ()
     """Token ids that are never emitted."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, what is added to its logit), distinct ids; amounts in [-100, 100]."""
     seed: int = 0
     """64-bit seed of the session's noise; 0 where it is withheld."""
     rule: Rule = Rule.COUPLED
@@ -80,6 +98,7 @@ class SamplingParams:
             len(self.banned_ids) <= MAX_BANNED_IDS and all(i >= 0 for i in self.banned_ids),
             f"banned_ids must be at most {MAX_BANNED_IDS} ids >= 0",
         )
+        _check_bias(self.logit_bias)
         _require(0 <= self.seed <= UINT64_MAX, f"seed must fit in 64 bits, got {self.seed}")
         if self.draft_key is not None:
             _require(0 <= self.draft_key <= UINT64_MAX, "draft_key must fit in 64 bits")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import TypeVar
 
 from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
-from outrider.spec.sampling import MAX_BANNED_IDS, Rule, SamplingParams
+from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIASED_IDS, Rule, SamplingParams
 from outrider.wire.checks import count, fail, reading, token_ids
 from outrider.wire.limits import MAX_METHODS
 from outrider.wire.messages import FeatureLayout, FinishReason, SpecStats
@@ -83,12 +83,26 @@ def sampling_to_pb(params: SamplingParams) -> pb.Sampling:
         seed=params.seed,
         draft_key=params.draft_key,
         rule=RULES[params.rule],
+        logit_bias=bias_to_pb(params.logit_bias),
     )
+
+
+def bias_to_pb(entries: Iterable[tuple[int, float]]) -> list[pb.LogitBias]:
+    """Encode a logit bias."""
+    return [pb.LogitBias(id=id_, amount=amount) for id_, amount in entries]
+
+
+def bias_from_pb(messages: Collection[pb.LogitBias]) -> tuple[tuple[int, float], ...]:
+    """Decode a logit bias; amounts are checked by whoever uses it."""
+    count(messages, "logit_bias", high=MAX_BIASED_IDS)
+    ids = token_ids([message.id for message in messages], "logit_bias", high=MAX_BIASED_IDS)
+    return tuple(zip(ids, (message.amount for message in messages), strict=True))
 
 
 def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
     """Decode and validate sampling parameters."""
     banned = token_ids(message.banned_ids, "banned_ids", high=MAX_BANNED_IDS)
+    bias = bias_from_pb(message.logit_bias)
     with reading("sampling"):
         return SamplingParams(
             temperature=message.temperature,
@@ -104,6 +118,7 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
             seed=message.seed,
             draft_key=message.draft_key if message.HasField("draft_key") else None,
             rule=maybe(RULES_FROM_PB, message.rule, "rule") or Rule.COUPLED,
+            logit_bias=bias,
         )
 
 

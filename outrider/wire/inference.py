@@ -73,6 +73,8 @@ class SamplingOptions:
     rule: Rule | None = None
     """Acceptance rule at temperature > 0."""
     banned_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, what is added to its logit), distinct ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

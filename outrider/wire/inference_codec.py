@@ -23,6 +23,8 @@ from outrider.wire.common_codec import (
     METHODS_FROM_PB,
     RULES,
     RULES_FROM_PB,
+    bias_from_pb,
+    bias_to_pb,
     known,
     maybe,
     stats_from_pb,
@@ -147,6 +149,7 @@ def _sampling_to_pb(options: SamplingOptions) -> pb.SamplingOptions:
         seed=options.seed,
         rule=None if options.rule is None else RULES[options.rule],
         banned_token_ids=options.banned_token_ids,
+        logit_bias=bias_to_pb(options.logit_bias),
     )
 
 
@@ -164,6 +167,7 @@ def _sampling_from_pb(message: pb.SamplingOptions) -> SamplingOptions:
         banned_token_ids=token_ids(
             message.banned_token_ids, "banned_token_ids", high=MAX_BANNED_IDS
         ),
+        logit_bias=bias_from_pb(message.logit_bias),
     )
 
 

@@ -59,10 +59,13 @@ def make_sampling(options: SamplingOptions, *, seed: int, vocab_size: int) -> Sa
     given = {
         field.name: value
         for field in dataclasses.fields(options)
-        if field.name != "banned_token_ids" and (value := getattr(options, field.name)) is not None
+        if field.name not in ("banned_token_ids", "logit_bias")
+        and (value := getattr(options, field.name)) is not None
     }
     check_ids(options.banned_token_ids, vocab_size, "banned_token_ids")
-    return SamplingParams(**{"seed": seed, **given, "banned_ids": tuple(options.banned_token_ids)})
+    check_ids(tuple(id_ for id_, _ in options.logit_bias), vocab_size, "logit_bias")
+    lists = {"banned_ids": options.banned_token_ids, "logit_bias": options.logit_bias}
+    return SamplingParams(**{"seed": seed, **given, **lists})
 
 
 def stop_ids(

@@ -32,7 +32,9 @@ def test_a_burst_of_sessions_on_a_busy_stream_is_told_of_each() -> None:
         dtype=torch.bfloat16,
         device=device,
     )
-    slots = SessionSlots(pool, max_sessions=SESSIONS, max_len=32, max_nodes=4, device=device)
+    slots = SessionSlots(
+        pool, max_sessions=SESSIONS, max_len=32, max_nodes=4, vocab_size=9, device=device
+    )
     sequences = [pool.allocate(32) for _ in range(SESSIONS)]
     places = [slots.open(sequence) for sequence in sequences]
     torch.cuda.synchronize()

@@ -53,7 +53,7 @@ def penalised(
     output: Sequence[int] = (),
     banned_now: Sequence[int] = (),
 ) -> Vector:
-    """Repetition, frequency and presence penalties, then bans."""
+    """Repetition, frequency and presence penalties, biases, then bans."""
     scores = np.array(logits, dtype=np.float64)
     for token in {*prompt, *output}:
         if scores[token] > 0:
@@ -63,6 +63,8 @@ def penalised(
     for token in set(output):
         scores[token] -= params.frequency_penalty * list(output).count(token)
         scores[token] -= params.presence_penalty
+    for token, amount in params.logit_bias:
+        scores[token] += amount
     scores[list({*params.banned_ids, *banned_now})] = -np.inf
     return scores
 

@@ -9,6 +9,7 @@ from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider.wire import inference, messages
 from tests.wire.strategies import (
+    BIASES,
     IDS,
     LENGTHS,
     MAYBE_NAMES,
@@ -46,6 +47,7 @@ REQUESTS = st.builds(
         seed=st.none() | UINT64,
         rule=st.none() | st.sampled_from(Rule),
         banned_token_ids=id_lists(),
+        logit_bias=BIASES,
     ),
     stopping=st.builds(
         inference.StoppingOptions,

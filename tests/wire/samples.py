@@ -26,6 +26,7 @@ SAMPLING = SamplingParams(
     presence_penalty=-0.5,
     frequency_penalty=0.25,
     banned_ids=(3, 70000),
+    logit_bias=((7, -2.5), (70000, 100.0)),
     seed=2**64 - 3,
     rule=Rule.REJECTION,
 )
@@ -234,7 +235,12 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             request_id=RequestId("req-1"),
             model="smollm2-135m",
             sampling=api.SamplingOptions(
-                temperature=0.0, top_k=0, seed=0, rule=Rule.COUPLED, banned_token_ids=(5,)
+                temperature=0.0,
+                top_k=0,
+                seed=0,
+                rule=Rule.COUPLED,
+                banned_token_ids=(5,),
+                logit_bias=((9, 0.0), (4, -1.5)),
             ),
             stopping=api.StoppingOptions(
                 max_tokens=0, stop=("\n\n",), stop_token_ids=(2,), ignore_eos=False

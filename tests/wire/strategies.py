@@ -27,6 +27,7 @@ def id_lists(max_size: int = 40) -> st.SearchStrategy[tuple[int, ...]]:
     return st.lists(IDS, max_size=max_size).map(tuple)
 
 
+BIASES = st.dictionaries(IDS, st.floats(-100, 100), max_size=20).map(lambda d: tuple(d.items()))
 SAMPLING = st.builds(
     SamplingParams,
     temperature=st.floats(0, 100),
@@ -37,6 +38,7 @@ SAMPLING = st.builds(
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
     banned_ids=id_lists(),
+    logit_bias=BIASES,
     seed=UINT64,
     rule=st.sampled_from(Rule),
 )

@@ -12,6 +12,7 @@ import torch
 from outrider.awake import AwakeCores
 from outrider.engine.config import ModelConfig
 from outrider.engine.device.current import make_current
+from outrider.engine.device.warp_slots import warp_bytes
 from outrider.engine.heads import (
     DraftHead,
     FeatureProjection,
@@ -127,6 +128,9 @@ def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
             decode_tokens=config.decode_tokens_per_round,
             vocab_size=model.vocab_size,
             head_bytes=head_bytes,
+            # The head's vocabulary is no larger.
+            warp_bytes=(2 if config.drafts_itself else 1)
+            * warp_bytes(config.max_sessions, model.vocab_size),
         ),
         bytes_per_token=per_token,
         most_tokens=config.max_sessions * (longest + config.max_tree_nodes),

@@ -1,8 +1,8 @@
 """Rounds on a device: the host says which sessions, the device decides which tokens.
 
-Rows of one kind share a launch: rows with drafts of this process's own head, rows with drafts
-from outside (or none), and rows whose acceptance the host decides from the logits. Prompts join
-one of them as pieces. N nodes of a row's bucket, P rows of a piece, H feature width.
+Rows of one kind share a launch: rows with drafts of this process's own head, and rows with drafts
+from outside (or none). Prompts join one of them as pieces. N nodes of a row's bucket, P rows of a
+piece, H feature width.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from outrider.engine.acceptance import Acceptance, accept
+from outrider.engine.acceptance import Acceptance
 from outrider.engine.device.current import make_current
 from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.health import device_works
@@ -35,10 +34,11 @@ from outrider.engine.device.shapes import (
 )
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warm_up import warm_up
+from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import DraftHead, FeatureProjection
 from outrider.engine.kernels.acceptance import FALLBACK, RESAMPLED
 from outrider.engine.target import TargetModel
-from outrider.wire.messages import TensorDtype
+from outrider.wire.messages import SessionSpec, TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_groups import (
     Chunk,
@@ -46,12 +46,10 @@ from outrider_verifier.device_groups import (
     Seat,
     add_prompts,
     group_rows,
-    own_drafts,
     row_input,
 )
-from outrider_verifier.device_prompts import PromptResult, run_prompts
 from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, wire_array
-from outrider_verifier.packing import PrefillRow, VerifyRow, accept_row
+from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.sessions import Session
 
 logger = logging.getLogger(__name__)
@@ -64,8 +62,6 @@ class DeviceFlight(Flight):
     prefill: Sequence[PrefillRow]
     verify: Sequence[VerifyRow]
     groups: list[Group]
-    on_host: list[int]
-    """Places of the prompts whose first token the host chooses."""
     submitted: float
     """On the clock of `time.perf_counter`."""
 
@@ -94,6 +90,7 @@ class DeviceRoundEngine:
         self._feature_dtype = feature_dtype
         self._wire_dtype = wire_array(torch.empty(0), feature_dtype).dtype
         self._device = target.device
+        self._warps = [slots.warp] if own_head is None else [slots.warp, own_head.warp]
         self._seats: dict[int, Seat] = {}
         """By the session's ticket."""
         self._prompt_stretch = prompt_stretch
@@ -126,6 +123,7 @@ class DeviceRoundEngine:
             max_sessions=config.max_sessions,
             max_len=max_len,
             max_nodes=config.max_tree_nodes + 1,
+            vocab_size=target.vocab_size,
             device=target.device,
         )
         own_head = None
@@ -222,8 +220,20 @@ class DeviceRoundEngine:
     def open(self, session: Session) -> None:
         """Give the session a slot; its K/V blocks are known to the device from here on."""
         slot = self._slots.open(session.kv)
-        self._seats[session.ticket] = Seat.of(session, slot)
+        warped = [self._begin_warp(warps, slot, session.spec) for warps in self._warps]
+        self._seats[session.ticket] = Seat.of(session, slot, warped=any(warped))
         self._slots.begin(slot, session.kv, session.spec.sampling)
+
+    def _begin_warp(self, warps: WarpSlots, slot: int, spec: SessionSpec) -> bool:
+        warps.begin(
+            slot,
+            spec.sampling,
+            prompt_ids=spec.token_ids[: spec.prompt_len],
+            output_ids=spec.token_ids[spec.prompt_len :],
+            banned_first=spec.stop_token_ids if spec.min_new_tokens else (),
+            banned_until=spec.prompt_len + spec.min_new_tokens,
+        )
+        return warps.warps(slot)
 
     def close(self, session: Session) -> None:
         """Take the slot back."""
@@ -231,23 +241,15 @@ class DeviceRoundEngine:
         if seat is not None:
             self._slots.close(seat.slot)
 
-    def can_run_ahead(self, session: Session) -> bool:
-        """Whether the device can go on with the session by itself."""
-        return not self._seats[session.ticket].decided_by_host(session)
-
     # ---- submitting ----------------------------------------------------------------------------
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> DeviceFlight:
-        """Launch the round. Prompts that the host judges are run by `collect`, behind it."""
+        """Launch the round."""
         seats = [self._seats[row.session.ticket] for row in verify]
         groups = group_rows(verify, seats, self.rounds.family.most_rows)
-        seated = [
-            (place, row, self._seats[row.session.ticket]) for place, row in enumerate(prefill)
-        ]
-        on_host = [place for place, row, seat in seated if seat.decided_by_host(row.session)]
         add_prompts(
             groups,
-            [entry for entry in seated if entry[0] not in on_host],
+            [(place, row, self._seats[row.session.ticket]) for place, row in enumerate(prefill)],
             own_head=self._own_head is not None,
         )
         for group in groups:
@@ -261,7 +263,7 @@ class DeviceRoundEngine:
                 features=group.keeps_features,
                 pieces=group.pieces,
             )
-        return DeviceFlight(prefill, verify, groups, on_host, submitted)
+        return DeviceFlight(prefill, verify, groups, submitted)
 
     def _note_drafts(self, group: Group) -> None:
         """Which sessions have an own draft behind the launch that follows their prefix."""
@@ -277,24 +279,15 @@ class DeviceRoundEngine:
     # ---- collecting ----------------------------------------------------------------------------
 
     def collect(self, flight: Flight) -> RoundOutcome:
-        """Run the prompts, wait for the launches, move the host's view on."""
+        """Wait for the launches, move the host's view on."""
         assert isinstance(flight, DeviceFlight)
         rows = sum(row.num_tokens for row in flight.prefill)
-        rows += sum(len(group.rows) * _nodes(group) for group in flight.groups)
         prompts: list[RowOutcome | None] = [None] * len(flight.prefill)
-        hosted = [flight.prefill[place] for place in flight.on_host]
-        for place, prompt in zip(flight.on_host, self._run_prompts(hosted), strict=True):
-            prompts[place] = prompt
         outcomes: list[RowOutcome | None] = [None] * len(flight.verify)
-        accept_s = 0.0
         for group in flight.groups:
             assert group.launched is not None
-            if group.judge is Judge.HOST:
-                began = time.perf_counter()
-                results = self._judge_on_host(group, group.launched)
-                accept_s += time.perf_counter() - began
-            else:
-                results = self._read(group, group.launched)
+            rows += len(group.rows) * group.launched.shape.nodes
+            results = self._read(group, group.launched)
             for place, result in zip(group.places, results, strict=True):
                 outcomes[place] = result
             for chunk in group.chunks:
@@ -307,8 +300,8 @@ class DeviceRoundEngine:
             prefill=[prompt for prompt in prompts if prompt is not None],
             verify=[outcome for outcome in outcomes if outcome is not None],
             rows=rows,
-            forward_s=took - accept_s,
-            accept_s=accept_s,
+            forward_s=took,
+            accept_s=0.0,
             project_s=0.0,
         )
 
@@ -367,98 +360,6 @@ class DeviceRoundEngine:
         if array.dtype == self._wire_dtype:
             return array
         return wire_array(features.wait(), self._feature_dtype)
-
-    @torch.inference_mode()
-    def _judge_on_host(self, group: Group, launched: Launched) -> list[RowOutcome]:
-        """Outcomes of rows whose warper or law the device does not know."""
-        nodes, verified = launched.shape.nodes, launched.verified
-        assert verified.logits is not None
-        drafts = [row.draft for row in group.rows]
-        if group.own:
-            drafts = own_drafts(group.rows, verified.result.cpu().view(-1, nodes))
-        judged = [
-            accept_row(row.session, index * nodes, draft)
-            for index, (row, draft) in enumerate(zip(group.rows, drafts, strict=True))
-        ]
-        accepted = accept(verified.logits, judged)
-        outcomes: list[RowOutcome] = []
-        for index, (row, acceptance) in enumerate(zip(group.rows, accepted, strict=True)):
-            mine = None
-            if not row.session.ended:
-                mine = self._commit(row.session, acceptance, verified.features, index, nodes)
-            draft = drafts[index]
-            drafted = len(draft.tree) if group.own and draft is not None else 0
-            outcomes.append(RowOutcome(acceptance=acceptance, features=mine, drafted=drafted))
-        if group.own:
-            counts = np.array([len(a.tokens) for a in accepted], dtype=np.int32)
-            tokens = np.zeros((len(accepted), nodes), dtype=np.int32)
-            for index, acceptance in enumerate(accepted):
-                tokens[index, : counts[index]] = acceptance.tokens
-            # Laws are kept even so: the device may judge these sessions again next time.
-            self.rounds.draft_after(launched, counts, tokens, with_law=not group.matching)
-        return outcomes
-
-    def _commit(
-        self,
-        session: Session,
-        acceptance: Acceptance,
-        features: Tensor | None,
-        index: int,
-        nodes: int,
-    ) -> NDArray[np.generic] | None:
-        """Move a host-judged session on; its features, if it keeps them."""
-        rows = [0, *(1 + node for node in acceptance.accepted_nodes)]
-        session.kv.keep_written(rows)
-        self._set_prefix(session, session.length + len(rows), acceptance.tokens[-1])
-        if features is None or not session.keeps_features:
-            return None
-        places = torch.tensor(rows, device=self._device) + index * nodes
-        return wire_array(features[places], self._feature_dtype)
-
-    # ---- prompts -------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def _run_prompts(self, prefill: Sequence[PrefillRow]) -> list[RowOutcome]:
-        if not prefill:
-            return []
-        wanted = any(row.session.own_draft or row.session.keeps_features for row in prefill)
-        results = run_prompts(self._target, self._projection if wanted else None, prefill)
-        return [self._end_prompt_row(result) for result in results]
-
-    def _end_prompt_row(self, result: PromptResult) -> RowOutcome:
-        row, acceptance, features = result.row, result.acceptance, result.features
-        session, start = row.session, row.session.kv.len
-        session.kv.commit(row.kept)
-        if acceptance is not None:
-            self._set_prefix(session, session.length + 1, acceptance.tokens[-1])
-        mine = None
-        if features is not None and session.keeps_features:
-            mine = wire_array(features, self._feature_dtype)
-        if features is not None and session.own_draft and self._own_head is not None:
-            # Draft row i pairs the feature of position i with the token after it.
-            known = session.tokens[start + 1 : session.length]
-            following = acceptance.tokens[-1:] if acceptance is not None else ()
-            tokens = np.concatenate((known, np.array(following, dtype=np.int32)))
-            seat = self._seats[session.ticket]
-            self._own_head.prefill(
-                seat.slot,
-                tokens[: len(row.token_ids)].astype(np.int32),
-                features,
-                start=start,
-                last=acceptance is not None,
-                with_law=not seat.matching,
-            )
-            seat.drafted = seat.drafted or acceptance is not None
-        return RowOutcome(acceptance=acceptance, features=mine)
-
-    # ---- between host and device ---------------------------------------------------------------
-
-    def _set_prefix(self, session: Session, length: int, root: int) -> None:
-        self._slots.set_prefix(self._seats[session.ticket].slot, length=length, root=root)
-
-
-def _nodes(group: Group) -> int:
-    return group.launched.shape.nodes if group.launched is not None else 1
 
 
 def _family(

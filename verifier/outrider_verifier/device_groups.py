@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from torch import Tensor
-
 from outrider.engine.device.pieces import Piece, cut
 from outrider.engine.device.rounds import Launched, RowInput
 from outrider.engine.device.shapes import Drafts, Judge
 from outrider.spec.sampling import Rule
-from outrider.spec.tree import DraftTree, is_chain
-from outrider_verifier.engine import warped_by_host
+from outrider.spec.tree import is_chain
 from outrider_verifier.packing import PrefillRow, VerifyRow
-from outrider_verifier.rows import Draft, trim
 from outrider_verifier.sessions import Session
 
 MATCHING = (Rule.GREEDY, Rule.COUPLED)
@@ -29,20 +24,20 @@ class Seat:
     slot: int
     matching: bool
     """Whether its rule compares tokens and asks for no law."""
-    warped_by_host: bool
-    """Whether the device can judge none of its rounds."""
+    warped: bool
+    """Whether its logits are warped before anything looks at them."""
     drafted: bool = False
     """Whether the own draft on the device follows the session's prefix."""
 
     @classmethod
-    def of(cls, session: Session, slot: int) -> Seat:
+    def of(cls, session: Session, slot: int, *, warped: bool) -> Seat:
         """The seat of a session that begins in `slot`."""
-        sampling = session.spec.sampling
-        return cls(slot, sampling.effective_rule in MATCHING, warped_by_host(sampling))
+        return cls(slot, session.spec.sampling.effective_rule in MATCHING, warped)
 
-    def decided_by_host(self, session: Session) -> bool:
-        """Whether the warper of the session's next round is beyond the device."""
-        return self.warped_by_host or bool(session.banned_now)
+    @property
+    def plain(self) -> bool:
+        """Whether its tokens are compared, and by logits as they are."""
+        return self.matching and not self.warped
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +65,7 @@ class Group:
     rows: list[VerifyRow]
     seats: list[Seat]
     drafts: Drafts = Drafts.NONE
-    judge: Judge = Judge.HOST
+    judge: Judge = Judge.SAMPLED
     chunks: list[Chunk] = field(default_factory=list)
     launched: Launched | None = None
 
@@ -91,33 +86,27 @@ class Group:
         """Whether the rows verify drafts of this process's own head."""
         return self.drafts is Drafts.OWN
 
-    @property
-    def matching(self) -> bool:
-        """Whether no row of the group needs laws."""
-        return all(seat.matching for seat in self.seats)
-
 
 def group_rows(
     verify: Sequence[VerifyRow], seats: Sequence[Seat], most_rows: Callable[[int], int]
 ) -> list[Group]:
     """Rows, each with its seat, by who judges them and whose drafts they verify; every row is in
     one group. `most_rows`: rows that a launch may have, by the most nodes of any of them."""
-    kinds = [
-        (seat.decided_by_host(row.session), row.own_depth > 0 and seat.drafted)
-        for row, seat in zip(verify, seats, strict=True)
-    ]
+    kinds = [row.own_depth > 0 and seat.drafted for row, seat in zip(verify, seats, strict=True)]
     groups: list[Group] = []
-    for kind in sorted(set(kinds)):
-        on_host, own = kind
-        alike = [place for place, other in enumerate(kinds) if other == kind]
+    for own in sorted(set(kinds)):
+        alike = [place for place, other in enumerate(kinds) if other is own]
         for places in [alike] if own else _fitting(alike, verify, most_rows):
             rows = [verify[place] for place in places]
             group = Group(places, rows, [seats[place] for place in places])
             group.drafts = Drafts.OWN if own else drafts_of(rows)
-            if not on_host:
-                group.judge = Judge.MATCH if group.matching else Judge.SAMPLED
+            group.judge = _judge(group.seats)
             groups.append(group)
     return groups
+
+
+def _judge(seats: Sequence[Seat]) -> Judge:
+    return Judge.MATCH if all(seat.plain for seat in seats) else Judge.SAMPLED
 
 
 def _fitting(
@@ -155,12 +144,12 @@ def add_prompts(
     if not prefill:
         return
     drafted = own_head and any(row.session.own_draft for _, row, _ in prefill)
-    group = _host_of(groups, drafted=drafted)
+    group = _shared(groups, drafted=drafted)
     if group is None:
         drafts = Drafts.OWN if drafted else Drafts.NONE
         group = Group([], [], [], drafts=drafts, judge=Judge.MATCH)
         groups.append(group)
-    if group.own and not all(seat.matching for _, _, seat in prefill):
+    if _judge([seat for _, _, seat in prefill]) is Judge.SAMPLED:
         group.judge = Judge.SAMPLED
     first = 0
     for place, row, seat in prefill:
@@ -170,22 +159,12 @@ def add_prompts(
         first += len(chunk.pieces)
 
 
-def _host_of(groups: Sequence[Group], *, drafted: bool) -> Group | None:
+def _shared(groups: Sequence[Group], *, drafted: bool) -> Group | None:
     """The launch that prompts join: the one with own drafts if they are to have such, else any."""
-    judged = [group for group in groups if group.judge is not Judge.HOST]
-    own = [group for group in judged if group.own]
+    own = [group for group in groups if group.own]
     if own or drafted:
         return own[0] if own else None
-    return judged[0] if judged else None
-
-
-def own_drafts(rows: Sequence[VerifyRow], tokens: Tensor) -> list[Draft | None]:
-    """The drafts that the device kept, as chains; tokens int32 [>= n, N], the root first."""
-    drafts: list[Draft | None] = []
-    for row, ids in zip(rows, tokens.numpy(), strict=False):
-        tree = DraftTree.chain(ids[1:].astype(np.int32))
-        drafts.append(trim(tree, None, row.own_depth))
-    return drafts
+    return groups[0] if groups else None
 
 
 def drafts_of(rows: Sequence[VerifyRow]) -> Drafts:

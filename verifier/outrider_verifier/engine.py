@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from outrider.engine.acceptance import Acceptance, accept
 from outrider.engine.target import ForwardBatch, ForwardOutput, Segment
-from outrider.engine.warper import EMPTY_HISTORY, needs_edits, truncates
-from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.packing import Packed, PrefillRow, VerifyRow, pack
 from outrider_verifier.sessions import Session
@@ -140,11 +138,6 @@ class RoundRunner(Protocol):
         """A session that was opened is over; must not fail."""
         ...
 
-    def can_run_ahead(self, session: Session) -> bool:
-        """Whether the session's next round needs no decision that the host makes from its last
-        one; see `warped_by_host`."""
-        ...
-
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
         """Start a round. On an exception no row of it was started."""
         ...
@@ -153,15 +146,6 @@ class RoundRunner(Protocol):
         """Wait for a round. On an exception nothing that matters was committed: the caller ends
         the sessions."""
         ...
-
-
-def warped_by_host(sampling: SamplingParams) -> bool:
-    """Whether the warper of every round depends on what was emitted, or is not one of those that a
-    device applies by itself: penalties, bans, truncation. Bans that end (`Session.banned_now`) come
-    on top."""
-    if needs_edits(sampling, EMPTY_HISTORY):
-        return True
-    return sampling.temperature > 0.0 and truncates(sampling)
 
 
 class RoundEngine:
@@ -203,10 +187,6 @@ class RoundEngine:
 
     def close(self, session: Session) -> None:
         """Nothing to do."""
-
-    def can_run_ahead(self, session: Session) -> bool:
-        """Never: a submitted round has been run."""
-        return False
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
         """Run the round, K/V commit included."""

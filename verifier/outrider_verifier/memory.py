@@ -6,15 +6,16 @@ from outrider.errors import FailedPreconditionError
 
 WORKSPACE_BYTES = 2 << 30
 """Left for activations, kernels' scratch and the pools of CUDA graphs."""
-_LOGIT_COPIES = 2
+_LOGIT_COPIES = 3
+"""The product's, a copy, and the list that the warper gathers."""
 _FLOAT32_BYTES = 4
 
 
-def reserved_bytes(*, decode_tokens: int, vocab_size: int, head_bytes: int) -> int:
+def reserved_bytes(*, decode_tokens: int, vocab_size: int, head_bytes: int, warp_bytes: int) -> int:
     """What rounds need beside weights and K/V: the logits of `decode_tokens` rows, a workspace,
-    and the weights of a head that is loaded later."""
+    the weights of a head that is loaded later, and what the sessions' warpers remember."""
     logits = _LOGIT_COPIES * _FLOAT32_BYTES * decode_tokens * vocab_size
-    return WORKSPACE_BYTES + logits + head_bytes
+    return WORKSPACE_BYTES + logits + head_bytes + warp_bytes
 
 
 def kv_tokens_that_fit(

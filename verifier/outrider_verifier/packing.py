@@ -124,14 +124,16 @@ def _pack_verify(row: VerifyRow, start: int, logits_start: int) -> Packed:
 
 def accept_row(session: Session, logits_start: int, draft: Draft | None) -> AcceptRow:
     """What acceptance must know of a session whose root's logits are at `logits_start`."""
-    prompt_len = session.spec.prompt_len
+    spec = session.spec
+    prompt_len = spec.prompt_len
     return AcceptRow(
         logits_start=logits_start,
         tree=None if draft is None else draft.tree,
         law=None if draft is None else draft.law,
-        sampling=session.spec.sampling,
+        sampling=spec.sampling,
         position=session.length,
         prompt_ids=session.tokens[:prompt_len],
         output_ids=session.tokens[prompt_len : session.length],
-        banned_now=session.banned_now,
+        banned_now=spec.stop_token_ids if spec.min_new_tokens else (),
+        banned_until=session.stops_from,
     )

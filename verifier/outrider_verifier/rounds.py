@@ -213,8 +213,7 @@ class Rounds:
 
     def _runs_ahead(self, session: Session) -> bool:
         # A drafter that is told of every round could never catch up with one that runs ahead.
-        alone = session.link_id is None
-        return self._engine.run_ahead and alone and self._engine.can_run_ahead(session)
+        return self._engine.run_ahead and session.link_id is None
 
     def _verify_row(self, row: DecodeRow) -> VerifyRow:
         session = self._core.sessions[row.session_id]

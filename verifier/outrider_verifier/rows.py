@@ -37,19 +37,6 @@ class Draft:
         return tuple(int(self.kept[node]) for node in nodes)
 
 
-def max_draft_depth(*, remaining: int, emitted: int, min_new: int) -> int:
-    """How deep a draft may reach in the next round.
-
-    remaining: tokens that may still be emitted (>= 1); a draft of depth d emits up to d + 1.
-    emitted: tokens emitted so far; while fewer than `min_new`, stop tokens are banned. The ban
-    holds for a whole round, so a round must not cross the point where it ends.
-    """
-    deepest = remaining - 1
-    if emitted < min_new:
-        deepest = min(deepest, min_new - emitted - 1)
-    return deepest
-
-
 def trim(tree: DraftTree, law: DraftLaw | None, max_depth: int) -> Draft:
     """Drop nodes deeper than `max_depth`.
 

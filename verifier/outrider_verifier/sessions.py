@@ -14,7 +14,6 @@ from outrider.ids import SessionId
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from outrider.spec.plan import Plan
 from outrider.wire.messages import SessionSpec, SpecStats
-from outrider_verifier.rows import max_draft_depth
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,21 +119,17 @@ class Session:
         return self.length - self.spec.prompt_len
 
     @property
-    def banned_now(self) -> tuple[int, ...]:
-        """Ids that the next round must not emit (stop tokens, below the minimum length)."""
-        # Nearly no session asks for a minimum.
-        if self.spec.min_new_tokens and self.total_emitted < self.spec.min_new_tokens:
-            return self.spec.stop_token_ids
-        return ()
+    def stops_from(self) -> int:
+        """The first position at which a stop token may be emitted."""
+        return self.spec.prompt_len + self.spec.min_new_tokens
 
     @property
     def max_draft_depth(self) -> int:
-        """How deep a draft may reach in the next round; 0: none is wanted."""
-        return max_draft_depth(
-            remaining=self.remaining,
-            emitted=self.total_emitted,
-            min_new=self.spec.min_new_tokens,
-        )
+        """How deep a draft may reach in the next round; 0: none is wanted.
+
+        A round emits one token beyond its draft.
+        """
+        return self.remaining - 1
 
     @property
     def draft_wanted(self) -> bool:
@@ -148,9 +143,7 @@ class Session:
         The token budget does not bound it: what exceeds that is cut off the emission, and a round
         may be submitted before the budget left is known.
         """
-        depth = min(self.own_draft, self.plan.draft_tokens)
-        missing = self.spec.min_new_tokens - self.total_emitted
-        return min(depth, missing - 1) if missing > 0 else depth
+        return min(self.own_draft, self.plan.draft_tokens)
 
     @property
     def awaits_proposal(self) -> bool:

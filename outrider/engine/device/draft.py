@@ -21,6 +21,7 @@ from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.draft_sampling import LawLimits
 from outrider.engine.kernels.attention import tree_attention
 from outrider.engine.kernels.coin_kernels import HUGE_SCORE
+from outrider.engine.kernels.coupled_topk import put_coupled_topk
 from outrider.engine.kernels.draft_inputs import (
     BlockInputs,
     DraftLayout,
@@ -39,9 +40,10 @@ from outrider.engine.kernels.linear import SKINNY_ROWS, add_linear, fused_linear
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.rotary import rotary_table, rotary_write
 from outrider.engine.kernels.sampling import choose_tokens, scaled_scores
-from outrider.engine.kernels.state import SamplingState
+from outrider.engine.kernels.state import SamplingState, WarpState
 from outrider.engine.kernels.topk import log_softmax_topk
 from outrider.engine.kernels.tree_rank import TreeDraft, rank_tree
+from outrider.engine.kernels.warp import TokenPath, warp_logits
 
 
 class NewRows(NamedTuple):
@@ -136,6 +138,7 @@ class DraftProgram:
         *,
         state: SamplingState,
         length: int,
+        warp: WarpState | None = None,
         with_probs: bool = False,
         law_limits: LawLimits | None = None,
         prune: bool = True,
@@ -143,8 +146,9 @@ class DraftProgram:
         """Catch up, then draft `length` tokens by each session's rule.
 
         Greedy and target-only sessions take the mode, coupled ones the target's noise, rejection
-        ones draw from the laws that `with_probs` returns. Penalties and truncation are not applied.
-        law_limits: draw from laws within these instead, and return them; rejection sessions only.
+        ones draw from the laws that `with_probs` returns. warp: what sessions do to draft logits;
+        None: nothing. law_limits: draw from laws within these instead, and return them; rejection
+        sessions only.
         """
         layout = self._layout(rows, num_steps=length - 1)
         places = self._places(layout)
@@ -161,6 +165,11 @@ class DraftProgram:
                 session = _Session(rows.tables, rows.slots, layout.positions[here])
                 x = self._step(block, _at(places, here), session, num_nodes=1, mask=None)
             logits = self.logits(x)
+            if warp is not None:
+                path = TokenPath(torch.stack(columns, dim=1), seen=level) if level else None
+                logits = self._warped(
+                    logits, warp, state, rows.slots, layout.following[level], path
+                )
             if law_limits is not None:
                 law = draw_from_laws(
                     logits,
@@ -202,10 +211,13 @@ class DraftProgram:
         num_nodes: int,
         top_k: int,
         depth: int,
+        warp: WarpState | None = None,
+        coupled: bool = False,
     ) -> TreeDraft:
         """Catch up, then grow EAGLE's dynamic tree.
 
-        Nodes are ranked by sums of log softmax(logits / T), for greedy and target-only sessions.
+        Nodes are ranked by sums of log softmax(logits / T); those of coupled sessions by shared
+        noise, if `coupled` says that there may be any. warp: as for `chain`.
         """
         batch, width = rows.slots.shape[0], min(top_k, num_nodes)
         layout = self._layout(rows, num_steps=depth - 1, step_rows=width)
@@ -218,8 +230,10 @@ class DraftProgram:
         frontier: FrontierRows | None = None
         mask: Tensor | None = None
         first, place = 0, rows.tokens.numel()
+        drafted: list[Tensor] = []
         for level in range(depth):
             if frontier is not None:
+                drafted.append(frontier.columns)
                 here = slice(place, place + batch * width)
                 mask = grow_mask(mask, frontier.parents)
                 block = self._block_inputs(
@@ -230,11 +244,43 @@ class DraftProgram:
                 )
                 x = self._step(block, _at(places, here), session, num_nodes=width, mask=mask)
                 place += batch * width
-            row_heat = heat[:, None].expand(-1, width if level else 1).reshape(-1)
-            offered, ids = log_softmax_topk(self.logits(x), top_k, temperatures=row_heat)
+            logits, count = self.logits(x), width if level else 1
+            if warp is not None:
+                path = TokenPath(torch.cat(drafted, dim=1), mask) if level else None
+                following = layout.following[level].repeat_interleave(count)
+                logits = self._warped(logits, warp, state, rows.slots, following, path)
+            row_heat = heat[:, None].expand(-1, count).reshape(-1)
+            offered, ids = log_softmax_topk(logits, top_k, temperatures=row_heat)
+            if coupled:
+                where = layout.following[level].repeat_interleave(count)
+                put_coupled_topk(
+                    offered, ids, logits, state, rows.slots, where, ids=self.weights.target_ids
+                )
             frontier = select_frontier(offered, ids, frontier, candidates, first, width=width)
             first += offered.numel() // batch
         return rank_tree(candidates, self.weights.target_ids, num_nodes=num_nodes)
+
+    def _warped(
+        self,
+        logits: Tensor,
+        warp: WarpState,
+        state: SamplingState,
+        slots: Tensor,
+        positions: Tensor,
+        path: TokenPath | None,
+    ) -> Tensor:
+        """Draft logits [N, Vd] after the sessions' warpers, float32."""
+        warped = logits.to(torch.float32)
+        warp_logits(
+            warped,
+            warp,
+            state,
+            slots,
+            positions,
+            rows_per_slot=logits.shape[0] // slots.shape[0],
+            path=path,
+        )
+        return warped
 
     def _layout(self, rows: NewRows, *, num_steps: int = 0, step_rows: int = 1) -> DraftLayout:
         return draft_layout(

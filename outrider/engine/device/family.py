@@ -50,7 +50,7 @@ class ShapeFamily:
         self, *, rows: int, nodes: int, drafts: Drafts, judge: Judge, features: bool, pieces: int
     ) -> RoundShape:
         """The shape of a round of so many rows and pieces; `nodes`: the most of any row,
-        `features`: whether any is to be kept. With Judge.HOST it is outside the family."""
+        `features`: whether any is to be kept."""
         key = (rows, nodes, drafts, judge, features, pieces)
         shape = self._found.get(key)
         if shape is None:
@@ -63,7 +63,7 @@ class ShapeFamily:
         mixed = rows > 0 and pieces > 0
         drafts, nodes = self._drafted(drafts, nodes, mixed=mixed)
         # Judging any rule costs next to nothing where all compare tokens; own laws do cost.
-        if judge is not Judge.HOST and drafts is not Drafts.OWN:
+        if drafts is not Drafts.OWN or judge not in self._judges:
             judge = self._judges[-1]
         if rows:
             rows = bucket(rows, MIXED_ROW_BUCKETS if mixed else ROW_BUCKETS)

@@ -82,29 +82,6 @@ class RoundInputs:
             place += self._drafted
 
 
-class HostVerdict:
-    """What the host accepted in a bucket; rows beyond the given ones count 0."""
-
-    def __init__(self, rows: int, nodes: int, device: torch.device) -> None:
-        size = rows * (1 + nodes)
-        self._buffer = zeros(size, device)
-        self._uploader = Uploader(size, device)
-        self._shape = (rows, nodes)
-        self.counts = self._buffer[:rows]
-        """int32 [B]."""
-        self.tokens = self._buffer[rows:].view(rows, nodes)
-        """int32 [B, N]."""
-
-    def fill(self, counts: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
-        """Tell counts [n <= B] and tokens [n, N], in the order of the stream."""
-        rows, nodes = self._shape
-        words = self._uploader.stage()
-        words[:] = 0
-        words[: len(counts)] = counts
-        words[rows:].reshape(rows, nodes)[: len(counts)] = tokens
-        self._uploader.send(self._buffer)
-
-
 def zeros(size: int, device: torch.device) -> Tensor:
     """int32 [size] for static inputs, writable in and out of inference mode."""
     # Made in inference mode, they could be written in that mode only.

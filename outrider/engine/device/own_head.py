@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.draft import DraftProgram, NewRows
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.slots import SessionSlots
+from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.coins import ChainLaw
 from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.engine.kvcache import KVPool
 from outrider.spec.plan import default_depth
-
-_CATCH_UP_ROWS = 1024
-"""Prompt rows of one piece: bounds temporary memory."""
 
 
 class OwnShape(NamedTuple):
@@ -85,6 +81,10 @@ class OwnHead:
         self.law: ChainLaw | None = None
         """The laws that chains were drawn from, kept with the session until they are used. Trees
         have none: the rejection rule judges them target-only."""
+        self.warp = WarpSlots(
+            count, config.draft_vocab_size, device, draft_columns=weights.draft_columns
+        )
+        """What the sessions do to the head's logits."""
         if shape.is_tree:
             self.parents = torch.full(size, PADDING_NODE, dtype=torch.int32, device=device)
             return
@@ -95,9 +95,11 @@ class OwnHead:
             target_ids=weights.target_ids,
         )
 
-    def draft(self, rows: NewRows, *, with_law: bool) -> None:
-        """Catch up on real rows and draft for each of their sessions."""
+    def draft(self, rows: NewRows, *, sampled: bool) -> None:
+        """Catch up on real rows and draft for each of their sessions. sampled: whether any session
+        may warp its logits or need the laws of its drafts."""
         places, state = rows.slots.long(), self._slots.sampling
+        warp = self.warp.state if sampled else None
         if self.parents is not None:
             tree = self.program.tree(
                 rows,
@@ -105,44 +107,15 @@ class OwnHead:
                 num_nodes=self.shape.num_nodes,
                 top_k=self.shape.top_k,
                 depth=self.shape.levels,
+                warp=warp,
+                coupled=True,
             )
             self.tokens.index_copy_(0, places, tree.tokens)
             self.parents.index_copy_(0, places, tree.parents)
             return
         chain = self.program.chain(
-            rows, length=self.shape.num_nodes, state=state, with_probs=with_law
+            rows, length=self.shape.num_nodes, state=state, warp=warp, with_probs=sampled
         )
         self.tokens.index_copy_(0, places, chain.tokens)
         if self.law is not None and chain.probs is not None:
             self.law.probs.index_copy_(0, places, chain.probs)
-
-    def prefill(
-        self,
-        slot: int,
-        tokens: NDArray[np.int32],
-        features: Tensor,
-        *,
-        start: int,
-        last: bool,
-        with_law: bool,
-    ) -> None:
-        """Catch up on a prompt's rows [m] from draft position `start`; draft if they are the last.
-
-        Eager, and it waits for the device: prompts are not on the path of a round.
-        """
-        device = features.device
-        ids = torch.from_numpy(tokens.astype(np.int32)).to(device)
-        for begin in range(0, len(tokens), _CATCH_UP_ROWS):
-            end = min(begin + _CATCH_UP_ROWS, len(tokens))
-            rows = NewRows(
-                slots=torch.tensor([slot], dtype=torch.int32, device=device),
-                tables=self._slots.sequence.tables,
-                tokens=ids[None, begin:end].contiguous(),
-                features=features[None, begin:end],
-                counts=torch.tensor([end - begin], dtype=torch.int32, device=device),
-                starts=torch.tensor([start + begin], dtype=torch.int32, device=device),
-            )
-            if last and end == len(tokens):
-                self.draft(rows, with_law=with_law)
-            else:
-                self.program.write(rows)

@@ -26,6 +26,7 @@ from outrider.engine.kernels.coins import ChainLaw, DeviceLaw, accept_sampled
 from outrider.engine.kernels.compaction import compact_kv, gather_rows
 from outrider.engine.kernels.layout import tree_layout
 from outrider.engine.kernels.sampling import choose_tokens
+from outrider.engine.kernels.warp import TokenPath, count_tokens, warp_logits
 from outrider.engine.target import TargetModel
 
 
@@ -34,19 +35,15 @@ class Verified(NamedTuple):
 
     result: Tensor
     """int32 [B * (2 + 2N) + Q]: of each row count, flags, rows, tokens (see
-    `DeviceAcceptance`), then the token that each piece's end is followed by; with Judge.HOST
-    int32 [B * N], the token rows."""
+    `DeviceAcceptance`), then the token that each piece's end is followed by."""
     acceptance: DeviceAcceptance | None
-    """None with Judge.HOST, and without rows that decode."""
+    """None without rows that decode, as `context`."""
     context: Tensor | None
     """int32 [B]: K/V slots written before the round."""
     first: Tensor | None
     """int32 [Q]: the tokens sampled behind the pieces."""
     features: Tensor | None
-    """[M, H]: of the accepted rows first, in every row of the bucket; with Judge.HOST of all
-    rows in place; then of the pieces."""
-    logits: Tensor | None
-    """float32 [B * N, V], with Judge.HOST only: nobody else reads them."""
+    """[M, H]: of the accepted rows first, in every row of the bucket; then of the pieces."""
 
 
 class _Placed(NamedTuple):
@@ -95,13 +92,15 @@ class RoundProgram:
         if shape.features and self._projection is not None and output.taps is not None:
             features = self._projection(output.taps)
         decoding = shape.rows * shape.nodes
-        first = None if pieces is None else self._begin(pieces, output.logits[decoding:])
+        first = None
+        if pieces is not None:
+            first = self._begin(shape, pieces, output.logits[decoding:])
         if placed is None:
             assert first is not None
-            return Verified(first, None, None, first, features, None)
-        context, logits = placed.group.context, output.logits[:decoding]
-        if shape.judge is Judge.HOST:
-            return Verified(placed.tokens, None, context, first, features, logits)
+            return Verified(first, None, None, first, features)
+        logits = output.logits[:decoding]
+        if shape.judge is Judge.SAMPLED:
+            self._warp(shape, placed, logits)
         acceptance = self._accept(shape, placed, logits)
         features = self._commit(shape, placed, acceptance, features)
         words = [
@@ -113,7 +112,7 @@ class RoundProgram:
         result = torch.cat(words, dim=1).flatten()
         if first is not None:
             result = torch.cat((result, first))
-        return Verified(result, acceptance, context, first, features, None)
+        return Verified(result, acceptance, placed.group.context, first, features)
 
     def _placed(self, shape: RoundShape, inputs: RoundInputs) -> _Placed:
         """The token rows of the sessions that decode."""
@@ -163,20 +162,45 @@ class RoundProgram:
             logit_rows=logit_rows,
         )
 
-    def _begin(self, pieces: PieceInputs, logits: Tensor) -> Tensor:
+    def _begin(self, shape: RoundShape, pieces: PieceInputs, logits: Tensor) -> Tensor:
         """The tokens int32 [Q] behind the pieces, by logits [Q, V]; prompts that end go on from
         theirs."""
+        state, positions = self._slots.sampling, pieces.next_positions()
+        if shape.judge is Judge.SAMPLED:
+            warp_logits(
+                logits, self._slots.warp.state, state, pieces.slots, positions, rows_per_slot=1
+            )
         first = choose_tokens(
-            logits,
-            self._slots.sampling,
-            pieces.slots,
-            pieces.next_positions(),
-            rows_per_slot=1,
-            side="target",
-            ids=None,
+            logits, state, pieces.slots, positions, rows_per_slot=1, side="target", ids=None
         )
         pieces.advance(self._slots.sequence, first)
+        if shape.judge is Judge.SAMPLED:
+            self._count(first[:, None], pieces.ends, pieces.slots)
         return first
+
+    def _warp(self, shape: RoundShape, placed: _Placed, logits: Tensor) -> None:
+        """What the sessions do to their logits [B * N, V], in place."""
+        path, layout, nodes = None, placed.group.layout, shape.nodes
+        if nodes > 1:
+            mask = None if layout.mask is None else layout.mask[:, :, 1:]
+            path = TokenPath(placed.tokens.view(-1, nodes)[:, 1:], mask)
+        warp_logits(
+            logits,
+            self._slots.warp.state,
+            self._slots.sampling,
+            placed.group.slots,
+            layout.positions + 1,
+            rows_per_slot=nodes,
+            path=path,
+        )
+
+    def _count(self, tokens: Tensor, counts: Tensor, slots: Tensor) -> None:
+        """The first `counts` int32 [B] of tokens int32 [B, n] are history from now on, for the
+        head's warper too."""
+        count_tokens(tokens, counts, self._slots.warp.state, slots)
+        if self._own_head is not None:
+            warp = self._own_head.warp
+            count_tokens(tokens, counts, warp.state, slots, columns=warp.draft_columns)
 
     def _accept(self, shape: RoundShape, placed: _Placed, logits: Tensor) -> DeviceAcceptance:
         state, slots, nodes = self._slots.sampling, placed.group.slots, shape.nodes
@@ -233,6 +257,8 @@ class RoundProgram:
                 rest = features[decoding:]
                 features = torch.cat((gathered, rest)) if shape.pieces else gathered
         advance_state(acceptance, sequence, group.slots)
+        if shape.judge is Judge.SAMPLED:
+            self._count(acceptance.tokens, acceptance.counts, group.slots)
         return features
 
     # ---- own drafts ----------------------------------------------------------------------------
@@ -246,58 +272,9 @@ class RoundProgram:
         verified: Verified,
     ) -> None:
         """Own drafts for the next round of every session that decodes then."""
-        acceptance = verified.acceptance
-        rows = None
-        if inputs is not None and acceptance is not None:
-            rows = self._new_rows(shape, inputs, verified, acceptance.tokens, acceptance.counts)
-        self._draft(rows, shape, pieces, verified, with_law=shape.judge is Judge.SAMPLED)
-
-    @torch.inference_mode()
-    def draft_after_host(
-        self,
-        shape: RoundShape,
-        inputs: RoundInputs,
-        verified: Verified,
-        *,
-        tokens: Tensor,
-        counts: Tensor,
-        with_law: bool,
-    ) -> None:
-        """Own drafts behind a round that the host judged: tokens int32 [B, N], counts int32 [B]."""
-        rows = self._new_rows(shape, inputs, verified, tokens, counts)
-        self._draft(rows, shape, None, verified, with_law=with_law)
-
-    def _new_rows(
-        self,
-        shape: RoundShape,
-        inputs: RoundInputs,
-        verified: Verified,
-        tokens: Tensor,
-        counts: Tensor,
-    ) -> NewRows:
-        """The draft rows of what a round committed."""
-        assert verified.features is not None and verified.context is not None
-        features = verified.features[: shape.rows * shape.nodes]
-        return NewRows(
-            slots=inputs.slots,
-            tables=self._slots.sequence.tables,
-            tokens=tokens,
-            features=features.view(shape.rows, shape.nodes, -1),
-            counts=counts,
-            starts=verified.context,
-        )
-
-    def _draft(
-        self,
-        rows: NewRows | None,
-        shape: RoundShape,
-        pieces: PieceInputs | None,
-        verified: Verified,
-        *,
-        with_law: bool,
-    ) -> None:
         head = self._own_head
         assert head is not None and verified.features is not None
+        rows = None if inputs is None else self._new_rows(shape, inputs, verified)
         if pieces is not None:
             assert verified.first is not None
             features = verified.features[shape.rows * shape.nodes :]
@@ -305,7 +282,21 @@ class RoundProgram:
             head.program.write(self._dead_rows(pieces, features))
             rows = self._with_live_rows(rows, pieces, features, verified.first)
         assert rows is not None
-        head.draft(rows, with_law=with_law)
+        head.draft(rows, sampled=shape.judge is Judge.SAMPLED)
+
+    def _new_rows(self, shape: RoundShape, inputs: RoundInputs, verified: Verified) -> NewRows:
+        """The draft rows of what a round committed."""
+        acceptance, context = verified.acceptance, verified.context
+        assert verified.features is not None and acceptance is not None and context is not None
+        features = verified.features[: shape.rows * shape.nodes]
+        return NewRows(
+            slots=inputs.slots,
+            tables=self._slots.sequence.tables,
+            tokens=acceptance.tokens,
+            features=features.view(shape.rows, shape.nodes, -1),
+            counts=acceptance.counts,
+            starts=context,
+        )
 
     def _dead_rows(self, pieces: PieceInputs, features: Tensor) -> NewRows:
         """Rows of prompts whose prediction nobody wants: all but the last of each prompt."""

@@ -9,7 +9,6 @@ device, so it can be launched before the host has seen the outcome of this one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from outrider.engine.device.buffers import Downloader, Readback
 from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.graphs import GraphCache
-from outrider.engine.device.inputs import HostVerdict, RoundInputs
+from outrider.engine.device.inputs import RoundInputs
 from outrider.engine.device.law_inputs import LawInputs
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.pieces import Piece, PieceInputs
@@ -42,21 +41,16 @@ class RowInput(NamedTuple):
     """What it was drawn from; only the rejection rule looks at it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Launched:
+class Launched(NamedTuple):
     """A round on its way."""
 
     shape: RoundShape
-    result: Readback | None
-    """None with Judge.HOST, as `features`."""
+    result: Readback
     features: Readback | None
-    """None too where none were asked for."""
-    verified: Verified
-    """Device tensors; valid until the shape is launched again."""
+    """None where none were asked for."""
 
     def outcome(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Waits: words [B, 2 + 2N] of the rows that decode, first tokens [Q] of the pieces."""
-        assert self.result is not None
         words: NDArray[np.int32] = self.result.wait_array()  # type: ignore[assignment]
         decoding = self.shape.rows * self.shape.result_words
         return words[:decoding].reshape(-1, self.shape.result_words), words[decoding:]
@@ -95,7 +89,6 @@ class DeviceRounds:
         self._inputs: dict[tuple[int, int], RoundInputs] = {}
         self._laws = LawInputs(max_rows=slots.padding, device=target.device)
         self._pieces: dict[int, PieceInputs] = {}
-        self._verdicts: dict[RoundShape, HostVerdict] = {}
         self._downloads = Downloader(target.device)
 
     def launch(
@@ -125,46 +118,10 @@ class DeviceRounds:
         if added is not None:
             added.fill(pieces)
         verified = self._run(shape, inputs, added)
-        if judge is Judge.HOST:
-            return Launched(shape=shape, result=None, features=None, verified=verified)
         if not features or verified.features is None:
-            result = self._downloads.start(verified.result)
-            return Launched(shape=shape, result=result, features=None, verified=verified)
+            return Launched(shape, self._downloads.start(verified.result), None)
         result, sent = self._downloads.start_all((verified.result, verified.features))
-        return Launched(shape=shape, result=result, features=sent, verified=verified)
-
-    def draft_after(
-        self,
-        launched: Launched,
-        counts: NDArray[np.int32],
-        tokens: NDArray[np.int32],
-        *,
-        with_law: bool,
-    ) -> None:
-        """Draft again for rows with own drafts that the host judged.
-
-        counts [n]: tokens emitted by each of the rows; tokens [n, N]: those, then anything. The
-        sessions' prefixes have been set. with_law: whether a session among them may need the laws
-        of these drafts.
-        """
-        shape, verified = launched.shape, launched.verified
-        verdict = self._verdicts.get(shape)
-        if verdict is None:
-            verdict = self._verdicts[shape] = HostVerdict(shape.rows, shape.nodes, self._device)
-        verdict.fill(counts, tokens)
-        inputs = self._inputs[shape.rows, shape.nodes]
-        with self.recorder.span("draft"):
-            self.graphs.run(
-                ("draft", shape, with_law),
-                lambda: self._program.draft_after_host(
-                    shape,
-                    inputs,
-                    verified,
-                    tokens=verdict.tokens,
-                    counts=verdict.counts,
-                    with_law=with_law,
-                ),
-            )
+        return Launched(shape, result, sent)
 
     def warm_up(self, shape: RoundShape) -> None:
         """Compile and capture a shape of the family: a round of nothing but padding."""
@@ -197,7 +154,7 @@ class DeviceRounds:
         self, shape: RoundShape, inputs: RoundInputs | None, pieces: PieceInputs | None
     ) -> Verified:
         record, program = self.recorder, self._program
-        if shape.drafts is not Drafts.OWN or shape.judge is Judge.HOST:
+        if shape.drafts is not Drafts.OWN:
             with record.span("verify"):
                 return self.graphs.run(shape, lambda: program.verify(shape, inputs, pieces))
         if self._fused:

@@ -47,11 +47,9 @@ class Judge(StrEnum):
     """How much of the acceptance runs on the device."""
 
     MATCH = "match"
-    """Greedy and coupled rows: a comparison of tokens."""
+    """Greedy and coupled rows whose logits are not warped: a comparison of tokens."""
     SAMPLED = "sampled"
-    """Any rule."""
-    HOST = "host"
-    """None: the host reads the logits (penalties, bans, truncated laws)."""
+    """Any rule and any warper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

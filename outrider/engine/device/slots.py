@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.engine.device.free_slots import FreeSlots
 from outrider.engine.device.uploads import upload
+from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.kernels.state import (
     NUM_STREAMS,
     RULE_NUMBERS,
@@ -32,7 +33,14 @@ class SessionSlots:
     """Allocates slots and writes their state, in the order of the stream."""
 
     def __init__(
-        self, pool: KVPool, *, max_sessions: int, max_len: int, max_nodes: int, device: torch.device
+        self,
+        pool: KVPool,
+        *,
+        max_sessions: int,
+        max_len: int,
+        max_nodes: int,
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
         """`max_len`: most K/V slots of a session; `max_nodes`: most nodes of a row."""
         self._free = FreeSlots(max_sessions, reason="SESSIONS_EXHAUSTED")
@@ -52,6 +60,8 @@ class SessionSlots:
             temperatures=zeros(count, dtype=torch.float32),
             rules=zeros(count),
         )
+        self.warp = WarpSlots(count, vocab_size, device)
+        """What the sessions do to the target's logits."""
         self._staged = zeros(_FIELDS + blocks)
         self._write(self.padding, self._padding_kv.blocks, SamplingParams(), length=1, root=0)
 

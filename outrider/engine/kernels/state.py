@@ -1,7 +1,7 @@
 """Tensors that the device keeps of the sessions between rounds, one row a session slot.
 
 X session slots (the last one is the padding slot, which fills the rows of a bucket that no session
-uses), T blocks of the longest sequence.
+uses), T blocks of the longest sequence, V columns of the logits, E entries of a slot.
 """
 
 from __future__ import annotations
@@ -42,6 +42,36 @@ class SequenceState(NamedTuple):
     roots: Tensor
     """int32 [X]: the newest committed token, not yet run."""
 
+
+class WarpState(NamedTuple):
+    """What the warper does to each session's logits, in terms of their columns."""
+
+    flags: Tensor
+    """int32 [X]: a sum of WARP_*; 0 leaves the session's rows alone."""
+    penalties: Tensor
+    """float32 [X, 3]: repetition, frequency, presence."""
+    counts: Tensor
+    """int32 [X, V]: 2 for every occurrence in the output, and 1 if the prompt has the id. Of
+    sessions with penalties only."""
+    entry_counts: Tensor
+    """int32 [X]: entries of a slot, at most E, by ascending column."""
+    entry_columns: Tensor
+    """int32 [X, E]."""
+    entry_amounts: Tensor
+    """float32 [X, E]: the logit bias of the column."""
+    entry_ends: Tensor
+    """int32 [X, E]: the column is banned at positions below this one."""
+    top_ks: Tensor
+    """int32 [X]; 0: off."""
+    top_ps: Tensor
+    """float64 [X]; 1: off."""
+    min_p_floors: Tensor
+    """float32 [X]: log(min_p); -inf: off."""
+
+
+WARP_PENALTIES = 1
+WARP_ENTRIES = 2
+WARP_CUTS = 4
 
 RULE_GREEDY = 0
 RULE_COUPLED = 1

@@ -26,7 +26,7 @@ _MAX_LOGIT = tl.constexpr(MAX_LOGIT)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
 _NO_KEY = tl.constexpr(-(2**63))
 _MINUS_INF_ORDER = tl.constexpr(-2139095041)
-"""`_ordered` of -inf."""
+"""`ordered` of -inf."""
 
 
 def log_softmax_topk(
@@ -106,7 +106,7 @@ def log_softmax_topk_triton(
 
 
 @triton.jit
-def _ordered(values):
+def ordered(values):
     """int32 that sort as the float32 values do (no NaN); its own inverse on the bits."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & _LAST_INT32)
@@ -148,7 +148,7 @@ def _topk_of_tile(
     where = row * tl.num_programs(1) + part
     tl.store(maxima_ptr + where, top)
     tl.store(sums_ptr + where, tl.sum(tl.exp(scores - shift), 0))
-    keys = (_ordered(scores).to(tl.int64) << 32) + (columns ^ _LAST_INT32).to(tl.int64)
+    keys = (ordered(scores).to(tl.int64) << 32) + (columns ^ _LAST_INT32).to(tl.int64)
     keys = tl.where(valid, keys, _NO_KEY)
     for rank in tl.static_range(K):
         best = tl.max(keys, 0)

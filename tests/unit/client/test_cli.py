@@ -125,11 +125,13 @@ def test_flags_reach_the_session(served: Served, capsys: pytest.CaptureFixture[s
     assert served.verifier is not None
     flags = "--max-tokens 2 --temperature 0.8 --top-p 0.9 --seed 0 --rule rejection"
     flags += " --drafter ngram --draft-tokens 32 --draft-topk 8 --json"
+    flags += " --min-tokens 1 --logit-bias 3=-2.5 --logit-bias 5=1"
     arguments = ["generate", "--prompt", "x", *flags.split(), "--router", served.address]
     assert cli.main(arguments) == 0
     spec = served.verifier.specs[-1]
     assert (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.seed) == (0.8, 0.9, 0)
     assert spec.sampling.rule == "rejection"
+    assert (spec.min_new_tokens, spec.sampling.logit_bias) == (1, ((3, -2.5), (5, 1.0)))
     assert (spec.plan.method, spec.plan.draft_tokens, spec.plan.top_k) == ("ngram", 32, 8)
     capsys.readouterr()
 

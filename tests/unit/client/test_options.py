@@ -47,6 +47,11 @@ def test_zero_is_a_value() -> None:
     assert request.speculation.draft_tokens == 0
 
 
+def test_a_logit_bias_is_a_mapping() -> None:
+    request = make_request("a", {"logit_bias": {7: 1.5, 2: -100.0}})
+    assert request.sampling.logit_bias == ((7, 1.5), (2, -100.0))
+
+
 def test_one_stop_string_may_be_given_bare() -> None:
     assert make_request("a", {"stop": "END"}).stopping.stop == ("END",)
 

@@ -28,8 +28,12 @@ MIX: list[tuple[Plan, SamplingParams]] = [
     (TREE, SamplingParams(temperature=0.6, rule=Rule.TARGET_ONLY, min_p=0.1)),
     (CHAIN, SamplingParams(repetition_penalty=1.3)),
     (CHAIN, SamplingParams(banned_ids=(7, 11))),
+    (TREE, SamplingParams(frequency_penalty=1.5, presence_penalty=-0.5)),
+    (TREE, SamplingParams(temperature=0.8, seed=4, top_k=9, repetition_penalty=1.6)),
+    (CHAIN, SamplingParams(temperature=1.2, seed=8, frequency_penalty=2.0, top_p=0.9)),
+    (TREE, SamplingParams(temperature=0.9, seed=2, logit_bias=((5, 4.0), (60, -100.0)))),
 ]
-HOSTED = 6
+HOSTED = 1
 """How many of them the device leaves to the host."""
 
 

@@ -18,7 +18,7 @@ from outrider.engine.heads import DraftHead
 from outrider.spec.law import validate_law
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
-from outrider.spec.tree import validate_tree
+from outrider.spec.tree import is_chain, validate_tree
 from outrider.wire.messages import PlanChange, Proposal, SessionEnd
 from tests.factories import make_eagle3_head
 from tests.unit.drafter.helpers import (
@@ -133,20 +133,19 @@ def test_near_its_end_a_session_gets_what_still_fits(
         assert_same(ours, theirs)
 
 
-def test_a_coupled_session_whose_plan_becomes_a_tree_keeps_getting_drafts(
-    head: DraftHead,
-) -> None:
-    source = on_device(head)
-    engine, script = make_engine([source]), Script(seed=13)
-    engine.handle(1, script.start(plan=CHAIN, sampling=COUPLED))
-    engine.handle(1, script.verdict(12))
-    (before,) = drain(engine)
-    engine.handle(1, PlanChange(session_id=script.session_id, plan=TREE))
-    engine.handle(1, script.verdict(14))
-    (after,) = drain(engine)
-    assert len(before.tree) == CHAIN.draft_tokens
-    assert after.tree.parents.tolist() == [-1, 0, 1, 2], "a chain as deep as the tree"
-    assert not source._on_host
+def test_a_coupled_session_whose_plan_becomes_a_tree_gets_trees(head: DraftHead) -> None:
+    proposals = []
+    for source in (on_device(head), HeadSource(head, max_rows=8192)):
+        engine, script = make_engine([source]), Script(seed=13)
+        engine.handle(1, script.start(plan=CHAIN, sampling=COUPLED))
+        engine.handle(1, script.verdict(12))
+        (before,) = drain(engine)
+        assert len(before.tree) == CHAIN.draft_tokens
+        engine.handle(1, PlanChange(session_id=script.session_id, plan=TREE))
+        engine.handle(1, script.verdict(14))
+        proposals += drain(engine)
+    assert_same(*proposals)
+    assert not is_chain(proposals[0].tree.parents)
 
 
 def test_a_rejection_session_whose_plan_becomes_a_tree_keeps_its_laws(head: DraftHead) -> None:

@@ -89,6 +89,16 @@ def test_sampling_defaults_to_greedy_and_zero_is_a_seed() -> None:
     assert (given.effective_rule, given.seed, given.banned_ids) == (Rule.COUPLED, 0, (3,))
 
 
+def test_a_logit_bias_reaches_the_session_and_must_name_ids_of_the_model() -> None:
+    biased = SamplingOptions(logit_bias=((9, 1.5), (0, -100.0)))
+    given = make_sampling(biased, seed=9, vocab_size=10)
+    assert given.logit_bias == ((9, 1.5), (0, -100.0))
+    with pytest.raises(InvalidRequestError, match="logit_bias holds 9"):
+        make_sampling(biased, seed=9, vocab_size=9)
+    with pytest.raises(InvalidRequestError, match="amounts of logit_bias"):
+        make_sampling(SamplingOptions(logit_bias=((0, 101.0),)), seed=9, vocab_size=9)
+
+
 def test_stop_ids_are_the_models_then_the_requests_without_repetition() -> None:
     options = StoppingOptions(stop_token_ids=(5, 2))
     assert stop_ids(options, (2, 3), 10) == (2, 3, 5)

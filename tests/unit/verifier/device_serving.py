@@ -35,6 +35,13 @@ SAMPLINGS = {
     "coupled": SamplingParams(temperature=0.8, seed=11),
     "truncated": SamplingParams(temperature=0.9, top_p=0.8, top_k=20, seed=3),
     "penalties": SamplingParams(repetition_penalty=1.4, banned_ids=(5,)),
+    "counted": SamplingParams(
+        temperature=0.9, presence_penalty=1.5, frequency_penalty=-0.4, top_p=0.95, seed=5
+    ),
+    "biased": SamplingParams(
+        temperature=1.1, min_p=0.02, logit_bias=((7, 3.5), (300, -100.0)), seed=8
+    ),
+    "biased mode": SamplingParams(logit_bias=((7, 2.5), (40, -50.0)), frequency_penalty=0.7),
 }
 OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
 

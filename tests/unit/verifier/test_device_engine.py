@@ -7,8 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from outrider_verifier.service import VerifierService
 from outrider_verifier.sessions import Session
+from torch import Tensor
 
+from outrider.engine.device.draft import DraftProgram
 from outrider.engine.device.own_head import OwnHead
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
@@ -96,33 +100,59 @@ async def test_own_drafts_serve_the_sampled_rules(
     assert all(stats.proposed > 0 for _, stats in results)
 
 
-async def test_laws_follow_drafts_through_rounds_that_the_host_judges(
-    tiny_target: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stale law would be trusted as soon as the device judges the session again."""
-    with_law: list[bool] = []
-    draft = OwnHead.draft
+async def stopped_text(service: VerifierService, stops: tuple[int, ...], plan: Plan) -> list[int]:
+    """An answer that may stop at these ids from its tenth token on."""
+    spec = make_spec(
+        prompt=PROMPTS[0],
+        max_new_tokens=24,
+        plan=plan,
+        sampling=SAMPLINGS["coupled"],
+        drafter=None,
+        stop_token_ids=stops,
+        min_new_tokens=9,
+    )
+    return [token async for event in service.open_session(spec) for token in event.tokens]
 
-    def spy(self: OwnHead, *args: Any, **options: Any) -> None:
-        with_law.append(options["with_law"])
+
+async def test_a_minimum_length_ends_inside_a_round(
+    tiny_target: Path, tiny_head: Path, texts: dict[str, list[list[int]]]
+) -> None:
+    """Stop ids are banned by position; a round goes on past the last one where they are."""
+    plain = texts["coupled"][0]
+    stops = (plain[2], plain[5], plain[14])
+    async with serving(tiny_target, device=None) as service:
+        expected = await stopped_text(service, stops, Plan())
+    assert len(expected) >= 9 and not set(stops) & set(expected[:9])
+    for placement in ("colocated", "fused"):
+        async with serving(tiny_target, tiny_head, placement=placement) as service:
+            assert await stopped_text(service, stops, OWN) == expected
+
+
+@pytest.mark.parametrize("name", ["penalties", "counted", "biased mode"])
+async def test_the_heads_drafts_are_warped_too(
+    name: str, tiny_target: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same history as the target's, in columns of their own."""
+    changed = 0
+    warped, draft = DraftProgram._warped, OwnHead.draft
+
+    def spy(self: DraftProgram, logits: Tensor, *args: Any) -> Tensor:
+        nonlocal changed
+        before = logits.float().clone()
+        found = warped(self, logits, *args)
+        changed += int((found != before).any(dim=-1).sum())
+        return found
+
+    def compare(self: OwnHead, *args: Any, **options: Any) -> None:
+        ids = self.program.weights.target_ids
+        assert torch.equal(self.warp.state.counts, self._slots.warp.state.counts[:, ids])
         draft(self, *args, **options)
 
-    monkeypatch.setattr(OwnHead, "draft", spy)
-    sampling = SamplingParams(temperature=1.0, seed=4, rule=Rule.REJECTION)
+    monkeypatch.setattr(DraftProgram, "_warped", spy)
+    monkeypatch.setattr(OwnHead, "draft", compare)
     async with serving(tiny_target, tiny_head, placement="fused") as service:
-        spec = make_spec(
-            prompt=PROMPTS[0],
-            max_new_tokens=24,
-            plan=OWN,
-            sampling=sampling,
-            drafter=None,
-            stop_token_ids=(383,),
-            min_new_tokens=9,
-        )
-        async for _ in service.open_session(spec):
-            pass
-    assert len(with_law) > 5
-    assert all(with_law)
+        await run_all(service, OWN, SAMPLINGS[name])
+    assert changed > 20
 
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])

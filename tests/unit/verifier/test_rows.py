@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_verifier.rows import cut_emission, max_draft_depth, tree_mask, trim
+from outrider_verifier.rows import cut_emission, tree_mask, trim
 
 from outrider.spec.law import LawEntries, make_law, validate_law
 from outrider.spec.tree import ancestor_mask, children, depths, validate_tree
@@ -13,17 +13,6 @@ from outrider.wire.messages import FinishReason
 from tests.fakes.scripted_drafter import make_tree
 
 NO_STOP: frozenset[int] = frozenset()
-
-
-def test_a_draft_leaves_room_for_the_token_that_a_round_always_emits() -> None:
-    assert max_draft_depth(remaining=5, emitted=0, min_new=0) == 4
-    assert max_draft_depth(remaining=1, emitted=9, min_new=0) == 0
-
-
-def test_a_draft_does_not_cross_the_end_of_the_ban() -> None:
-    assert max_draft_depth(remaining=50, emitted=3, min_new=6) == 2
-    assert max_draft_depth(remaining=50, emitted=5, min_new=6) == 0
-    assert max_draft_depth(remaining=50, emitted=6, min_new=6) == 49
 
 
 def test_a_tree_that_fits_is_left_alone() -> None:

@@ -62,6 +62,6 @@ def test_a_device_without_room_is_refused_with_the_figures() -> None:
 
 
 def test_large_rounds_and_heads_need_room() -> None:
-    small = reserved_bytes(decode_tokens=64, vocab_size=1000, head_bytes=0)
-    large = reserved_bytes(decode_tokens=1024, vocab_size=128256, head_bytes=GIB)
-    assert large - small == GIB + 8 * (1024 * 128256 - 64 * 1000)
+    small = reserved_bytes(decode_tokens=64, vocab_size=1000, head_bytes=0, warp_bytes=0)
+    large = reserved_bytes(decode_tokens=1024, vocab_size=128256, head_bytes=GIB, warp_bytes=GIB)
+    assert large - small == 2 * GIB + 12 * (1024 * 128256 - 64 * 1000)

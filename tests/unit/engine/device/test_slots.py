@@ -31,7 +31,7 @@ def make_pool() -> KVPool:
 
 
 def make_slots(pool: KVPool) -> SessionSlots:
-    return SessionSlots(pool, max_sessions=2, max_len=16, max_nodes=3, device=CPU)
+    return SessionSlots(pool, max_sessions=2, max_len=16, max_nodes=3, vocab_size=9, device=CPU)
 
 
 def test_a_slot_holds_its_sessions_blocks_rule_and_prefix() -> None:

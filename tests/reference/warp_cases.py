@@ -1,0 +1,123 @@
+"""Rows of sessions with every sampling parameter, as the host and as the device see them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.device.warp_slots import WarpSlots
+from outrider.engine.kernels.sampling import scaled_scores
+from outrider.engine.kernels.state import SamplingState, WarpState
+from outrider.engine.kernels.warp import TokenPath
+from outrider.engine.warper import TokenHistory, warp
+from outrider.spec.sampling import SamplingParams
+from tests.reference.device_rounds import sampling_state
+
+NODES = 4
+PARENTS = (-1, 0, 0, 1)
+"""Row 0 is the root; the parent of each row."""
+BANNED_FIRST = (1, 9)
+
+
+class WarpCase(NamedTuple):
+    """Sessions of NODES rows each."""
+
+    logits: Tensor
+    state: SamplingState
+    warp: WarpState
+    slots: Tensor
+    positions: Tensor
+    path: TokenPath
+    expected: Tensor
+    """What the host's warper makes of each row: scores, divided by the temperature."""
+
+    def scores(self, warped: Tensor) -> Tensor:
+        """Warped logits as the host's warper returns them."""
+        owners = self.slots.long().repeat_interleave(NODES)
+        heat = self.state.temperatures[owners].to(warped.device)
+        return torch.where(heat[:, None] > 0, scaled_scores(warped, heat), warped)
+
+
+def odd_rows(vocab: int, generator: torch.Generator) -> list[Tensor]:
+    """Rows with everything that can go wrong, of at least 10 columns."""
+    rows = [torch.randn(vocab, generator=generator) * scale for scale in (0.01, 3.0, 3.0, 30.0)]
+    rows += [torch.full((vocab,), value) for value in (torch.nan, -torch.inf, torch.inf, 2.0)]
+    ties = torch.randint(-3, 4, (vocab,), generator=generator).float()
+    rows += [ties, -ties.abs() * 0.0, ties * 1e30, rows[1] * 1e20, rows[1] + 1e4]
+    holes = rows[1].clone()
+    holes[::3], holes[1::5], holes[7] = torch.nan, -torch.inf, torch.inf
+    lonely = torch.full((vocab,), -torch.inf)
+    lonely[vocab // 2] = -5.0
+    tiny = rows[1] * 1e-38
+    return [*rows, holes, lonely, tiny]
+
+
+def warp_case(
+    params: list[SamplingParams], vocab: int, *, seed: int = 0, rows: list[Tensor] | None = None
+) -> WarpCase:
+    """A session for each of `params`, with random tokens on the paths of a small tree."""
+    generator = torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    batch = len(params)
+    rows = odd_rows(vocab, generator) if rows is None else rows
+    pick = torch.randint(0, len(rows), (batch * NODES,), generator=generator)
+    logits = torch.stack([rows[i] for i in pick.tolist()])
+    slots = torch.randperm(batch, generator=generator).to(torch.int32)
+    state = sampling_state(params, slots, batch + 1)
+    held = WarpSlots(batch + 1, vocab, torch.device("cpu"))
+    tokens = rng.integers(-1, min(vocab, 6), (batch, NODES)).astype(np.int32)
+    depth = np.array([0, 1, 1, 2])
+    positions = np.zeros((batch, NODES), np.int32)
+    expected = []
+    for index, one in enumerate(params):
+        prompt, output = rng.integers(0, vocab, 8), rng.integers(0, vocab, 6) % 12
+        start = int(rng.integers(10, 20))
+        until = int(rng.choice([0, start + 1, start + 9]))
+        slot = int(slots[index])
+        held.begin(
+            slot,
+            one,
+            prompt_ids=prompt,
+            output_ids=output[:2],
+            banned_first=BANNED_FIRST if until else (),
+            banned_until=until,
+        )
+        held.count([slot], [output[2:]])
+        positions[index] = start + depth
+        for place in range(NODES):
+            at = int(positions[index, place])
+            history = TokenHistory(
+                prompt_ids=prompt.astype(np.int32),
+                output_ids=output.astype(np.int32),
+                path_ids=tuple(int(tokens[index, n]) for n in _ancestors(place)),
+                banned_now=BANNED_FIRST if at < until else (),
+            )
+            row = logits[index * NODES + place : index * NODES + place + 1]
+            expected.append(warp(row, [one], [history])[0])
+    mask = np.zeros((NODES, NODES), np.uint8)
+    for place in range(NODES):
+        mask[place, [0, *_ancestors(place)]] = 1
+    path = TokenPath(
+        torch.from_numpy(tokens)[:, 1:], torch.from_numpy(mask).repeat(batch, 1, 1)[:, :, 1:]
+    )
+    return WarpCase(
+        logits,
+        state,
+        held.state,
+        slots,
+        torch.from_numpy(positions).flatten(),
+        path,
+        torch.stack(expected),
+    )
+
+
+def _ancestors(place: int) -> list[int]:
+    """The row and those above it, but for the root, top down."""
+    found: list[int] = []
+    while place > 0:
+        found.append(place)
+        place = PARENTS[place]
+    return found[::-1]
