@@ -39,6 +39,7 @@ from outrider_router.fleet import TokenizerIdentity
 from outrider_router.journal import Entry, Journal
 from outrider_router.metrics import RouterMetrics
 from outrider_router.output import OutputAssembler
+from outrider_router.pacing import Pacer
 from outrider_router.planner import drafts_itself, plan_on
 from outrider_router.registry import Registry, VerifierPeer
 from outrider_router.request import Job, make_job, tokenize
@@ -83,6 +84,7 @@ class RouterService:
         )
         self.tokenizer = tokenizer
         self._clock = clock
+        self._pacer = Pacer(clock)
         self._numbers = itertools.count()
         self._streams: dict[str, SessionStream[Feed]] = {}
         """The stream of sessions of every verifier that served one, by address."""
@@ -283,7 +285,7 @@ class RouterService:
                 peer, plan.method, self.journal.placed()
             )
         session_id = SessionId(f"{self._incarnation}-{next(self._numbers)}")
-        feed = Feed(entry)
+        feed = Feed(entry, self._pacer)
         assembler = OutputAssembler(self.tokenizer.pieces, job.stop_strings)
         entry.on_fail = feed.interrupt
         spec = job.spec(session_id, entry.epoch, entry.drafter_id, plan)
@@ -300,6 +302,7 @@ class RouterService:
             raise
         finally:
             leave()
+            feed.leave()
             entry.on_fail = entry.verifier_id = entry.drafter_id = None
 
     def _stream_to(self, peer: VerifierPeer) -> SessionStream[Feed]:
@@ -308,6 +311,7 @@ class RouterService:
             assert peer.control is not None, peer.address
             sink = EventSink(
                 self.metrics,
+                self._pacer,
                 self._clock,
                 on_events=lambda: self.registry.saw_verifier(peer),
                 on_drafter_lost=partial(self.registry.drafter_detached, peer),

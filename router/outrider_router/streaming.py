@@ -1,8 +1,8 @@
 """One session at a verifier, from opening to its last event, as messages for the client.
 
 What a round emitted arrives as one message for all sessions. Its rows are appended to where their
-clients will look; a client's stream is woken once and sends whatever is there by the time it
-runs, so that rounds which came meanwhile become one message.
+clients will look; a client's stream sends whatever is there by the time it runs, so that rounds
+which came meanwhile become one message.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from outrider.wire.messages import (
 from outrider_router.journal import Entry
 from outrider_router.metrics import RouterMetrics
 from outrider_router.output import OutputAssembler
+from outrider_router.pacing import Pacer
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,12 @@ logger = logging.getLogger(__name__)
 class Feed:
     """What a session has said; its request reads it, the verifier's stream fills it."""
 
-    __slots__ = ("_waiter", "entry", "error", "reason", "sent")
+    __slots__ = ("_pacer", "_waiter", "entry", "error", "reason", "sent")
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, pacer: Pacer) -> None:
+        """`pacer` hears when the reader comes back for more."""
         self.entry = entry
+        self._pacer = pacer
         self.sent = len(entry.emitted)
         """Ids of the entry that were read."""
         self.reason: FinishReason | None = None
@@ -44,16 +47,22 @@ class Feed:
         """Why the session failed; what came before is read first."""
         self._waiter: asyncio.Future[None] | None = None
 
-    def wake(self) -> None:
-        """Let the reader look again."""
+    def wake(self) -> bool:
+        """Let the reader look again; whether it was waiting."""
         waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if waiter is None or waiter.done():
+            return False
+        waiter.set_result(None)
+        return True
 
     def fail(self, error: OutriderError) -> None:
         """The session was refused or failed, or its verifier is lost."""
         self.error = error
         self.wake()
+
+    def leave(self) -> None:
+        """Nobody reads any more."""
+        self._pacer.came_back(self)
 
     def interrupt(self, _error: OutriderError) -> None:
         """The request has ended otherwise; `Entry.ended` says why."""
@@ -74,8 +83,10 @@ class Feed:
                 return ids
             if self.error is not None:
                 raise copy_of(self.error)
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            # Coming back may wake this very reader.
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
+            self._pacer.came_back(self)
+            await waiter
 
 
 class EventSink:
@@ -84,6 +95,7 @@ class EventSink:
     def __init__(
         self,
         metrics: RouterMetrics,
+        pacer: Pacer,
         clock: Callable[[], float],
         *,
         on_events: Callable[[], None],
@@ -91,16 +103,19 @@ class EventSink:
     ) -> None:
         """`on_events` hears of every message: a sign of life."""
         self._metrics = metrics
+        self._pacer = pacer
         self._clock = clock
         self._on_events = on_events
         self._on_drafter_lost = on_drafter_lost
 
     def deliver(self, events: SessionEvents, feeds: Mapping[int, Feed]) -> None:
-        """Append each row to its session's feed and wake its reader."""
+        """Append each row to its session's feed and wake its reader: at once for a first token and
+        for an end, otherwise at the pacer's pace."""
         now = self._clock()
         self._on_events()
         self._metrics.add_events(events)
         tokens = events.tokens.tolist()
+        woken: list[Feed] = []
         waits: list[float] = []
         gaps: list[float] = []
         start = 0
@@ -129,6 +144,7 @@ class EventSink:
                 if entry.first_token is None:
                     entry.first_token = now
                     waits.append(now - entry.started)
+                    feed.wake()
                 else:
                     gaps.append((now - entry.last_token) / count)
                 entry.last_token = now
@@ -136,8 +152,10 @@ class EventSink:
                 self._note_drafter(entry)
             if reason:
                 feed.reason = REASONS[reason]
-            feed.wake()
+                feed.wake()
+            woken.append(feed)
             start = end
+        self._pacer.wake(woken)
         self._metrics.time_to_first_token.observe(*waits)
         self._metrics.inter_token_latency.observe(*gaps)
 
