@@ -16,6 +16,8 @@ SLOW_SHARE = 8
 """One reader in so many may take longer without holding up the others."""
 LONGEST_S = 0.02
 """Nobody waits longer than this for messages of others to leave."""
+SHORTEST_S = 0.0005
+"""A pause shorter than this is none: timers are not finer."""
 REST_SHARE = 0.25
 """Pause after a round of messages, as a share of what it took: then arrivals are read."""
 
@@ -50,15 +52,18 @@ class Pacer:
         self._waiting.update(dict.fromkeys(readers))
         self._pass_on()
 
-    def came_back(self, reader: Reader) -> None:
-        """A reader waits for more, or has left."""
-        if reader not in self._busy:
+    def came_back(self, reader: Reader, *, more: bool = False) -> None:
+        """A reader waits, or has left; `more`: something has arrived for it already."""
+        if more:
+            self._waiting[reader] = None
+        if reader in self._busy:
+            self._busy.discard(reader)
+            if len(self._busy) == self._slow:
+                now = self._clock()
+                self._next = min(self._next, now + REST_SHARE * (now - self._began))
+        elif not more:
             return
-        self._busy.discard(reader)
-        if len(self._busy) == self._slow:
-            now = self._clock()
-            self._next = min(self._next, now + REST_SHARE * (now - self._began))
-            self._pass_on()
+        self._pass_on()
 
     def _pass_on(self) -> None:
         if self._timer is not None:
@@ -67,7 +72,7 @@ class Pacer:
         if not self._waiting:
             return
         delay_s = self._next - self._clock()
-        if delay_s > 0.0:
+        if delay_s > SHORTEST_S:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._pass_on)
             return
         waiting, self._waiting = self._waiting, {}

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class Feed:
     """What a session has said; its request reads it, the verifier's stream fills it."""
 
-    __slots__ = ("_pacer", "_waiter", "entry", "error", "reason", "sent")
+    __slots__ = ("_pacer", "_turn", "_waiter", "entry", "error", "reason", "sent")
 
     def __init__(self, entry: Entry, pacer: Pacer) -> None:
         """`pacer` hears when the reader comes back for more."""
@@ -45,6 +45,8 @@ class Feed:
         """Set by the session's last event."""
         self.error: OutriderError | None = None
         """Why the session failed; what came before is read first."""
+        self._turn = False
+        """Whether the pacer has let the reader go on."""
         self._waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> bool:
@@ -53,6 +55,7 @@ class Feed:
         if waiter is None or waiter.done():
             return False
         waiter.set_result(None)
+        self._turn = True
         return True
 
     def fail(self, error: OutriderError) -> None:
@@ -77,15 +80,18 @@ class Feed:
         while True:
             if entry.ended is not None:
                 raise copy_of(entry.ended)
-            if len(entry.emitted) > self.sent or self.reason is not None:
+            more = len(entry.emitted) > self.sent
+            # First tokens and ends do not wait for their turn.
+            if self.reason is not None or (more and (self._turn or not self.sent)):
+                self._turn = False
                 ids = entry.emitted[self.sent :]
                 self.sent += len(ids)
                 return ids
-            if self.error is not None:
+            if self.error is not None and not more:
                 raise copy_of(self.error)
             # Coming back may wake this very reader.
             waiter = self._waiter = asyncio.get_running_loop().create_future()
-            self._pacer.came_back(self)
+            self._pacer.came_back(self, more=more)
             await waiter
 
 
