@@ -38,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sessions", type=int, default=64, help="streams at a time")
     add("--clients", type=int, default=2, help="client processes")
     add("--tokens", type=int, default=3, help="tokens of an event")
-    add("--events", type=int, default=1000, help="events of an answer")
+    add("--events", type=int, default=20000, help="events of an answer")
     add(
         "--rates",
-        default="5000,20000,40000,0",
-        help="events a second that the verifier emits; 0: as fast as the router reads",
+        default="1000,5000,20000,40000,60000",
+        help="events a second that the verifier emits while all sessions are open",
     )
     add("--seconds", type=float, default=6.0, help="time measured at each rate")
     add("--out", type=Path, help="also write the result as JSON here")
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _cell(args: argparse.Namespace, model: str, vocab_size: int, rate: float) -> dict[str, Any]:
-    verifier_args = ["--model", model, "--vocab-size", str(vocab_size), "--rate", str(rate)]
-    verifier_args += ["--tokens", str(args.tokens)]
+    verifier_args = ["--model", model, "--vocab-size", str(vocab_size)]
+    verifier_args += ["--tokens", str(args.tokens), "--interval", str(args.sessions / rate)]
     with contextlib.ExitStack() as stack:
         verifier = ChildProcess("verifier", "outrider_bench.events_verifier", verifier_args)
         stack.callback(verifier.close)

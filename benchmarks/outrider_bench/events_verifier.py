@@ -37,11 +37,10 @@ FIRST_ID, LAST_ID = 1000, 9000
 
 
 class ScriptedVerifier(SessionIterators):
-    """Emits `tokens` ids a session and round, `rate` events a second over all sessions."""
+    """Emits `tokens` ids a session and round, rounds at a fixed interval."""
 
-    def __init__(self, *, rate: float, tokens: int, tokenizer: str, vocab_size: int) -> None:
-        """`rate` 0: as fast as the router reads."""
-        self._rate, self._tokens = rate, tokens
+    def __init__(self, *, interval_s: float, tokens: int, tokenizer: str, vocab_size: int) -> None:
+        self._interval_s, self._tokens = interval_s, tokens
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._left: dict[int, int] = {}
         """Tokens that each session has still to emit, by handle."""
@@ -84,12 +83,10 @@ class ScriptedVerifier(SessionIterators):
     async def _emit_all(self, connection: ServingConnection) -> None:
         due, number = time.monotonic(), 1
         while True:
+            # A router that could not keep up is not made to catch up.
+            due = max(due + self._interval_s, time.monotonic() - 0.1)
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
             handles = list(self._left)
-            if self._rate:
-                due += max(1, len(handles)) / self._rate
-                # A router that could not keep up is not made to catch up.
-                due = max(due, time.monotonic() - 0.1)
-            await asyncio.sleep(max(0.0, due - time.monotonic()) if handles else 0.001)
             if handles:
                 await connection.send(self._round(handles, number))
                 number += 1
@@ -135,7 +132,7 @@ class ScriptedVerifier(SessionIterators):
 async def serve(args: argparse.Namespace) -> None:
     """Serve until the process is ended."""
     verifier = ScriptedVerifier(
-        rate=args.rate,
+        interval_s=args.interval,
         tokens=args.tokens,
         tokenizer=tokenizer_hash(args.model),
         vocab_size=args.vocab_size,
@@ -153,7 +150,7 @@ def main() -> None:
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--model", required=True)
     parser.add_argument("--vocab-size", type=int, required=True)
-    parser.add_argument("--rate", type=float, required=True)
+    parser.add_argument("--interval", type=float, required=True)
     parser.add_argument("--tokens", type=int, required=True)
     run(serve(parser.parse_args()))
 
