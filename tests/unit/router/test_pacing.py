@@ -66,3 +66,16 @@ async def test_one_slow_client_in_eight_holds_up_nobody() -> None:
     pacer.wake(clients[1:])
     await asyncio.sleep(LONGEST_S / 2)
     assert [client.woken for client in clients[1:]] == [2] * 7
+
+
+async def test_what_came_while_a_client_was_busy_waits_for_its_turn() -> None:
+    pacer, clients = Pacer(time.monotonic), [Client() for _ in range(2)]
+    pacer.wake(clients)
+    first, second = clients
+    # More has come for the first, but the second's message has not left.
+    first.waiting = True
+    pacer.came_back(first, more=True)
+    assert first.woken == 1
+    come_back(pacer, second)
+    await asyncio.sleep(LONGEST_S / 2)
+    assert (first.woken, second.woken) == (2, 1)
