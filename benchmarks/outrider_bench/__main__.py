@@ -16,6 +16,7 @@ BENCHMARKS: Final = {
     "acceptance": ("acceptance", "tokens emitted per round by task, rule and temperature"),
     "lossless": ("lossless", "token ids with and without a drafter, differences explained"),
     "load": ("load", "many concurrent streams, and a full queue"),
+    "events": ("events", "events a second through one router, and its processor time for each"),
     "serve": ("serve.cli", "tokens/s, latencies and efficiency through the router, by placement"),
     "gpu": ("gpu.cli", "the device engine: kernels, rounds, placements"),
 }

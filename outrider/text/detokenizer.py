@@ -22,7 +22,8 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that `token_ids` completed; "" while a character is incomplete."""
-        return self._strip(self._utf8.decode(b"".join(self._pieces[id_] for id_ in token_ids)))
+        text = self._utf8.decode(b"".join(map(self._pieces.__getitem__, token_ids)))
+        return self._strip(text) if self._to_strip else text
 
     def finish(self) -> str:
         """What is left at the end of the stream: U+FFFD for an incomplete character, or ""."""

@@ -14,8 +14,11 @@ from outrider.spec.plan import Plan
 from outrider.wire.messages import (
     DrafterInfo,
     DrafterMessage,
+    MalformedOpen,
     SessionEvent,
+    SessionsMessage,
     SessionSpec,
+    SessionsRequest,
     VerifierInfo,
     VerifierMessage,
 )
@@ -76,6 +79,10 @@ VerifierConnection = Connection[VerifierMessage, DrafterMessage]
 """The verifier's end: sends verdicts, receives proposals."""
 DrafterConnection = Connection[DrafterMessage, VerifierMessage]
 """The drafter's end: sends proposals, receives verdicts."""
+RouterConnection = Connection[SessionsRequest, SessionsMessage]
+"""A router's end of the stream that carries its sessions: opens and leaves, receives events."""
+ServingConnection = Connection[SessionsMessage, SessionsRequest | MalformedOpen]
+"""The verifier's end of that stream."""
 
 
 class VerifierControl(Protocol):
@@ -85,12 +92,20 @@ class VerifierControl(Protocol):
         """Identity, capacity and load."""
         ...
 
-    def open_session(self, spec: SessionSpec) -> AsyncIterator[SessionEvent]:
-        """Serve a session; yields its events. Closing the iterator closes the session.
+    async def sessions(self) -> RouterConnection:
+        """Open a stream of sessions; closing or losing it ends all that were opened on it.
 
-        An async generator (use `contextlib.aclosing`). Its first step raises InvalidRequestError
-        (ids out of range, too long), AlreadyExistsError or ResourceExhaustedError (does not fit
-        now); any step raises UnavailableError (verifier lost).
+        Raises UnavailableError. `outrider.transport.sessions` follows sessions over it.
+        """
+        ...
+
+    def open_session(self, spec: SessionSpec) -> AsyncIterator[SessionEvent]:
+        """Follow one session by itself, on a stream shared by all that are followed so.
+
+        An async generator (use `contextlib.aclosing`); closing it closes the session. Its first
+        step raises InvalidRequestError (ids out of range, too long), AlreadyExistsError or
+        ResourceExhaustedError (does not fit now); any step raises UnavailableError (verifier
+        lost).
         """
         ...
 
@@ -105,6 +120,10 @@ class VerifierControl(Protocol):
 
 class VerifierEndpoint(VerifierControl, Protocol):
     """What a verifier process implements."""
+
+    async def serve_sessions(self, connection: ServingConnection) -> None:
+        """Serve one router's stream of sessions until it ends, then free what is left of them."""
+        ...
 
     async def exchange(self, connection: VerifierConnection) -> None:
         """Serve one drafter's connection until it ends."""

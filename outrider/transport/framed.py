@@ -8,12 +8,21 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from outrider.errors import InvalidMessageError
-from outrider.transport.base import DrafterConnection, VerifierConnection
+from outrider.transport.base import (
+    DrafterConnection,
+    RouterConnection,
+    ServingConnection,
+    VerifierConnection,
+)
 from outrider.transport.heartbeat import HeartbeatConfig, with_heartbeat
 from outrider.wire.codec import (
     decode_drafter_messages,
+    decode_sessions_message,
+    decode_sessions_request,
     decode_verifier_messages,
     encode_drafter_messages,
+    encode_sessions_message,
+    encode_sessions_request,
     encode_verifier_messages,
 )
 from outrider.wire.limits import MAX_BUNDLE_BYTES
@@ -121,3 +130,31 @@ def drafter_end(
     """The drafter's end of an exchange over frames."""
     encode = partial(encode_drafter_messages, max_bytes=bundle_bytes)
     return with_heartbeat(FramedConnection(frames, encode, decode_verifier_messages), heartbeat)
+
+
+def router_end(frames: Frames, heartbeat: HeartbeatConfig) -> RouterConnection:
+    """A router's end of a stream of sessions over frames."""
+    encode = partial(_each, encode_sessions_request)
+    decode = partial(_alone, decode_sessions_message)
+    return with_heartbeat(FramedConnection(frames, encode, decode), heartbeat)
+
+
+def serving_end(frames: Frames, heartbeat: HeartbeatConfig) -> ServingConnection:
+    """The verifier's end of a stream of sessions over frames."""
+    encode = partial(_each, encode_sessions_message)
+    decode = partial(_alone, decode_sessions_request)
+    return with_heartbeat(FramedConnection(frames, encode, decode), heartbeat)
+
+
+def _each(encode: Callable[[SendT], bytes], messages: Sequence[SendT]) -> list[bytes]:
+    """A frame for every message: those of a round are one message already."""
+    return [encode(message) for message in messages]
+
+
+def _alone(
+    decode: Callable[[bytes | memoryview], ReceiveT], frame: bytes | memoryview
+) -> tuple[ReceiveT | InvalidMessageError]:
+    try:
+        return (decode(frame),)
+    except InvalidMessageError as error:
+        return (error,)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -150,42 +149,6 @@ def with_heartbeat(
 ) -> HeartbeatConnection[SendT, ReceiveT]:
     """Add heartbeats to a connection."""
     return HeartbeatConnection(connection, config)
-
-
-async def with_idle_heartbeats(
-    items: AsyncIterator[ItemT], config: HeartbeatConfig
-) -> AsyncGenerator[ItemT | Heartbeat]:
-    """The items, and a heartbeat whenever none came for an interval.
-
-    Closing this generator closes `items`, also while it waits for the next one.
-    """
-    sequence = 0
-    pending: asyncio.Task[ItemT] | None = None
-    try:
-        while True:
-            if pending is None:
-                pending = asyncio.create_task(_next(items))
-            await asyncio.wait((pending,), timeout=config.interval_s)
-            if not pending.done():
-                sequence += 1
-                yield Heartbeat(sequence)
-                continue
-            done, pending = pending, None
-            try:
-                item = done.result()
-            except StopAsyncIteration:
-                return
-            yield item
-    finally:
-        if pending is not None:
-            pending.cancel()
-            await asyncio.wait((pending,))
-        if isinstance(items, AsyncGenerator):
-            await items.aclose()
-
-
-async def _next(items: AsyncIterator[ItemT]) -> ItemT:
-    return await anext(items)
 
 
 async def unless_silent(task: asyncio.Task[ItemT], peer: str, config: HeartbeatConfig) -> ItemT:

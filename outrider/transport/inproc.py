@@ -7,7 +7,7 @@ Used by tests and by fused placement. With `encoded`, exchange messages go throu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -20,21 +20,22 @@ from outrider.errors import (
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
 from outrider.transport.base import (
+    Connection,
     DrafterConnection,
     DrafterEndpoint,
-    VerifierConnection,
+    RouterConnection,
     VerifierEndpoint,
 )
-from outrider.transport.framed import drafter_end, verifier_end
+from outrider.transport.framed import drafter_end, router_end, serving_end, verifier_end
 from outrider.transport.heartbeat import HeartbeatConfig, with_heartbeat
 from outrider.transport.mailbox import Mailbox
-from outrider.transport.sessions import SessionMailbox, pump_events, session_mailbox
+from outrider.transport.sessions import SessionIterators
 from outrider.transport.status import typed
 from outrider.wire.messages import (
     DrafterInfo,
     DrafterMessage,
-    SessionEvent,
-    SessionSpec,
+    SessionsMessage,
+    SessionsRequest,
     VerifierInfo,
     VerifierMessage,
 )
@@ -93,7 +94,6 @@ class _Process:
         self.drafter: DrafterEndpoint | None = None
         self.tasks: set[asyncio.Task[None]] = set()
         self.ends: set[_End[Any, Any]] = set()
-        self.sessions: set[SessionMailbox] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -105,8 +105,6 @@ class _Process:
         """Break everything that others hold of this address, then end what is left."""
         for end in list(self.ends):
             end.end(_lost(address))
-        for mailbox in list(self.sessions):
-            mailbox.close(_lost(address), discard=True)
         if self.tasks:
             _done, pending = await asyncio.wait(self.tasks, timeout=_ENDPOINT_GRACE_S)
             for task in pending:
@@ -165,11 +163,8 @@ class InprocNetwork:
         endpoint, process = self.verifier(address), self.process(address)
         far: _End[Any, Any]
         if self._encoded:
-            up: Mailbox[bytes | memoryview] = Mailbox(size_of=len)
-            down: Mailbox[bytes | memoryview] = Mailbox(size_of=len)
-            far = _End("inproc:drafter", down, up)
+            far, near_end = _byte_pipe(address, "inproc:drafter")
             connection = verifier_end(far, self.heartbeat)
-            near_end: _End[bytes | memoryview, bytes | memoryview] = _End(address, up, down)
             near = drafter_end(near_end, self.heartbeat)
         else:
             requests: Mailbox[DrafterMessage] = Mailbox()
@@ -178,8 +173,54 @@ class InprocNetwork:
             connection = with_heartbeat(far, self.heartbeat)
             near = with_heartbeat(_End(address, requests, responses), self.heartbeat)
         process.ends.add(far)
-        process.start(_serve_exchange(endpoint, connection, far, process))
+        process.start(_serve(endpoint.exchange, connection, far, process))
         return near
+
+    def connect_sessions(self, address: str) -> RouterConnection:
+        """Start a stream of sessions with the verifier at an address."""
+        endpoint, process = self.verifier(address), self.process(address)
+        far: _End[Any, Any]
+        if self._encoded:
+            far, near_end = _byte_pipe(address, "inproc:router")
+            connection = serving_end(far, self.heartbeat)
+            near = router_end(near_end, self.heartbeat)
+        else:
+            far, plain = _session_pipe(address)
+            connection = with_heartbeat(far, self.heartbeat)
+            near = with_heartbeat(plain, self.heartbeat)
+        process.ends.add(far)
+        process.start(_serve(endpoint.serve_sessions, connection, far, process))
+        return near
+
+
+def local_sessions(endpoint: VerifierEndpoint) -> RouterConnection:
+    """A stream of sessions with an endpoint of this process, without codec and heartbeats."""
+    process = _Process()
+    far, near = _session_pipe("inproc:verifier")
+    serving = process.start(_serve(endpoint.serve_sessions, far, far, process))
+    _LOCAL.add(serving)
+    serving.add_done_callback(_LOCAL.discard)
+    return near
+
+
+_LOCAL: set[asyncio.Task[None]] = set()
+"""Endpoints that serve a local stream; they end with it."""
+
+
+def _byte_pipe(
+    address: str, peer: str
+) -> tuple[_End[Any, Any], _End[bytes | memoryview, bytes | memoryview]]:
+    up: Mailbox[bytes | memoryview] = Mailbox(size_of=len)
+    down: Mailbox[bytes | memoryview] = Mailbox(size_of=len)
+    return _End(peer, down, up), _End(address, up, down)
+
+
+def _session_pipe(
+    address: str,
+) -> tuple[_End[Any, Any], _End[SessionsRequest, SessionsMessage]]:
+    up: Mailbox[SessionsRequest] = Mailbox()
+    down: Mailbox[SessionsMessage] = Mailbox()
+    return _End("inproc:router", down, up), _End(address, up, down)
 
 
 def _found(endpoint: EndpointT | None, kind: str, address: str) -> EndpointT:
@@ -197,16 +238,16 @@ def _typed_errors() -> Generator[None]:
         raise typed(error) from error
 
 
-async def _serve_exchange(
-    endpoint: VerifierEndpoint,
-    connection: VerifierConnection,
+async def _serve(
+    serve: Callable[[Any], Awaitable[None]],
+    connection: Connection[Any, Any],
     far: _End[Any, Any],
     process: _Process,
 ) -> None:
     error: OutriderError = _lost("the verifier")
     try:
-        await endpoint.exchange(connection)
-        error = ConnectionLostError("the verifier ended the exchange", reason="PEER_CLOSED")
+        await serve(connection)
+        error = ConnectionLostError("the verifier ended the stream", reason="PEER_CLOSED")
     except Exception as failure:
         error = typed(failure)
     finally:
@@ -215,7 +256,7 @@ async def _serve_exchange(
         await connection.close()
 
 
-class InprocVerifier:
+class InprocVerifier(SessionIterators):
     """Control client of a verifier in this process."""
 
     def __init__(self, network: InprocNetwork, address: str) -> None:
@@ -228,20 +269,9 @@ class InprocVerifier:
         with _typed_errors():
             return await endpoint.info()
 
-    async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
-        """Serve a session; errors are raised by the first step, closing ends the session."""
-        endpoint = self._network.verifier(self._address)
-        process = self._network.process(self._address)
-        mailbox = session_mailbox()
-        process.sessions.add(mailbox)
-        pump = process.start(pump_events(endpoint, spec, mailbox))
-        try:
-            while (event := await mailbox.get()) is not None:
-                yield event
-        finally:
-            process.sessions.discard(mailbox)
-            pump.cancel()
-            await asyncio.wait((pump,))
+    async def sessions(self) -> RouterConnection:
+        """Open a stream of sessions. Raises UnavailableError."""
+        return self._network.connect_sessions(self._address)
 
     async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
         """Change a session's plan."""

@@ -1,40 +1,310 @@
-"""A session's events pumped into a mailbox, for transports that hand them on piecewise."""
+"""Sessions over a router's stream: who listens to which handle, and iterators over one session."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
-from outrider.transport.base import VerifierEndpoint
+from outrider.errors import (
+    ConnectionLostError,
+    InternalError,
+    InvalidMessageError,
+    OutriderError,
+)
+from outrider.spec.accounting import add_round
+from outrider.transport.base import RouterConnection
 from outrider.transport.mailbox import Mailbox
-from outrider.transport.status import typed
-from outrider.wire.messages import SessionEvent, SessionSpec
+from outrider.transport.outgoing import Outgoing
+from outrider.transport.status import ErrorStatus, copy_of, from_status, to_status
+from outrider.wire.messages import (
+    DRAFTER_ATTACHED,
+    FALLBACK,
+    MALFORMED_ROW,
+    REASONS,
+    TARGET_ONLY,
+    SessionEvent,
+    SessionEvents,
+    SessionFailure,
+    SessionLeave,
+    SessionOpen,
+    SessionSpec,
+    SessionsRequest,
+    SpecStats,
+)
 
-SESSION_EVENTS = 64
-"""Events of a session that wait for a slow reader before its verifier has to."""
+logger = logging.getLogger(__name__)
 
-SessionMailbox = Mailbox[SessionEvent | None]
-"""Events in order, then None."""
+ListenerT = TypeVar("ListenerT", bound="Listener")
 
 
-def session_mailbox() -> SessionMailbox:
-    """An empty mailbox for one session."""
-    return Mailbox(max_items=SESSION_EVENTS)
+class Listener(Protocol):
+    """Whoever follows a session."""
+
+    def fail(self, error: OutriderError) -> None:
+        """The session was refused or failed, or the stream that carried it is lost."""
+        ...
 
 
-async def pump_events(
-    endpoint: VerifierEndpoint, spec: SessionSpec, mailbox: SessionMailbox
-) -> None:
-    """Serve the session until it ends; cancelling this closes the session."""
-    try:
-        events = endpoint.open_session(spec)
-        if isinstance(events, AsyncGenerator):
-            async with aclosing(events):
-                async for event in events:
-                    await mailbox.put(event)
-        else:
-            async for event in events:
-                await mailbox.put(event)
-        await mailbox.put(None)
-    except Exception as error:
-        mailbox.close(typed(error))
+Deliver = Callable[[SessionEvents, Mapping[int, ListenerT]], None]
+"""Takes a message of events and the listeners by handle; listeners that left are not in it."""
+
+
+class SessionStream(Generic[ListenerT]):
+    """The sessions that one process has opened at one verifier, over one connection.
+
+    The connection is made when it is first needed, and again after it was lost; all sessions of
+    a lost one fail.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[RouterConnection]],
+        deliver: Deliver[ListenerT],
+        *,
+        lasting: bool = True,
+    ) -> None:
+        """`deliver` hears all events; unless `lasting`, the connection ends with its last
+        session."""
+        self._connect = connect
+        self._deliver = deliver
+        self._lasting = lasting
+        self._handles = itertools.count(1)
+        self._live: _Live[ListenerT] | None = None
+
+    def open(self, spec: SessionSpec, listener: ListenerT) -> Callable[[], None]:
+        """Start a session; call what is returned to leave it (also after its end).
+
+        Every error goes to the listener, UnavailableError if the verifier cannot be reached.
+        """
+        live = self._live
+        if live is None or live.lost:
+            live = self._live = _Live(self._connect, self._deliver)
+        handle = next(self._handles)
+        live.listeners[handle] = listener
+        live.say(SessionOpen(handle, spec))
+        return partial(self._leave, live, handle)
+
+    def drop(self) -> None:
+        """Close the connection, in the background; sessions that are open fail."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.hang_up()
+
+    async def close(self) -> None:
+        """Close the connection; sessions that are open fail."""
+        live, self._live = self._live, None
+        if live is not None:
+            await live.close()
+
+    def _leave(self, live: _Live[ListenerT], handle: int) -> None:
+        if live.listeners.pop(handle, None) is not None:
+            live.say(SessionLeave(handle))
+        if not (self._lasting or live.listeners) and live is self._live:
+            self.drop()
+
+
+class _Live(Generic[ListenerT]):
+    """One connection, from the attempt to make it, and what is open on it."""
+
+    def __init__(
+        self, connect: Callable[[], Awaitable[RouterConnection]], deliver: Deliver[ListenerT]
+    ) -> None:
+        self.listeners: dict[int, ListenerT] = {}
+        self.lost = False
+        self._connect = connect
+        self._deliver = deliver
+        self._early: list[SessionsRequest] = []
+        """What was said before there was a connection."""
+        self._outgoing: Outgoing[SessionsRequest] | None = None
+        self._task = asyncio.create_task(self._run(), name="outrider-sessions")
+
+    def say(self, message: SessionsRequest) -> None:
+        """Send a message; when the connection is lost its reader tells the listeners."""
+        if self._outgoing is None:
+            self._early.append(message)
+            return
+        with contextlib.suppress(OutriderError):
+            self._outgoing.put(message)
+
+    def hang_up(self) -> None:
+        """Close without waiting for it; what was said before still leaves."""
+        self.lost = True
+        closing = asyncio.create_task(self.close())
+        _CLOSING.add(closing)
+        closing.add_done_callback(_CLOSING.discard)
+
+    async def close(self) -> None:
+        """Close the connection, whatever its state."""
+        self.lost = True
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+
+    async def _run(self) -> None:
+        error: OutriderError = ConnectionLostError("the stream is closed", reason="CLOSED")
+        try:
+            connection = await self._connect()
+            try:
+                await self._serve(connection)
+            finally:
+                self.lost = True
+                await connection.close()
+        except InvalidMessageError as malformed:
+            # Nobody knows whose events are gone.
+            error = ConnectionLostError(malformed.message, reason="INVALID_EVENTS")
+        except OutriderError as lost:
+            error = lost
+        except Exception:
+            logger.exception("events could not be delivered")
+            error = InternalError("internal error", reason="INTERNAL")
+        finally:
+            self._lose(error)
+
+    async def _serve(self, connection: RouterConnection) -> None:
+        self._outgoing = Outgoing(connection)
+        self._outgoing.put(*self._early)
+        writer = asyncio.create_task(self._outgoing.pump(), name="outrider-sessions-write")
+        try:
+            while True:
+                message = await connection.receive()
+                for one in (message, *connection.ready()):
+                    if isinstance(one, SessionEvents):
+                        self._take(one)
+                    elif isinstance(one, SessionFailure):
+                        self._fail(one.handle, _error_of(one))
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    def _take(self, events: SessionEvents) -> None:
+        self._deliver(events, self.listeners)
+        if not events.finish_reasons.any():
+            return
+        for row in events.finish_reasons.nonzero()[0].tolist():
+            handle = int(events.handles[row])
+            if events.finish_reasons[row] == MALFORMED_ROW:
+                self.say(SessionLeave(handle))
+                self._fail(handle, InternalError("malformed events", reason="INVALID_EVENTS"))
+            else:
+                self.listeners.pop(handle, None)
+
+    def _fail(self, handle: int, error: OutriderError) -> None:
+        listener = self.listeners.pop(handle, None)
+        if listener is not None:
+            listener.fail(error)
+
+    def _lose(self, error: OutriderError) -> None:
+        self.lost = True
+        while self.listeners:
+            _handle, listener = self.listeners.popitem()
+            listener.fail(copy_of(error))
+
+
+_CLOSING: set[asyncio.Task[None]] = set()
+"""Connections that are being closed by nobody who waits for it."""
+
+
+def failure_of(handle: int, error: BaseException) -> SessionFailure:
+    """What a router is told of a session that failed."""
+    status = to_status(error)
+    return SessionFailure(
+        handle=handle,
+        code=status.code,
+        kind=status.kind,
+        message=status.message,
+        reason=status.reason,
+        retry_after_s=status.retry_after_s,
+    )
+
+
+def _error_of(failure: SessionFailure) -> OutriderError:
+    return from_status(
+        ErrorStatus(
+            code=failure.code,
+            kind=failure.kind,
+            message=failure.message,
+            reason=failure.reason,
+            retry_after_s=failure.retry_after_s,
+        )
+    )
+
+
+class _Followed:
+    """One session of an iterator."""
+
+    def __init__(self, spec: SessionSpec) -> None:
+        self.spec = spec
+        self.stats = SpecStats()
+        # Bounded by the tokens that the session may emit.
+        self.events: Mailbox[SessionEvent] = Mailbox(max_items=spec.max_new_tokens + 2)
+
+    def fail(self, error: OutriderError) -> None:
+        """Events that came before are still handed out."""
+        self.events.close(error)
+
+
+class SessionIterators:
+    """Adds `open_session` to whatever has `sessions`."""
+
+    _followed: SessionStream[_Followed] | None = None
+
+    async def sessions(self) -> RouterConnection:
+        """Open a stream of sessions."""
+        raise NotImplementedError
+
+    async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
+        """Follow one session; errors are raised by the first step, closing ends the session."""
+        if self._followed is None:
+            self._followed = SessionStream(self.sessions, _deliver, lasting=False)
+        followed = _Followed(spec)
+        leave = self._followed.open(spec, followed)
+        try:
+            while True:
+                event = await followed.events.get()
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            leave()
+
+
+def _deliver(events: SessionEvents, listeners: Mapping[int, _Followed]) -> None:
+    start = 0
+    for row, (handle, count) in enumerate(
+        zip(events.handles.tolist(), events.counts.tolist(), strict=True)
+    ):
+        end = start + count
+        followed = listeners.get(handle)
+        if followed is not None and events.finish_reasons[row] != MALFORMED_ROW:
+            tokens = tuple(events.tokens[start:end].tolist())
+            if not followed.events.offer(_event(events, row, tokens, followed)):
+                followed.fail(InternalError("more events than tokens", reason="INVALID_EVENTS"))
+        start = end
+
+
+def _event(
+    events: SessionEvents, row: int, tokens: tuple[int, ...], followed: _Followed
+) -> SessionEvent:
+    round_id, flags = int(events.round_ids[row]), int(events.flags[row])
+    if round_id and tokens:
+        followed.stats = add_round(
+            followed.stats,
+            proposed=int(events.proposed[row]),
+            accepted_len=int(events.accepted[row]),
+            emitted=len(tokens),
+            fallback=bool(flags & FALLBACK),
+            target_only=bool(flags & TARGET_ONLY),
+        )
+    return SessionEvent(
+        session_id=followed.spec.session_id,
+        epoch=followed.spec.epoch,
+        round_id=round_id,
+        tokens=tokens,
+        finish_reason=REASONS[events.finish_reasons[row]],
+        stats=followed.stats,
+        drafter_attached=bool(flags & DRAFTER_ATTACHED),
+    )

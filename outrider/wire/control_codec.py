@@ -6,127 +6,32 @@ from collections.abc import Collection
 
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import MAX_DRAFT_TOKENS, Plan
-from outrider.wire.checks import count, fail, finite, number, parse, text, token_ids
+from outrider.wire.checks import count, finite, number, parse, text
 from outrider.wire.common_codec import (
-    FINISH_REASONS,
-    FINISH_REASONS_FROM_PB,
     LAYOUTS,
     LAYOUTS_FROM_PB,
     METHODS,
     known,
-    maybe,
     methods_from_pb,
     plan_from_pb,
     plan_to_pb,
-    sampling_to_pb,
-    seeded_sampling_from_pb,
-    stats_from_pb,
-    stats_to_pb,
 )
 from outrider.wire.limits import (
     MAX_ADDRESS_BYTES,
     MAX_PEERS,
     MAX_SEQUENCE_LEN,
-    MAX_STOP_TOKEN_IDS,
     MAX_VOCAB_SIZE,
 )
 from outrider.wire.messages import (
     AttachedDrafter,
     DrafterInfo,
-    Heartbeat,
-    SessionEvent,
-    SessionSpec,
     VerifierInfo,
 )
-from outrider.wire.v1 import common_pb2
 from outrider.wire.v1 import control_pb2 as pb
 
 
 def _session_id(value: str) -> SessionId:
     return SessionId(text(value, "session_id"))
-
-
-def encode_session_spec(spec: SessionSpec) -> bytes:
-    """An OpenSession request as bytes."""
-    return pb.OpenSessionRequest(
-        session_id=spec.session_id,
-        epoch=spec.epoch,
-        token_ids=spec.token_ids,
-        prompt_len=spec.prompt_len,
-        max_new_tokens=spec.max_new_tokens,
-        stop_token_ids=spec.stop_token_ids,
-        min_new_tokens=spec.min_new_tokens,
-        sampling=sampling_to_pb(spec.sampling),
-        plan=plan_to_pb(spec.plan),
-        drafter_id=spec.drafter_id,
-    ).SerializeToString(deterministic=True)
-
-
-def decode_session_spec(data: bytes | memoryview) -> SessionSpec:
-    """The session spec in `data`; InvalidMessageError if there is none."""
-    message = parse(pb.OpenSessionRequest, data)
-    ids = token_ids(message.token_ids, "token_ids", high=MAX_SEQUENCE_LEN)
-    if not ids:
-        fail("token_ids must not be empty")
-    drafter_id = message.drafter_id if message.HasField("drafter_id") else None
-    return SessionSpec(
-        session_id=_session_id(message.session_id),
-        epoch=message.epoch,
-        token_ids=ids,
-        prompt_len=number(message.prompt_len, "prompt_len", high=len(ids)),
-        max_new_tokens=number(
-            message.max_new_tokens, "max_new_tokens", low=1, high=MAX_SEQUENCE_LEN
-        ),
-        stop_token_ids=token_ids(message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS),
-        min_new_tokens=number(message.min_new_tokens, "min_new_tokens", high=MAX_SEQUENCE_LEN),
-        sampling=seeded_sampling_from_pb(message.sampling),
-        plan=plan_from_pb(message.plan),
-        drafter_id=None if drafter_id is None else DrafterId(text(drafter_id, "drafter_id")),
-    )
-
-
-def encode_session_message(message: SessionEvent | Heartbeat) -> bytes:
-    """One message of a session's stream as bytes."""
-    match message:
-        case SessionEvent():
-            reason = message.finish_reason
-            frame = pb.OpenSessionResponse(
-                event=pb.SessionEvent(
-                    session_id=message.session_id,
-                    epoch=message.epoch,
-                    round_id=message.round_id,
-                    tokens=message.tokens,
-                    finish_reason=None if reason is None else FINISH_REASONS[reason],
-                    stats=stats_to_pb(message.stats),
-                    drafter_attached=message.drafter_attached,
-                )
-            )
-        case Heartbeat():
-            frame = pb.OpenSessionResponse(
-                heartbeat=common_pb2.Heartbeat(sequence=message.sequence)
-            )
-    return frame.SerializeToString(deterministic=True)
-
-
-def decode_session_message(data: bytes | memoryview) -> SessionEvent | Heartbeat:
-    """One message of a session's stream; InvalidMessageError if `data` holds none."""
-    frame = parse(pb.OpenSessionResponse, data)
-    match frame.WhichOneof("message"):
-        case "event":
-            event = frame.event
-            return SessionEvent(
-                session_id=_session_id(event.session_id),
-                epoch=event.epoch,
-                round_id=event.round_id,
-                tokens=token_ids(event.tokens, "tokens", high=MAX_SEQUENCE_LEN),
-                finish_reason=maybe(FINISH_REASONS_FROM_PB, event.finish_reason, "finish_reason"),
-                stats=stats_from_pb(event.stats),
-                drafter_attached=event.drafter_attached,
-            )
-        case "heartbeat":
-            return Heartbeat(frame.heartbeat.sequence)
-        case _:
-            fail("a session's stream message must hold event or heartbeat")
 
 
 def encode_set_plan(session_id: SessionId, plan: Plan) -> bytes:

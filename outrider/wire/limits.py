@@ -27,3 +27,7 @@ MAX_PEERS = 4096
 MAX_NAME_BYTES = 256
 """Ids, names, hashes and fingerprints."""
 MAX_ADDRESS_BYTES = 1024
+MAX_EVENT_ROWS = 1 << 16
+"""Sessions of one message of events."""
+MAX_ERROR_BYTES = 8192
+"""Text of a session's error."""

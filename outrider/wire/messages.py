@@ -13,6 +13,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.law import DraftLaw
 from outrider.spec.plan import DraftMethod, Plan
@@ -228,9 +229,97 @@ class SpecStats:
     """How often a draft token at depth d (1-based, index d-1) stood."""
 
 
+@dataclass(frozen=True, slots=True)
+class SessionOpen:
+    """Serve a session; what follows for it carries its handle."""
+
+    handle: int
+    """Chosen by the router; never used twice on one stream."""
+    spec: SessionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLeave:
+    """Free a session: nobody reads its events any more."""
+
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedOpen:
+    """What decoding makes of a `SessionOpen` whose spec makes no sense."""
+
+    handle: int
+    error: InvalidMessageError
+
+
+SessionsRequest = SessionOpen | SessionLeave | Heartbeat
+"""What a router says on the stream that carries its sessions."""
+
+# ---- control: verifier -> router ---------------------------------------------------------------
+
+DRAFTER_ATTACHED = 1
+"""Flag of an event: the session's drafter is alive at this moment."""
+FALLBACK = 2
+"""Flag of an event: the plan is speculative but there was no proposal."""
+TARGET_ONLY = 4
+"""Flag of an event: a rejection round judged target-only, because the draft law was missing."""
+REASON_CODES = {
+    FinishReason.STOP_TOKEN: 1,
+    FinishReason.STOP_STRING: 2,
+    FinishReason.LENGTH: 3,
+    FinishReason.CANCELLED: 4,
+}
+"""Finish reasons in columns of events; 0: the session goes on."""
+REASONS = (None, *REASON_CODES)
+"""The inverse of `REASON_CODES`."""
+MALFORMED_ROW = 255
+"""Finish reason that decoding gives to a row which makes no sense; it ends its session."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SessionEvents:
+    """What the sessions of a round emitted: a row a session, in columns of n rows."""
+
+    handles: NDArray[np.uint32]
+    """[n] as the sessions were opened."""
+    round_ids: NDArray[np.uint32]
+    """[n] counts a session's rounds; 0 for the token that prefill emits."""
+    counts: NDArray[np.uint32]
+    """[n] newly committed ids of each row."""
+    tokens: NDArray[np.int32]
+    """[sum(counts)] those ids, row after row."""
+    finish_reasons: NDArray[np.uint8]
+    """[n] codes of `REASON_CODES`, 0 unless the row is its session's last."""
+    flags: NDArray[np.uint8]
+    """[n] DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY."""
+    proposed: NDArray[np.uint16]
+    """[n] draft nodes verified in the round."""
+    accepted: NDArray[np.uint16]
+    """[n] draft nodes accepted, those that a stop cut off not counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionFailure:
+    """A session was refused or failed; nothing follows for it."""
+
+    handle: int
+    code: str
+    """Name of the gRPC status code."""
+    kind: str
+    """Class name of the error."""
+    message: str
+    reason: str
+    retry_after_s: float | None = None
+
+
+SessionsMessage = SessionEvents | SessionFailure | Heartbeat
+"""What a verifier says on a router's stream."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEvent:
-    """Committed tokens of one round, the light copy of a verdict for the router."""
+    """Committed tokens of one round of one session, for whoever follows a session by itself."""
 
     session_id: SessionId
     epoch: int
@@ -240,6 +329,7 @@ class SessionEvent:
     finish_reason: FinishReason | None = None
     """Set on the last event only."""
     stats: SpecStats = field(default_factory=SpecStats)
+    """Cumulative."""
     drafter_attached: bool = False
     """Whether the session's drafter is alive at this moment."""
 

@@ -34,7 +34,9 @@ _TO_PB: dict[TensorDtype, common_pb2.TensorDtype] = {
 _FROM_PB: dict[int, TensorDtype] = {int(value): dtype for dtype, value in _TO_PB.items()}
 
 INT32 = np.dtype("<i4")
+UINT8 = np.dtype("u1")
 UINT16 = np.dtype("<u2")
+UINT32 = np.dtype("<u4")
 FLOAT32 = np.dtype("<f4")
 
 

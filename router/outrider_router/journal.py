@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from outrider.errors import AlreadyExistsError, OutriderError
 from outrider.ids import DrafterId, RequestId, VerifierId
-from outrider.wire.messages import SessionEvent, SpecStats
-
-Arrival = SessionEvent | OutriderError
+from outrider_router.tally import Tally
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -21,7 +18,7 @@ class Entry:
     started: float
     """Clock time of arrival, seconds."""
     emitted: list[int] = field(default_factory=list)
-    """Ids that the verifier committed, in order."""
+    """Ids that the verifier committed, in order; appended to where they arrive."""
     epoch: int = 0
     first_token: float | None = None
     """Clock time of the first token, seconds."""
@@ -31,19 +28,12 @@ class Entry:
     drafter_id: DrafterId | None = None
     drafter_attached: bool = False
     """What the session's newest event said."""
-    stats: SpecStats = field(default_factory=SpecStats)
+    tally: Tally = field(default_factory=Tally)
+    """Speculation counters."""
     ended: OutriderError | None = None
     """Why the request must end although its verifier said nothing of the kind."""
-    inbox: asyncio.Queue[Arrival] = field(default_factory=asyncio.Queue)
-    """What the verifier sent and the client has not been sent yet; bounded by max_tokens."""
     on_fail: Callable[[OutriderError], None] | None = None
-    """Wakes the request while it waits in the admission queue."""
-
-    def put(self, arrival: Arrival) -> None:
-        """Record an event of the session (or its error) and wake the request."""
-        if isinstance(arrival, SessionEvent):
-            self.emitted.extend(arrival.tokens)
-        self.inbox.put_nowait(arrival)
+    """Wakes the request, wherever it waits."""
 
     def fail(self, error: OutriderError) -> None:
         """End the request with `error`, wherever it is; the first error counts."""
@@ -52,7 +42,6 @@ class Entry:
         self.ended = error
         if self.on_fail is not None:
             self.on_fail(error)
-        self.put(error)
 
 
 class Journal:

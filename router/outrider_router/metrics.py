@@ -1,14 +1,15 @@
 """Prometheus metrics of the router. One registry per router, so that tests do not share state.
 
-Speculation counters follow the sessions' own cumulative statistics, so a counter never goes back
-and a session counts the same whatever drafter served it.
+Speculation counters are sums over the columns of each message of events.
 """
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from outrider.wire.messages import SpecStats
+from outrider.wire.messages import FALLBACK, TARGET_ONLY, SessionEvents
+from outrider_router.histogram import BatchHistogram
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -29,8 +30,8 @@ class RouterMetrics:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"outrider_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"outrider_{name}", text, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> BatchHistogram:
+        return BatchHistogram(f"outrider_{name}", text, buckets, self.registry)
 
     def _requests(self) -> None:
         self.requests = self._counter(
@@ -99,16 +100,20 @@ class RouterMetrics:
             "Sessions whose drafter was lost while they ran; they decode plainly.",
         )
 
-    def add_stats(self, before: SpecStats, after: SpecStats) -> None:
-        """Count what a session did between two of its cumulative statistics."""
-        self.rounds.inc(after.rounds - before.rounds)
-        self.round_tokens.inc(after.emitted - before.emitted)
-        self.draft_tokens.inc(after.proposed - before.proposed)
-        self.accepted_tokens.inc(after.accepted - before.accepted)
-        self.fallback_rounds.inc(after.fallback_rounds - before.fallback_rounds)
-        self.target_only_rounds.inc(after.target_only_rounds - before.target_only_rounds)
-        for depth, count in enumerate(after.accepted_per_depth):
-            old = before.accepted_per_depth[depth : depth + 1]
-            grown = count - (old[0] if old else 0)
-            if grown:
-                self.accepted_per_position.labels(str(depth)).inc(grown)
+    def add_events(self, events: SessionEvents) -> None:
+        """Count the rounds of a message of events."""
+        rounds = (events.round_ids > 0) & (events.counts > 0)
+        self.rounds.inc(int(rounds.sum()))
+        self.round_tokens.inc(int(events.counts[rounds].sum()))
+        flags = events.flags[rounds]
+        self.fallback_rounds.inc(int(np.count_nonzero(flags & FALLBACK)))
+        self.target_only_rounds.inc(int(np.count_nonzero(flags & TARGET_ONLY)))
+        self.draft_tokens.inc(int(events.proposed[rounds].sum()))
+        accepted = events.accepted[rounds]
+        if not accepted.any():
+            return
+        self.accepted_tokens.inc(int(accepted.sum()))
+        # A round that accepted d nodes accepted one at each depth up to d.
+        reached = np.cumsum(np.bincount(accepted)[:0:-1])[::-1]
+        for position, count in enumerate(reached.tolist()):
+            self.accepted_per_position.labels(str(position)).inc(count)

@@ -8,6 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 
 from outrider.errors import (
     CancelledRequestError,
@@ -21,6 +22,7 @@ from outrider.errors import (
 from outrider.ids import RequestId, SessionId, VerifierId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.base import Dialer
+from outrider.transport.sessions import SessionStream
 from outrider.wire.inference import (
     Delta,
     FinishInfo,
@@ -29,7 +31,7 @@ from outrider.wire.inference import (
     PromptInfo,
     StreamEvent,
 )
-from outrider.wire.messages import SessionEvent, VerifierInfo
+from outrider.wire.messages import VerifierInfo
 from outrider_router.admission import Ticket, VerifierLoad, no_verifier
 from outrider_router.admission_queue import AdmissionQueue, Lease
 from outrider_router.config import RouterConfig
@@ -37,10 +39,11 @@ from outrider_router.fleet import TokenizerIdentity
 from outrider_router.journal import Entry, Journal
 from outrider_router.metrics import RouterMetrics
 from outrider_router.output import OutputAssembler
+from outrider_router.pacing import Pacer
 from outrider_router.planner import drafts_itself, plan_on
 from outrider_router.registry import Registry, VerifierPeer
 from outrider_router.request import Job, make_job, tokenize
-from outrider_router.streaming import lost_error, pump, session_messages, stop_pump
+from outrider_router.streaming import EventSink, Feed, lost_error, session_messages
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,10 @@ class RouterService:
         )
         self.tokenizer = tokenizer
         self._clock = clock
+        self._pacer = Pacer(clock)
         self._numbers = itertools.count()
+        self._streams: dict[str, SessionStream[Feed]] = {}
+        """The stream of sessions of every verifier that served one, by address."""
         self._incarnation = secrets.token_hex(6)
         self._draining = False
         self._ready = False
@@ -98,6 +104,8 @@ class RouterService:
         for entry in self.journal:
             entry.fail(UnavailableError("the router is shutting down", reason="SHUTDOWN"))
         await self.registry.stop()
+        for stream in self._streams.values():
+            await stream.close()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the running ones; whether all of them ended."""
@@ -277,18 +285,14 @@ class RouterService:
                 peer, plan.method, self.journal.placed()
             )
         session_id = SessionId(f"{self._incarnation}-{next(self._numbers)}")
-        task = asyncio.create_task(
-            pump(
-                peer.control,
-                job.spec(session_id, entry.epoch, entry.drafter_id, plan),
-                entry,
-                lambda event: self._observe(entry, peer, event),
-            )
-        )
+        feed = Feed(entry, self._pacer)
         assembler = OutputAssembler(self.tokenizer.pieces, job.stop_strings)
+        entry.on_fail = feed.interrupt
+        spec = job.spec(session_id, entry.epoch, entry.drafter_id, plan)
+        leave = self._stream_to(peer).open(spec, feed)
         try:
             async with aclosing(
-                session_messages(entry, assembler, prompt_tokens=len(job.prompt_ids))
+                session_messages(feed, assembler, prompt_tokens=len(job.prompt_ids))
             ) as messages:
                 async for message in messages:
                     yield message
@@ -297,31 +301,25 @@ class RouterService:
                 raise lost_error(lease.verifier_id) from error
             raise
         finally:
-            await stop_pump(task)
-            entry.verifier_id = entry.drafter_id = None
+            leave()
+            feed.leave()
+            entry.on_fail = entry.verifier_id = entry.drafter_id = None
 
-    def _observe(self, entry: Entry, peer: VerifierPeer, event: SessionEvent) -> None:
-        now = self._clock()
-        self.registry.saw_verifier(peer)
-        if event.tokens:
-            if entry.first_token is None:
-                entry.first_token = now
-                self.metrics.time_to_first_token.observe(now - entry.started)
-            else:
-                gap = (now - entry.last_token) / len(event.tokens)
-                self.metrics.inter_token_latency.observe(gap)
-            entry.last_token = now
-        self.metrics.add_stats(entry.stats, event.stats)
-        entry.stats = event.stats
-        lost = entry.drafter_attached and not event.drafter_attached
-        entry.drafter_attached = event.drafter_attached
-        if lost and entry.drafter_id is not None:
-            self.metrics.drafter_detached_sessions.inc()
-            logger.warning(
-                "session lost its drafter",
-                extra={"request_id": entry.request_id, "drafter_id": entry.drafter_id},
+    def _stream_to(self, peer: VerifierPeer) -> SessionStream[Feed]:
+        stream = self._streams.get(peer.address)
+        if stream is None:
+            assert peer.control is not None, peer.address
+            sink = EventSink(
+                self.metrics,
+                self._pacer,
+                self._clock,
+                on_events=lambda: self.registry.saw_verifier(peer),
+                on_drafter_lost=partial(self.registry.drafter_detached, peer),
             )
-            self.registry.drafter_detached(peer, entry.drafter_id)
+            stream = self._streams[peer.address] = SessionStream(
+                peer.control.sessions, sink.deliver
+            )
+        return stream
 
     def _on_verifier_up(self, info: VerifierInfo) -> None:
         self.admission.set_verifier(
@@ -339,6 +337,11 @@ class RouterService:
         for entry in self.journal:
             if entry.verifier_id == verifier_id:
                 entry.fail(lost_error(verifier_id))
+        for peer in self.registry.verifiers.values():
+            stream = self._streams.get(peer.address)
+            known = peer.info is not None and peer.info.verifier_id == verifier_id
+            if known and stream is not None:
+                stream.drop()
         self._note_readiness()
 
     def _note_readiness(self) -> None:
@@ -363,7 +366,7 @@ class RouterService:
                 "outcome": outcome,
                 "tokens": len(entry.emitted),
                 "duration_ms": round(duration_s * 1000, 1),
-                "rounds": entry.stats.rounds,
-                "fallback_rounds": entry.stats.fallback_rounds,
+                "rounds": entry.tally.rounds,
+                "fallback_rounds": entry.tally.fallback_rounds,
             },
         )

@@ -1,105 +1,194 @@
-"""One session at a verifier, from opening to its last event, as messages for the client."""
+"""One session at a verifier, from opening to its last event, as messages for the client.
+
+What a round emitted arrives as one message for all sessions. Its rows are appended to where their
+clients will look; a client's stream sends whatever is there by the time it runs, so that rounds
+which came meanwhile become one message.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping
 
-from outrider.errors import InternalError, OutriderError, UnavailableError
-from outrider.ids import VerifierId
-from outrider.transport.base import VerifierControl
+from outrider.errors import OutriderError, UnavailableError
+from outrider.ids import DrafterId, VerifierId
 from outrider.transport.status import copy_of
 from outrider.wire.inference import Delta, FinishInfo, Usage
-from outrider.wire.messages import FinishReason, SessionEvent, SessionSpec
+from outrider.wire.messages import (
+    DRAFTER_ATTACHED,
+    MALFORMED_ROW,
+    REASONS,
+    FinishReason,
+    SessionEvents,
+)
 from outrider_router.journal import Entry
+from outrider_router.metrics import RouterMetrics
 from outrider_router.output import OutputAssembler
+from outrider_router.pacing import Pacer
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 2.0
-"""Longest wait for a verifier to close a session; a lost one never does."""
+
+class Feed:
+    """What a session has said; its request reads it, the verifier's stream fills it."""
+
+    __slots__ = ("_pacer", "_turn", "_waiter", "entry", "error", "reason", "sent")
+
+    def __init__(self, entry: Entry, pacer: Pacer) -> None:
+        """`pacer` hears when the reader comes back for more."""
+        self.entry = entry
+        self._pacer = pacer
+        self.sent = len(entry.emitted)
+        """Ids of the entry that were read."""
+        self.reason: FinishReason | None = None
+        """Set by the session's last event."""
+        self.error: OutriderError | None = None
+        """Why the session failed; what came before is read first."""
+        self._turn = False
+        """Whether the pacer has let the reader go on."""
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> bool:
+        """Let the reader look again; whether it was waiting."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is None or waiter.done():
+            return False
+        waiter.set_result(None)
+        self._turn = True
+        return True
+
+    def fail(self, error: OutriderError) -> None:
+        """The session was refused or failed, or its verifier is lost."""
+        self.error = error
+        self.wake()
+
+    def leave(self) -> None:
+        """Nobody reads any more."""
+        self._pacer.came_back(self)
+
+    def interrupt(self, _error: OutriderError) -> None:
+        """The request has ended otherwise; `Entry.ended` says why."""
+        self.wake()
+
+    async def take(self) -> list[int]:
+        """All ids that have arrived and were not read; waits for some, or for the end.
+
+        Raises the request's error at once, the session's once everything before it was read.
+        """
+        entry = self.entry
+        while True:
+            if entry.ended is not None:
+                raise copy_of(entry.ended)
+            more = len(entry.emitted) > self.sent
+            # First tokens and ends do not wait for their turn.
+            if self.reason is not None or (more and (self._turn or not self.sent)):
+                self._turn = False
+                ids = entry.emitted[self.sent :]
+                self.sent += len(ids)
+                return ids
+            if self.error is not None and not more:
+                raise copy_of(self.error)
+            # Coming back may wake this very reader.
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
+            self._pacer.came_back(self, more=more)
+            await waiter
 
 
-async def pump(
-    control: VerifierControl,
-    spec: SessionSpec,
-    entry: Entry,
-    on_event: Callable[[SessionEvent], None],
-) -> None:
-    """Carry a session's events into the entry's inbox, then its end or its error.
+class EventSink:
+    """Takes the events of one verifier to the feeds of its sessions."""
 
-    `on_event` hears each event when it arrives.
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        pacer: Pacer,
+        clock: Callable[[], float],
+        *,
+        on_events: Callable[[], None],
+        on_drafter_lost: Callable[[DrafterId], None],
+    ) -> None:
+        """`on_events` hears of every message: a sign of life."""
+        self._metrics = metrics
+        self._pacer = pacer
+        self._clock = clock
+        self._on_events = on_events
+        self._on_drafter_lost = on_drafter_lost
 
-    Decouples the verifier from a slow client: rounds that came meanwhile become one message.
-    """
-    try:
-        async with _closing(control, spec) as events:
-            async for event in events:
-                on_event(event)
-                entry.put(event)
-                if event.finish_reason is not None:
-                    return
-        entry.put(UnavailableError("the verifier ended the session early", reason="SESSION_LOST"))
-    except OutriderError as error:
-        entry.put(error)
-    except Exception:
-        logger.exception("session failed", extra={"request_id": entry.request_id})
-        entry.put(InternalError("internal error", reason="INTERNAL"))
+    def deliver(self, events: SessionEvents, feeds: Mapping[int, Feed]) -> None:
+        """Append each row to its session's feed and wake its reader: at once for a first token and
+        for an end, otherwise at the pacer's pace."""
+        now = self._clock()
+        self._on_events()
+        self._metrics.add_events(events)
+        tokens = events.tokens.tolist()
+        woken: list[Feed] = []
+        waits: list[float] = []
+        gaps: list[float] = []
+        start = 0
+        for handle, count, round_id, reason, flags, proposed, accepted in zip(
+            events.handles.tolist(),
+            events.counts.tolist(),
+            events.round_ids.tolist(),
+            events.finish_reasons.tolist(),
+            events.flags.tolist(),
+            events.proposed.tolist(),
+            events.accepted.tolist(),
+            strict=True,
+        ):
+            end = start + count
+            feed = feeds.get(handle)
+            if feed is None or reason == MALFORMED_ROW:
+                start = end
+                continue
+            entry = feed.entry
+            if count:
+                entry.emitted += tokens[start:end]
+                if round_id:
+                    entry.tally.add_round(
+                        emitted=count, flags=flags, proposed=proposed, accepted=accepted
+                    )
+                if entry.first_token is None:
+                    entry.first_token = now
+                    waits.append(now - entry.started)
+                    feed.wake()
+                else:
+                    gaps.append((now - entry.last_token) / count)
+                entry.last_token = now
+            if bool(flags & DRAFTER_ATTACHED) is not entry.drafter_attached:
+                self._note_drafter(entry)
+            if reason:
+                feed.reason = REASONS[reason]
+                feed.wake()
+            woken.append(feed)
+            start = end
+        self._pacer.wake(woken)
+        self._metrics.time_to_first_token.observe(*waits)
+        self._metrics.inter_token_latency.observe(*gaps)
 
-
-def _closing(
-    control: VerifierControl, spec: SessionSpec
-) -> aclosing[AsyncGenerator[SessionEvent, None]]:
-    events = control.open_session(spec)
-    assert isinstance(events, AsyncGenerator), "closing the iterator closes the session"
-    return aclosing(events)
-
-
-async def stop_pump(task: asyncio.Task[None]) -> None:
-    """End a session at the verifier, without waiting for one that is lost."""
-    task.cancel()
-    await asyncio.wait((task,), timeout=CLOSE_S)
-
-
-async def next_events(entry: Entry) -> list[SessionEvent]:
-    """Everything that arrived since the last call, at least one event.
-
-    Raises the session's error once what came before it was returned.
-    """
-    if entry.ended is not None:
-        raise copy_of(entry.ended)
-    arrivals = [await entry.inbox.get()]
-    while not entry.inbox.empty():
-        arrivals.append(entry.inbox.get_nowait())
-    events: list[SessionEvent] = []
-    for arrival in arrivals:
-        if isinstance(arrival, OutriderError):
-            if not events:
-                raise copy_of(arrival)
-            entry.inbox.put_nowait(arrival)
-            break
-        events.append(arrival)
-    return events
+    def _note_drafter(self, entry: Entry) -> None:
+        entry.drafter_attached = not entry.drafter_attached
+        if not entry.drafter_attached and entry.drafter_id is not None:
+            self._metrics.drafter_detached_sessions.inc()
+            logger.warning(
+                "session lost its drafter",
+                extra={"request_id": entry.request_id, "drafter_id": entry.drafter_id},
+            )
+            self._on_drafter_lost(entry.drafter_id)
 
 
 async def session_messages(
-    entry: Entry,
+    feed: Feed,
     assembler: OutputAssembler,
     *,
     prompt_tokens: int,
 ) -> AsyncGenerator[Delta | FinishInfo, None]:
     """What the client hears of a session: deltas, then the finish."""
     while True:
-        events = await next_events(entry)
-        last = events[-1]
-        if last.finish_reason is FinishReason.CANCELLED:
+        ids = await feed.take()
+        reason = feed.reason
+        if reason is FinishReason.CANCELLED:
             raise UnavailableError("the verifier gave the session up", reason="SESSION_LOST")
-        ids = [token for event in events for token in event.tokens]
-        stopped = last.finish_reason is FinishReason.STOP_TOKEN
-        piece = assembler.push(ids, last_is_stop=stopped)
-        reason = last.finish_reason
+        piece = assembler.push(ids, last_is_stop=reason is FinishReason.STOP_TOKEN)
         text = piece.text
         if reason is not None:
             text += assembler.finish()
@@ -112,7 +201,7 @@ async def session_messages(
             yield FinishInfo(
                 reason=reason,
                 usage=usage,
-                stats=last.stats,
+                stats=feed.entry.tally.stats(),
                 stop_string=assembler.stop_string,
                 stop_token_id=ids[-1] if reason is FinishReason.STOP_TOKEN else None,
             )

@@ -32,10 +32,10 @@ from tests.integration.stack import Stack, wait_until
 
 SERVICES = {
     "router": ("InferenceService", ["Generate", "GenerateStream", "Abort", "GetServerInfo"]),
-    "verifier": ("VerifierService", ["OpenSession", "SetPlan", "CloseSession", "GetInfo"]),
+    "verifier": ("VerifierService", ["SetPlan", "CloseSession", "GetInfo"]),
     "drafter": ("DrafterService", ["Attach", "Detach", "GetInfo"]),
 }
-STREAMING = {"GenerateStream", "OpenSession"}
+STREAMING = {"GenerateStream"}
 TYPED = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,

@@ -13,7 +13,7 @@ from outrider.errors import (
 )
 from outrider.ids import SessionId, VerifierId
 from outrider.spec.plan import Plan
-from outrider.transport.base import VerifierConnection
+from outrider.transport.base import RouterConnection, ServingConnection, VerifierConnection
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -91,7 +91,15 @@ class ScriptedVerifier:
         """Not served."""
         raise UnavailableError("a scripted verifier has no control interface")
 
+    async def sessions(self) -> RouterConnection:
+        """Not served."""
+        raise UnavailableError("a scripted verifier serves no sessions")
+
     def open_session(self, spec: SessionSpec) -> AsyncIterator[SessionEvent]:
+        """Not served."""
+        raise UnavailableError("a scripted verifier serves no sessions")
+
+    async def serve_sessions(self, connection: ServingConnection) -> None:
         """Not served."""
         raise UnavailableError("a scripted verifier serves no sessions")
 

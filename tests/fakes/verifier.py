@@ -24,6 +24,7 @@ from outrider.wire.messages import (
     SpecStats,
     VerifierInfo,
 )
+from tests.fakes.serving import ServesGenerators
 
 Script = Callable[[SessionSpec], Sequence[int]]
 """The ids that a session emits if nothing ends it earlier."""
@@ -35,7 +36,7 @@ def echo(spec: SessionSpec) -> Sequence[int]:
     return [prompt[i % len(prompt)] for i in range(spec.max_new_tokens)]
 
 
-class FakeVerifier:
+class FakeVerifier(ServesGenerators):
     """Implements `VerifierEndpoint`. Every session costs its tokens of a KV budget."""
 
     def __init__(
@@ -100,7 +101,7 @@ class FakeVerifier:
         await self._check()
         return replace(self._info, sessions=len(self.live))
 
-    async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
+    async def run_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
         await self._check()
         self._admit(spec)
         stats, at = SpecStats(), 0

@@ -42,6 +42,7 @@ from outrider.wire.messages import (
     Welcome,
     WireTensor,
 )
+from tests.fakes.serving import ServesGenerators
 
 VOCAB_SIZE = 1000
 FEATURE_WIDTH = 256
@@ -94,7 +95,7 @@ def spec(session_id: str, max_new_tokens: int = 4) -> SessionSpec:
     )
 
 
-class FakeVerifier:
+class FakeVerifier(ServesGenerators):
     """Echoes proposals as verdicts; counts what it sees in its info.
 
     info(): sessions = open sessions, drafters = open exchanges, rounds_total = malformed messages,
@@ -194,7 +195,7 @@ class FakeVerifier:
                 await connection.send(echo(message))
         return True
 
-    async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
+    async def run_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
         name = spec.session_id.partition("-")[0]
         if name == "invalid":
             raise InvalidRequestError("max_new_tokens must be at most 4", reason="TOO_LONG")

@@ -35,7 +35,9 @@ from outrider.transport.grpc import (
     verifier_services,
 )
 from outrider.transport.grpc.status import typed_error
-from outrider.wire.v1 import inference_pb2, inference_pb2_grpc
+from outrider.wire.codec import decode_sessions_message, encode_sessions_request
+from outrider.wire.messages import SessionEvents, SessionFailure, SessionOpen
+from outrider.wire.v1 import control_pb2, inference_pb2, inference_pb2_grpc
 from tests.integration.fake_endpoints import FakeDrafter, FakeVerifier, proposal, spec
 from tests.integration.transport_harness import HEARTBEAT
 
@@ -168,12 +170,20 @@ async def test_bytes_that_are_not_protobuf_are_invalid(fleet: Fleet, method: str
         await fleet.call(method, b"\xff\xff\xff")
 
 
-async def test_a_session_stream_refuses_garbage(fleet: Fleet) -> None:
-    rpc: Any = fleet.channel.unary_stream(f"/{VERIFIER}/OpenSession")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rpc(b"\xff\xff\xff").read()
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert type(typed_error(caught.value)) is InvalidMessageError
+async def test_a_malformed_opening_costs_its_own_session(fleet: Fleet) -> None:
+    rpc: Any = fleet.channel.stream_stream(f"/{VERIFIER}/Sessions")
+    call = rpc()
+    await call.write(b"\xff\xff\xff")
+    bad = control_pb2.SessionOpen(handle=7, spec=control_pb2.SessionSpec(session_id="s"))
+    await call.write(control_pb2.SessionsRequest(open=bad).SerializeToString())
+    answer = decode_sessions_message(await asyncio.wait_for(call.read(), 5))
+    assert isinstance(answer, SessionFailure)
+    assert (answer.handle, answer.kind) == (7, "InvalidMessageError")
+    await call.write(encode_sessions_request(SessionOpen(8, spec("count", 1))))
+    events = decode_sessions_message(await asyncio.wait_for(call.read(), 5))
+    assert isinstance(events, SessionEvents)
+    assert events.handles.tolist() == [8]
+    call.cancel()
 
 
 @settings(

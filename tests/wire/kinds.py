@@ -22,10 +22,10 @@ from tests.wire.strategies import (
     NAMES,
     PLANS,
     SESSION_IDS,
-    SESSION_MESSAGES,
+    SESSIONS_MESSAGES,
+    SESSIONS_REQUESTS,
     VERIFIER_INFOS,
     VERIFIER_MESSAGES,
-    session_specs,
 )
 
 
@@ -94,8 +94,18 @@ KINDS = [
         codec.encode_verifier_messages,
         codec.decode_verifier_messages,
     ),
-    Kind("spec", session_specs(), codec.encode_session_spec, codec.decode_session_spec),
-    Kind("session", SESSION_MESSAGES, codec.encode_session_message, codec.decode_session_message),
+    Kind(
+        "sessions_request",
+        SESSIONS_REQUESTS,
+        codec.encode_sessions_request,
+        codec.decode_sessions_request,
+    ),
+    Kind(
+        "sessions_message",
+        SESSIONS_MESSAGES,
+        codec.encode_sessions_message,
+        codec.decode_sessions_message,
+    ),
     Kind(
         "set_plan",
         st.tuples(SESSION_IDS, PLANS),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -191,17 +193,46 @@ def session_specs(draw: st.DrawFn) -> messages.SessionSpec:
     )
 
 
-SESSION_MESSAGES: st.SearchStrategy[messages.SessionEvent | messages.Heartbeat] = (
+SESSIONS_REQUESTS: st.SearchStrategy[messages.SessionsRequest] = (
     HEARTBEATS
+    | st.builds(messages.SessionOpen, handle=UINT32, spec=session_specs())
+    | st.builds(messages.SessionLeave, handle=UINT32)
+)
+
+
+@st.composite
+def session_events(draw: st.DrawFn) -> messages.SessionEvents:
+    rows = draw(st.integers(0, 8))
+
+    def column(values: st.SearchStrategy[int], dtype: type[np.generic]) -> Any:
+        return np.array(draw(st.lists(values, min_size=rows, max_size=rows)), dtype)
+
+    counts = column(st.integers(0, 5), np.uint32)
+    total = int(counts.sum())
+    proposed = column(st.integers(0, 256), np.uint16)
+    return messages.SessionEvents(
+        handles=column(UINT32, np.uint32),
+        round_ids=column(UINT32, np.uint32),
+        counts=counts,
+        tokens=np.array(draw(st.lists(IDS, min_size=total, max_size=total)), np.int32),
+        finish_reasons=column(st.integers(0, 4), np.uint8),
+        flags=column(st.integers(0, 7), np.uint8),
+        proposed=proposed,
+        accepted=proposed // 2,
+    )
+
+
+SESSIONS_MESSAGES: st.SearchStrategy[messages.SessionsMessage] = (
+    HEARTBEATS
+    | session_events()
     | st.builds(
-        messages.SessionEvent,
-        session_id=SESSION_IDS,
-        epoch=UINT64,
-        round_id=UINT64,
-        tokens=id_lists(),
-        finish_reason=st.none() | st.sampled_from(messages.FinishReason),
-        stats=STATS,
-        drafter_attached=st.booleans(),
+        messages.SessionFailure,
+        handle=UINT32,
+        code=MAYBE_NAMES,
+        kind=MAYBE_NAMES,
+        message=MAYBE_NAMES,
+        reason=MAYBE_NAMES,
+        retry_after_s=st.none() | st.floats(0, 1e6),
     )
 )
 VERIFIER_INFOS = st.builds(

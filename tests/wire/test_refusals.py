@@ -17,7 +17,13 @@ from outrider.wire.exchange_codec import validate_proposal
 from outrider.wire.inference import GenerateRequest, SamplingOptions, TextPrompt
 from outrider.wire.inference_codec import event_from_pb, request_from_pb, request_to_pb
 from outrider.wire.limits import MAX_MESSAGE_BYTES, MAX_NODES
-from outrider.wire.messages import Proposal
+from outrider.wire.messages import (
+    MALFORMED_ROW,
+    MalformedOpen,
+    Proposal,
+    SessionEvents,
+    SessionOpen,
+)
 from outrider.wire.v1 import common_pb2, control_pb2, exchange_pb2, inference_pb2
 from tests.wire.samples import PLAN, SAMPLES, SAMPLING, SESSION, TREE
 
@@ -40,9 +46,14 @@ def verdict_pb() -> exchange_pb2.ExchangeResponse:
     return exchange_pb2.ExchangeResponse.FromString(encoded)
 
 
-def spec_pb() -> control_pb2.OpenSessionRequest:
-    encoded = codec.encode_session_spec(SAMPLES["session_spec"][1])
-    return control_pb2.OpenSessionRequest.FromString(encoded)
+def open_pb() -> control_pb2.SessionsRequest:
+    encoded = codec.encode_sessions_request(SAMPLES["session_open"][1])
+    return control_pb2.SessionsRequest.FromString(encoded)
+
+
+def events_pb() -> control_pb2.SessionsResponse:
+    encoded = codec.encode_sessions_message(SAMPLES["session_events"][1])
+    return control_pb2.SessionsResponse.FromString(encoded)
 
 
 Change = Callable[[Any], object]
@@ -130,10 +141,51 @@ BAD_SPECS: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("name", BAD_SPECS)
 def test_a_bad_session_spec_is_refused(name: str) -> None:
     change, reason = BAD_SPECS[name]
-    message = spec_pb()
-    change(message)
+    message = open_pb()
+    change(message.open.spec)
+    refused = codec.decode_sessions_request(message.SerializeToString())
+    assert isinstance(refused, MalformedOpen)
+    assert refused.handle == 7
     with pytest.raises(InvalidMessageError, match=reason):
-        codec.decode_session_spec(message.SerializeToString())
+        raise refused.error
+
+
+BAD_EVENTS: dict[str, tuple[Change, str]] = {
+    "odd bytes": (lambda e: setattr(e, "handles", b"\0" * 5), "not a multiple of 4"),
+    "fewer handles": (lambda e: setattr(e, "handles", int32(7)), "must have 1 rows, got 2"),
+    "fewer reasons": (lambda e: setattr(e, "finish_reasons", b"\0"), "must have 2 rows, got 1"),
+    "counts": (lambda e: setattr(e, "counts", int32(3, 2)), "say 5 tokens, got 4"),
+    "huge count": (lambda e: setattr(e, "counts", int32(-1, 1)), "say 4294967296 tokens"),
+    "many rows": (lambda e: setattr(e, "flags", bytes(1 << 17)), "at most 65536 entries"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_EVENTS)
+def test_columns_that_do_not_fit_each_other_are_refused(name: str) -> None:
+    change, reason = BAD_EVENTS[name]
+    message = events_pb()
+    change(message.events)
+    with pytest.raises(InvalidMessageError, match=reason):
+        codec.decode_sessions_message(message.SerializeToString())
+
+
+BAD_ROWS: dict[str, Change] = {
+    "negative id": lambda e: setattr(e, "tokens", int32(11, -1, 7, 5)),
+    "huge id": lambda e: setattr(e, "tokens", int32(11, 1, 2**30, 5)),
+    "reason": lambda e: setattr(e, "finish_reasons", b"\x09\0"),
+    "reserved reason": lambda e: setattr(e, "finish_reasons", b"\xff\0"),
+    "more accepted than proposed": lambda e: setattr(e, "accepted", b"\x01\x02\0\0"),
+    "many proposed": lambda e: setattr(e, "proposed", b"\x01\x02\0\0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_row_that_makes_no_sense_costs_its_own_session(name: str) -> None:
+    message = events_pb()
+    BAD_ROWS[name](message.events)
+    events = codec.decode_sessions_message(message.SerializeToString())
+    assert isinstance(events, SessionEvents)
+    assert events.finish_reasons.tolist() == [MALFORMED_ROW, 0]
 
 
 BAD_REQUESTS: dict[str, tuple[inference_pb2.GenerateRequest, str]] = {
@@ -170,7 +222,8 @@ def test_frames_without_a_message_are_refused() -> None:
     for decode in (
         codec.decode_drafter_message,
         codec.decode_verifier_message,
-        codec.decode_session_message,
+        codec.decode_sessions_request,
+        codec.decode_sessions_message,
     ):
         with pytest.raises(InvalidMessageError, match="must hold"):
             decode(b"")
@@ -190,10 +243,12 @@ def test_a_value_that_the_contract_cannot_hold_is_the_callers_error() -> None:
 
 
 def test_absent_fields_of_a_plan_and_of_sampling_mean_the_documented_defaults() -> None:
-    message = spec_pb()
-    message.ClearField("plan")
-    message.ClearField("sampling")
-    spec = codec.decode_session_spec(message.SerializeToString())
+    message = open_pb()
+    message.open.spec.ClearField("plan")
+    message.open.spec.ClearField("sampling")
+    opening = codec.decode_sessions_request(message.SerializeToString())
+    assert isinstance(opening, SessionOpen)
+    spec = opening.spec
     assert (spec.plan.draft_tokens, spec.plan.top_k, spec.plan.patience_ms) == (4, 1, 1000)
     assert (spec.sampling.temperature, spec.sampling.top_p) == (0.0, 1.0)
 
@@ -233,7 +288,9 @@ def test_a_seed_never_crosses_to_a_drafter() -> None:
 
 
 def test_a_verifier_is_told_the_seed_itself() -> None:
-    spec = spec_pb()
-    spec.sampling.seed, spec.sampling.draft_key = 0, 5
-    with pytest.raises(InvalidMessageError, match="must bring a seed"):
-        codec.decode_session_spec(spec.SerializeToString())
+    message = open_pb()
+    sampling = message.open.spec.sampling
+    sampling.seed, sampling.draft_key = 0, 5
+    refused = codec.decode_sessions_request(message.SerializeToString())
+    assert isinstance(refused, MalformedOpen)
+    assert "must bring a seed" in refused.error.message

@@ -23,10 +23,13 @@ from outrider.errors import (
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.wire.messages import (
+    DRAFTER_ATTACHED,
+    FALLBACK,
+    REASON_CODES,
+    TARGET_ONLY,
     FinishReason,
     PlanChange,
     SessionEnd,
-    SessionEvent,
     SessionSpec,
     VerifierMessage,
 )
@@ -42,7 +45,7 @@ from outrider_verifier.commands import (
     SetPlan,
     Stop,
 )
-from outrider_verifier.effects import Answer, Effect, Emit, Fail, Post, Tell
+from outrider_verifier.effects import Answer, Effect, Emits, Fail, Post, Tell
 from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import FEATURE_FED, Handover
@@ -85,6 +88,8 @@ class Core:
         self._max_tree_nodes = max_tree_nodes
         self._max_sessions = max_sessions
         self._post = post
+        self._emits: Emits | None = None
+        """Where the next event goes; None: what was posted is handed over."""
         self.sessions: dict[SessionId, Session] = {}
         """Sessions being served, in order of opening."""
         self._links: dict[DrafterId, Link] = {}
@@ -154,24 +159,22 @@ class Core:
             max_tree_nodes=self._max_tree_nodes,
         )
         old = self.sessions.get(spec.session_id)
-        if old is not None:
-            if spec.epoch <= old.spec.epoch:
-                raise AlreadyExistsError(
-                    f"session {spec.session_id} is being served in epoch {old.spec.epoch}",
-                    reason="SESSION_EXISTS",
-                )
-            self._cancel(old)
-        if len(self.sessions) >= self._max_sessions:
-            raise ResourceExhaustedError(
-                f"{self._max_sessions} sessions are being served", reason="SESSIONS_EXHAUSTED"
+        if old is not None and spec.epoch <= old.spec.epoch:
+            raise AlreadyExistsError(
+                f"session {spec.session_id} is being served in epoch {old.spec.epoch}",
+                reason="SESSION_EXISTS",
             )
+        slack = max(self._max_tree_nodes, self._runner.extra_slots)
+        kv_tokens = len(spec.token_ids) + spec.max_new_tokens + slack
+        self._check_room(kv_tokens, old)
+        if old is not None:
+            self._cancel(old)
         keeps = (
             self.store is not None
             and spec.drafter_id is not None
             and spec.plan.method in KEEPS_FEATURES
         )
-        slack = max(self._max_tree_nodes, self._runner.extra_slots)
-        kv = self._pool.allocate(len(spec.token_ids) + spec.max_new_tokens + slack)
+        kv = self._pool.allocate(kv_tokens)
         try:
             session = Session.create(spec, ticket=ticket, kv=kv, now=now, keeps_features=keeps)
             session.own_draft = self._own_draft(spec, spec.plan)
@@ -184,8 +187,29 @@ class Core:
             kv.release()
             raise
         self.sessions[spec.session_id] = session
+        try:
+            self._announce(session)
+        except Exception:
+            # From here on there is a session to be freed, its slot and its seat included.
+            self.free(session)
+            raise
         self.counters["sessions"] += 1
-        self._announce(session)
+
+    def _check_room(self, kv_tokens: int, old: Session | None) -> None:
+        """Refuse a session that does not fit now, `old` being gone: it goes on if this raises."""
+        sessions = len(self.sessions) - int(old is not None)
+        if sessions >= self._max_sessions:
+            raise ResourceExhaustedError(
+                f"{self._max_sessions} sessions are being served", reason="SESSIONS_EXHAUSTED"
+            )
+        if old is None:
+            return
+        free = self._pool.free_blocks + old.kv.num_blocks
+        if self._pool.blocks_for(kv_tokens) > free:
+            raise ResourceExhaustedError(
+                f"the session needs {self._pool.blocks_for(kv_tokens)} blocks, {free} are free",
+                reason="KV_EXHAUSTED",
+            )
 
     def _own_draft(self, spec: SessionSpec, plan: Plan) -> int:
         """Length of the drafts that this process makes for a session; 0: it makes none."""
@@ -290,17 +314,30 @@ class Core:
         tokens: tuple[int, ...],
         finish_reason: FinishReason | None,
     ) -> None:
-        """Yield an event from the session's stream."""
-        event = SessionEvent(
-            session_id=session.session_id,
-            epoch=session.spec.epoch,
-            round_id=session.round_id,
-            tokens=tokens,
-            finish_reason=finish_reason,
-            stats=session.stats,
-            drafter_attached=session.spec.drafter_id in self._links,
+        """Send an event of the session; those of a round leave together."""
+        if self._emits is None:
+            self._emits = Emits()
+            self.post(self._emits)
+        stats, told = session.stats, session.told
+        session.told = stats
+        flags = DRAFTER_ATTACHED if session.spec.drafter_id in self._links else 0
+        if stats.fallback_rounds > told.fallback_rounds:
+            flags |= FALLBACK
+        if stats.target_only_rounds > told.target_only_rounds:
+            flags |= TARGET_ONLY
+        self._emits.add(
+            session.ticket,
+            session.round_id,
+            tokens,
+            reason=0 if finish_reason is None else REASON_CODES[finish_reason],
+            flags=flags,
+            proposed=stats.proposed - told.proposed,
+            accepted=stats.accepted - told.accepted,
         )
-        self.post(Emit(session.ticket, event))
+
+    def seal(self) -> None:
+        """What was posted is about to be handed over: no event may join it any more."""
+        self._emits = None
 
     def tell(self, session: Session, message: VerifierMessage) -> None:
         """Send a message to the session's drafter."""

@@ -3,24 +3,58 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from outrider.errors import OutriderError
-from outrider.wire.messages import SessionEvent, VerifierMessage
+from outrider.wire.messages import VerifierMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """Yield an event from the stream with this ticket."""
+@dataclass(slots=True, eq=False)
+class Emits:
+    """Events of sessions, in columns of a row each; rows are added until it is handed over."""
 
-    ticket: int
-    event: SessionEvent
+    tickets: list[int] = field(default_factory=list)
+    round_ids: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    """Tokens of each row."""
+    tokens: list[int] = field(default_factory=list)
+    """The tokens, row after row."""
+    reasons: list[int] = field(default_factory=list)
+    """Codes of finish reasons, 0: the session goes on."""
+    flags: list[int] = field(default_factory=list)
+    """DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY."""
+    proposed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.tickets)
+
+    def add(
+        self,
+        ticket: int,
+        round_id: int,
+        tokens: Sequence[int],
+        *,
+        reason: int,
+        flags: int,
+        proposed: int,
+        accepted: int,
+    ) -> None:
+        """Add the event of one session."""
+        self.tickets.append(ticket)
+        self.round_ids.append(round_id)
+        self.counts.append(len(tokens))
+        self.tokens.extend(tokens)
+        self.reasons.append(reason)
+        self.flags.append(flags)
+        self.proposed.append(proposed)
+        self.accepted.append(accepted)
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """End the stream with this ticket by an error."""
+    """End the session with this ticket by an error."""
 
     ticket: int
     error: OutriderError
@@ -79,7 +113,7 @@ class RoundReport:
         return max(0.0, self.total_s + self.waited_s - models_s)
 
 
-Effect = Emit | Fail | Tell | Answer | RoundReport
+Effect = Emits | Fail | Tell | Answer | RoundReport
 Post = Callable[[Effect], None]
 
 

@@ -63,6 +63,11 @@ class EngineLoop:
         """Queue a command; any thread."""
         self._commands.put(command)
 
+    @property
+    def backlog(self) -> int:
+        """Commands that the thread has not taken yet; any thread."""
+        return self._commands.qsize()
+
     def stop(self, timeout_s: float) -> None:
         """Fail all sessions and end the thread; waits for the rounds in flight."""
         self.post(Stop())
@@ -166,6 +171,7 @@ class EngineLoop:
     def _flush(self) -> None:
         if not self._outbox:
             return
+        self._core.seal()
         effects = self._outbox.copy()
         self._outbox.clear()
         try:

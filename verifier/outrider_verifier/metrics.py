@@ -39,10 +39,12 @@ _COUNTERS = {
     "accepted_tokens": "Draft nodes accepted",
     "fallback_rounds": "Session rounds without a proposal although one was wanted",
     "patience_over": "Session rounds whose wait for a proposal ran into the patience",
-    "messages_invalid": "Exchange messages that failed validation",
+    "messages_invalid": "Messages of drafters and routers that failed validation",
     "drafters_attached": "Drafter connections accepted",
     "drafters_lost": "Drafter connections that ended",
     "drafters_overflowed": "Drafters disconnected because they did not read",
+    "routers_overflowed": "Routers disconnected because they did not read",
+    "commands_refused": "Requests and proposals refused because the engine thread was behind",
 }
 
 

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections import Counter
 from typing import assert_never
 
 from outrider.awake import AwakeCores
 from outrider.engine.kvcache import KVPool
-from outrider.errors import OutriderError, UnavailableError
+from outrider.errors import OutriderError, ResourceExhaustedError, UnavailableError
 from outrider.ids import SessionId, VerifierId
 from outrider.spec.plan import Plan
-from outrider.transport.base import VerifierConnection
+from outrider.transport.base import RouterConnection, ServingConnection, VerifierConnection
+from outrider.transport.inproc import local_sessions
+from outrider.transport.sessions import SessionIterators
 from outrider.wire.limits import MAX_SEQUENCE_LEN
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     AttachedDrafter,
-    SessionEvent,
-    SessionSpec,
     TensorDtype,
     VerifierInfo,
     Welcome,
 )
-from outrider_verifier.commands import Close, Command, Open, SetPlan
+from outrider_verifier.commands import Close, Command, Offered, Open, Refused, SetPlan
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.core import OWN_METHODS, Core
 from outrider_verifier.drafters import DrafterHub, Identity
-from outrider_verifier.effects import Answer, Effect, Emit, Fail, RoundReport, Tell, told_by_link
+from outrider_verifier.effects import Answer, Effect, Emits, Fail, RoundReport, Tell, told_by_link
 from outrider_verifier.engine import Projection, RoundEngine, RoundRunner, Target
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import Handover
@@ -37,14 +36,17 @@ from outrider_verifier.inbox import Inbox
 from outrider_verifier.loop import EngineLoop
 from outrider_verifier.metrics import Metrics
 from outrider_verifier.rounds import Rounds, device_lost_error
+from outrider_verifier.routers import RouterHub
 from outrider_verifier.schedule import Limits
 
 _DRAIN_POLL_S = 0.02
 _STOP_TIMEOUT_S = 10.0
-_EventQueue = asyncio.Queue[SessionEvent | OutriderError]
+MAX_COMMANDS = 4096
+"""Commands that may wait for the engine thread; beyond them requests are refused, and proposals
+dropped: a round without one is slower, never wrong."""
 
 
-class VerifierService:
+class VerifierService(SessionIterators):
     """Implements `VerifierEndpoint`. The engine thread starts with the first call (or `start`)
     and belongs to the event loop that runs then; `stop` ends it.
 
@@ -100,10 +102,14 @@ class VerifierService:
             hello_s=config.hello_s,
             queue_bytes=config.drafter_queue_mb << 20,
         )
+        self._routers = RouterHub(
+            post=self._post,
+            admit=self._check_draining,
+            on_change=lambda sessions: self._awake.keep(sessions > 0),
+        )
         self.metrics = Metrics(self._counts, self._gauges)
-        self._tickets = itertools.count(1)
-        self._streams: dict[int, _EventQueue] = {}
         self._loop: EngineLoop | None = None
+        self._overflows = 0
         self._draining = False
         self._stopped = False
         self.lost = asyncio.Event()
@@ -131,9 +137,9 @@ class VerifierService:
         """Refuse new sessions and let the running ones finish; False if time ran out."""
         self._draining = True
         deadline = time.monotonic() + timeout_s
-        while self._streams and time.monotonic() < deadline:
+        while self._routers.num_sessions and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_POLL_S)
-        return not self._streams
+        return self._routers.num_sessions == 0
 
     async def stop(self) -> None:
         """Fail what still runs and end the engine thread; idempotent."""
@@ -182,30 +188,15 @@ class VerifierService:
             simulated_acceptance=self._config.simulated_acceptance,
         )
 
-    async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
-        """Serve a session; closing the iterator, however that happens, frees all it holds."""
-        if self._draining:
-            raise UnavailableError("the verifier is draining", reason="DRAINING")
+    async def sessions(self) -> RouterConnection:
+        """A stream of sessions for a caller in this process."""
         self.start()
-        ticket = next(self._tickets)
-        events: _EventQueue = asyncio.Queue()
-        self._streams[ticket] = events
-        self._awake.keep(True)
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._post(Open(ticket, spec, answer))
-        try:
-            await answer
-            while True:
-                event = await events.get()
-                if isinstance(event, OutriderError):
-                    raise event
-                yield event
-                if event.finish_reason is not None:
-                    return
-        finally:
-            del self._streams[ticket]
-            self._awake.keep(bool(self._streams))
-            self._post(Close(spec.session_id, ticket))
+        return local_sessions(self)
+
+    async def serve_sessions(self, connection: ServingConnection) -> None:
+        """Serve one router's stream of sessions; its end, however it comes, frees them all."""
+        self.start()
+        await self._routers.serve(connection)
 
     async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
         """Change a session's plan; NotFoundError if there is none."""
@@ -229,10 +220,23 @@ class VerifierService:
     # ---- between the threads -------------------------------------------------------------------
 
     def _post(self, command: Command) -> None:
-        if self._loop is not None:
-            self._loop.post(command)
-        else:
+        if self._loop is None:
             self._refuse(command, UnavailableError("the verifier has stopped", reason="STOPPING"))
+        elif self._loop.backlog >= MAX_COMMANDS and not self._must_take(command):
+            self._overflows += 1
+            self._refuse(
+                command, ResourceExhaustedError("the engine is behind", reason="ENGINE_BEHIND")
+            )
+        else:
+            self._loop.post(command)
+
+    @staticmethod
+    def _must_take(command: Command) -> bool:
+        """Whether a command is bounded by itself: one an opened session or connection."""
+        unanswered_close = isinstance(command, Close) and command.answer is None
+        return unanswered_close or not isinstance(
+            command, Open | SetPlan | Close | Offered | Refused
+        )
 
     @staticmethod
     def _refuse(command: Command, error: OutriderError) -> None:
@@ -250,6 +254,11 @@ class VerifierService:
         if self.lost.is_set():
             raise device_lost_error()
 
+    def _check_draining(self) -> None:
+        if self._draining:
+            raise UnavailableError("the verifier is draining", reason="DRAINING")
+        self.start()
+
     def _dispatch(self, effects: list[Effect]) -> None:
         """Perform what a round (or a command) asked for; drafters first, each told all at once."""
         for link_id, messages in told_by_link(effects).items():
@@ -258,22 +267,16 @@ class VerifierService:
             match effect:
                 case Tell():
                     pass
-                case Emit(ticket=ticket, event=event):
-                    self._put(ticket, event)
+                case Emits():
+                    self._routers.emit(effect)
                 case Fail(ticket=ticket, error=error):
-                    self._put(ticket, error)
+                    self._routers.fail(ticket, error)
                 case Answer(future=future, error=refused):
                     _settle(future, refused)
                 case RoundReport() as report:
                     self.metrics.observe(report)
                 case _:
                     assert_never(effect)
-
-    def _put(self, ticket: int, item: SessionEvent | OutriderError) -> None:
-        # A stream whose reader has left is gone from the table; its Close is on the way.
-        events = self._streams.get(ticket)
-        if events is not None:
-            events.put_nowait(item)
 
     def _identity(self) -> Identity:
         return Identity(
@@ -289,7 +292,11 @@ class VerifierService:
         )
 
     def _counts(self) -> dict[str, int]:
-        return {**self._core.counters, **self._hub.counters}
+        # The engine thread writes to the first one: only a copy at once is safe.
+        counters = Counter({**self._core.counters, "commands_refused": self._overflows})
+        counters.update(self._hub.counters)
+        counters.update(self._routers.counters)
+        return counters
 
     def _gauges(self) -> dict[str, float]:
         store = self._core.store

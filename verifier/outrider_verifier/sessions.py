@@ -45,6 +45,8 @@ class Session:
     emitted: int = 0
     """Tokens emitted by this incarnation."""
     stats: SpecStats = field(default_factory=SpecStats)
+    told: SpecStats = field(default_factory=SpecStats)
+    """The statistics at its last event; events carry what was added since."""
     link_id: int | None = None
     """The exchange link on which the session is announced; None: it decodes plainly."""
     suspect: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import cast
 
 import grpc
@@ -11,8 +10,8 @@ import grpc
 from outrider.errors import ConnectionLostError, UnavailableError
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
-from outrider.transport.base import DrafterConnection
-from outrider.transport.framed import drafter_end
+from outrider.transport.base import DrafterConnection, RouterConnection
+from outrider.transport.framed import drafter_end, router_end
 from outrider.transport.grpc.options import GrpcConfig, channel_options
 from outrider.transport.grpc.servicers import (
     DRAFTER_SERVICE,
@@ -22,17 +21,15 @@ from outrider.transport.grpc.servicers import (
 )
 from outrider.transport.grpc.status import lost_stream_error, typed_error
 from outrider.transport.grpc.streams import StreamFrames
-from outrider.transport.heartbeat import unless_silent
+from outrider.transport.sessions import SessionIterators
 from outrider.wire.codec import (
     decode_drafter_info,
-    decode_session_message,
     decode_verifier_info,
     encode_close_session,
-    encode_session_spec,
     encode_set_plan,
     encode_verifier_address,
 )
-from outrider.wire.messages import DrafterInfo, Heartbeat, SessionEvent, SessionSpec, VerifierInfo
+from outrider.wire.messages import DrafterInfo, VerifierInfo
 
 
 class _Client:
@@ -52,29 +49,19 @@ class _Client:
             raise typed_error(error, peer=self._address) from None
 
 
-class GrpcVerifier(_Client):
+class GrpcVerifier(_Client, SessionIterators):
     """Control client of a verifier."""
 
     async def info(self) -> VerifierInfo:
         """Identity, capacity and load."""
         return decode_verifier_info(await self._call(VERIFIER_SERVICE, "GetInfo", EMPTY))
 
-    async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
-        """Serve a session; errors are raised by the first step, closing cancels the RPC."""
-        rpc: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
-        rpc = self._channel.unary_stream(f"/{VERIFIER_SERVICE}/OpenSession")
-        call = rpc(encode_session_spec(spec))
-        try:
-            while True:
-                reading = asyncio.create_task(_read(call, self._address))
-                data = await unless_silent(reading, self._address, self._config.heartbeat)
-                if data is None:
-                    return
-                message = decode_session_message(data)
-                if not isinstance(message, Heartbeat):
-                    yield message
-        finally:
-            call.cancel()
+    async def sessions(self) -> RouterConnection:
+        """Open a stream of sessions. Raises UnavailableError."""
+        rpc: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+        rpc = self._channel.stream_stream(f"/{VERIFIER_SERVICE}/Sessions")
+        call = await _answered(rpc(), self._address, self._config)
+        return router_end(_client_frames(call, self._address), self._config.heartbeat)
 
     async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
         """Change a session's plan."""
@@ -122,20 +109,7 @@ class GrpcDialer:
         """Open an exchange connection to a verifier. Raises UnavailableError."""
         rpc: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
         rpc = self.channel(verifier_address).stream_stream(f"/{EXCHANGE_SERVICE}/Exchange")
-        call = rpc()
-        try:
-            async with asyncio.timeout(self._config.connect_timeout_s):
-                # Answered by the server's initial metadata: the handler is running.
-                await call.initial_metadata()
-                await call.wait_for_connection()
-        except TimeoutError:
-            call.cancel()
-            raise UnavailableError(
-                f"{verifier_address} did not answer within {self._config.connect_timeout_s:g} s",
-                reason="CONNECT_TIMEOUT",
-            ) from None
-        except grpc.aio.AioRpcError as error:
-            raise typed_error(error, peer=verifier_address) from None
+        call = await _answered(rpc(), verifier_address, self._config)
         return drafter_end(
             _client_frames(call, verifier_address),
             self._config.heartbeat,
@@ -157,8 +131,28 @@ class GrpcDialer:
             await channel.close()
 
 
+async def _answered(
+    call: grpc.aio.StreamStreamCall[bytes, bytes], address: str, config: GrpcConfig
+) -> grpc.aio.StreamStreamCall[bytes, bytes]:
+    """The call, once its handler runs. Raises UnavailableError."""
+    try:
+        async with asyncio.timeout(config.connect_timeout_s):
+            # Answered by the server's initial metadata: the handler is running.
+            await call.initial_metadata()
+            await call.wait_for_connection()
+    except TimeoutError:
+        call.cancel()
+        raise UnavailableError(
+            f"{address} did not answer within {config.connect_timeout_s:g} s",
+            reason="CONNECT_TIMEOUT",
+        ) from None
+    except grpc.aio.AioRpcError as error:
+        raise typed_error(error, peer=address) from None
+    return call
+
+
 async def _read(
-    call: grpc.aio.UnaryStreamCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, bytes],
+    call: grpc.aio.StreamStreamCall[bytes, bytes],
     peer: str,
 ) -> bytes | None:
     """The next message of a stream, None at its end; a typed error if it broke."""

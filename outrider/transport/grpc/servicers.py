@@ -7,27 +7,23 @@ costs itself instead of the stream.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import grpc
 
 from outrider.errors import ConnectionLostError
-from outrider.transport.base import DrafterEndpoint, VerifierEndpoint
-from outrider.transport.framed import verifier_end
+from outrider.transport.base import Connection, DrafterEndpoint, VerifierEndpoint
+from outrider.transport.framed import serving_end, verifier_end
 from outrider.transport.grpc.options import GrpcConfig
 from outrider.transport.grpc.server import Service
 from outrider.transport.grpc.status import Context
 from outrider.transport.grpc.streams import StreamFrames
-from outrider.transport.heartbeat import with_idle_heartbeats
 from outrider.wire.codec import (
     decode_close_session,
-    decode_session_spec,
     decode_set_plan,
     decode_verifier_address,
     encode_drafter_info,
-    encode_session_message,
     encode_verifier_info,
 )
 
@@ -37,7 +33,7 @@ DRAFTER_SERVICE = "outrider.wire.v1.DrafterService"
 EMPTY = b""
 """A message without fields."""
 _ENDPOINT_GRACE_S = 2.0
-"""How long an endpoint may take to notice that its exchange is gone."""
+"""How long an endpoint may take to notice that its stream is gone."""
 
 UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
 
@@ -61,7 +57,7 @@ def verifier_services(
             VERIFIER_SERVICE,
             {
                 "GetInfo": _unary(servicer.get_info),
-                "OpenSession": grpc.unary_stream_rpc_method_handler(servicer.open_session),
+                "Sessions": grpc.stream_stream_rpc_method_handler(servicer.sessions),
                 "SetPlan": _unary(servicer.set_plan),
                 "CloseSession": _unary(servicer.close_session),
             },
@@ -104,11 +100,11 @@ class _VerifierServicer:
         await self._endpoint.close_session(decode_close_session(request))
         return EMPTY
 
-    async def open_session(self, request: bytes, context: Context) -> None:
-        events = self._endpoint.open_session(decode_session_spec(request))
-        async with aclosing(with_idle_heartbeats(events, self._config.heartbeat)) as messages:
-            async for message in messages:
-                await context.write(encode_session_message(message))
+    async def sessions(self, _requests: object, context: Context) -> None:
+        await context.send_initial_metadata(())
+        frames = _server_frames(context)
+        connection = serving_end(frames, self._config.heartbeat)
+        await _serve(self._endpoint.serve_sessions, connection, frames)
 
     async def exchange(self, _requests: object, context: Context) -> None:
         await context.send_initial_metadata(())
@@ -116,17 +112,25 @@ class _VerifierServicer:
         connection = verifier_end(
             frames, self._config.heartbeat, bundle_bytes=self._config.bundle_bytes
         )
-        serving = asyncio.create_task(self._endpoint.exchange(connection))
-        try:
-            await asyncio.shield(serving)
-        except asyncio.CancelledError:
-            # The endpoint hears of the loss from its connection, as over every transport.
-            frames.abort(ConnectionLostError(f"lost {frames.peer}", reason="PEER_LOST"))
-            await asyncio.wait((serving,), timeout=_ENDPOINT_GRACE_S)
-            serving.cancel()
-            raise
-        finally:
-            await connection.close()
+        await _serve(self._endpoint.exchange, connection, frames)
+
+
+async def _serve(
+    serve: Callable[[Any], Coroutine[Any, Any, None]],
+    connection: Connection[Any, Any],
+    frames: StreamFrames,
+) -> None:
+    serving = asyncio.create_task(serve(connection))
+    try:
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        # The endpoint hears of the loss from its connection, as over every transport.
+        frames.abort(ConnectionLostError(f"lost {frames.peer}", reason="PEER_LOST"))
+        await asyncio.wait((serving,), timeout=_ENDPOINT_GRACE_S)
+        serving.cancel()
+        raise
+    finally:
+        await connection.close()
 
 
 def _server_frames(context: Context) -> StreamFrames:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from outrider.errors import ConnectionLostError, OutriderError, UnavailableError
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
-from outrider.transport.base import DrafterConnection
-from outrider.transport.framed import drafter_end
+from outrider.transport.base import DrafterConnection, RouterConnection
+from outrider.transport.framed import drafter_end, router_end
 from outrider.transport.ray.calls import HostCalls, find_host
 from outrider.transport.ray.frames import (
     MAX_BATCH,
@@ -25,18 +24,16 @@ from outrider.transport.ray.frames import (
     pack_frames,
 )
 from outrider.transport.ray.options import RayConfig
-from outrider.transport.sessions import SESSION_EVENTS, session_mailbox
+from outrider.transport.sessions import SessionIterators
 from outrider.transport.status import from_status
 from outrider.wire.codec import (
     decode_drafter_info,
-    decode_session_message,
     decode_verifier_info,
     encode_close_session,
-    encode_session_spec,
     encode_set_plan,
     encode_verifier_address,
 )
-from outrider.wire.messages import DrafterInfo, SessionEvent, SessionSpec, VerifierInfo
+from outrider.wire.messages import DrafterInfo, VerifierInfo
 
 _PULLS = 2
 """Pulls in flight: one waits at the host while the other's answer travels."""
@@ -161,44 +158,18 @@ class _Client:
         return response
 
 
-class RayVerifier(_Client):
+class RayVerifier(_Client, SessionIterators):
     """Control client of a verifier."""
 
     async def info(self) -> VerifierInfo:
         """Identity, capacity and load."""
         return decode_verifier_info(await self._call("VerifierService/GetInfo", b""))
 
-    async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
-        """Serve a session; errors are raised by the first step, closing ends the session."""
+    async def sessions(self) -> RouterConnection:
+        """Open a stream of sessions. Raises UnavailableError."""
         host = await self._host()
-        key: int = await self._ask(host, "open_session", encode_session_spec(spec))
-        mailbox = session_mailbox()
-
-        async def pull_all() -> None:
-            """Pulls go on while the reader is slow: they renew the session's lease."""
-            interval_s = host.config.heartbeat.interval_s
-            try:
-                ended = False
-                while not ended:
-                    room = SESSION_EVENTS - len(mailbox)
-                    events, ended = await host.poll("pull_session", key, interval_s, room)
-                    for data in events:
-                        message = decode_session_message(data)
-                        if isinstance(message, SessionEvent):
-                            await mailbox.put(message)
-                await mailbox.put(None)
-            except OutriderError as error:
-                mailbox.close(error)
-
-        puller = asyncio.create_task(pull_all())
-        try:
-            while (event := await mailbox.get()) is not None:
-                yield event
-        finally:
-            puller.cancel()
-            await asyncio.wait((puller,))
-            with contextlib.suppress(OutriderError):
-                await host.poll("end_session", key)
+        key: int = await self._ask(host, "open_sessions", "ray:router")
+        return router_end(DialedFrames(host, key), self._config.heartbeat)
 
     async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
         """Change a session's plan."""

@@ -13,11 +13,10 @@ from typing import Any
 from outrider.errors import (
     ConnectionLostError,
     FailedPreconditionError,
-    NotFoundError,
     OutriderError,
 )
-from outrider.transport.base import VerifierConnection
-from outrider.transport.framed import verifier_end
+from outrider.transport.base import Connection
+from outrider.transport.framed import serving_end, verifier_end
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.transport.ray.frames import (
     MAX_BATCH,
@@ -30,20 +29,20 @@ from outrider.transport.ray.frames import (
     pack_frames,
 )
 from outrider.transport.ray.options import RayConfig
-from outrider.transport.sessions import SessionMailbox, pump_events, session_mailbox
 from outrider.transport.status import ErrorStatus, to_status, typed
 from outrider.wire.codec import (
     decode_close_session,
-    decode_session_spec,
     decode_set_plan,
     decode_verifier_address,
     encode_drafter_info,
-    encode_session_message,
     encode_verifier_info,
 )
 
 EndpointFactory = Callable[[], AbstractAsyncContextManager[Any]]
 """Makes an endpoint within its actor; leaving the context stops it."""
+
+StreamEnd = Callable[[Any, HeartbeatConfig], Connection[Any, Any]]
+"""Makes an endpoint's end of a stream from its frames."""
 
 _MAX_WAIT_S = 10.0
 
@@ -118,16 +117,6 @@ class HostFrames:
         return Batch(sequence=sequence, frames=pack_frames(frames, self._bulk_bytes))
 
 
-class _Session:
-    """A session's pump, and how long nobody has asked for its events."""
-
-    def __init__(self, mailbox: SessionMailbox, pump: asyncio.Task[None]) -> None:
-        self.mailbox = mailbox
-        self.pump = pump
-        self.pulls = 0
-        self.idle_s = 0.0
-
-
 class EndpointHost:
     """Runs an endpoint in an actor's event loop and speaks for it."""
 
@@ -136,7 +125,6 @@ class EndpointHost:
         self._config = config
         self._stack = AsyncExitStack()
         self._keys = itertools.count()
-        self._sessions: dict[int, _Session] = {}
         self._exchanges: dict[int, HostFrames] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._endpoint: Any = None
@@ -147,11 +135,10 @@ class EndpointHost:
             self._endpoint = await self._stack.enter_async_context(self._factory())
         except Exception as error:
             return Reply(error=to_status(error))
-        self._spawn(self._reap(self._config.heartbeat))
         return Reply(value=os.getpid())
 
     async def stop(self) -> Reply:
-        """End exchanges and sessions, then the endpoint."""
+        """End exchanges and streams of sessions, then the endpoint."""
         for frames in self._exchanges.values():
             await frames.close()
         for task in list(self._tasks):
@@ -176,59 +163,23 @@ class EndpointHost:
             return Reply(error=to_status(unknown))
         return await self._answer(handler)
 
-    async def open_session(self, request: bytes) -> Reply:
-        """Start a session; the key under which its events are pulled."""
-
-        async def open_it() -> int:
-            spec = decode_session_spec(request)
-            mailbox, key = session_mailbox(), next(self._keys)
-            pump = self._spawn(pump_events(self._endpoint, spec, mailbox))
-            self._sessions[key] = _Session(mailbox, pump)
-            return key
-
-        return await self._answer(open_it)
-
-    async def pull_session(self, key: int, wait_s: float, room: int) -> Reply:
-        """(events as bytes, whether that was all); renews the session's lease."""
-
-        async def pull() -> tuple[list[bytes], bool]:
-            session = self._sessions.get(key)
-            if session is None:
-                raise NotFoundError("the session is over", reason="NO_SESSION")
-            session.pulls += 1
-            try:
-                await self._wait_for_events(session, min(wait_s, _MAX_WAIT_S), room)
-                items = session.mailbox.take(room, 0)
-            finally:
-                session.pulls -= 1
-                session.idle_s = 0.0
-            return [encode_session_message(item) for item in items if item is not None], (
-                None in items
-            )
-
-        reply = await self._answer(pull)
-        if reply.error is not None or reply.value[1]:
-            await self.end_session(key)
-        return reply
-
-    async def end_session(self, key: int) -> Reply:
-        """Close a session's stream, and by that the session; idempotent."""
-        session = self._sessions.pop(key, None)
-        if session is not None:
-            session.pump.cancel()
-            await asyncio.wait((session.pump,), timeout=self._config.control_timeout_s)
-        return Reply()
-
     async def open_exchange(self, peer: str) -> Reply:
         """Start an exchange; the key under which its frames are pushed and pulled."""
+        return await self._open(peer, "exchange", verifier_end)
 
+    async def open_sessions(self, peer: str) -> Reply:
+        """Start a stream of sessions; its frames are pushed and pulled like an exchange's."""
+        return await self._open(peer, "serve_sessions", serving_end)
+
+    async def _open(self, peer: str, method: str, end: StreamEnd) -> Reply:
         async def open_it() -> int:
-            if not hasattr(self._endpoint, "exchange"):
+            serve = getattr(self._endpoint, method, None)
+            if serve is None:
                 raise FailedPreconditionError("not a verifier", reason="UNIMPLEMENTED")
             key, frames = next(self._keys), HostFrames(peer, self._config)
             self._exchanges[key] = frames
-            connection = verifier_end(frames, self._config.heartbeat)
-            self._spawn(self._serve_exchange(key, frames, connection))
+            connection = end(frames, self._config.heartbeat)
+            self._spawn(self._serve(serve, key, frames, connection))
             return key
 
         return await self._answer(open_it)
@@ -254,11 +205,15 @@ class EndpointHost:
             raise ConnectionLostError("the exchange is over", reason="PEER_CLOSED")
         return frames
 
-    async def _serve_exchange(
-        self, key: int, frames: HostFrames, connection: VerifierConnection
+    async def _serve(
+        self,
+        serve: Callable[[Any], Awaitable[None]],
+        key: int,
+        frames: HostFrames,
+        connection: Connection[Any, Any],
     ) -> None:
         try:
-            await self._endpoint.exchange(connection)
+            await serve(connection)
         except Exception as error:
             frames.end(typed(error))
         finally:
@@ -266,22 +221,6 @@ class EndpointHost:
             # The dialing side still has to pull the end, unless it is the one that is gone.
             await asyncio.sleep(self._config.heartbeat.timeout_s)
             self._exchanges.pop(key, None)
-
-    async def _reap(self, heartbeat: HeartbeatConfig) -> None:
-        """Close sessions whose reader has not asked for the heartbeat time-out."""
-        while True:
-            await asyncio.sleep(heartbeat.tick_s)
-            for key, session in list(self._sessions.items()):
-                if not session.pulls:
-                    session.idle_s += heartbeat.tick_s
-                if session.idle_s > heartbeat.timeout_s:
-                    await self.end_session(key)
-
-    async def _wait_for_events(self, session: _Session, wait_s: float, room: int) -> None:
-        if room > 0:
-            await session.mailbox.wait(wait_s)
-        else:
-            await asyncio.sleep(wait_s)
 
     async def _answer(self, handler: Callable[[], Awaitable[Any]]) -> Reply:
         try:

@@ -73,7 +73,7 @@ class AttachedDrafter(_message.Message):
     sessions: int
     def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ...) -> None: ...
 
-class OpenSessionRequest(_message.Message):
+class SessionSpec(_message.Message):
     __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -97,31 +97,75 @@ class OpenSessionRequest(_message.Message):
     drafter_id: str
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., drafter_id: _Optional[str] = ...) -> None: ...
 
-class OpenSessionResponse(_message.Message):
-    __slots__ = ("event", "heartbeat")
-    EVENT_FIELD_NUMBER: _ClassVar[int]
+class SessionsRequest(_message.Message):
+    __slots__ = ("open", "leave", "heartbeat")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    event: SessionEvent
+    open: SessionOpen
+    leave: SessionLeave
     heartbeat: _common_pb2.Heartbeat
-    def __init__(self, event: _Optional[_Union[SessionEvent, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[SessionOpen, _Mapping]] = ..., leave: _Optional[_Union[SessionLeave, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
-class SessionEvent(_message.Message):
-    __slots__ = ("session_id", "epoch", "round_id", "tokens", "finish_reason", "stats", "drafter_attached")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+class SessionOpen(_message.Message):
+    __slots__ = ("handle", "spec")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    spec: SessionSpec
+    def __init__(self, handle: _Optional[int] = ..., spec: _Optional[_Union[SessionSpec, _Mapping]] = ...) -> None: ...
+
+class SessionLeave(_message.Message):
+    __slots__ = ("handle",)
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    def __init__(self, handle: _Optional[int] = ...) -> None: ...
+
+class SessionsResponse(_message.Message):
+    __slots__ = ("events", "failure", "heartbeat")
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    events: SessionEvents
+    failure: SessionFailure
+    heartbeat: _common_pb2.Heartbeat
+    def __init__(self, events: _Optional[_Union[SessionEvents, _Mapping]] = ..., failure: _Optional[_Union[SessionFailure, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+
+class SessionEvents(_message.Message):
+    __slots__ = ("handles", "round_ids", "counts", "tokens", "finish_reasons", "flags", "proposed", "accepted")
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    ROUND_IDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    STATS_FIELD_NUMBER: _ClassVar[int]
-    DRAFTER_ATTACHED_FIELD_NUMBER: _ClassVar[int]
-    session_id: str
-    epoch: int
-    round_id: int
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    finish_reason: _common_pb2.FinishReason
-    stats: _common_pb2.SpecDecodeStats
-    drafter_attached: bool
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round_id: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., drafter_attached: bool = ...) -> None: ...
+    FINISH_REASONS_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    handles: bytes
+    round_ids: bytes
+    counts: bytes
+    tokens: bytes
+    finish_reasons: bytes
+    flags: bytes
+    proposed: bytes
+    accepted: bytes
+    def __init__(self, handles: _Optional[bytes] = ..., round_ids: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., proposed: _Optional[bytes] = ..., accepted: _Optional[bytes] = ...) -> None: ...
+
+class SessionFailure(_message.Message):
+    __slots__ = ("handle", "code", "kind", "message", "reason", "retry_after_s")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    code: str
+    kind: str
+    message: str
+    reason: str
+    retry_after_s: float
+    def __init__(self, handle: _Optional[int] = ..., code: _Optional[str] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., reason: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class SetPlanRequest(_message.Message):
     __slots__ = ("session_id", "plan")

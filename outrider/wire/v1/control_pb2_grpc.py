@@ -40,10 +40,10 @@ class VerifierServiceStub(object):
                 request_serializer=outrider_dot_wire_dot_v1_dot_control__pb2.VerifierServiceGetInfoRequest.SerializeToString,
                 response_deserializer=outrider_dot_wire_dot_v1_dot_control__pb2.VerifierServiceGetInfoResponse.FromString,
                 _registered_method=True)
-        self.OpenSession = channel.unary_stream(
-                '/outrider.wire.v1.VerifierService/OpenSession',
-                request_serializer=outrider_dot_wire_dot_v1_dot_control__pb2.OpenSessionRequest.SerializeToString,
-                response_deserializer=outrider_dot_wire_dot_v1_dot_control__pb2.OpenSessionResponse.FromString,
+        self.Sessions = channel.stream_stream(
+                '/outrider.wire.v1.VerifierService/Sessions',
+                request_serializer=outrider_dot_wire_dot_v1_dot_control__pb2.SessionsRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_control__pb2.SessionsResponse.FromString,
                 _registered_method=True)
         self.SetPlan = channel.unary_unary(
                 '/outrider.wire.v1.VerifierService/SetPlan',
@@ -68,8 +68,9 @@ class VerifierServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def OpenSession(self, request, context):
-        """Serve a session and stream its events; cancelling the RPC closes the session.
+    def Sessions(self, request_iterator, context):
+        """Carry all sessions of one router: what it opens and closes, and what its sessions emit. The
+        end of the stream, however it comes, closes every session that was opened on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,10 +98,10 @@ def add_VerifierServiceServicer_to_server(servicer, server):
                     request_deserializer=outrider_dot_wire_dot_v1_dot_control__pb2.VerifierServiceGetInfoRequest.FromString,
                     response_serializer=outrider_dot_wire_dot_v1_dot_control__pb2.VerifierServiceGetInfoResponse.SerializeToString,
             ),
-            'OpenSession': grpc.unary_stream_rpc_method_handler(
-                    servicer.OpenSession,
-                    request_deserializer=outrider_dot_wire_dot_v1_dot_control__pb2.OpenSessionRequest.FromString,
-                    response_serializer=outrider_dot_wire_dot_v1_dot_control__pb2.OpenSessionResponse.SerializeToString,
+            'Sessions': grpc.stream_stream_rpc_method_handler(
+                    servicer.Sessions,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_control__pb2.SessionsRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_control__pb2.SessionsResponse.SerializeToString,
             ),
             'SetPlan': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPlan,
@@ -152,7 +153,7 @@ class VerifierService(object):
             _registered_method=True)
 
     @staticmethod
-    def OpenSession(request,
+    def Sessions(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -162,12 +163,12 @@ class VerifierService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/outrider.wire.v1.VerifierService/OpenSession',
-            outrider_dot_wire_dot_v1_dot_control__pb2.OpenSessionRequest.SerializeToString,
-            outrider_dot_wire_dot_v1_dot_control__pb2.OpenSessionResponse.FromString,
+            '/outrider.wire.v1.VerifierService/Sessions',
+            outrider_dot_wire_dot_v1_dot_control__pb2.SessionsRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_control__pb2.SessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from outrider_router.service import RouterService
 
 from outrider.wire.inference import GenerateRequest, StoppingOptions, StreamEvent, TextPrompt
+from tests.fakes.router import eventually
 from tests.fakes.verifier import FakeVerifier
 
 
@@ -18,8 +19,9 @@ def text_request(
     )
 
 
-def assert_all_freed(service: RouterService, verifier: FakeVerifier) -> None:
-    assert not verifier.live
+async def assert_all_freed(service: RouterService, verifier: FakeVerifier) -> None:
+    """The router holds nothing, and the verifier nothing that it has not been told to free."""
+    await eventually(lambda: not verifier.live)
     assert len(service.journal) == 0
     assert service.admission.running == service.admission.waiting == 0
     assert service.admission.reserved_tokens == 0

@@ -39,7 +39,7 @@ async def test_a_stream_is_prompt_info_then_deltas_then_finish(
     assert finish.reason is FinishReason.LENGTH
     assert finish.usage.completion_tokens == 6
     assert finish.stats.emitted == 5
-    assert_all_freed(router, verifier)
+    await assert_all_freed(router, verifier)
 
 
 async def test_unary_and_stream_say_the_same(router: RouterService) -> None:
@@ -97,7 +97,7 @@ async def test_a_stop_string_across_rounds_cuts_text_and_ids_at_the_same_place(
     assert result.finish.reason is FinishReason.STOP_STRING
     assert result.finish.stop_string == "\n\ntw"
     assert result.finish.usage.completion_tokens == 7
-    assert_all_freed(router, verifier)
+    await assert_all_freed(router, verifier)
 
 
 async def test_a_character_is_never_shown_in_halves(

@@ -32,7 +32,7 @@ async def test_closing_the_stream_frees_everything(
         await anext(events)
     assert verifier.live
     await events.aclose()
-    assert_all_freed(router, verifier)
+    await assert_all_freed(router, verifier)
     assert sample(router, "outrider_requests_total", outcome="CANCELLED") == 1
 
 
@@ -45,7 +45,7 @@ async def test_cancelling_the_task_frees_everything(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert_all_freed(router, verifier)
+    await assert_all_freed(router, verifier)
 
 
 async def test_abort_by_id_ends_running_and_queued_requests_and_is_idempotent(
@@ -64,7 +64,7 @@ async def test_abort_by_id_ends_running_and_queued_requests_and_is_idempotent(
             assert isinstance(outcome, CancelledRequestError)
             assert outcome.reason == "ABORTED"
         assert router.abort([running, queued]) == ()
-        assert_all_freed(router, verifier)
+        await assert_all_freed(router, verifier)
 
 
 async def test_a_deadline_ends_a_running_request(
@@ -73,7 +73,7 @@ async def test_a_deadline_ends_a_running_request(
     verifier.round_s = 0.01
     with pytest.raises(DeadlineExceededError):
         await router.generate(text_request(max_tokens=1000), timeout_s=0.1)
-    assert_all_freed(router, verifier)
+    await assert_all_freed(router, verifier)
 
 
 async def test_a_deadline_ends_a_queued_request(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ async def test_a_deadline_ends_a_queued_request(tmp_path: Path) -> None:
         assert router.admission.waiting == 0
         holder.cancel()
         await asyncio.gather(holder, return_exceptions=True)
-        assert_all_freed(router, verifier)
+        await assert_all_freed(router, verifier)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ async def test_an_error_of_the_session_reaches_the_client_and_frees_everything(
     verifier.script = broken
     with pytest.raises(expected):
         await router.generate(text_request())
-    assert_all_freed(router, verifier)
+    await assert_all_freed(router, verifier)
 
 
 async def test_a_thousand_cancelled_requests_leak_nothing(tmp_path: Path) -> None:
     verifier = FakeVerifier(round_s=0.001)
     async with running_router(tmp_path, {"v": verifier}) as router:
         await cancel_a_thousand(router)
-        assert_all_freed(router, verifier)
+        await assert_all_freed(router, verifier)
 
 
 async def cancel_a_thousand(router: RouterService) -> None:

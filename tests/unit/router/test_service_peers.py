@@ -55,7 +55,7 @@ async def test_a_lost_verifier_is_a_typed_error_and_it_serves_again_when_it_is_b
         verifier.change_info(incarnation="2")
         await eventually(lambda: router.registry.any_info() is not None)
         assert (await router.generate(text_request())).text == "abcabc"
-        assert_all_freed(router, verifier)
+        await assert_all_freed(router, verifier)
 
 
 async def test_a_restart_between_two_looks_ends_the_old_sessions(

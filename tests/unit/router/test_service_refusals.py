@@ -41,7 +41,7 @@ async def test_a_full_queue_refuses_with_a_retry_hint(tmp_path: Path) -> None:
         refused = [o for o in outcomes if isinstance(o, ResourceExhaustedError)]
         assert len(refused) == 3 and len([o for o in outcomes if not isinstance(o, Exception)]) == 3
         assert all(o.retry_after_s and o.retry_after_s > 0 for o in refused)
-        assert_all_freed(router, verifier)
+        await assert_all_freed(router, verifier)
 
 
 async def test_sessions_that_do_not_fit_wait_for_their_turn(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ async def test_sessions_that_do_not_fit_wait_for_their_turn(tmp_path: Path) -> N
             *(router.generate(text_request(str(i) * 8, max_tokens=8)) for i in range(8))
         )
         assert [r.text for r in results] == [str(i) * 8 for i in range(8)]
-        assert_all_freed(router, verifier)
+        await assert_all_freed(router, verifier)
 
 
 async def test_a_verifier_without_room_is_tried_again(
@@ -60,7 +60,7 @@ async def test_a_verifier_without_room_is_tried_again(
     verifier.refusals = 2
     result = await router.generate(text_request())
     assert result.text == "abcabc"
-    assert_all_freed(router, verifier)
+    await assert_all_freed(router, verifier)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ async def test_bad_requests_are_refused_with_what_is_allowed(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=says):
         await router.generate(request_)
-    assert_all_freed(router, verifier)
+    await assert_all_freed(router, verifier)
 
 
 async def test_more_kv_than_any_verifier_has_is_invalid_not_queued(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ async def test_two_running_requests_may_not_share_an_id(
         await anext(events)
         with pytest.raises(AlreadyExistsError):
             await router.generate(twin)
-    assert_all_freed(router, verifier)
+    await assert_all_freed(router, verifier)
 
 
 async def test_draining_refuses_new_requests_and_lets_the_running_ones_end(

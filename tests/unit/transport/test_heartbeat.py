@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 
 import pytest
 
@@ -12,7 +11,6 @@ from outrider.transport.heartbeat import (
     HeartbeatConnection,
     unless_silent,
     with_heartbeat,
-    with_idle_heartbeats,
 )
 from outrider.transport.mailbox import Mailbox
 from outrider.wire.messages import Heartbeat
@@ -141,37 +139,6 @@ async def test_a_closed_connection_leaves_no_task() -> None:
     await connection.close()
     await asyncio.sleep(0.01)
     assert len(asyncio.all_tasks()) == before
-
-
-async def slow_items(closed: list[bool]) -> AsyncGenerator[int]:
-    try:
-        yield 1
-        await asyncio.sleep(0.12)
-        yield 2
-        await asyncio.sleep(60)
-    finally:
-        closed.append(True)
-
-
-async def test_idle_streams_are_filled_with_heartbeats() -> None:
-    closed: list[bool] = []
-    stream = with_idle_heartbeats(slow_items(closed), FAST)
-    seen = [await anext(stream) for _ in range(4)]
-    assert seen == [1, Heartbeat(1), Heartbeat(2), 2]
-    await anext(stream)
-    await stream.aclose()
-    assert closed == [True]
-
-
-async def test_errors_of_a_stream_pass_through() -> None:
-    async def failing() -> AsyncGenerator[int]:
-        yield 1
-        raise InvalidMessageError("bad")
-
-    stream = with_idle_heartbeats(failing(), FAST)
-    assert await anext(stream) == 1
-    with pytest.raises(InvalidMessageError):
-        await anext(stream)
 
 
 async def test_unless_silent_gives_the_result_or_up() -> None:

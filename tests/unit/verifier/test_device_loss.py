@@ -147,8 +147,9 @@ async def test_calls_that_wait_when_the_device_is_lost_are_answered() -> None:
         await asyncio.to_thread(held.wait, 5)
         waiting = [asyncio.create_task(rig.run(own_spec(f"w{i}"))) for i in range(3)]
         changing = asyncio.create_task(rig.service.set_plan(SessionId("s"), OWN))
-        await asyncio.sleep(0)
-        assert rig.service._loop is not None and rig.service._loop._commands.qsize() == 4
+        loop = rig.service._loop
+        assert loop is not None
+        await until(lambda: loop.backlog == 4)
         gate.set()
         async with asyncio.timeout(5):
             assert reasons([await running, *(await asyncio.gather(*waiting))]) == {LOST}

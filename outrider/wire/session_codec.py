@@ -1,0 +1,221 @@
+"""The messages of a router's stream of sessions to bytes and back.
+
+What a round emitted is a handful of columns: encoding and checking them costs the same for one
+session as for hundreds, but for copying their bytes.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import InvalidMessageError
+from outrider.ids import DrafterId, SessionId
+from outrider.wire.checks import fail, finite, number, parse, text, token_ids
+from outrider.wire.common_codec import (
+    FINISH_REASONS_FROM_PB,
+    plan_from_pb,
+    plan_to_pb,
+    sampling_to_pb,
+    seeded_sampling_from_pb,
+)
+from outrider.wire.limits import (
+    MAX_ERROR_BYTES,
+    MAX_EVENT_ROWS,
+    MAX_NODES,
+    MAX_SEQUENCE_LEN,
+    MAX_STOP_TOKEN_IDS,
+    MAX_VOCAB_SIZE,
+)
+from outrider.wire.messages import (
+    MALFORMED_ROW,
+    Heartbeat,
+    MalformedOpen,
+    SessionEvents,
+    SessionFailure,
+    SessionLeave,
+    SessionOpen,
+    SessionsMessage,
+    SessionSpec,
+    SessionsRequest,
+)
+from outrider.wire.tensors import INT32, UINT8, UINT16, UINT32, pack, unpack
+from outrider.wire.v1 import common_pb2
+from outrider.wire.v1 import control_pb2 as pb
+
+_KNOWN_REASONS = np.zeros(256, dtype=np.bool_)
+_KNOWN_REASONS[[0, *FINISH_REASONS_FROM_PB]] = True
+
+
+def encode_sessions_request(message: SessionsRequest) -> bytes:
+    """One message of a router as bytes."""
+    match message:
+        case SessionOpen():
+            opening = pb.SessionOpen(handle=message.handle, spec=_spec_to_pb(message.spec))
+            frame = pb.SessionsRequest(open=opening)
+        case SessionLeave():
+            frame = pb.SessionsRequest(leave=pb.SessionLeave(handle=message.handle))
+        case Heartbeat():
+            frame = pb.SessionsRequest(heartbeat=common_pb2.Heartbeat(sequence=message.sequence))
+    return frame.SerializeToString(deterministic=True)
+
+
+def decode_sessions_request(data: bytes | memoryview) -> SessionsRequest | MalformedOpen:
+    """One message of a router; InvalidMessageError if `data` holds none.
+
+    A malformed spec costs its own session, whose handle is known.
+    """
+    frame = parse(pb.SessionsRequest, data)
+    match frame.WhichOneof("message"):
+        case "open":
+            try:
+                return SessionOpen(frame.open.handle, _spec_from_pb(frame.open.spec))
+            except InvalidMessageError as error:
+                return MalformedOpen(frame.open.handle, error)
+        case "leave":
+            return SessionLeave(frame.leave.handle)
+        case "heartbeat":
+            return Heartbeat(frame.heartbeat.sequence)
+        case _:
+            fail("a router's message must hold open, leave or heartbeat")
+
+
+def encode_sessions_message(message: SessionsMessage) -> bytes:
+    """One message of a verifier as bytes."""
+    match message:
+        case SessionEvents():
+            frame = pb.SessionsResponse(events=_events_to_pb(message))
+        case SessionFailure():
+            frame = pb.SessionsResponse(
+                failure=pb.SessionFailure(
+                    handle=message.handle,
+                    code=message.code,
+                    kind=message.kind,
+                    message=message.message,
+                    reason=message.reason,
+                    retry_after_s=message.retry_after_s,
+                )
+            )
+        case Heartbeat():
+            frame = pb.SessionsResponse(heartbeat=common_pb2.Heartbeat(sequence=message.sequence))
+    return frame.SerializeToString(deterministic=True)
+
+
+def decode_sessions_message(data: bytes | memoryview) -> SessionsMessage:
+    """One message of a verifier; InvalidMessageError if `data` holds none.
+
+    A row of events that makes no sense by itself costs its own session: its finish reason becomes
+    MALFORMED_ROW. Columns that do not fit each other cost the message.
+    """
+    frame = parse(pb.SessionsResponse, data)
+    match frame.WhichOneof("message"):
+        case "events":
+            return _events_from_pb(frame.events)
+        case "failure":
+            return _failure_from_pb(frame.failure)
+        case "heartbeat":
+            return Heartbeat(frame.heartbeat.sequence)
+        case _:
+            fail("a verifier's message must hold events, failure or heartbeat")
+
+
+def _events_to_pb(events: SessionEvents) -> pb.SessionEvents:
+    return pb.SessionEvents(
+        handles=pack(events.handles, UINT32),
+        round_ids=pack(events.round_ids, UINT32),
+        counts=pack(events.counts, UINT32),
+        tokens=pack(events.tokens, INT32),
+        finish_reasons=pack(events.finish_reasons, UINT8),
+        flags=pack(events.flags, UINT8),
+        proposed=pack(events.proposed, UINT16),
+        accepted=pack(events.accepted, UINT16),
+    )
+
+
+def _events_from_pb(message: pb.SessionEvents) -> SessionEvents:
+    def column(name: str, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
+        return unpack(getattr(message, name), dtype, name, max_len=MAX_EVENT_ROWS)
+
+    events = SessionEvents(
+        handles=cast("NDArray[np.uint32]", column("handles", UINT32)),
+        round_ids=cast("NDArray[np.uint32]", column("round_ids", UINT32)),
+        counts=cast("NDArray[np.uint32]", column("counts", UINT32)),
+        tokens=cast(
+            "NDArray[np.int32]", unpack(message.tokens, INT32, "tokens", max_len=MAX_SEQUENCE_LEN)
+        ),
+        finish_reasons=cast("NDArray[np.uint8]", column("finish_reasons", UINT8)),
+        flags=cast("NDArray[np.uint8]", column("flags", UINT8)),
+        proposed=cast("NDArray[np.uint16]", column("proposed", UINT16)),
+        accepted=cast("NDArray[np.uint16]", column("accepted", UINT16)),
+    )
+    rows = len(events.handles)
+    for name in ("round_ids", "counts", "finish_reasons", "flags", "proposed", "accepted"):
+        if len(getattr(events, name)) != rows:
+            fail(f"{name} must have {rows} rows, got {len(getattr(events, name))}")
+    total = int(events.counts.sum(dtype=np.int64))
+    if total != len(events.tokens):
+        fail(f"counts say {total} tokens, got {len(events.tokens)}")
+    _mark_malformed(events)
+    return events
+
+
+def _mark_malformed(events: SessionEvents) -> None:
+    """Give rows that make no sense the finish reason MALFORMED_ROW, in place."""
+    bad = ~_KNOWN_REASONS[events.finish_reasons]
+    bad |= (events.proposed > MAX_NODES) | (events.accepted > events.proposed)
+    wrong = (events.tokens < 0) | (events.tokens >= MAX_VOCAB_SIZE)
+    if wrong.any():
+        owners = np.repeat(np.arange(len(events.handles)), events.counts)
+        bad[owners[wrong]] = True
+    if bad.any():
+        events.finish_reasons[bad] = MALFORMED_ROW
+
+
+def _failure_from_pb(message: pb.SessionFailure) -> SessionFailure:
+    after_s = message.retry_after_s if message.HasField("retry_after_s") else None
+    return SessionFailure(
+        handle=message.handle,
+        code=text(message.code, "code", empty=True),
+        kind=text(message.kind, "kind", empty=True),
+        message=text(message.message, "message", limit=MAX_ERROR_BYTES, empty=True),
+        reason=text(message.reason, "reason", empty=True),
+        retry_after_s=None if after_s is None else finite(after_s, "retry_after_s"),
+    )
+
+
+def _spec_to_pb(spec: SessionSpec) -> pb.SessionSpec:
+    return pb.SessionSpec(
+        session_id=spec.session_id,
+        epoch=spec.epoch,
+        token_ids=spec.token_ids,
+        prompt_len=spec.prompt_len,
+        max_new_tokens=spec.max_new_tokens,
+        stop_token_ids=spec.stop_token_ids,
+        min_new_tokens=spec.min_new_tokens,
+        sampling=sampling_to_pb(spec.sampling),
+        plan=plan_to_pb(spec.plan),
+        drafter_id=spec.drafter_id,
+    )
+
+
+def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
+    ids = token_ids(message.token_ids, "token_ids", high=MAX_SEQUENCE_LEN)
+    if not ids:
+        fail("token_ids must not be empty")
+    drafter_id = message.drafter_id if message.HasField("drafter_id") else None
+    return SessionSpec(
+        session_id=SessionId(text(message.session_id, "session_id")),
+        epoch=message.epoch,
+        token_ids=ids,
+        prompt_len=number(message.prompt_len, "prompt_len", high=len(ids)),
+        max_new_tokens=number(
+            message.max_new_tokens, "max_new_tokens", low=1, high=MAX_SEQUENCE_LEN
+        ),
+        stop_token_ids=token_ids(message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS),
+        min_new_tokens=number(message.min_new_tokens, "min_new_tokens", high=MAX_SEQUENCE_LEN),
+        sampling=seeded_sampling_from_pb(message.sampling),
+        plan=plan_from_pb(message.plan),
+        drafter_id=None if drafter_id is None else DrafterId(text(drafter_id, "drafter_id")),
+    )

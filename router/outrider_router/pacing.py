@@ -1,0 +1,82 @@
+"""When the readers of what arrived are woken: at once while the router keeps up, together when not.
+
+A message to a client costs some tens of microseconds, most of them gRPC's, whatever is in it. The
+next round is passed on when most messages of the one before it have left, and a little later, so
+that what has arrived meanwhile is read first and leaves with it. So a router that is behind does
+less work for each event instead of falling further behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+SLOW_SHARE = 8
+"""One reader in so many may take longer without holding up the others."""
+LONGEST_S = 0.02
+"""Nobody waits longer than this for messages of others to leave."""
+SHORTEST_S = 0.0005
+"""A pause shorter than this is none: timers are not finer."""
+REST_SHARE = 0.25
+"""Pause after a round of messages, as a share of what it took: then arrivals are read."""
+
+
+class Reader(Protocol):
+    """Whoever waits for what arrived."""
+
+    def wake(self) -> bool:
+        """Look again; whether it was waiting."""
+        ...
+
+
+class Pacer:
+    """Wakes readers; one for all that share an event loop."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` is monotonic, in seconds."""
+        self._clock = clock
+        self._waiting: dict[Reader, None] = {}
+        """Readers for whom something has arrived since the last round was passed on."""
+        self._busy: set[Reader] = set()
+        """Readers that were woken and have not come back for more."""
+        self._slow = 0
+        """So many of them may be left when the next round is passed on."""
+        self._began = 0.0
+        self._next = 0.0
+        """Clock time before which no round is passed on."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def wake(self, readers: Iterable[Reader]) -> None:
+        """Wake these, now or when those that were woken before have come back."""
+        self._waiting.update(dict.fromkeys(readers))
+        self._pass_on()
+
+    def came_back(self, reader: Reader, *, more: bool = False) -> None:
+        """A reader waits, or has left; `more`: something has arrived for it already."""
+        if more:
+            self._waiting[reader] = None
+        if reader in self._busy:
+            self._busy.discard(reader)
+            if len(self._busy) == self._slow:
+                now = self._clock()
+                self._next = min(self._next, now + REST_SHARE * (now - self._began))
+        elif not more:
+            return
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._waiting:
+            return
+        delay_s = self._next - self._clock()
+        if delay_s > SHORTEST_S:
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._pass_on)
+            return
+        waiting, self._waiting = self._waiting, {}
+        self._busy = {reader for reader in waiting if reader.wake()}
+        self._slow = len(self._busy) // SLOW_SHARE
+        self._began = self._clock()
+        self._next = self._began + (LONGEST_S if self._busy else 0.0)

@@ -1,0 +1,52 @@
+"""Speculation counters of one request, counted in place."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from outrider.wire.messages import FALLBACK, TARGET_ONLY, SpecStats
+
+
+class Tally:
+    """`SpecStats` while they grow: adding a round makes no object."""
+
+    __slots__ = ("_by_accepted", "emitted", "fallback_rounds", "proposed", "rounds", "target_only")
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.emitted = 0
+        self.proposed = 0
+        self.fallback_rounds = 0
+        self.target_only = 0
+        self._by_accepted: list[int] = []
+        """Rounds by the number of draft nodes that they accepted."""
+
+    def add_round(self, *, emitted: int, flags: int, proposed: int, accepted: int) -> None:
+        """Count one round; `flags` as in `SessionEvents`."""
+        self.rounds += 1
+        self.emitted += emitted
+        if flags & FALLBACK:
+            self.fallback_rounds += 1
+        if flags & TARGET_ONLY:
+            self.target_only += 1
+        if proposed:
+            self.proposed += proposed
+            missing = accepted + 1 - len(self._by_accepted)
+            if missing > 0:
+                self._by_accepted += [0] * missing
+            self._by_accepted[accepted] += 1
+
+    def stats(self) -> SpecStats:
+        """The counters now."""
+        # A round that accepted d nodes accepted one at each depth up to d.
+        reached = list(accumulate(reversed(self._by_accepted[1:])))
+        per_depth = tuple(reversed(reached))
+        return SpecStats(
+            rounds=self.rounds,
+            emitted=self.emitted,
+            proposed=self.proposed,
+            accepted=sum(per_depth),
+            fallback_rounds=self.fallback_rounds,
+            target_only_rounds=self.target_only,
+            accepted_per_depth=per_depth,
+        )

@@ -1,0 +1,83 @@
+"""Streams of sessions for fake verifiers, whose sessions are generators of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import numpy as np
+
+from outrider.errors import InvalidMessageError
+from outrider.transport.base import RouterConnection, ServingConnection
+from outrider.transport.inproc import local_sessions
+from outrider.transport.sessions import SessionIterators, failure_of
+from outrider.wire.messages import (
+    DRAFTER_ATTACHED,
+    FALLBACK,
+    REASON_CODES,
+    MalformedOpen,
+    SessionEvent,
+    SessionEvents,
+    SessionLeave,
+    SessionOpen,
+    SessionSpec,
+    SpecStats,
+)
+
+
+class ServesGenerators(SessionIterators):
+    """Serves every session that is opened from a generator of its own; mixed into a fake."""
+
+    def run_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
+        """The events of a session; closed when its router leaves."""
+        raise NotImplementedError
+
+    async def sessions(self) -> RouterConnection:
+        return local_sessions(self)  # type: ignore[arg-type]
+
+    async def serve_sessions(self, connection: ServingConnection) -> None:
+        running: dict[int, asyncio.Task[None]] = {}
+        try:
+            while True:
+                try:
+                    message = await connection.receive()
+                except InvalidMessageError:
+                    continue
+                match message:
+                    case SessionOpen(handle=handle, spec=spec):
+                        running[handle] = asyncio.create_task(self._serve(connection, handle, spec))
+                    case MalformedOpen(handle=handle, error=error):
+                        await connection.send(failure_of(handle, error))
+                    case SessionLeave(handle=handle):
+                        running.pop(handle).cancel()
+        finally:
+            for task in running.values():
+                task.cancel()
+            await asyncio.gather(*running.values(), return_exceptions=True)
+
+    async def _serve(self, connection: ServingConnection, handle: int, spec: SessionSpec) -> None:
+        told = SpecStats()
+        try:
+            async with aclosing(self.run_session(spec)) as events:
+                async for event in events:
+                    await connection.send(one_row(handle, event, told))
+                    told = event.stats
+        except Exception as error:
+            await connection.send(failure_of(handle, error))
+
+
+def one_row(handle: int, event: SessionEvent, told: SpecStats) -> SessionEvents:
+    """An event as a message; `told` is what the session's statistics were before."""
+    stats, reason = event.stats, event.finish_reason
+    fallback = stats.fallback_rounds > told.fallback_rounds
+    return SessionEvents(
+        handles=np.array([handle], np.uint32),
+        round_ids=np.array([event.round_id], np.uint32),
+        counts=np.array([len(event.tokens)], np.uint32),
+        tokens=np.array(event.tokens, np.int32),
+        finish_reasons=np.array([0 if reason is None else REASON_CODES[reason]], np.uint8),
+        flags=np.array([DRAFTER_ATTACHED * event.drafter_attached | FALLBACK * fallback], np.uint8),
+        proposed=np.array([stats.proposed - told.proposed], np.uint16),
+        accepted=np.array([stats.accepted - told.accepted], np.uint16),
+    )

@@ -1,0 +1,96 @@
+"""What the router counts: a request's tally, sums over events, batches of latencies."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from outrider_router.histogram import BatchHistogram
+from outrider_router.metrics import RouterMetrics
+from outrider_router.tally import Tally
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from outrider.spec.accounting import add_round
+from outrider.wire.messages import FALLBACK, TARGET_ONLY, SessionEvents, SpecStats
+
+ROUNDS = st.lists(
+    st.tuples(st.integers(0, 6), st.integers(0, 6), st.booleans(), st.booleans()).map(
+        lambda r: (max(r[0], r[1]), min(r[0], r[1]), r[2], r[3])
+    ),
+    max_size=12,
+)
+Rounds = list[tuple[int, int, bool, bool]]
+
+
+def expected(rounds: Rounds) -> SpecStats:
+    stats = SpecStats()
+    for proposed, accepted, fallback, target_only in rounds:
+        stats = add_round(stats, proposed, accepted, accepted + 1, fallback, target_only)
+    return stats
+
+
+def flags_of(fallback: bool, target_only: bool) -> int:
+    return FALLBACK * fallback | TARGET_ONLY * target_only
+
+
+@given(ROUNDS)
+def test_a_tally_counts_what_add_round_counts(rounds: Rounds) -> None:
+    tally = Tally()
+    for proposed, accepted, fallback, target_only in rounds:
+        tally.add_round(
+            emitted=accepted + 1,
+            flags=flags_of(fallback, target_only),
+            proposed=proposed,
+            accepted=accepted,
+        )
+    assert tally.stats() == expected(rounds)
+
+
+@given(ROUNDS)
+def test_a_message_of_events_counts_what_its_rounds_count(rounds: Rounds) -> None:
+    stats, rows = expected(rounds), len(rounds)
+    counts = np.array([r[1] + 1 for r in rounds] + [1], np.uint32)
+    metrics = RouterMetrics()
+    # The last row is the token that prefill emits: no round.
+    metrics.add_events(
+        SessionEvents(
+            handles=np.arange(rows + 1, dtype=np.uint32),
+            round_ids=np.array([*range(1, rows + 1), 0], np.uint32),
+            counts=counts,
+            tokens=np.zeros(int(counts.sum()), np.int32),
+            finish_reasons=np.zeros(rows + 1, np.uint8),
+            flags=np.array([flags_of(r[2], r[3]) for r in rounds] + [0], np.uint8),
+            proposed=np.array([r[0] for r in rounds] + [0], np.uint16),
+            accepted=np.array([r[1] for r in rounds] + [0], np.uint16),
+        )
+    )
+
+    def value(name: str, **labels: str) -> float:
+        return metrics.registry.get_sample_value(f"outrider_{name}_total", labels) or 0.0
+
+    assert value("rounds") == stats.rounds
+    assert value("round_tokens") == stats.emitted
+    assert value("spec_decode_num_draft_tokens") == stats.proposed
+    assert value("spec_decode_num_accepted_tokens") == stats.accepted
+    assert value("fallback_rounds") == stats.fallback_rounds
+    assert value("target_only_rounds") == stats.target_only_rounds
+    per_depth = [
+        value("spec_decode_num_accepted_tokens_per_pos", position=str(depth))
+        for depth in range(len(stats.accepted_per_depth))
+    ]
+    assert per_depth == list(stats.accepted_per_depth)
+
+
+def test_a_batch_histogram_says_what_prometheus_own_says() -> None:
+    values, buckets = [0.001, 0.0011, 0.5, 7.0, 0.02], (0.001, 0.02, 1.0)
+    mine, theirs = CollectorRegistry(), CollectorRegistry()
+    batch = BatchHistogram("x_seconds", "Text.", buckets, mine)
+    single = Histogram("x_seconds", "Text.", buckets=buckets, registry=theirs)
+    batch.observe()
+    batch.observe(*values[:3])
+    batch.observe(*values[3:])
+    for value in values:
+        single.observe(value)
+    text = generate_latest(theirs).decode()
+    kept = [line for line in text.splitlines() if "created" not in line]
+    assert generate_latest(mine).decode().splitlines() == kept

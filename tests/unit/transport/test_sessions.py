@@ -1,0 +1,182 @@
+"""A router's side of a stream of sessions: who hears of what, also when the verifier misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from outrider.errors import ConnectionLostError, InternalError, OutriderError, UnavailableError
+from outrider.transport.framed import router_end
+from outrider.transport.heartbeat import HeartbeatConfig
+from outrider.transport.inproc import _byte_pipe
+from outrider.transport.sessions import SessionStream
+from outrider.wire.codec import decode_sessions_request, encode_sessions_message
+from outrider.wire.messages import (
+    Heartbeat,
+    MalformedOpen,
+    SessionEvents,
+    SessionFailure,
+    SessionLeave,
+    SessionOpen,
+    SessionsRequest,
+)
+from tests.integration.fake_endpoints import spec
+
+QUIET = HeartbeatConfig(interval_s=50.0, timeout_s=100.0)
+
+
+class Heard:
+    """A listener that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.error: OutriderError | None = None
+
+    def fail(self, error: OutriderError) -> None:
+        assert self.error is None
+        self.error = error
+
+
+def deliver(events: SessionEvents, listeners: Mapping[int, Heard]) -> None:
+    ends = np.cumsum(events.counts).tolist()
+    for handle, end, count in zip(events.handles.tolist(), ends, events.counts, strict=True):
+        if handle in listeners:
+            listeners[handle].tokens += events.tokens[end - count : end].tolist()
+
+
+def events(*rows: tuple[int, list[int], int]) -> SessionEvents:
+    """Rows of (handle, tokens, finish reason)."""
+    count = len(rows)
+    return SessionEvents(
+        handles=np.array([row[0] for row in rows], np.uint32),
+        round_ids=np.zeros(count, np.uint32),
+        counts=np.array([len(row[1]) for row in rows], np.uint32),
+        tokens=np.array([token for row in rows for token in row[1]], np.int32),
+        finish_reasons=np.array([row[2] for row in rows], np.uint8),
+        flags=np.zeros(count, np.uint8),
+        proposed=np.zeros(count, np.uint16),
+        accepted=np.zeros(count, np.uint16),
+    )
+
+
+class Far:
+    """The verifier's end as bytes, for one connection after the other."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.end: Any = None
+        self.up = asyncio.Event()
+        self.up.set()
+
+    async def connect(self) -> Any:
+        await self.up.wait()
+        self.connections += 1
+        self.end, near = _byte_pipe("verifier", "router")
+        return router_end(near, QUIET)
+
+    async def said(self) -> SessionsRequest | MalformedOpen:
+        while self.end is None:
+            await asyncio.sleep(0)
+        while True:
+            message = decode_sessions_request(await asyncio.wait_for(self.end.receive(), 5))
+            if not isinstance(message, Heartbeat):
+                return message
+
+    async def say(self, message: SessionEvents | SessionFailure) -> None:
+        await self.end.send(encode_sessions_message(message))
+        await asyncio.sleep(0.01)
+
+
+async def test_each_listener_hears_of_its_own_session() -> None:
+    far, first, second = Far(), Heard(), Heard()
+    stream = SessionStream(far.connect, deliver)
+    stream.open(spec("a"), first)
+    stream.open(spec("b"), second)
+    openings = [await far.said(), await far.said()]
+    one, two = (message.handle for message in openings if isinstance(message, SessionOpen))
+    await far.say(events((one, [1, 2], 0), (two, [3], 3)))
+    await far.say(events((one, [4], 0), (two, [5], 0)))
+    assert (first.tokens, second.tokens) == ([1, 2, 4], [3])
+    failure = SessionFailure(
+        handle=one, code="UNAVAILABLE", kind="UnavailableError", message="m", reason="R"
+    )
+    await far.say(failure)
+    await far.say(replace(failure, handle=99))
+    assert type(first.error) is UnavailableError and first.error.reason == "R"
+    assert second.error is None
+    await stream.close()
+
+
+async def test_a_row_without_sense_ends_its_session_alone() -> None:
+    far, bad, good = Far(), Heard(), Heard()
+    stream = SessionStream(far.connect, deliver)
+    stream.open(spec("a"), bad)
+    stream.open(spec("b"), good)
+    await far.said()
+    await far.said()
+    await far.say(events((1, [-1], 0), (2, [7], 0)))
+    assert isinstance(bad.error, InternalError)
+    assert good.tokens == [7] and good.error is None
+    assert await far.said() == SessionLeave(1)
+    await stream.close()
+
+
+async def test_columns_that_do_not_fit_lose_the_stream_and_the_next_opening_makes_another() -> None:
+    far, first, second = Far(), Heard(), Heard()
+    stream = SessionStream(far.connect, deliver)
+    stream.open(spec("a"), first)
+    await far.said()
+    await far.say(replace(events((1, [7], 0)), flags=np.zeros(2, np.uint8)))
+    assert isinstance(first.error, ConnectionLostError)
+    far.end = None
+    stream.open(spec("b"), second)
+    opening = await far.said()
+    assert isinstance(opening, SessionOpen) and far.connections == 2
+    await far.say(events((opening.handle, [8], 0)))
+    assert second.tokens == [8]
+    await stream.close()
+    assert isinstance(second.error, ConnectionLostError)
+
+
+async def test_what_is_left_before_there_is_a_connection_is_left_on_it() -> None:
+    far, heard = Far(), Heard()
+    far.up.clear()
+    stream = SessionStream(far.connect, deliver)
+    leave = stream.open(spec("a"), heard)
+    await asyncio.sleep(0)
+    leave()
+    leave()
+    far.up.set()
+    assert isinstance(await far.said(), SessionOpen)
+    assert await far.said() == SessionLeave(1)
+    await stream.close()
+    assert heard.error is None
+
+
+async def test_a_verifier_that_cannot_be_reached_fails_the_opening() -> None:
+    async def refused() -> Any:
+        raise UnavailableError("nobody there", reason="UNREACHABLE")
+
+    stream, heard = SessionStream(refused, deliver), Heard()
+    stream.open(spec("a"), heard)
+    await asyncio.sleep(0.01)
+    assert heard.error is not None and heard.error.reason == "UNREACHABLE"
+    await stream.close()
+
+
+async def test_a_stream_that_need_not_last_ends_with_its_last_session() -> None:
+    far = Far()
+    stream = SessionStream(far.connect, deliver, lasting=False)
+    leaves = [stream.open(spec("a"), Heard()), stream.open(spec("b"), Heard())]
+    await far.said()
+    before = len(asyncio.all_tasks())
+    leaves[0]()
+    await asyncio.sleep(0.01)
+    assert len(asyncio.all_tasks()) == before
+    leaves[1]()
+    await asyncio.sleep(0.05)
+    assert len(asyncio.all_tasks()) == 1

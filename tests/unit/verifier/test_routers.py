@@ -1,0 +1,187 @@
+"""Streams of sessions at the verifier: who owns what, who hears of what, and what is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from outrider_verifier import routers
+
+from outrider.errors import (
+    ConnectionLostError,
+    InternalError,
+    ResourceExhaustedError,
+)
+from outrider.transport.base import RouterConnection
+from outrider.wire.messages import (
+    FinishReason,
+    SessionEvents,
+    SessionFailure,
+    SessionLeave,
+    SessionOpen,
+)
+from tests.fakes.target import FakeTarget
+from tests.unit.verifier.harness import ADDRESS, Rig, make_spec, until, verifier
+
+
+async def router_of(rig: Rig) -> RouterConnection:
+    return await (await rig.network.dialer().verifier(ADDRESS)).sessions()
+
+
+async def next_failure(connection: RouterConnection) -> SessionFailure:
+    async with asyncio.timeout(5.0):
+        while True:
+            message = await connection.receive()
+            if isinstance(message, SessionFailure):
+                return message
+
+
+async def test_the_sessions_of_a_round_are_one_message() -> None:
+    async with verifier() as rig:
+        connection = await router_of(rig)
+        rig.target.forward_s = 0.01
+        for handle in range(4):
+            await connection.send(SessionOpen(handle, make_spec(f"s{handle}", drafter=None)))
+        tokens: dict[int, list[int]] = {handle: [] for handle in range(4)}
+        most, ended = 0, 0
+        while ended < 4:
+            message = await asyncio.wait_for(connection.receive(), 5)
+            assert isinstance(message, SessionEvents)
+            most = max(most, len(message.handles))
+            start = 0
+            for handle, count in zip(message.handles, message.counts, strict=True):
+                tokens[int(handle)] += message.tokens[start : start + count].tolist()
+                start += count
+            ended += int((message.finish_reasons > 0).sum())
+        assert most == 4
+        assert all(ids == rig.reference(make_spec(drafter=None)) for ids in tokens.values())
+        await connection.close()
+        await rig.idle()
+
+
+async def test_routers_hear_of_their_own_sessions_and_lose_only_those() -> None:
+    async with verifier() as rig:
+        rig.target.forward_s = 0.005
+        first, second = await router_of(rig), await router_of(rig)
+        # The same handle: handles belong to their stream.
+        await first.send(SessionOpen(1, make_spec("a", max_new_tokens=800)))
+        await second.send(SessionOpen(1, make_spec("b", max_new_tokens=30)))
+        await until(lambda: rig.service._core.num_sessions == 2)
+        await first.close()
+        await until(lambda: rig.service._core.num_sessions <= 1)
+        tokens: list[int] = []
+        while len(tokens) < 30:
+            message = await asyncio.wait_for(second.receive(), 5)
+            assert isinstance(message, SessionEvents)
+            assert message.handles.tolist() == [1]
+            tokens += message.tokens.tolist()
+        assert tokens == rig.reference(make_spec("b", max_new_tokens=30))
+        await second.close()
+        await rig.idle()
+
+
+async def test_a_handle_in_use_is_refused_and_a_session_that_is_left_makes_room() -> None:
+    async with verifier(max_sessions=1) as rig:
+        rig.target.forward_s = 0.005
+        connection = await router_of(rig)
+        await connection.send(SessionOpen(1, make_spec("a", max_new_tokens=800)))
+        await connection.send(SessionOpen(1, make_spec("b")))
+        assert (await next_failure(connection)).reason == "HANDLE_EXISTS"
+        # The refusal was not the first one's: it goes on under its handle.
+        await until(lambda: rig.service._core.num_sessions == 1)
+        await connection.send(SessionLeave(1))
+        await connection.send(SessionOpen(2, make_spec("c")))
+        while True:
+            message = await asyncio.wait_for(connection.receive(), 5)
+            assert isinstance(message, SessionEvents)
+            if 2 in message.handles:
+                break
+        await connection.close()
+        await rig.idle()
+
+
+async def test_a_router_that_does_not_read_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(routers, "MAX_UNREAD_BYTES", 20_000)
+    async with verifier() as rig:
+        connection: Any = await router_of(rig)
+        # The pipe holds 256 frames; what exceeds it counts.
+        for handle in range(8):
+            await connection.send(
+                SessionOpen(handle, make_spec(f"s{handle}", drafter=None, max_new_tokens=900))
+            )
+        await until(lambda: rig.service._routers.counters["routers_overflowed"] == 1, 20.0)
+        await until(lambda: rig.service._core.num_sessions == 0)
+        with pytest.raises(ConnectionLostError):
+            while True:
+                await connection.receive()
+        await connection.close()
+
+
+async def test_openings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routers, "MAX_OPENING", 0)
+    async with verifier() as rig:
+        result = await rig.run(make_spec())
+        assert isinstance(result.error, ResourceExhaustedError)
+        assert result.error.reason == "OPENING_EXHAUSTED"
+
+
+async def test_requests_are_refused_while_the_engine_is_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with verifier() as rig:
+        loop: Any = rig.service._loop
+        monkeypatch.setattr(type(loop), "backlog", property(lambda _: 1 << 20))
+        result = await rig.run(make_spec())
+        assert isinstance(result.error, ResourceExhaustedError)
+        assert result.error.reason == "ENGINE_BEHIND"
+        monkeypatch.undo()
+        assert (await rig.run(make_spec())).error is None
+        await rig.idle()
+
+
+async def test_a_newer_epoch_that_does_not_fit_leaves_the_old_session_alone() -> None:
+    # 16 slots for draft nodes, 5 prompt, 16 output: 10 blocks of 4 each; 25 blocks are there.
+    async with verifier(target=FakeTarget(num_blocks=25)) as rig:
+        rig.target.forward_s = 0.02
+        other = asyncio.create_task(rig.run(make_spec("other", drafter=None)))
+        old = asyncio.create_task(rig.run(make_spec(drafter=None)))
+        await until(lambda: rig.service._core.num_sessions == 2)
+        # 16 blocks: more than the 5 that are free and the 10 of the old one.
+        large = await rig.run(make_spec(drafter=None, epoch=1, max_new_tokens=43))
+        assert isinstance(large.error, ResourceExhaustedError)
+        assert rig.service._core.num_sessions == 2
+        # What the old one holds counts as free for its own successor.
+        newer = await rig.run(make_spec(drafter=None, epoch=1))
+        assert newer.error is None
+        assert (await old).last.finish_reason is FinishReason.CANCELLED
+        assert (await other).error is None
+        await rig.idle()
+
+
+async def test_a_session_that_cannot_be_announced_gives_everything_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with verifier() as rig:
+        core = rig.service._core
+        closed: list[str] = []
+        runner: Any = core._runner
+        close = runner.close
+
+        def noted(session: Any) -> None:
+            closed.append(session.session_id)
+            close(session)
+
+        def broken(session: Any) -> None:
+            raise RuntimeError("cannot be announced")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "close", noted)
+            patch.setattr(core, "_announce", broken)
+            result = await rig.run(make_spec())
+        assert isinstance(result.error, InternalError)
+        assert closed == ["s"]
+        await rig.idle()
+        assert (await rig.run(make_spec())).error is None

@@ -1,0 +1,247 @@
+"""Streams of sessions: what routers open and leave, and the events of each round, one message a
+router.
+
+Heartbeats are the transport's: a silent router ends `receive` with ConnectionLostError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from outrider.errors import (
+    AlreadyExistsError,
+    InvalidMessageError,
+    OutriderError,
+    ResourceExhaustedError,
+)
+from outrider.ids import SessionId
+from outrider.transport.base import ServingConnection
+from outrider.transport.outgoing import Outgoing
+from outrider.transport.sessions import failure_of
+from outrider.wire.messages import (
+    Heartbeat,
+    MalformedOpen,
+    SessionEvents,
+    SessionLeave,
+    SessionOpen,
+    SessionsMessage,
+    SessionSpec,
+    SessionsRequest,
+)
+from outrider_verifier.commands import Close, Command, Open
+from outrider_verifier.effects import Emits
+
+logger = logging.getLogger(__name__)
+
+MAX_OPENING = 1024
+"""Sessions of one router whose opening the engine has not answered; more are refused."""
+MAX_UNREAD_BYTES = 8 << 20
+"""What may wait for a router that does not read before it is disconnected."""
+_MESSAGE_BYTES = 256
+
+
+def _size(message: SessionsMessage) -> int:
+    if isinstance(message, SessionEvents):
+        return _MESSAGE_BYTES + message.tokens.nbytes + 20 * len(message.handles)
+    return _MESSAGE_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class _Router:
+    """One connected router, its sessions and its unsent messages."""
+
+    connection: ServingConnection
+    outgoing: Outgoing[SessionsMessage]
+    tickets: dict[int, int] = field(default_factory=dict)
+    """The session of each handle that is served or being opened."""
+    opening: int = 0
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to end the connection: it does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """Whose session it is."""
+
+    router: _Router
+    handle: int
+    session_id: SessionId
+
+
+class RouterHub:
+    """All connected routers; asyncio thread only."""
+
+    def __init__(
+        self,
+        *,
+        post: Callable[[Command], None],
+        admit: Callable[[], None],
+        on_change: Callable[[int], None],
+    ) -> None:
+        """`admit` raises while no session may be opened; `on_change` hears how many there are."""
+        self._post = post
+        self._admit = admit
+        self._on_change = on_change
+        self._served: dict[int, _Served] = {}
+        self._tickets = itertools.count(1)
+        self.counters: Counter[str] = Counter()
+        """Monotonic counts for metrics."""
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are served or being opened."""
+        return len(self._served)
+
+    async def serve(self, connection: ServingConnection) -> None:
+        """Serve one router until its stream ends, then free its sessions."""
+        router = _Router(connection, Outgoing(connection, size_of=_size))
+        tasks = [
+            asyncio.ensure_future(self._receive_all(router)),
+            asyncio.ensure_future(router.outgoing.pump()),
+            asyncio.ensure_future(router.lost.wait()),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            router.lost.set()
+            for task in tasks:
+                task.cancel()
+            for handle in list(router.tickets):
+                self._leave(router, handle)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception) and not isinstance(result, OutriderError):
+                logger.error("a router's stream failed", exc_info=result, extra=_facts(router))
+
+    def emit(self, batch: Emits) -> None:
+        """Send the events of a round: one message to each router that has sessions in it."""
+        rows: dict[_Router, list[int]] = {}
+        handles: dict[_Router, list[int]] = {}
+        for row, ticket in enumerate(batch.tickets):
+            # A session that its router has left is gone from the table; its Close is on the way.
+            served = self._served.get(ticket)
+            if served is not None:
+                rows.setdefault(served.router, []).append(row)
+                handles.setdefault(served.router, []).append(served.handle)
+        for router, mine in rows.items():
+            self._tell(router, _events(batch, mine, handles[router]))
+        for ticket, reason in zip(batch.tickets, batch.reasons, strict=True):
+            if reason:
+                self._forget(ticket)
+
+    def fail(self, ticket: int, error: OutriderError) -> None:
+        """Tell a session's router that the session was refused or failed."""
+        served = self._forget(ticket)
+        if served is not None:
+            self._tell(served.router, failure_of(served.handle, error))
+
+    async def _receive_all(self, router: _Router) -> None:
+        while True:
+            try:
+                message = await router.connection.receive()
+            except InvalidMessageError as error:
+                self.counters["messages_invalid"] += 1
+                logger.debug("invalid message: %s", error.message, extra=_facts(router))
+                continue
+            for request in (message, *router.connection.ready()):
+                self._take(router, request)
+
+    def _take(self, router: _Router, request: SessionsRequest | MalformedOpen) -> None:
+        match request:
+            case SessionOpen(handle=handle, spec=spec):
+                try:
+                    self._open(router, handle, spec)
+                except OutriderError as error:
+                    self._tell(router, failure_of(handle, error))
+            case MalformedOpen(handle=handle, error=malformed):
+                self.counters["messages_invalid"] += 1
+                self._tell(router, failure_of(handle, malformed))
+            case SessionLeave(handle=handle):
+                self._leave(router, handle)
+            case Heartbeat():
+                pass
+
+    def _open(self, router: _Router, handle: int, spec: SessionSpec) -> None:
+        if handle in router.tickets:
+            raise AlreadyExistsError(f"handle {handle} is in use", reason="HANDLE_EXISTS")
+        self._admit()
+        if router.opening >= MAX_OPENING:
+            raise ResourceExhaustedError(
+                f"{MAX_OPENING} sessions are being opened", reason="OPENING_EXHAUSTED"
+            )
+        ticket = next(self._tickets)
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        router.tickets[handle] = ticket
+        router.opening += 1
+        self._served[ticket] = _Served(router, handle, spec.session_id)
+        self._on_change(len(self._served))
+        answer.add_done_callback(partial(self._answered, router, ticket))
+        self._post(Open(ticket, spec, answer))
+
+    def _answered(self, router: _Router, ticket: int, answer: asyncio.Future[None]) -> None:
+        router.opening -= 1
+        error = answer.exception()
+        if isinstance(error, OutriderError):
+            self.fail(ticket, error)
+
+    def _leave(self, router: _Router, handle: int) -> None:
+        ticket = router.tickets.get(handle)
+        served = None if ticket is None else self._forget(ticket)
+        if ticket is not None and served is not None:
+            self._post(Close(served.session_id, ticket))
+
+    def _forget(self, ticket: int) -> _Served | None:
+        served = self._served.pop(ticket, None)
+        if served is not None:
+            del served.router.tickets[served.handle]
+            self._on_change(len(self._served))
+        return served
+
+    def _tell(self, router: _Router, message: SessionsMessage) -> None:
+        if router.lost.is_set():
+            return
+        with contextlib.suppress(OutriderError):  # whoever receives hears of the loss
+            router.outgoing.put(message)
+        if router.outgoing.size > MAX_UNREAD_BYTES:
+            self.counters["routers_overflowed"] += 1
+            logger.warning("router does not read; disconnecting", extra=_facts(router))
+            router.lost.set()
+
+
+def _events(batch: Emits, rows: list[int], handles: list[int]) -> SessionEvents:
+    """The rows of one router as a message."""
+    counts = np.array(batch.counts, np.uint32)
+    tokens = np.array(batch.tokens, np.int32)
+    if len(rows) < len(batch):
+        mine = np.zeros(len(batch), np.bool_)
+        mine[rows] = True
+        tokens = tokens[np.repeat(mine, counts)]
+
+    def column(values: list[int], dtype: type[np.generic]) -> np.ndarray[Any, Any]:
+        whole = np.array(values, dtype)
+        return whole if len(rows) == len(batch) else whole[rows]
+
+    return SessionEvents(
+        handles=np.array(handles, np.uint32),
+        round_ids=column(batch.round_ids, np.uint32),
+        counts=column(batch.counts, np.uint32),
+        tokens=tokens,
+        finish_reasons=column(batch.reasons, np.uint8),
+        flags=column(batch.flags, np.uint8),
+        proposed=column(batch.proposed, np.uint16),
+        accepted=column(batch.accepted, np.uint16),
+    )
+
+
+def _facts(router: _Router) -> dict[str, object]:
+    return {"peer": router.connection.peer, "sessions": len(router.tickets)}
