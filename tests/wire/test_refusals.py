@@ -17,7 +17,7 @@ from outrider.wire.exchange_codec import validate_proposal
 from outrider.wire.inference import GenerateRequest, SamplingOptions, TextPrompt
 from outrider.wire.inference_codec import event_from_pb, request_from_pb, request_to_pb
 from outrider.wire.limits import MAX_MESSAGE_BYTES, MAX_NODES
-from outrider.wire.messages import Proposal
+from outrider.wire.messages import Proposal, SessionStart
 from outrider.wire.v1 import common_pb2, control_pb2, exchange_pb2, inference_pb2
 from tests.wire.samples import PLAN, SAMPLES, SAMPLING, SESSION, TREE
 
@@ -224,7 +224,8 @@ def test_set_plan_names_a_session() -> None:
 def test_a_seed_never_crosses_to_a_drafter() -> None:
     start = replace(SAMPLES["session_start"][1], sampling=SAMPLING)
     encoded = codec.encode_verifier_message(start)
-    assert codec.decode_verifier_message(encoded).sampling == SAMPLING.for_drafter()
+    decoded = codec.decode_verifier_message(encoded)
+    assert isinstance(decoded, SessionStart) and decoded.sampling == SAMPLING.for_drafter()
     message = exchange_pb2.ExchangeResponse.FromString(encoded)
     assert message.session_start.sampling.seed == 0
     message.session_start.sampling.ClearField("draft_key")
