@@ -181,20 +181,20 @@ def cut_and_draw(
     if _draws(temperatures_ptr, rules_ptr, slot):
         parts = tl.arange(0, TILES)
         size = tl.sum(tl.load(found_ptr + row * tiles + parts, mask=parts < tiles, other=0), 0)
-        columns_ptr += row * row_stride
-        counts_ptr += row * row_stride
-        _, total = _at_least(counts_ptr, size, 1, BLOCK)
+        row_columns_ptr = columns_ptr + row * row_stride
+        row_counts_ptr = counts_ptr + row * row_stride
+        number, total = _at_least(row_counts_ptr, size, 1, BLOCK)
         wanted = total * MASS
         low = tl.full((), 1, tl.int32)
         high = tl.full((), _MAX_COUNT, tl.int32)
         while low < high:
             # The largest edge at which the mass is reached.
             middle = (low + high + 1) // 2
-            _, mass = _at_least(counts_ptr, size, middle, BLOCK)
+            number, mass = _at_least(row_counts_ptr, size, middle, BLOCK)
             low = tl.where(mass >= wanted, middle, low).to(tl.int32)
             high = tl.where(mass >= wanted, high, middle - 1).to(tl.int32)
-        above, mass = _at_least(counts_ptr, size, low + 1, BLOCK)
-        more = tl.ceil((wanted - mass) / low.to(tl.float64)).to(tl.int32)
+        above, mass_above = _at_least(row_counts_ptr, size, low + 1, BLOCK)
+        more = tl.ceil((wanted - mass_above) / low.to(tl.float64)).to(tl.int32)
         kept = above + tl.maximum(more, 1)
         if kept > most:
             kept = tl.zeros_like(kept) + most
@@ -202,10 +202,10 @@ def cut_and_draw(
             while low < high:
                 # The largest edge at which there are as many.
                 middle = (low + high + 1) // 2
-                number, _ = _at_least(counts_ptr, size, middle, BLOCK)
+                number, mass = _at_least(row_counts_ptr, size, middle, BLOCK)
                 low = tl.where(number >= kept, middle, low).to(tl.int32)
                 high = tl.where(number >= kept, high, middle - 1).to(tl.int32)
-            above, _ = _at_least(counts_ptr, size, low + 1, BLOCK)
+            above, mass_above = _at_least(row_counts_ptr, size, low + 1, BLOCK)
         key = noise_key(stream_keys_ptr, slot, _DRAFT, tl.load(positions_ptr + row))
         ties = tl.full((), 0, tl.int32)
         written = tl.full((), 0, tl.int32)
@@ -213,8 +213,8 @@ def cut_and_draw(
         winner = tl.full((), 0, tl.int32)
         for start in range(0, size, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            counts = tl.load(counts_ptr + at, mask=at < size, other=0)
-            columns = tl.load(columns_ptr + at, mask=at < size, other=0)
+            counts = tl.load(row_counts_ptr + at, mask=at < size, other=0)
+            columns = tl.load(row_columns_ptr + at, mask=at < size, other=0)
             tied = counts == low
             rank = ties + tl.cumsum(tied.to(tl.int32), axis=0)
             inside = (counts > low) | (tied & (rank <= kept - above))

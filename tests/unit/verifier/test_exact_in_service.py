@@ -133,11 +133,18 @@ async def test_laws_from_outside_are_judged_as_the_host_judges_them(
     assert found[0] == found[1]
 
 
-async def test_the_host_is_not_asked_for_laws_from_outside(
-    tiny_target: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rule", Rule)
+async def test_a_drafter_in_service_is_not_told_the_seed(
+    rule: Rule, tiny_target: Path, tiny_head: Path
 ) -> None:
-    monkeypatch.setattr("outrider_verifier.device_engine.accept", None)
-    sampling = SamplingParams(temperature=0.9, seed=2, rule=Rule.REJECTION)
+    sampling = SamplingParams(temperature=0.9, seed=2**63 + 5, rule=rule)
+    told: list[SamplingParams] = []
+
+    def propose(followed: Followed) -> Draft:
+        told.append(followed.start.sampling)
+        return make_tree([1, 2])
+
     async with serving(tiny_target, tiny_head) as service:
-        results = await run_proposed(service, drawn(1, 1), CHAIN, sampling)
-    assert [len(tokens) for tokens, _ in results] == [24, 25, 26]
+        await run_proposed(service, propose, CHAIN, sampling)
+    assert set(told) == {sampling.for_drafter()}
+    assert told[0].seed == 0 and told[0].draft_key is not None

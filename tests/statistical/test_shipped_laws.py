@@ -1,0 +1,83 @@
+"""Chains drawn from quantised laws on the device, shipped, and judged there: the target's law.
+
+T trials, V ids, K draft length; the laws go through the types that cross the wire.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from outrider_drafter.device_laws import chains_with_laws
+
+from outrider.engine.device.buffers import Downloader
+from outrider.engine.device.law_inputs import LawInputs
+from outrider.engine.draft_sampling import LawLimits
+from outrider.engine.kernels.coins import accept_sampled
+from outrider.engine.kernels.law_draw import draw_from_laws, stack_laws
+from outrider.engine.kernels.sampling import choose_tokens
+from outrider.engine.kernels.state import NUM_STREAMS, RULE_REJECTION, SamplingState
+from outrider.spec.law import validate_law
+from tests.reference.goodness import LEAST_P, p_value
+
+TRIALS, V, K, BATCH = 8_000, 6, 2, 64
+CPU = torch.device("cpu")
+TARGET = torch.randn(V, V, generator=torch.Generator().manual_seed(15))
+DRAFT = 0.6 * TARGET + torch.randn(V, V, generator=torch.Generator().manual_seed(16))
+"""Logits by the newest id; the root is id 0."""
+DRAFT_IDS = torch.tensor([4, 0, 2, 5, 1, 3])
+"""The draft vocabulary is the target's in another order."""
+
+
+def _texts(first: int, limits: LawLimits, inputs: LawInputs) -> NDArray[np.int32]:
+    """[BATCH, K + 1] tokens of a round, -1 where it emitted fewer."""
+    generator = torch.Generator().manual_seed(first)
+    keys = torch.randint(-(2**63), 2**63 - 1, (BATCH + 1, NUM_STREAMS), generator=generator)
+    rules = torch.full((BATCH + 1,), RULE_REJECTION, dtype=torch.int32)
+    state = SamplingState(keys, torch.ones(BATCH + 1), rules)
+    slots, drawn = torch.arange(BATCH, dtype=torch.int32), []
+    newest, tokens = torch.zeros(BATCH, dtype=torch.int64), []
+    for step in range(K):
+        where = torch.full((BATCH,), 9 + step, dtype=torch.int32)
+        logits = DRAFT[newest][:, DRAFT_IDS]
+        drawn.append(draw_from_laws(logits, state, slots, where, ids=DRAFT_IDS, limits=limits))
+        newest = DRAFT_IDS[drawn[-1].columns.long()]
+        tokens.append(newest.to(torch.int32))
+    laws = stack_laws(drawn)
+    words = torch.cat((torch.stack(tokens, dim=1), laws.sizes), dim=1).numpy()
+    ids = DRAFT_IDS.numpy().astype(np.int32)
+    drafts = chains_with_laws(words, laws.entries, [K] * BATCH, ids, Downloader(CPU))
+    for draft in drafts:
+        assert draft.law is not None
+        validate_law(draft.law, draft.tree, V)
+    inputs.fill([draft.law for draft in drafts], BATCH, K + 1)
+    nodes = torch.cat((torch.zeros(BATCH, 1, dtype=torch.int32), torch.stack(tokens, 1)), dim=1)
+    logits = TARGET[nodes.long()].view(-1, V)
+    positions = (9 + torch.arange(K + 1, dtype=torch.int32)).repeat(BATCH)
+    chosen = choose_tokens(logits, state, slots, positions, rows_per_slot=K + 1, side="target")
+    result = accept_sampled(
+        logits,
+        chosen,
+        nodes.flatten(),
+        None,
+        num_nodes=K + 1,
+        state=state,
+        slots=slots,
+        positions=positions,
+        law=inputs.law(BATCH, K + 1),
+    )
+    assert not (result.flags & 2).any()
+    return np.asarray(result.tokens.numpy())
+
+
+@pytest.mark.parametrize("limits", [LawLimits(mass=1.0), LawLimits(max_ids=3)])
+def test_shipped_laws_leave_no_trace_of_the_draft(limits: LawLimits) -> None:
+    inputs = LawInputs(max_rows=1, device=CPU)
+    texts = np.concatenate([_texts(b, limits, inputs) for b in range(TRIALS // BATCH)])
+    law = TARGET.double().softmax(dim=-1).numpy()
+    assert p_value(np.bincount(texts[:, 0], minlength=V), law[0]) > LEAST_P
+    for before in range(V):
+        after = texts[(texts[:, 0] == before) & (texts[:, 1] >= 0), 1]
+        if len(after) >= 500:
+            assert p_value(np.bincount(after, minlength=V), law[before]) > LEAST_P
