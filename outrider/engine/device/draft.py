@@ -159,9 +159,8 @@ class DraftProgram:
             logits = self.logits(x)
             if warp is not None:
                 path = TokenPath(torch.stack(columns, dim=1), seen=level) if level else None
-                logits = self._warped(
-                    logits, warp, state, rows.slots, layout.following[level], path
-                )
+                following = layout.following[level]
+                logits = warp_drafts(logits, warp, state, rows.slots, following, path)
             columns.append(
                 choose_tokens(
                     logits,
