@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
+from typing import Final
 
 from outrider.errors import OutriderError
-from outrider_bench import acceptance, load, lossless, speed
-from outrider_bench.gpu import cli as gpu
 
-BENCHMARKS = {
-    "local": (speed, "speculative, plain and transformers decoding, interleaved"),
-    "acceptance": (acceptance, "tokens emitted per round by task, rule and temperature"),
-    "lossless": (lossless, "token ids with and without a drafter, differences explained"),
-    "load": (load, "many concurrent streams, and a full queue"),
-    "gpu": (gpu, "the device engine: kernels, rounds, placements"),
+# Modules by name: the client processes of `serve` import this one again, and shall not import
+# torch and all engines with it.
+BENCHMARKS: Final = {
+    "local": ("speed", "speculative, plain and transformers decoding, interleaved"),
+    "acceptance": ("acceptance", "tokens emitted per round by task, rule and temperature"),
+    "lossless": ("lossless", "token ids with and without a drafter, differences explained"),
+    "load": ("load", "many concurrent streams, and a full queue"),
+    "serve": ("serve.cli", "tokens/s, latencies and efficiency through the router, by placement"),
+    "gpu": ("gpu.cli", "the device engine: kernels, rounds, placements"),
 }
 
 
@@ -22,11 +25,14 @@ def main() -> int:
     """Run one benchmark; the exit status."""
     parser = argparse.ArgumentParser(prog="outrider bench")
     commands = parser.add_subparsers(dest="name", metavar="NAME", required=True)
+    modules = {}
     for name, (module, text) in BENCHMARKS.items():
-        module.add_arguments(commands.add_parser(name, help=text, description=module.__doc__))
+        modules[name] = importlib.import_module(f"outrider_bench.{module}")
+        command = commands.add_parser(name, help=text, description=modules[name].__doc__)
+        modules[name].add_arguments(command)
     args = parser.parse_args()
     try:
-        BENCHMARKS[args.name][0].run(args)
+        modules[args.name].run(args)
     except OutriderError as error:
         print(f"outrider bench: {error.message}", file=sys.stderr)
         return 1

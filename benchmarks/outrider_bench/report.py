@@ -7,6 +7,10 @@ import json
 import sys
 from collections.abc import Sequence
 
+import numpy as np
+
+PERCENTILES = (50, 90, 99)
+
 
 def say(line: str) -> None:
     """A progress line."""
@@ -18,6 +22,14 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
     lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p90 and p99; empty without values."""
+    if not values:
+        return {}
+    found = np.percentile(np.asarray(values), PERCENTILES)
+    return {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, found, strict=True)}
 
 
 def finish(args: argparse.Namespace, result: dict[str, object]) -> None:

@@ -6,7 +6,6 @@ d head dimension.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +13,10 @@ from outrider.engine.device.free_slots import FreeSlots
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import HeadConfig
 from outrider.engine.kernels.state import (
+    NUM_STREAMS,
     RULE_NUMBERS,
     SamplingState,
+    stream_keys,
 )
 from outrider.engine.kvcache import BlockAllocator
 from outrider.errors import ResourceExhaustedError
@@ -53,7 +54,7 @@ class DeviceRows:
         self.tables = torch.full((count, table), blocks, dtype=torch.int32, device=device)
         """int32 [X, T]."""
         self.sampling = SamplingState(
-            seeds=torch.zeros(count, dtype=torch.int64, device=device),
+            stream_keys=torch.zeros((count, NUM_STREAMS), dtype=torch.int64, device=device),
             temperatures=torch.zeros(count, dtype=torch.float32, device=device),
             rules=torch.zeros(count, dtype=torch.int32, device=device),
         )
@@ -77,7 +78,7 @@ class DeviceRows:
         self._held[slot] = []
         state = self.sampling
         # Copies from pageable memory have left it when they return: nothing to keep alive.
-        state.seeds[slot : slot + 1].copy_(_words(np.array([sampling.seed], np.uint64)))
+        state.stream_keys[slot].copy_(torch.from_numpy(stream_keys(sampling)))
         state.temperatures[slot] = sampling.temperature
         state.rules[slot] = RULE_NUMBERS[sampling.effective_rule]
         self.warp.begin(slot, sampling)
@@ -120,7 +121,3 @@ class DeviceRows:
         blocks = self.tables[slot, index // BLOCK_TOKENS].long()
         pool = blocks * BLOCK_TOKENS + index % BLOCK_TOKENS
         return self.storage[0, 0, :, pool], self.storage[1, 0, :, pool]
-
-
-def _words(seeds: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> Tensor:
-    return torch.from_numpy(seeds.view(np.int64))

@@ -1,14 +1,16 @@
 """Drafts from an EAGLE-3 head whose whole draft is one launch on the device.
 
 A batch of sessions costs one upload, one graph (catch-up, all levels, all choices) and one
-download; the host waits for the device once. What the device does not cover (the rejection rule,
-whose law is quantised on the host) goes to a `HeadSource` over the same weights.
+download; the host waits for the device once (twice where laws come along: how much of them is to be
+fetched is known after the first time). What the device does not cover (trees of the rejection rule)
+goes to a `HeadSource` over the same weights.
 
 B rows of a bucket, R new rows a session, H hidden size, K chain length, n tree nodes.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -24,12 +26,13 @@ from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.health import device_works
 from outrider.engine.device.shapes import ROW_BUCKETS, bucket
+from outrider.engine.draft_sampling import law_limits_for
 from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.engine.warper import has_penalties
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import SessionId
-from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
+from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan, default_depth
 from outrider.spec.sampling import Rule
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
@@ -41,9 +44,10 @@ from outrider_drafter.device_batch import (
     SessionRows,
     raw_array,
 )
+from outrider_drafter.device_laws import chains_with_laws
 from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
 from outrider_drafter.device_shapes import Shape, covers, shape_of
-from outrider_drafter.growth import Draft, default_depth
+from outrider_drafter.growth import Draft
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.sessions import Session, SessionKey
 from outrider_drafter.source import Drafted
@@ -97,6 +101,7 @@ class DeviceHeadSource:
             device=self._device,
             draft_columns=weights.draft_columns,
         )
+        self._target_ids: NDArray[np.int32] = weights.target_ids.cpu().numpy().astype(np.int32)
         self._program = DraftProgram(
             weights,
             storage=self._rows.storage,
@@ -135,12 +140,14 @@ class DeviceHeadSource:
         for plan in plans:
             depth = plan.draft_tokens if plan.top_k == 1 else plan.depth
             depth = min(depth or default_depth(plan.draft_tokens), plan.draft_tokens)
-            shape = Shape(plan.draft_tokens, plan.top_k, depth)
+            plain = Shape(plan.draft_tokens, plan.top_k, depth)
+            shapes = [plain, plain._replace(with_law=True)] if plan.top_k == 1 else [plain]
             most = bucket(plan.draft_tokens + 1, NEW_ROW_BUCKETS)
-            for size in (s for s in ROW_BUCKETS if s <= bucket(max_batch, ROW_BUCKETS)):
-                for num_rows in (r for r in NEW_ROW_BUCKETS if r <= most):
-                    result = self._launch(shape, [], size, num_rows)
-                    self._downloads.start(result).wait()
+            sizes = [size for size in ROW_BUCKETS if size <= bucket(max_batch, ROW_BUCKETS)]
+            rows = [count for count in NEW_ROW_BUCKETS if count <= most]
+            for shape, size, num_rows in itertools.product(shapes, sizes, rows):
+                result, _ = self._launch(shape, [], size, num_rows)
+                self._downloads.start(result).wait()
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[Session]) -> None:
@@ -185,7 +192,7 @@ class DeviceHeadSource:
         """A session stays where it began: its K/V is there."""
         if session.key in self._states:
             return False
-        if session.key not in self._on_host and not covers(session.sampling):
+        if session.key not in self._on_host and not covers(session.sampling, session.plan):
             self._on_host.add(session.key)
         return session.key in self._on_host
 
@@ -229,11 +236,17 @@ class DeviceHeadSource:
         most = max(len(ready.tokens) for ready in members)
         size, num_rows = bucket(len(members), ROW_BUCKETS), bucket(most, NEW_ROW_BUCKETS)
         self._count(members)
-        result = self._launch(shape, members, size, num_rows)
+        result, entries = self._launch(shape, members, size, num_rows)
         for ready in members:
             ready.state.stable = ready.start + len(ready.tokens)
             ready.state.features = ready.state.features[-1:]
         words = self._downloads.start(result).wait().numpy().copy()
+        if entries is not None:
+            lengths = [min(shape.depth, ready.session.room) for ready in members]
+            ids = self._target_ids
+            drafts = chains_with_laws(words, entries, lengths, ids, self._downloads)
+            yield [(ready.session, draft) for ready, draft in zip(members, drafts, strict=True)]
+            return
         drafted: list[tuple[Session, Draft]] = []
         for row, ready in enumerate(members):
             if shape.top_k == 1:
@@ -243,8 +256,11 @@ class DeviceHeadSource:
                 drafted.append((ready.session, _tree(words[row])))
         yield drafted
 
-    def _launch(self, shape: Shape, members: Sequence[Ready], size: int, num_rows: int) -> Tensor:
-        """int32 [B, K] tokens of chains; [B, 3, n] tokens, parents and log-prob bits of trees."""
+    def _launch(
+        self, shape: Shape, members: Sequence[Ready], size: int, num_rows: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """int32 [B, K] tokens of chains; [B, 3, n] tokens, parents and log-prob bits of trees; with
+        laws [B, 2K] tokens and sizes, and the entries (see `ChainLaws`)."""
         rows, state = self._batch.fill(members, size, num_rows), self._rows.sampling
         warped = any(self._rows.warp.warps(ready.state.slot) for ready in members)
         coupled = shape.top_k > 1 and any(
@@ -252,9 +268,15 @@ class DeviceHeadSource:
         )
         warp = self._rows.warp.state if warped else None
 
-        def run() -> Tensor:
+        def run() -> tuple[Tensor, Tensor | None]:
             if shape.top_k == 1:
-                return self._program.chain(rows, state=state, length=shape.depth, warp=warp).tokens
+                limits = law_limits_for(shape.depth) if shape.with_law else None
+                chain = self._program.chain(
+                    rows, state=state, length=shape.depth, warp=warp, law_limits=limits
+                )
+                if chain.laws is None:
+                    return chain.tokens, None
+                return torch.cat((chain.tokens, chain.laws.sizes), dim=1), chain.laws.entries
             tree = self._program.tree(
                 rows,
                 state=state,
@@ -265,7 +287,7 @@ class DeviceHeadSource:
                 coupled=coupled,
             )
             bits = tree.logprobs.view(torch.int32)
-            return torch.stack((tree.tokens, tree.parents, bits), dim=1)
+            return torch.stack((tree.tokens, tree.parents, bits), dim=1), None
 
         return self.graphs.run((shape, size, num_rows, warped, coupled), run)
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.spec.law import DraftLaw, LawEntries, make_law
-from outrider.spec.plan import Plan
+from outrider.spec.plan import Plan, default_depth
 from outrider.spec.tree import ROOT, DraftTree
 
 _RANK_PRIOR = 0.62
@@ -76,11 +76,6 @@ class Growth(Protocol):
     def draft(self) -> Draft:
         """The finished tree."""
         ...
-
-
-def default_depth(num_nodes: int) -> int:
-    """Levels of a tree whose plan leaves them open: 6 for 32 nodes, 7 for 64."""
-    return max(2, num_nodes.bit_length())
 
 
 def make_growth(plan: Plan, *, room: int, with_law: bool) -> Growth | None:

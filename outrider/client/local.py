@@ -64,6 +64,8 @@ class LocalConfig:
     """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
     draft_length: int | None = None
     """Draft tokens a round of a head in the verifier; None takes its default."""
+    draft_topk: int | None = None
+    """Children that a head in the verifier tries of a node; None takes its default."""
     cuda_graphs: bool = True
     simulated_acceptance: str = ""
     """Benchmarks with random weights only: see the verifier's option of this name."""
@@ -288,6 +290,7 @@ def verifier_args(config: LocalConfig, gpus: int = 0) -> list[str]:
         device=device,
         placement=config.placement,
         draft_length=config.draft_length,
+        draft_topk=config.draft_topk if config.placement != SEPARATE else None,
         simulated_acceptance=config.simulated_acceptance or None,
         kv_tokens=config.kv_tokens,
         memory_fraction=SHARED_MEMORY_FRACTION if shares else None,

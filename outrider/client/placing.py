@@ -16,6 +16,7 @@ class Placing(TypedDict):
     drafter_device: str
     placement: str
     draft_length: int | None
+    draft_topk: int | None
     cuda_graphs: bool
     awake_cores: int | None
     simulated_acceptance: str
@@ -48,6 +49,7 @@ def placing_of(args: argparse.Namespace) -> Placing:
         "drafter_device": args.drafter_device or "",
         "placement": args.placement or SEPARATE,
         "draft_length": args.draft_length,
+        "draft_topk": args.draft_topk,
         "cuda_graphs": not args.no_cuda_graphs,
         "awake_cores": args.awake_cores,
         "simulated_acceptance": args.simulated_acceptance or "",

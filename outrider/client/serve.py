@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=at_least(0), default=50050, help="of the router; default: 50050")
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
     add_placing_arguments(parser)
+    add("--draft-topk", type=at_least(1), metavar="K", help="children that head tries of a node")
     add("--kv-tokens", type=at_least(1), metavar="N", help="KV budget of the verifier")
     add("--max-sessions", type=at_least(1), metavar="N", help="sessions served at once")
     add("--queue-limit", type=at_least(0), metavar="N", help="requests that may wait")
@@ -137,6 +138,7 @@ def ray_args(config: LocalConfig) -> list[str]:
         "dtype": config.element_type,
         "placement": config.placement,
         "draft-length": config.draft_length,
+        "draft-topk": config.draft_topk,
         "simulated-acceptance": config.simulated_acceptance or None,
         "gpus-per-actor": 1 if config.device == CUDA else None,
         "listen": config.listen,

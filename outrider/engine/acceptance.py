@@ -36,7 +36,8 @@ from outrider.engine.noise import noise_keys, perturbed_argmax
 from outrider.engine.residual import ResidualWalk
 from outrider.engine.warper import TokenHistory, needs_edits, plain_argmax, warp
 from outrider.spec.law import DraftLaw
-from outrider.spec.noise import SHARED_COIN_ID, Stream, uniform
+from outrider.spec.noise import SHARED_COIN_ID, Stream, bits_from_keys, uniform_from_bits
+from outrider.spec.noise import noise_keys as position_keys
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 
@@ -185,8 +186,8 @@ def _warped(logits_AV: Tensor, walks: list[_Walk]) -> Tensor:
 
 
 def _keys(walks: list[_Walk], stream: Stream, device: torch.device) -> Tensor:
-    seeds = [walk.row.sampling.seed for walk in walks]
-    return noise_keys(seeds, stream, [walk.position for walk in walks], device)
+    keys = [walk.row.sampling.stream_key(stream) for walk in walks]
+    return noise_keys(keys, [walk.position for walk in walks], device)
 
 
 def _judge_greedy(logits: Tensor, walks: list[_Walk]) -> None:
@@ -256,14 +257,12 @@ def _coins(walks: list[_Walk]) -> list[list[float]]:
     """ACCEPT coins of each walk's children, then the coin that they share."""
     sizes = [len(walk.children()) + 1 for walk in walks]
     ids = [[*(t for _, t in walk.children()), SHARED_COIN_ID] for walk in walks]
-    seeds = np.array([walk.row.sampling.seed for walk in walks], dtype=np.uint64)
-    flat = uniform(
-        np.repeat(seeds, sizes),
-        Stream.ACCEPT,
-        np.repeat([walk.position for walk in walks], sizes),
-        np.array([i for row in ids for i in row], dtype=np.int64),
+    keys = position_keys(
+        [walk.row.sampling.stream_key(Stream.ACCEPT) for walk in walks],
+        [walk.position for walk in walks],
     )
-    return _split(flat.tolist(), sizes)
+    bits = bits_from_keys(np.repeat(keys, sizes), [i for row in ids for i in row])
+    return _split(uniform_from_bits(bits).tolist(), sizes)
 
 
 def _split(flat: list[float], sizes: list[int]) -> list[list[float]]:

@@ -157,8 +157,8 @@ class _Batch:
     def warped(self) -> Tensor:
         return warp(self.logits_ND, self.sampling, self.histories, target_ids=self.target_ids)
 
-    def seeds(self) -> list[int]:
-        return [params.seed for params in self.sampling]
+    def stream_keys(self, stream: Stream) -> list[int]:
+        return [params.stream_key(stream) for params in self.sampling]
 
 
 _Part = tuple[Tensor, Tensor, list[LawEntries | None]]
@@ -204,7 +204,7 @@ def _stable_topk(logprobs_D: Tensor, k: int) -> Tensor:
 
 
 def _coupled(batch: _Batch) -> _Part:
-    keys = noise_keys(batch.seeds(), Stream.TARGET, batch.positions, batch.logits_ND.device)
+    keys = noise_keys(batch.stream_keys(Stream.TARGET), batch.positions, batch.logits_ND.device)
     wanted = 1 if batch.top_k == 1 else max(batch.top_k, SCORED_RIVALS)
     perturbed, columns = perturbed_topk(batch.warped(), keys, wanted, batch.target_ids)
     if batch.top_k == 1:
@@ -236,10 +236,10 @@ def _drawn_from_law(batch: _Batch) -> _Part:
     columns, logprobs = np.full((rows, k), -1, np.int64), np.full((rows, k), -np.inf, np.float32)
     laws: list[LawEntries | None] = []
     target_ids = None if batch.target_ids is None else batch.target_ids.cpu().numpy()
-    keys = numpy_noise_keys(batch.seeds(), Stream.DRAFT, list(batch.positions))
-    probs_ND = batch.warped().softmax(dim=-1).cpu().numpy()
+    keys = numpy_noise_keys(batch.stream_keys(Stream.DRAFT), list(batch.positions))
+    weights_ND = law_weights(batch.warped()).cpu().numpy()
     for row in range(rows):
-        kept, counts = quantise(probs_ND[row], batch.law_limits[row], at_least=k)
+        kept, counts = quantise(weights_ND[row], batch.law_limits[row], at_least=k)
         ids = kept
         if target_ids is not None:
             order = target_ids[kept].argsort(kind="stable")  # one pass if they increase already
@@ -263,29 +263,34 @@ def _largest(values: NDArray[np.float64], k: int) -> NDArray[np.int64]:
     return top[values[top].argsort()[::-1]]
 
 
+def law_weights(scores_ND: Tensor) -> Tensor:
+    """exp(score - the row's largest), float32: what `quantise` counts. Scores are finite or -inf,
+    with a finite one in every row."""
+    return (scores_ND - scores_ND.amax(dim=-1, keepdim=True)).exp()
+
+
 def quantise(
-    probs_D: NDArray[np.float32], limits: LawLimits, *, at_least: int
+    weights_D: NDArray[np.float32], limits: LawLimits, *, at_least: int
 ) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
     """Columns (increasing) and counts of a truncated, quantised law.
 
-    The most probable column has count 65535 and the others are rounded to that scale, at least 1;
-    columns of probability 0 are left out, and `at_least` columns are kept if there are as many.
-    Of columns that tie at the edge the lower ones are kept.
+    weights: probabilities up to a factor. The largest has count 65535, the others are rounded to
+    that scale, and those of count 0 are left out. What is kept is a matter of the counts alone, so
+    that no order of summation decides it: the largest counts, of equal ones those of the lower
+    columns; so many that they have the mass, but at most max_ids, and at least `at_least` if there
+    are as many.
     """
-    possible = np.flatnonzero(probs_D)
-    if 1.0 - limits.mass > 1e-5 and len(possible) > at_least:
-        # Columns below (1 - mass) / D weigh less than 1 - mass together: none of them is needed.
-        likely = np.flatnonzero(probs_D >= 0.5 * (1.0 - limits.mass) / len(probs_D))
-        possible = likely if len(likely) >= at_least else possible
-    values = probs_D[possible]
+    scale = MAX_COUNT / float(weights_D.max())
+    possible = np.flatnonzero(weights_D > 0.49 / scale)
+    values = np.rint(weights_D[possible].astype(np.float64) * scale).astype(np.int64)
+    possible, values = possible[values > 0], values[values > 0]
     descending = np.sort(values)[::-1]
-    mass = descending.cumsum(dtype=np.float64)
-    kept = int(np.count_nonzero(mass[:-1] < limits.mass)) + 1
+    mass = descending.cumsum()
+    kept = int(np.count_nonzero(mass[:-1] < limits.mass * float(mass[-1]))) + 1
     kept = min(max(min(kept, limits.max_ids), at_least), len(values))
     edge = descending[kept - 1]
     inside = np.flatnonzero(values >= edge)
     if len(inside) > kept:
         tied = np.flatnonzero(values == edge)
         inside = np.setdiff1d(inside, tied[kept - len(inside) :], assume_unique=True)
-    counts = np.rint(values[inside].astype(np.float64) * (MAX_COUNT / float(descending[0])))
-    return possible[inside], np.maximum(counts, 1.0).astype(np.uint16)
+    return possible[inside], values[inside].astype(np.uint16)

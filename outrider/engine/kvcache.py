@@ -10,6 +10,7 @@ view. A fragmented sequence reads by a gather.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -133,11 +134,6 @@ class KVSequence:
         contiguous = blocks[-1] - blocks[0] + 1 == len(blocks) and list(blocks) == sorted(blocks)
         self.start: int | None = blocks[0] * pool.block_tokens if contiguous else None
         """First slot if all slots are one extent, else None."""
-        device = pool.storage.device
-        self._slots = torch.cat(
-            [torch.arange(b * pool.block_tokens, (b + 1) * pool.block_tokens) for b in blocks]
-        ).to(device)
-        self._positions = torch.zeros(self.capacity, dtype=torch.int64, device=device)
 
     @property
     def len(self) -> int:
@@ -178,6 +174,23 @@ class KVSequence:
     def positions(self, start: int, end: int) -> Tensor:
         """Absolute position of the tokens in slots start .. end, int64."""
         return self._positions[start:end]
+
+    # A device's rounds know a sequence by its blocks alone; making these would wait for the device.
+    # Tensors made in inference mode could be written in that mode only.
+
+    @cached_property
+    def _slots(self) -> Tensor:
+        """int64 [capacity]: pool slots in order."""
+        size = self._pool.block_tokens
+        with torch.inference_mode(False):
+            slots = torch.cat([torch.arange(b * size, (b + 1) * size) for b in self._blocks])
+            return slots.to(self._pool.storage.device)
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        """int64 [capacity]: absolute position of the token in each slot."""
+        with torch.inference_mode(False):
+            return torch.zeros(self.capacity, dtype=torch.int64, device=self._pool.storage.device)
 
     def slots(self, start: int, end: int) -> Tensor:
         """Indices into the pool of slots start .. end of this sequence, int64."""

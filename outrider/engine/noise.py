@@ -20,7 +20,6 @@ from torch import Tensor
 
 from outrider.spec.digest import TOKEN_OFFSET
 from outrider.spec.mixing import GOLDEN64, MULTIPLIER_A, MULTIPLIER_B, mix64_array
-from outrider.spec.noise import Stream
 from outrider.spec.noise import gumbel_from_bits as gumbel_from_words
 from outrider.spec.noise import noise_keys as numpy_noise_keys
 
@@ -55,13 +54,10 @@ def extend_digests(digests: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def noise_keys(
-    seeds: Sequence[int],
-    stream: Stream,
-    positions: Sequence[int],
-    device: torch.device | str = "cpu",
+    stream_keys: Sequence[int], positions: Sequence[int], device: torch.device | str = "cpu"
 ) -> Tensor:
     """Keys of rows, int64 words [A], computed on the host."""
-    keys = numpy_noise_keys(list(seeds), stream, list(positions))
+    keys = numpy_noise_keys(list(stream_keys), list(positions))
     return torch.from_numpy(keys.view("int64")).to(device)
 
 

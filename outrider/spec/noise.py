@@ -2,10 +2,16 @@
 
 Definition, modulo 2^64 (mix64 and GOLDEN64: `outrider.spec.mixing`):
 
-    key(seed, stream, position) = mix64(mix64(mix64(seed + SEED_OFFSET) + stream) + position)
-    bits(key, id)               = mix64(key + (id + 1) * GOLDEN64)
+    stream_key(seed, stream) = BLAKE2b(seed, 8 bytes out, personalised by the stream)
+    key(stream_key, position) = mix64(stream_key + position)
+    bits(key, id)             = mix64(key + (id + 1) * GOLDEN64)
     U = (floor(bits / 2^12) + 1/2) * 2^-52        an odd multiple of 2^-53, exact in float64
     G = -log(-log U)                              Gumbel(0, 1), in [-3.61, 36.74]
+
+The seed and the digests are 8 bytes, least significant first. From bits one gets back to a
+stream's key, mix64 being invertible, but from there to the seed or to another stream only by trying
+seeds: so a drafter may hold the key of the stream that it draws from and does not learn the coins
+that judge its drafts, as long as the seed itself cannot be guessed.
 
 So the ids of one position read one SplitMix64 sequence whose state is the key: a kernel needs
 one multiply-add and one finaliser an id, and no state. U takes the top 52 bits and not 53: with
@@ -24,13 +30,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import lru_cache
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.spec.mixing import GOLDEN64, MASK64, mix64_array
 
-SEED_OFFSET = 0x8CB92BA72F3D8DD7
 SHARED_COIN_ID = -1
 """Pseudo id of the one coin that siblings share under the target-only rule."""
 
@@ -58,12 +65,18 @@ def _words(values: Words) -> NDArray[np.uint64]:
     return array.astype(np.uint64)
 
 
-def noise_keys(seeds: Words, stream: Stream, positions: Words) -> NDArray[np.uint64]:
-    """Keys by broadcasting seeds (uint64) with absolute positions (>= 0)."""
+@lru_cache(maxsize=4096)
+def stream_key(seed: int, stream: Stream) -> int:
+    """The 64-bit key of one stream of the session with this 64-bit seed."""
+    person = b"outrider " + stream.name.lower().encode()
+    digest = blake2b((seed & MASK64).to_bytes(8, "little"), digest_size=8, person=person).digest()
+    return int.from_bytes(digest, "little")
+
+
+def noise_keys(stream_keys: Words, positions: Words) -> NDArray[np.uint64]:
+    """Keys by broadcasting the keys of streams with absolute positions (>= 0)."""
     with np.errstate(over="ignore"):
-        inner = mix64_array(_words(seeds) + np.uint64(SEED_OFFSET))
-        middle = mix64_array(inner + np.uint64(stream))
-        return mix64_array(np.asarray(middle + _words(positions), dtype=np.uint64))
+        return mix64_array(np.asarray(_words(stream_keys) + _words(positions), dtype=np.uint64))
 
 
 def bits_from_keys(keys: NDArray[np.uint64], ids: Words) -> NDArray[np.uint64]:
@@ -80,7 +93,9 @@ def uniform_from_bits(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 def noise_bits(seed: Words, stream: Stream, position: Words, ids: Words) -> NDArray[np.uint64]:
     """64 noise bits for every element of the broadcast of seed, position and ids."""
-    return bits_from_keys(noise_keys(seed, stream, position), ids)
+    seeds, places = np.unique(_words(seed), return_inverse=True)
+    keys = np.array([stream_key(int(one), stream) for one in seeds], dtype=np.uint64)
+    return bits_from_keys(noise_keys(keys[places.reshape(np.shape(seed))], position), ids)
 
 
 def uniform(seed: Words, stream: Stream, position: Words, ids: Words) -> NDArray[np.float64]:

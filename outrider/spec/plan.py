@@ -12,6 +12,11 @@ MAX_DRAFT_TOP_K = 32
 MAX_PATIENCE_MS = 60_000
 
 
+def default_depth(num_nodes: int) -> int:
+    """Levels of a tree whose plan leaves them open: 6 for 32 nodes, 7 for 64."""
+    return max(2, num_nodes.bit_length())
+
+
 class DraftMethod(StrEnum):
     """Where drafts come from."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from outrider.errors import InvalidRequestError
+from outrider.spec.noise import Stream, stream_key
 
 
 class Rule(StrEnum):
@@ -71,9 +72,12 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(id, what is added to its logit), distinct ids; amounts in [-100, 100]."""
     seed: int = 0
-    """64-bit seed of the session's noise."""
+    """64-bit seed of the session's noise; 0 where it is withheld."""
     rule: Rule = Rule.COUPLED
     """Acceptance rule at temperature > 0."""
+    draft_key: int | None = None
+    """Where the seed is withheld, the key of the one stream that drafts are drawn with (0 if the
+    rule draws none): all that a drafter is told of the noise. See `for_drafter`."""
 
     def __post_init__(self) -> None:
         _require(
@@ -96,6 +100,9 @@ class SamplingParams:
         )
         _check_bias(self.logit_bias)
         _require(0 <= self.seed <= UINT64_MAX, f"seed must fit in 64 bits, got {self.seed}")
+        if self.draft_key is not None:
+            _require(0 <= self.draft_key <= UINT64_MAX, "draft_key must fit in 64 bits")
+            _require(self.seed == 0, "a draft_key stands in the place of the seed")
 
     @property
     def effective_rule(self) -> Rule:
@@ -103,3 +110,35 @@ class SamplingParams:
         if self.temperature == 0.0 or self.rule is Rule.GREEDY:
             return Rule.GREEDY
         return self.rule
+
+    @property
+    def draft_stream(self) -> Stream | None:
+        """The stream that a drafter of this session draws from, if any."""
+        return _DRAFT_STREAMS.get(self.effective_rule)
+
+    def knows(self, stream: Stream) -> bool:
+        """Whether `stream_key` can tell the key of this stream."""
+        return self.draft_key is None or stream is self.draft_stream
+
+    def stream_key(self, stream: Stream) -> int:
+        """The 64-bit key of a noise stream. Raises InvalidRequestError if it is withheld."""
+        if self.draft_key is None:
+            return stream_key(self.seed, stream)
+        if stream is not self.draft_stream:
+            raise InvalidRequestError(
+                f"the key of the {stream.name} stream stays with the verifier",
+                reason="KEY_WITHHELD",
+            )
+        return self.draft_key
+
+    def for_drafter(self) -> SamplingParams:
+        """The same parameters with the seed withheld: of the noise a drafter is told the stream
+        that its guesses are drawn with, never the coins that they are judged by."""
+        if self.draft_key is not None:
+            return self
+        stream = self.draft_stream
+        key = 0 if stream is None else self.stream_key(stream)
+        return replace(self, seed=0, draft_key=key)
+
+
+_DRAFT_STREAMS = {Rule.COUPLED: Stream.TARGET, Rule.REJECTION: Stream.DRAFT}

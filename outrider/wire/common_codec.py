@@ -81,6 +81,7 @@ def sampling_to_pb(params: SamplingParams) -> pb.Sampling:
         frequency_penalty=params.frequency_penalty,
         banned_ids=params.banned_ids,
         seed=params.seed,
+        draft_key=params.draft_key,
         rule=RULES[params.rule],
         logit_bias=bias_to_pb(params.logit_bias),
     )
@@ -115,9 +116,24 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
             frequency_penalty=message.frequency_penalty,
             banned_ids=banned,
             seed=message.seed,
+            draft_key=message.draft_key if message.HasField("draft_key") else None,
             rule=maybe(RULES_FROM_PB, message.rule, "rule") or Rule.COUPLED,
             logit_bias=bias,
         )
+
+
+def seeded_sampling_from_pb(message: pb.Sampling) -> SamplingParams:
+    """What a verifier is told: it must bring the seed itself."""
+    if message.HasField("draft_key"):
+        fail("sampling must bring a seed, not a drafter's key")
+    return sampling_from_pb(message)
+
+
+def drafter_sampling_from_pb(message: pb.Sampling) -> SamplingParams:
+    """What a drafter is told: never the seed."""
+    if not message.HasField("draft_key"):
+        fail("sampling must bring a drafter's key")
+    return sampling_from_pb(message)
 
 
 def plan_to_pb(plan: Plan) -> pb.Plan:

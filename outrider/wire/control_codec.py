@@ -18,8 +18,8 @@ from outrider.wire.common_codec import (
     methods_from_pb,
     plan_from_pb,
     plan_to_pb,
-    sampling_from_pb,
     sampling_to_pb,
+    seeded_sampling_from_pb,
     stats_from_pb,
     stats_to_pb,
 )
@@ -79,7 +79,7 @@ def decode_session_spec(data: bytes | memoryview) -> SessionSpec:
         ),
         stop_token_ids=token_ids(message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS),
         min_new_tokens=number(message.min_new_tokens, "min_new_tokens", high=MAX_SEQUENCE_LEN),
-        sampling=sampling_from_pb(message.sampling),
+        sampling=seeded_sampling_from_pb(message.sampling),
         plan=plan_from_pb(message.plan),
         drafter_id=None if drafter_id is None else DrafterId(text(drafter_id, "drafter_id")),
     )

@@ -24,11 +24,11 @@ from outrider.wire.common_codec import (
     LAYOUTS,
     LAYOUTS_FROM_PB,
     METHODS,
+    drafter_sampling_from_pb,
     known,
     methods_from_pb,
     plan_from_pb,
     plan_to_pb,
-    sampling_from_pb,
     sampling_to_pb,
 )
 from outrider.wire.limits import (
@@ -308,7 +308,7 @@ def _session_start_to_pb(start: SessionStart) -> pb.SessionStart:
         session_id=start.session_id,
         epoch=start.epoch,
         plan=plan_to_pb(start.plan),
-        sampling=sampling_to_pb(start.sampling),
+        sampling=sampling_to_pb(start.sampling.for_drafter()),
         max_len=start.max_len,
         prompt_len=start.prompt_len,
     )
@@ -319,7 +319,7 @@ def _session_start_from_pb(message: pb.SessionStart) -> SessionStart:
         session_id=_session_id(message.session_id),
         epoch=message.epoch,
         plan=plan_from_pb(message.plan),
-        sampling=sampling_from_pb(message.sampling),
+        sampling=drafter_sampling_from_pb(message.sampling),
         max_len=number(message.max_len, "max_len", high=MAX_SEQUENCE_LEN),
         prompt_len=number(message.prompt_len, "prompt_len", high=MAX_SEQUENCE_LEN),
     )

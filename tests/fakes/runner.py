@@ -40,6 +40,8 @@ class FakeRunner:
     """Implements `RoundRunner`; drafts by itself unless `drafts` is 0."""
 
     run_ahead = True
+    piece_tokens = 4
+    most_prompt_tokens: int | None = None
 
     def __init__(self, target: FakeTarget, *, drafts: int = 3, slots: int = 64) -> None:
         self.target = target
@@ -67,6 +69,11 @@ class FakeRunner:
     def enter_thread(self) -> None:
         """Nothing to do."""
 
+    @staticmethod
+    def prompt_tokens_beside(rows: int) -> int | None:
+        """Less than alone."""
+        return 8
+
     def open(self, session: Session) -> None:
         """Take a slot."""
         if len(self.prefixes) >= self._slots:
@@ -85,7 +92,6 @@ class FakeRunner:
         if self.before_submit is not None:
             self.before_submit(verify)
         if self.in_flight:
-            assert not prefill
             assert all(row.proposal is None for row in verify)
         written: list[int] = []
         outcomes: list[RowOutcome] = []

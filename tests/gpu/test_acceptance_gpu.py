@@ -168,7 +168,7 @@ def _launch(logits: Tensor, here: DeviceRound, law: Law, device: torch.device) -
 
 def _expected(batch: MixedBatch) -> list[Outcome]:
     results = accept(batch.logits, batch.rows)
-    return [(r.accepted_nodes, r.tokens, r.resampled) for r in results]
+    return [(r.accepted_nodes, r.tokens, r.resampled, r.used_target_only_fallback) for r in results]
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from outrider.engine.device.slots import SessionSlots
+from outrider.engine.kernels.state import stream_keys
 from outrider.engine.kvcache import KVPool
 from outrider.spec.sampling import SamplingParams
 
@@ -48,7 +50,8 @@ def test_a_burst_of_sessions_on_a_busy_stream_is_told_of_each() -> None:
     assert not woken.query(), "nothing waited for the device"
     torch.cuda.synchronize()
     assert slots.sequence.tables[places].tolist() == [list(s.blocks) for s in sequences]
-    assert slots.sampling.seeds[places].tolist() == list(range(SESSIONS))
+    keys = np.stack([stream_keys(SamplingParams(seed=number)) for number in range(SESSIONS)])
+    assert np.array_equal(slots.sampling.stream_keys[places].cpu().numpy(), keys)
     lengths, roots = slots.sequence.lengths[places], slots.sequence.roots[places]
     assert lengths.tolist() == [9, 5] * (SESSIONS // 2)
     assert roots[::2].tolist() == list(range(1000, 1000 + SESSIONS // 2))

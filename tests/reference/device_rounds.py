@@ -12,14 +12,16 @@ from torch import Tensor
 
 from outrider.engine.acceptance import AcceptRow
 from outrider.engine.draft_sampling import LawLimits
-from outrider.engine.kernels.acceptance import DeviceAcceptance
+from outrider.engine.kernels.acceptance import FALLBACK, RESAMPLED, DeviceAcceptance
 from outrider.engine.kernels.coins import ChainLaw, DeviceLaw
 from outrider.engine.kernels.state import (
+    NUM_STREAMS,
     RULE_COUPLED,
     RULE_GREEDY,
     RULE_REJECTION,
     RULE_TARGET_ONLY,
     SamplingState,
+    stream_keys,
 )
 from outrider.spec.law import DraftLaw
 from outrider.spec.sampling import Rule, SamplingParams
@@ -35,8 +37,8 @@ RULE_NUMBERS = {
     Rule.TARGET_ONLY: RULE_TARGET_ONLY,
     Rule.REJECTION: RULE_REJECTION,
 }
-Outcome = tuple[tuple[int, ...], tuple[int, ...], bool]
-"""Accepted nodes, emitted tokens, resampled."""
+Outcome = tuple[tuple[int, ...], tuple[int, ...], bool, bool]
+"""Accepted nodes, emitted tokens, resampled, judged target-only for want of a law."""
 
 
 class DeviceRound(NamedTuple):
@@ -65,14 +67,14 @@ def sampling_state(
     params: Sequence[SamplingParams], slots: Tensor, num_slots: int
 ) -> SamplingState:
     """State in which session slots[b] samples by params[b]; the other slots are greedy."""
-    seeds = np.array([p.seed for p in params], dtype=np.uint64).view(np.int64)
+    keys = np.stack([stream_keys(p) for p in params])
     state = SamplingState(
-        seeds=torch.zeros(num_slots, dtype=torch.int64),
+        stream_keys=torch.zeros(num_slots, NUM_STREAMS, dtype=torch.int64),
         temperatures=torch.zeros(num_slots),
         rules=torch.zeros(num_slots, dtype=torch.int32),
     )
     where = slots.long()
-    state.seeds[where] = torch.from_numpy(seeds)
+    state.stream_keys[where] = torch.from_numpy(keys)
     state.temperatures[where] = torch.tensor([p.temperature for p in params])
     numbers = [RULE_NUMBERS[p.effective_rule] for p in params]
     state.rules[where] = torch.tensor(numbers, dtype=torch.int32)
@@ -137,7 +139,7 @@ def dense_law(
 
 def outcomes(acceptance: DeviceAcceptance) -> list[Outcome]:
     """Checked for form: rows ascend and end in their own index, tokens end in -1."""
-    counts, rows, tokens, resampled = (t.cpu() for t in acceptance)
+    counts, rows, tokens, flags = (t.cpu() for t in acceptance)
     result = []
     for index, count in enumerate(counts.tolist()):
         kept = rows[index, :count].tolist()
@@ -145,7 +147,9 @@ def outcomes(acceptance: DeviceAcceptance) -> list[Outcome]:
         assert rows[index, count:].tolist() == list(range(count, rows.shape[1]))
         assert (tokens[index, count:] == -1).all()
         emitted = tuple(tokens[index, :count].tolist())
-        result.append((tuple(r - 1 for r in kept[1:]), emitted, bool(resampled[index])))
+        words = int(flags[index])
+        nodes = tuple(r - 1 for r in kept[1:])
+        result.append((nodes, emitted, bool(words & RESAMPLED), bool(words & FALLBACK)))
     return result
 
 

@@ -7,12 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from outrider.engine.acceptance import Acceptance, AcceptRow, accept
 from outrider.engine.draft_sampling import propose_children
 from outrider.spec.law import make_law
-from outrider.spec.noise import Stream
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 
@@ -25,11 +24,9 @@ def _params(rule: Rule, seed: int = 0) -> SamplingParams:
     return SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0, rule=rule, seed=seed)
 
 
-def _almost_one(
-    seeds: ArrayLike, stream: Stream, positions: ArrayLike, ids: ArrayLike
-) -> NDArray[np.float64]:
+def _almost_one(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
     """The largest coin there is."""
-    return np.full(np.shape(ids), 1.0 - 2.0**-53)
+    return np.full(bits.shape, 1.0 - 2.0**-53)
 
 
 @pytest.mark.parametrize("vocab", SIZES)
@@ -37,7 +34,7 @@ def test_a_zero_residual_in_the_last_ids_falls_back_to_the_target_law(
     vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """p = q on the last ids and a coin that rejects by rounding: max(p - q, 0) is 0 everywhere."""
-    monkeypatch.setattr("outrider.engine.acceptance.uniform", _almost_one)
+    monkeypatch.setattr("outrider.engine.acceptance.uniform_from_bits", _almost_one)
     last = np.arange(vocab - 3, vocab, dtype=np.int32)
     logits = torch.full((2, vocab), -math.inf)
     logits[:, vocab - 3 :] = 0.0

@@ -113,7 +113,12 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "session_start": (
         "verifier",
         m.SessionStart(
-            session_id=SESSION, epoch=2, plan=PLAN, sampling=SAMPLING, max_len=612, prompt_len=100
+            session_id=SESSION,
+            epoch=2,
+            plan=PLAN,
+            sampling=SAMPLING.for_drafter(),
+            max_len=612,
+            prompt_len=100,
         ),
     ),
     "plan_change": ("verifier", m.PlanChange(session_id=SESSION, plan=Plan())),

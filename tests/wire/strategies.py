@@ -165,7 +165,7 @@ VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
         session_id=SESSION_IDS,
         epoch=UINT64,
         plan=PLANS,
-        sampling=SAMPLING,
+        sampling=SAMPLING.map(SamplingParams.for_drafter),
         max_len=LENGTHS,
         prompt_len=LENGTHS,
     ),

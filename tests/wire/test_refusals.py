@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from outrider.wire.inference_codec import event_from_pb, request_from_pb, reques
 from outrider.wire.limits import MAX_MESSAGE_BYTES, MAX_NODES
 from outrider.wire.messages import Proposal
 from outrider.wire.v1 import common_pb2, control_pb2, exchange_pb2, inference_pb2
-from tests.wire.samples import PLAN, SAMPLES, SESSION, TREE
+from tests.wire.samples import PLAN, SAMPLES, SAMPLING, SESSION, TREE
 
 
 def int32(*values: int) -> bytes:
@@ -218,3 +219,21 @@ def test_set_plan_names_a_session() -> None:
     message.session_id = ""
     with pytest.raises(InvalidMessageError, match="session_id"):
         codec.decode_set_plan(message.SerializeToString())
+
+
+def test_a_seed_never_crosses_to_a_drafter() -> None:
+    start = replace(SAMPLES["session_start"][1], sampling=SAMPLING)
+    encoded = codec.encode_verifier_message(start)
+    assert codec.decode_verifier_message(encoded).sampling == SAMPLING.for_drafter()
+    message = exchange_pb2.ExchangeResponse.FromString(encoded)
+    assert message.session_start.sampling.seed == 0
+    message.session_start.sampling.ClearField("draft_key")
+    with pytest.raises(InvalidMessageError, match="must bring a drafter's key"):
+        codec.decode_verifier_message(message.SerializeToString())
+
+
+def test_a_verifier_is_told_the_seed_itself() -> None:
+    spec = spec_pb()
+    spec.sampling.seed, spec.sampling.draft_key = 0, 5
+    with pytest.raises(InvalidMessageError, match="must bring a seed"):
+        codec.decode_session_spec(spec.SerializeToString())

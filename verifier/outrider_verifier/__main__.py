@@ -44,6 +44,7 @@ def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
     parser.add_argument("--device", help="torch device")
     parser.add_argument("--placement", choices=PLACEMENTS, help="where drafts are made")
     parser.add_argument("--draft-length", type=int, help="draft tokens a round of an own head")
+    parser.add_argument("--draft-topk", type=int, help="children an own head tries of a node")
     parser.add_argument(
         "--no-cuda-graphs",
         dest="cuda_graphs",

@@ -86,7 +86,7 @@ def build_runner(
     from outrider_verifier.device_engine import DeviceRoundEngine
 
     runner = DeviceRoundEngine.build(config, target, projection, head)
-    runner.warm_up(config.max_sessions)
+    runner.warm_up()
     return runner
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.awake import check_request
+from outrider.spec.plan import MAX_DRAFT_TOP_K
 from outrider_verifier.simulation import parse_rates
 
 DTYPES = ("float32", "bfloat16")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
-MAX_OWN_DRAFT_LENGTH = 31
-"""Longest chain of a head in this process: two rounds of it fit into a session's KV slack."""
+MAX_OWN_DRAFT_LENGTH = 64
+"""Most draft tokens a round of a head in this process."""
 DEFAULT_KV_TOKENS = 32768
 """KV budget where none is given and the size of the device's memory does not set one."""
 
@@ -37,6 +38,9 @@ class VerifierConfig:
     draft_length: int = 3
     """Draft tokens a round of a head in this process; the positions that simulated_acceptance
     speaks of."""
+    draft_topk: int = 1
+    """Children that a head in this process tries of a node; 1 drafts chains, more grow trees of
+    draft_length nodes."""
     simulated_acceptance: str = ""
     """Benchmarks with random weights only: drafts stand by chance. The mean number of tokens a
     round ("2.6"), or the conditional rate of each draft position ("0.8,0.6,0.4"); empty is off."""
@@ -67,6 +71,9 @@ class VerifierConfig:
     prefill_tokens_per_round: int = 0
     """Prompt tokens of all sessions that join one round; also the size of a catch-up verdict. 0 is
     automatic: 256 on a CPU, 2048 on a CUDA device."""
+    prompt_stretch: float = 2.0
+    """On a CUDA device: how many times as long a round may last with prompt tokens beside sessions
+    that decode as without them. At least one piece of a prompt is always taken."""
     decode_tokens_per_round: int = 1024
     """Verify rows (roots and nodes) of all sessions in one round."""
     gather_ms: float = -1.0
@@ -120,6 +127,7 @@ class VerifierConfig:
         self._check_drafting()
         check_request(self.awake_cores, self.device)
         _require(self.gather_ms == AUTOMATIC or self.gather_ms >= 0, "gather_ms must be -1 or >= 0")
+        _require(self.prompt_stretch >= 1.0, "prompt_stretch must be at least 1")
         _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction must be in (0, 1]")
         _require(self.hello_s > 0.0, "hello_s must be positive")
         _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")
@@ -155,6 +163,14 @@ class VerifierConfig:
         _require(
             1 <= self.draft_length <= MAX_OWN_DRAFT_LENGTH,
             f"draft_length must be in [1, {MAX_OWN_DRAFT_LENGTH}]",
+        )
+        _require(
+            1 <= self.draft_topk <= MAX_DRAFT_TOP_K,
+            f"draft_topk must be in [1, {MAX_DRAFT_TOP_K}]",
+        )
+        _require(
+            self.draft_topk == 1 or not self.simulated_acceptance,
+            "simulated_acceptance is for chains: draft_topk must be 1",
         )
         if self.drafts_itself:
             _require(bool(self.features_from), f"{self.placement} needs `features_from`, a head")

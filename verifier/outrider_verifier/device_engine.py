@@ -1,8 +1,8 @@
 """Rounds on a device: the host says which sessions, the device decides which tokens.
 
-Rows of one kind share a launch: rows with drafts of this process's own head, rows with drafts
-from outside (or none), and rows whose acceptance the host decides from the logits. N nodes of a
-row's bucket, H feature width.
+Rows of one kind share a launch: rows with drafts of this process's own head, and rows with drafts
+from outside (or none). Prompts join one of them as pieces. N nodes of a row's bucket, P rows of a
+piece, H feature width.
 """
 
 from __future__ import annotations
@@ -11,31 +11,46 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from outrider.engine.acceptance import Acceptance, accept
-from outrider.engine.device.buffers import Readback
+from outrider.engine.acceptance import Acceptance
 from outrider.engine.device.current import make_current
+from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.health import device_works
-from outrider.engine.device.own_head import OwnHead
+from outrider.engine.device.own_head import OwnHead, OwnShape
 from outrider.engine.device.recorder import Recorder
-from outrider.engine.device.rounds import DeviceRounds, Launched, RowInput
-from outrider.engine.device.shapes import Drafts, Judge, RoundShape, row_buckets
+from outrider.engine.device.rounds import DeviceRounds, Launched
+from outrider.engine.device.shapes import (
+    MOST_MIXED_PIECES,
+    PIECE_BUCKETS,
+    PIECE_TOKENS,
+    Drafts,
+    Judge,
+    RoundShape,
+)
 from outrider.engine.device.slots import SessionSlots
+from outrider.engine.device.warm_up import warm_up
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import DraftHead, FeatureProjection
+from outrider.engine.kernels.acceptance import FALLBACK, RESAMPLED
 from outrider.engine.target import TargetModel
 from outrider.errors import InvalidRequestError
 from outrider.wire.messages import SessionSpec, TensorDtype
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.device_groups import Group, Seat, group_rows, own_drafts
-from outrider_verifier.device_prompts import PromptResult, run_prompts
+from outrider_verifier.device_groups import (
+    Chunk,
+    Group,
+    Seat,
+    add_prompts,
+    group_rows,
+    row_input,
+)
 from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, wire_array
-from outrider_verifier.packing import PrefillRow, VerifyRow, accept_row
+from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.sessions import Session
 
 logger = logging.getLogger(__name__)
@@ -66,6 +81,7 @@ class DeviceRoundEngine:
         projection: FeatureProjection | None,
         own_head: OwnHead | None,
         feature_dtype: TensorDtype,
+        prompt_stretch: float = 2.0,
     ) -> None:
         self._target = target
         self._slots = slots
@@ -78,8 +94,13 @@ class DeviceRoundEngine:
         self._warps = [slots.warp] if own_head is None else [slots.warp, own_head.warp]
         self._seats: dict[int, Seat] = {}
         """By the session's ticket."""
+        self._prompt_stretch = prompt_stretch
+        self._beside: dict[int, int] = {}
+        """Prompt tokens beside so many rows, once asked for."""
         self._collected = 0.0
         """When the last round had been collected."""
+        self._times: dict[RoundShape, float] = {}
+        """Seconds by shape, as measured at the start; empty without graphs."""
 
     @classmethod
     def build(
@@ -92,8 +113,8 @@ class DeviceRoundEngine:
         recorder: Recorder | None = None,
     ) -> DeviceRoundEngine:
         """The engine of a loaded target; `head` drafts in this process (colocated, fused)."""
-        length = config.draft_length if head is not None else 0
-        slack = config.max_tree_nodes + 2 * (1 + length)
+        shape = OwnShape(config.draft_length if head is not None else 0, config.draft_topk)
+        slack = config.max_tree_nodes + shape.extra_slots
         pool = target.pool
         held = pool.free_blocks * pool.block_tokens
         longest = config.max_context_len or target.config.max_position_embeddings
@@ -108,10 +129,11 @@ class DeviceRoundEngine:
         )
         own_head = None
         if head is not None:
-            own_head = OwnHead(head, slots, pool, length=length, max_len=max_len)
+            own_head = OwnHead(head, slots, pool, shape=shape, max_len=max_len)
         rounds = DeviceRounds(
             target,
             slots,
+            _family(config, own_head, projection),
             projection=projection,
             own_head=own_head,
             fused=config.placement == "fused",
@@ -127,30 +149,15 @@ class DeviceRoundEngine:
             projection=projection,
             own_head=own_head,
             feature_dtype=TensorDtype.BFLOAT16 if bfloat16 else TensorDtype.FLOAT32,
+            prompt_stretch=config.prompt_stretch,
         )
 
-    def warm_up(self, max_sessions: int) -> None:
-        """Compile the kernels and capture the graphs of plain rounds, and of rounds with own
-        drafts, for up to `max_sessions` sessions; others are captured when first met."""
+    def warm_up(self) -> None:
+        """Compile the kernels, capture the graph of every shape of the family and time it: no
+        request meets one for the first time."""
         if not self.rounds.graphs.enabled:
             return
-        kinds = [(1, Drafts.NONE)]
-        if self._own_head is not None:
-            kinds.append((1 + self._own_head.length, Drafts.OWN))
-        tapped = self._own_head is None and self._projection is not None
-        self.rounds.warm_up(
-            [
-                RoundShape(
-                    rows=rows,
-                    nodes=nodes,
-                    drafts=drafts,
-                    judge=Judge.MATCH,
-                    features=tapped or drafts is Drafts.OWN,
-                )
-                for nodes, drafts in kinds
-                for rows in row_buckets(max_sessions)
-            ]
-        )
+        self._times = warm_up(self.rounds, self._device)
 
     def release(self) -> None:
         """Give back what the engine itself holds of the target's pool."""
@@ -158,13 +165,49 @@ class DeviceRoundEngine:
 
     @property
     def drafts_itself(self) -> int:
-        """Draft length of the head in this process."""
-        return 0 if self._own_head is None else self._own_head.length
+        """Drafts of a round of the head in this process."""
+        return 0 if self._own_head is None else self._own_head.shape.num_nodes
 
     @property
     def extra_slots(self) -> int:
-        """Two rounds may be under way when a session ends."""
-        return 2 * (1 + self.drafts_itself)
+        """See `OwnShape.extra_slots`."""
+        return (OwnShape(0) if self._own_head is None else self._own_head.shape).extra_slots
+
+    @property
+    def piece_tokens(self) -> int:
+        """Prompt tokens of a piece."""
+        return PIECE_TOKENS
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Prompt tokens that one round takes."""
+        return PIECE_BUCKETS[-1] * PIECE_TOKENS
+
+    def prompt_tokens_beside(self, rows: int) -> int:
+        """Prompt tokens that a round takes in which `rows` sessions decode: so many pieces that it
+        lasts at most `prompt_stretch` times as long as without, by the times at the start; at
+        least one."""
+        found = self._beside.get(rows)
+        if found is None:
+            found = self._beside[rows] = self._pieces_beside(rows) * PIECE_TOKENS
+        return found
+
+    def _pieces_beside(self, rows: int) -> int:
+        fit = partial(
+            self.rounds.family.fit,
+            rows=rows,
+            nodes=1,
+            drafts=Drafts.OWN if self.drafts_itself else Drafts.NONE,
+            judge=Judge.MATCH,
+            features=False,
+        )
+        alone = self._times.get(fit(pieces=0))
+        most = 1
+        for pieces in range(1, MOST_MIXED_PIECES + 1):
+            took = self._times.get(fit(pieces=pieces))
+            if alone is None or took is None or took <= self._prompt_stretch * alone:
+                most = pieces
+        return most
 
     @property
     def usable(self) -> bool:
@@ -206,67 +249,73 @@ class DeviceRoundEngine:
     # ---- submitting ----------------------------------------------------------------------------
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> DeviceFlight:
-        """Launch the verify rows. Prompts are run by `collect`, behind them."""
-        groups = group_rows(verify, [self._seats[row.session.ticket] for row in verify])
+        """Launch the round."""
+        seats = [self._seats[row.session.ticket] for row in verify]
+        groups = group_rows(verify, seats, self.rounds.family.most_rows)
+        add_prompts(
+            groups,
+            [(place, row, self._seats[row.session.ticket]) for place, row in enumerate(prefill)],
+            own_head=self._own_head is not None,
+        )
         for group in groups:
-            if not group.own:
-                # Whatever the device drafted for these sessions will not follow their prefix.
-                for seat in group.seats:
-                    seat.drafted = False
+            self._note_drafts(group)
         submitted = time.perf_counter()
         for group in groups:
             group.launched = self.rounds.launch(
-                [
-                    RowInput(seat.slot, None if row.draft is None else row.draft.tree)
-                    for row, seat in zip(group.rows, group.seats, strict=True)
-                ],
+                [row_input(row, seat) for row, seat in zip(group.rows, group.seats, strict=True)],
                 drafts=group.drafts,
                 judge=group.judge,
-                features=any(row.session.keeps_features for row in group.rows),
+                features=group.keeps_features,
+                pieces=group.pieces,
             )
         return DeviceFlight(prefill, verify, groups, submitted)
+
+    def _note_drafts(self, group: Group) -> None:
+        """Which sessions have an own draft behind the launch that follows their prefix."""
+        if not group.own:
+            for seat in group.seats:
+                seat.drafted = False
+            return
+        for chunk in group.chunks:
+            session = chunk.row.session
+            if chunk.row.last and session.own_draft:
+                self._seats[session.ticket].drafted = True
 
     # ---- collecting ----------------------------------------------------------------------------
 
     def collect(self, flight: Flight) -> RoundOutcome:
-        """Run the prompts, wait for the launches, move the host's view on."""
+        """Wait for the launches, move the host's view on."""
         assert isinstance(flight, DeviceFlight)
         rows = sum(row.num_tokens for row in flight.prefill)
-        rows += sum(len(group.rows) * _nodes(group) for group in flight.groups)
-        prompts = self._run_prompts(flight.prefill) if flight.prefill else []
+        prompts: list[RowOutcome | None] = [None] * len(flight.prefill)
         outcomes: list[RowOutcome | None] = [None] * len(flight.verify)
-        accept_s = 0.0
         for group in flight.groups:
             assert group.launched is not None
-            if group.judge is Judge.HOST:
-                began = time.perf_counter()
-                results = self._judge_on_host(group, group.launched)
-                accept_s += time.perf_counter() - began
-            else:
-                results = self._read(group, group.launched)
+            rows += len(group.rows) * group.launched.shape.nodes
+            results = self._read(group, group.launched)
             for place, result in zip(group.places, results, strict=True):
                 outcomes[place] = result
+            for chunk in group.chunks:
+                prompts[chunk.place] = self._read_chunk(chunk, group.launched)
         # A round that was submitted behind another one began when that one ended.
         now = time.perf_counter()
         took = now - max(flight.submitted, self._collected)
         self._collected = now
         return RoundOutcome(
-            prefill=prompts,
+            prefill=[prompt for prompt in prompts if prompt is not None],
             verify=[outcome for outcome in outcomes if outcome is not None],
             rows=rows,
-            forward_s=took - accept_s,
-            accept_s=accept_s,
+            forward_s=took,
+            accept_s=0.0,
             project_s=0.0,
         )
 
     def _read(self, group: Group, launched: Launched) -> list[RowOutcome]:
         """Outcomes of rows that the device judged."""
-        assert launched.result is not None
         nodes = launched.shape.nodes
-        results = launched.result.wait_array()[: len(group.rows)].tolist()
-        features = None
-        if launched.features is not None:
-            features = self._wire_features(launched.features)
+        words_of_rows, _ = launched.outcome()
+        results = words_of_rows[: len(group.rows)].tolist()
+        features = self._wire_features(launched)
         drafted = self.drafts_itself if group.own else 0
         outcomes: list[RowOutcome] = []
         for index, (row, words) in enumerate(zip(group.rows, results, strict=True)):
@@ -281,109 +330,51 @@ class DeviceRoundEngine:
             acceptance = Acceptance(
                 accepted_nodes=tuple([kept - 1 for kept in words[3 : 2 + count]]),
                 tokens=tuple(words[2 + nodes : 2 + nodes + count]),
-                resampled=bool(words[1]),
-                used_target_only_fallback=False,
+                resampled=bool(words[1] & RESAMPLED),
+                used_target_only_fallback=bool(words[1] & FALLBACK),
             )
             outcomes.append(RowOutcome(acceptance=acceptance, features=mine, drafted=drafted))
         return outcomes
 
-    def _wire_features(self, features: Readback) -> NDArray[np.generic]:
+    def _read_chunk(self, chunk: Chunk, launched: Launched) -> RowOutcome:
+        """The outcome of prompt tokens that ran as pieces."""
+        row, session = chunk.row, chunk.row.session
+        _, first = launched.outcome()
+        if not session.ended:
+            session.kv.advance(row.num_tokens)
+        features, mine = self._wire_features(launched), None
+        if features is not None and session.keeps_features:
+            # The pieces of a chunk are full but for the last one, so its rows are neighbours.
+            start = launched.shape.rows * launched.shape.nodes + chunk.first * PIECE_TOKENS
+            mine = features[start : start + row.num_tokens].copy()
+        acceptance = None
+        if row.last:
+            acceptance = Acceptance(
+                accepted_nodes=(),
+                tokens=(int(first[chunk.last]),),
+                resampled=False,
+                used_target_only_fallback=False,
+            )
+        return RowOutcome(acceptance=acceptance, features=mine)
+
+    def _wire_features(self, launched: Launched) -> NDArray[np.generic] | None:
+        features = launched.features
+        if features is None:
+            return None
         array = features.wait_array()
         if array.dtype == self._wire_dtype:
             return array
         return wire_array(features.wait(), self._feature_dtype)
 
-    @torch.inference_mode()
-    def _judge_on_host(self, group: Group, launched: Launched) -> list[RowOutcome]:
-        """Outcomes of rows whose law the device does not know."""
-        nodes = launched.shape.nodes
-        drafts = [row.draft for row in group.rows]
-        if group.own:
-            drafts = own_drafts(group.rows, launched.verified.result.cpu().view(-1, nodes))
-        judged = [
-            accept_row(row.session, index * nodes, draft)
-            for index, (row, draft) in enumerate(zip(group.rows, drafts, strict=True))
-        ]
-        accepted = accept(launched.verified.logits, judged)
-        outcomes: list[RowOutcome] = []
-        for index, (row, acceptance) in enumerate(zip(group.rows, accepted, strict=True)):
-            mine = None
-            if not row.session.ended:
-                mine = self._commit(
-                    row.session, acceptance, launched.verified.features, index, nodes
-                )
-            draft = drafts[index]
-            drafted = len(draft.tree) if group.own and draft is not None else 0
-            outcomes.append(RowOutcome(acceptance=acceptance, features=mine, drafted=drafted))
-        if group.own:
-            counts = np.array([len(a.tokens) for a in accepted], dtype=np.int32)
-            tokens = np.zeros((len(accepted), nodes), dtype=np.int32)
-            for index, acceptance in enumerate(accepted):
-                tokens[index, : counts[index]] = acceptance.tokens
-            # Laws are kept even so: the device may judge these sessions again next time.
-            self.rounds.draft_after(launched, counts, tokens, with_law=not group.plain)
-        return outcomes
 
-    def _commit(
-        self,
-        session: Session,
-        acceptance: Acceptance,
-        features: Tensor | None,
-        index: int,
-        nodes: int,
-    ) -> NDArray[np.generic] | None:
-        """Move a host-judged session on; its features, if it keeps them."""
-        rows = [0, *(1 + node for node in acceptance.accepted_nodes)]
-        session.kv.keep_written(rows)
-        self._set_prefix(session, acceptance.tokens)
-        if features is None or not session.keeps_features:
-            return None
-        places = torch.tensor(rows, device=self._device) + index * nodes
-        return wire_array(features[places], self._feature_dtype)
-
-    # ---- prompts -------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def _run_prompts(self, prefill: Sequence[PrefillRow]) -> list[RowOutcome]:
-        wanted = any(row.session.own_draft or row.session.keeps_features for row in prefill)
-        results = run_prompts(self._target, self._projection if wanted else None, prefill)
-        return [self._end_prompt_row(result) for result in results]
-
-    def _end_prompt_row(self, result: PromptResult) -> RowOutcome:
-        row, acceptance, features = result.row, result.acceptance, result.features
-        session, start = row.session, row.session.kv.len
-        session.kv.commit(row.kept)
-        if acceptance is not None:
-            self._set_prefix(session, acceptance.tokens)
-        mine = None
-        if features is not None and session.keeps_features:
-            mine = wire_array(features, self._feature_dtype)
-        if features is not None and session.own_draft and self._own_head is not None:
-            # Draft row i pairs the feature of position i with the token after it.
-            known = session.tokens[start + 1 : session.length]
-            following = acceptance.tokens[-1:] if acceptance is not None else ()
-            tokens = np.concatenate((known, np.array(following, dtype=np.int32)))
-            seat = self._seats[session.ticket]
-            self._own_head.prefill(
-                seat.slot,
-                tokens[: len(row.token_ids)].astype(np.int32),
-                features,
-                start=start,
-                last=acceptance is not None,
-                with_law=seat.warped or not seat.matching,
-            )
-            seat.drafted = seat.drafted or acceptance is not None
-        return RowOutcome(acceptance=acceptance, features=mine)
-
-    # ---- between host and device ---------------------------------------------------------------
-
-    def _set_prefix(self, session: Session, tokens: Sequence[int]) -> None:
-        """Tell the device of tokens that the host chose."""
-        slot = self._seats[session.ticket].slot
-        self._slots.set_prefix(slot, length=session.length + len(tokens), root=tokens[-1])
-        for warps in self._warps:
-            warps.count([slot], [tokens])
-
-
-def _nodes(group: Group) -> int:
-    return group.launched.shape.nodes if group.launched is not None else 1
+def _family(
+    config: VerifierConfig, own_head: OwnHead | None, projection: FeatureProjection | None
+) -> ShapeFamily:
+    return ShapeFamily(
+        max_rows=config.max_sessions,
+        # A head of this process drafts for all; drafters from outside may attach all the same.
+        max_nodes=1 if own_head is not None else 1 + config.max_tree_nodes,
+        own_nodes=0 if own_head is None else 1 + own_head.shape.num_nodes,
+        features=projection is not None,
+        judges=not config.simulated_acceptance,
+    )

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
-from torch import Tensor
-
-from outrider.engine.device.rounds import Launched
+from outrider.engine.device.pieces import Piece, cut
+from outrider.engine.device.rounds import Launched, RowInput
 from outrider.engine.device.shapes import Drafts, Judge
 from outrider.spec.sampling import Rule
-from outrider.spec.tree import DraftTree, is_chain
-from outrider_verifier.packing import VerifyRow
-from outrider_verifier.rows import Draft, trim
+from outrider.spec.tree import is_chain
+from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.sessions import Session
 
 MATCHING = (Rule.GREEDY, Rule.COUPLED)
@@ -37,6 +34,28 @@ class Seat:
         """The seat of a session that begins in `slot`."""
         return cls(slot, session.spec.sampling.effective_rule in MATCHING, warped)
 
+    @property
+    def plain(self) -> bool:
+        """Whether its tokens are compared, and by logits as they are."""
+        return self.matching and not self.warped
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Prompt tokens of a session, as pieces of a launch."""
+
+    place: int
+    """In the round's prompts."""
+    row: PrefillRow
+    first: int
+    """Its first piece, of the launch's."""
+    pieces: list[Piece]
+
+    @property
+    def last(self) -> int:
+        """Its last piece, of the launch's."""
+        return self.first + len(self.pieces) - 1
+
 
 @dataclass(slots=True, eq=False)
 class Group:
@@ -46,57 +65,106 @@ class Group:
     rows: list[VerifyRow]
     seats: list[Seat]
     drafts: Drafts = Drafts.NONE
-    judge: Judge = Judge.HOST
+    judge: Judge = Judge.SAMPLED
+    chunks: list[Chunk] = field(default_factory=list)
     launched: Launched | None = None
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All pieces, chunk by chunk."""
+        return [piece for chunk in self.chunks for piece in chunk.pieces]
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether any session of the launch keeps features."""
+        return any(row.session.keeps_features for row in self.rows) or any(
+            chunk.row.session.keeps_features for chunk in self.chunks
+        )
 
     @property
     def own(self) -> bool:
         """Whether the rows verify drafts of this process's own head."""
         return self.drafts is Drafts.OWN
 
-    @property
-    def matching(self) -> bool:
-        """Whether no row of the group needs laws."""
-        return all(seat.matching for seat in self.seats)
 
-    @property
-    def plain(self) -> bool:
-        """Whether tokens are compared, and by logits as they are."""
-        return self.matching and not any(seat.warped for seat in self.seats)
-
-
-def group_rows(verify: Sequence[VerifyRow], seats: Sequence[Seat]) -> list[Group]:
+def group_rows(
+    verify: Sequence[VerifyRow], seats: Sequence[Seat], most_rows: Callable[[int], int]
+) -> list[Group]:
     """Rows, each with its seat, by who judges them and whose drafts they verify; every row is in
-    one group."""
-    kinds = [
-        (judged_by_host(row), row.own_depth > 0 and seat.drafted)
-        for row, seat in zip(verify, seats, strict=True)
-    ]
+    one group. `most_rows`: rows that a launch may have, by the most nodes of any of them."""
+    kinds = [row.own_depth > 0 and seat.drafted for row, seat in zip(verify, seats, strict=True)]
     groups: list[Group] = []
-    for kind in sorted(set(kinds)):
-        places = [place for place, other in enumerate(kinds) if other == kind]
-        on_host, own = kind
-        rows = [verify[place] for place in places]
-        group = Group(places, rows, [seats[place] for place in places])
-        group.drafts = Drafts.OWN if own else drafts_of(rows)
-        if not on_host:
-            group.judge = Judge.MATCH if group.plain else Judge.SAMPLED
-        groups.append(group)
+    for own in sorted(set(kinds)):
+        alike = [place for place, other in enumerate(kinds) if other is own]
+        for places in [alike] if own else _fitting(alike, verify, most_rows):
+            rows = [verify[place] for place in places]
+            group = Group(places, rows, [seats[place] for place in places])
+            group.drafts = Drafts.OWN if own else drafts_of(rows)
+            group.judge = _judge(group.seats)
+            groups.append(group)
     return groups
 
 
-def judged_by_host(row: VerifyRow) -> bool:
-    """Whether the row brings a law from outside."""
-    return row.draft is not None and row.draft.law is not None
+def _judge(seats: Sequence[Seat]) -> Judge:
+    return Judge.MATCH if all(seat.plain for seat in seats) else Judge.SAMPLED
 
 
-def own_drafts(rows: Sequence[VerifyRow], tokens: Tensor) -> list[Draft | None]:
-    """The drafts that the device kept, as chains; tokens int32 [>= n, N], the root first."""
-    drafts: list[Draft | None] = []
-    for row, ids in zip(rows, tokens.numpy(), strict=False):
-        tree = DraftTree.chain(ids[1:].astype(np.int32))
-        drafts.append(trim(tree, None, row.own_depth))
-    return drafts
+def _fitting(
+    places: list[int], verify: Sequence[VerifyRow], most_rows: Callable[[int], int]
+) -> list[list[int]]:
+    """Places by launch: all rows of one are padded to the nodes of its largest."""
+    if len(places) <= most_rows(max(num_nodes(verify[place]) for place in places)):
+        return [places]
+    left = sorted(places, key=lambda place: -num_nodes(verify[place]))
+    parts: list[list[int]] = []
+    while left:
+        count = most_rows(num_nodes(verify[left[0]]))
+        parts.append(left[:count])
+        left = left[count:]
+    return parts
+
+
+def row_input(row: VerifyRow, seat: Seat) -> RowInput:
+    """What the device is told of a row."""
+    if row.draft is None:
+        return RowInput(seat.slot)
+    return RowInput(seat.slot, row.draft.tree, None if seat.matching else row.draft.law)
+
+
+def num_nodes(row: VerifyRow) -> int:
+    """Nodes of a row with its draft from outside, the root included."""
+    return 1 if row.draft is None else 1 + len(row.draft.tree.tokens)
+
+
+def add_prompts(
+    groups: list[Group], prefill: Sequence[tuple[int, PrefillRow, Seat]], *, own_head: bool
+) -> None:
+    """Let prompts, each with its place in the round and its seat, share a launch with the rows that
+    decode, or have one of their own."""
+    if not prefill:
+        return
+    drafted = own_head and any(row.session.own_draft for _, row, _ in prefill)
+    group = _shared(groups, drafted=drafted)
+    if group is None:
+        drafts = Drafts.OWN if drafted else Drafts.NONE
+        group = Group([], [], [], drafts=drafts, judge=Judge.MATCH)
+        groups.append(group)
+    if _judge([seat for _, _, seat in prefill]) is Judge.SAMPLED:
+        group.judge = Judge.SAMPLED
+    first = 0
+    for place, row, seat in prefill:
+        prompt = row.session.prompt_array
+        chunk = Chunk(place, row, first, cut(seat.slot, prompt, row.start, row.end))
+        group.chunks.append(chunk)
+        first += len(chunk.pieces)
+
+
+def _shared(groups: Sequence[Group], *, drafted: bool) -> Group | None:
+    """The launch that prompts join: the one with own drafts if they are to have such, else any."""
+    own = [group for group in groups if group.own]
+    if own or drafted:
+        return own[0] if own else None
+    return groups[0] if groups else None
 
 
 def drafts_of(rows: Sequence[VerifyRow]) -> Drafts:

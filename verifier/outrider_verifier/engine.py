@@ -106,6 +106,21 @@ class RoundRunner(Protocol):
         ...
 
     @property
+    def piece_tokens(self) -> int:
+        """Prompt tokens of which a round takes whole numbers; 1: any number."""
+        ...
+
+    @property
+    def most_prompt_tokens(self) -> int | None:
+        """Most prompt tokens of a round, pieces that are not full counted as full; None: no
+        bound."""
+        ...
+
+    def prompt_tokens_beside(self, rows: int) -> int | None:
+        """The same for a round in which `rows` sessions decode."""
+        ...
+
+    @property
     def usable(self) -> bool:
         """Whether the device still works; asked after a failure only. False is final: nothing
         can be run in this process any more. Must not raise."""
@@ -139,6 +154,8 @@ class RoundEngine:
     run_ahead = False
     drafts_itself = 0
     extra_slots = 0
+    piece_tokens = 1
+    most_prompt_tokens: int | None = None
     usable = True
 
     def __init__(
@@ -159,6 +176,11 @@ class RoundEngine:
         """To be called once by the thread that will run the rounds."""
         # OpenMP keeps its number of threads per thread; asking makes torch pass on the process's.
         torch.get_num_threads()
+
+    @staticmethod
+    def prompt_tokens_beside(rows: int) -> int | None:
+        """No bound."""
+        return None
 
     def open(self, session: Session) -> None:
         """Nothing to do."""

@@ -67,7 +67,7 @@ class Handover:
             session_id=session.session_id,
             epoch=session.spec.epoch,
             plan=session.plan,
-            sampling=session.spec.sampling,
+            sampling=session.spec.sampling.for_drafter(),
             max_len=session.max_len,
             prompt_len=session.spec.prompt_len,
         )
@@ -78,8 +78,8 @@ class Handover:
             if sent.with_features:
                 assert self._store is not None
                 features = self._store.read(session.session_id, start, stop)
-            upto = session.length if stop == written and not session.prefill_left else stop
-            whole = upto == session.length and not session.prefill_left
+            upto = session.length if stop == written and session.prefilled else stop
+            whole = upto == session.length and session.prefilled
             yield self._verdict(
                 session, sent, upto=upto, written=stop, features=features, whole=whole
             )
@@ -96,7 +96,7 @@ class Handover:
         sent = self._sent[session.ticket]
         if not sent.with_features:
             features = None
-        written, whole = session.kv.len, not session.prefill_left
+        written, whole = session.kv.len, session.prefilled
         return self._verdict(
             session,
             sent,

@@ -19,12 +19,26 @@ class PrefillRow:
     """The next prompt tokens of a session."""
 
     session: Session
+    start: int
+    """Position of the first one."""
     num_tokens: int
+    last: bool
+    """Whether the prompt ends in this round, so that its first token is sampled."""
+
+    @classmethod
+    def next_of(cls, session: Session, num_tokens: int) -> PrefillRow:
+        """The first `num_tokens` of those that were not submitted yet."""
+        return cls(
+            session=session,
+            start=session.prefill_sent,
+            num_tokens=num_tokens,
+            last=num_tokens == session.prefill_left,
+        )
 
     @property
-    def last(self) -> bool:
-        """Whether the prompt ends in this round, so that its first token is sampled."""
-        return self.num_tokens == self.session.prefill_left
+    def end(self) -> int:
+        """Position behind the last one."""
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,8 +88,7 @@ def pack(
 
 
 def pack_prefill_row(chunk: PrefillRow, start: int, logits_start: int) -> Packed:
-    session, begin = chunk.session, chunk.session.kv.len
-    end = begin + chunk.num_tokens
+    session, begin, end = chunk.session, chunk.start, chunk.end
     return Packed(
         session=session,
         token_ids=session.tokens[begin:end].astype(np.int64),

@@ -44,8 +44,6 @@ class _InFlight:
     plan: RoundPlan
     prefill: list[PrefillRow]
     verify: list[VerifyRow]
-    finishing: list[bool]
-    """By prefill row: whether its prompt ends in this round."""
     flight: Flight
     began: float
     waited_s: float
@@ -109,7 +107,7 @@ class Rounds:
         """What to do now; while a round is in flight, an empty plan means to settle it."""
         rows = [self._row_state(session) for session in self._core.sessions.values()]
         if self._flying is not None:
-            return plan_ahead(rows, self._flying.plan)
+            return plan_ahead(rows, self._flying.plan, self._limits)
         return plan_round(rows, now, self._limits)
 
     def run(self, plan: RoundPlan, *, waited_s: float = 0.0, spent_s: float = 0.0) -> None:
@@ -146,10 +144,8 @@ class Rounds:
         try:
             outcome = self._engine.collect(flying.flight)
             rows = [
-                self._settle_prefill(row, last, result)
-                for row, last, result in zip(
-                    flying.prefill, flying.finishing, outcome.prefill, strict=True
-                )
+                self._settle_prefill(row, result)
+                for row, result in zip(flying.prefill, outcome.prefill, strict=True)
             ]
             rows += [
                 self._settle_verify(row, result)
@@ -175,18 +171,18 @@ class Rounds:
 
     def _submit(self, plan: RoundPlan, began: float, waited_s: float) -> _InFlight:
         prefill = [
-            PrefillRow(session=self._core.sessions[chunk.session_id], num_tokens=chunk.num_tokens)
+            PrefillRow.next_of(self._core.sessions[chunk.session_id], chunk.num_tokens)
             for chunk in plan.prefill
         ]
         verify = [self._verify_row(row) for row in plan.decode]
-        # `last` is a question about the state before the round.
-        finishing = [row.last for row in prefill]
+        flight = self._engine.submit(prefill, verify)
+        for row in prefill:
+            row.session.prefill_sent = row.end
         return _InFlight(
             plan=plan,
             prefill=prefill,
             verify=verify,
-            finishing=finishing,
-            flight=self._engine.submit(prefill, verify),
+            flight=flight,
             began=began,
             waited_s=waited_s,
         )
@@ -210,10 +206,9 @@ class Rounds:
         )
 
     def _may_stay_in_flight(self, flying: _InFlight) -> bool:
-        # Prompts and proposals need the host after their round; so no command can come between.
-        return not flying.prefill and all(
-            row.session.ended or (row.proposal is None and self._runs_ahead(row.session))
-            for row in flying.verify
+        # Proposals need the host after their round; so no command can come between.
+        return all(row.session.ended or row.proposal is None for row in flying.verify) and all(
+            session.ended or self._runs_ahead(session) for session in flying.sessions
         )
 
     def _runs_ahead(self, session: Session) -> bool:
@@ -233,13 +228,13 @@ class Rounds:
         draft = trim(proposal.tree, proposal.law, session.max_draft_depth)
         return VerifyRow(session=session, proposal=proposal, draft=draft)
 
-    def _settle_prefill(self, row: PrefillRow, last: bool, result: RowOutcome) -> _Settled | None:
+    def _settle_prefill(self, row: PrefillRow, result: RowOutcome) -> _Settled | None:
         """Commit the first token if the prompt is complete, tell the drafter."""
         session = row.session
         self._core.counters["prefill_tokens"] += row.num_tokens
         if session.ended:
             return None
-        if not last:
+        if not row.last:
             self._tell(session, result)
             return _Settled(session, result)
         return self._commit(session, result)

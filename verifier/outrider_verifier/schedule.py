@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from outrider.ids import SessionId
@@ -14,6 +14,12 @@ class Limits:
 
     prefill_tokens: int
     """Prompt tokens of all sessions in one round."""
+    prefill_beside: Callable[[int], int | None] = lambda rows: None
+    """Prompt tokens in a round in which so many sessions decode, who wait for them; None: as many
+    as in any round."""
+    piece_tokens: int = 1
+    """Prompt tokens that a round takes at a time: what a session leaves of a piece free counts as
+    taken."""
     decode_tokens: int
     """Roots and nodes of all sessions in one round; one row always fits."""
     gather_s: float
@@ -26,7 +32,7 @@ class RowState:
 
     session_id: SessionId
     prefill_left: int
-    """Prompt tokens whose K/V is unwritten; 0 once the session decodes."""
+    """Prompt tokens that no round was submitted with; 0 once the session can decode."""
     nodes: int | None
     """Nodes of the usable proposal, None if there is none."""
     own_nodes: int = 0
@@ -120,39 +126,50 @@ def plan_round(rows: Iterable[RowState], now: float, limits: Limits) -> RoundPla
     first = min([entry.at for entry in ready] + [row.since for row in prefilling])
     if deadlines and now < first + limits.gather_s:
         return RoundPlan(wait_until=min(first + limits.gather_s, *deadlines))
+    return _round(prefilling, ready, limits)
+
+
+def plan_ahead(rows: Iterable[RowState], flying: RoundPlan, limits: Limits) -> RoundPlan:
+    """The round to submit before `flying` is settled; an empty one: settle first.
+
+    No session may need the host between two of its rounds: no proposal used or expected. Rows that
+    the round in flight is sure to finish stay out.
+    """
+    prefilling: list[RowState] = []
+    ready: list[_Ready] = []
+    under_way = set(flying.session_ids)
+    for row in rows:
+        if row.nodes is not None or not row.runs_ahead:
+            return RoundPlan()
+        if row.prefill_left > 0:
+            prefilling.append(row)
+        # Every round emits a token at least.
+        elif row.remaining > 1 or row.session_id not in under_way:
+            own = DecodeRow(session_id=row.session_id)
+            ready.append(_Ready(row.since, 1 + row.own_nodes, own))
+    return _round(prefilling, ready, limits)
+
+
+def _round(prefilling: list[RowState], ready: list[_Ready], limits: Limits) -> RoundPlan:
+    """Oldest rows first, within the limits."""
+    budget = limits.prefill_tokens
+    beside = limits.prefill_beside(len(ready)) if ready else None
+    if beside is not None:
+        budget = min(budget, beside)
     return RoundPlan(
-        prefill=_fill(sorted(prefilling, key=lambda row: row.since), limits.prefill_tokens),
+        prefill=_fill(sorted(prefilling, key=lambda row: row.since), budget, limits.piece_tokens),
         decode=_fit(sorted(ready, key=lambda entry: entry.at), limits.decode_tokens),
     )
 
 
-def plan_ahead(rows: Iterable[RowState], flying: RoundPlan) -> RoundPlan:
-    """The round to submit before `flying` is settled; an empty one: settle first.
-
-    Only a round of the very same rows may go ahead: no prompt in it or waiting, no session beside
-    them, no proposal used or expected. Rows that the round in flight is sure to finish stay out.
-    """
-    states = {row.session_id: row for row in rows}
-    # A session that was closed meanwhile has no state: its row goes without being asked.
-    going = [row.session_id for row in flying.decode if row.session_id in states]
-    if flying.prefill or len(going) < len(states):
-        return RoundPlan()
-    for state in states.values():
-        if state.prefill_left > 0 or state.nodes is not None or not state.runs_ahead:
-            return RoundPlan()
-    # Every round emits a token at least.
-    unfinished = [name for name in going if states[name].remaining > 1]
-    return RoundPlan(decode=tuple(DecodeRow(session_id=name) for name in unfinished))
-
-
-def _fill(rows: list[RowState], budget: int) -> tuple[PrefillChunk, ...]:
+def _fill(rows: list[RowState], budget: int, piece: int) -> tuple[PrefillChunk, ...]:
     chunks: list[PrefillChunk] = []
     for row in rows:
         if budget <= 0:
             break
         take = min(row.prefill_left, budget)
         chunks.append(PrefillChunk(session_id=row.session_id, num_tokens=take))
-        budget -= take
+        budget -= -(-take // piece) * piece
     return tuple(chunks)
 
 

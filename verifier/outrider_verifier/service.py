@@ -15,6 +15,7 @@ from outrider.errors import OutriderError, UnavailableError
 from outrider.ids import SessionId, VerifierId
 from outrider.spec.plan import Plan
 from outrider.transport.base import VerifierConnection
+from outrider.wire.limits import MAX_SEQUENCE_LEN
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     AttachedDrafter,
@@ -347,7 +348,9 @@ def _assemble(
         post=outbox.append,
     )
     limits = Limits(
-        prefill_tokens=config.prefill_tokens,
+        prefill_tokens=min(config.prefill_tokens, runner.most_prompt_tokens or MAX_SEQUENCE_LEN),
+        prefill_beside=runner.prompt_tokens_beside,
+        piece_tokens=runner.piece_tokens,
         decode_tokens=config.decode_tokens_per_round,
         gather_s=config.gather_s,
     )

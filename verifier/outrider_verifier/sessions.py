@@ -37,6 +37,8 @@ class Session:
     stop_ids: frozenset[int]
     keeps_features: bool
     """Whether features are kept; fixed at the opening, because they cannot be had later."""
+    prefill_sent: int = 0
+    """Prompt tokens that rounds were submitted with; K/V is written for those of settled rounds."""
     digest: int = 0
     """Prefix digest of `tokens[:length]`; kept only for a session that names a drafter."""
     round_id: int = 0
@@ -87,9 +89,19 @@ class Session:
         return len(self.tokens)
 
     @property
+    def prompt_array(self) -> NDArray[np.int32]:
+        """What is prefilled, as a view."""
+        return self.tokens[: len(self.spec.token_ids)]
+
+    @property
     def prefill_left(self) -> int:
-        """Prompt tokens whose K/V is unwritten; 0 once the session decodes."""
-        return max(0, len(self.spec.token_ids) - self.kv.len)
+        """Prompt tokens that no round was submitted with; 0 once the session can decode."""
+        return len(self.spec.token_ids) - self.prefill_sent
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether the K/V of the whole prompt is written, as far as the host has seen."""
+        return self.kv.len >= len(self.spec.token_ids)
 
     @property
     def root(self) -> int:

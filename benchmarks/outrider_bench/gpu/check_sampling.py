@@ -23,6 +23,7 @@ from outrider.engine.kernels.acceptance import accept_matching
 from outrider.engine.kernels.coins import ChainLaw, DeviceLaw, accept_sampled
 from outrider.engine.kernels.sampling import choose_tokens, choose_tokens_torch
 from outrider.engine.kernels.state import (
+    NUM_STREAMS,
     RULE_COUPLED,
     RULE_GREEDY,
     RULE_REJECTION,
@@ -55,7 +56,9 @@ def choose_by_softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 def state_of(sessions: int, rule: int, device: torch.device) -> SamplingState:
     """`sessions` slots of one rule, and the padding slot."""
     return SamplingState(
-        seeds=torch.arange(sessions + 1, device=device) * 7919 - 3,
+        stream_keys=torch.arange((sessions + 1) * NUM_STREAMS, device=device).view(sessions + 1, -1)
+        * 7919
+        - 3,
         temperatures=torch.full((sessions + 1,), float(rule != RULE_GREEDY), device=device),
         rules=torch.full((sessions + 1,), rule, dtype=torch.int32, device=device),
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.kernels.sampling import scaled_scores
-from outrider.engine.kernels.state import RULE_COUPLED, RULE_GREEDY, SamplingState
+from outrider.engine.kernels.state import NUM_STREAMS, RULE_COUPLED, RULE_GREEDY, SamplingState
 from outrider.engine.kernels.warp import TokenPath, warp_logits
 from outrider.engine.warper import TokenHistory, warp
 from outrider.errors import FailedPreconditionError
@@ -76,7 +76,7 @@ class Case:
         self.warp = held.state
         rule = RULE_COUPLED if params.temperature else RULE_GREEDY
         self.state = SamplingState(
-            seeds=torch.zeros(sessions + 1, dtype=torch.int64, device=device),
+            stream_keys=torch.zeros((sessions + 1, NUM_STREAMS), dtype=torch.int64, device=device),
             temperatures=torch.full((sessions + 1,), params.temperature, device=device),
             rules=torch.full((sessions + 1,), rule, dtype=torch.int32, device=device),
         )

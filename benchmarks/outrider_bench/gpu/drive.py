@@ -18,8 +18,7 @@ from outrider.text.tokenizer import Tokenizer
 from outrider.wire.messages import SessionEvent, SessionSpec, SpecStats
 from outrider_bench.gpu.engine import Running
 from outrider_bench.prompts import BenchPrompt
-
-PERCENTILES = (50, 90, 99)
+from outrider_bench.report import percentiles
 
 
 class Clock(Protocol):
@@ -124,14 +123,6 @@ class Wave:
             )
             if earlier >= start and later <= end
         ]
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p90 and p99; empty without values."""
-    if not values:
-        return {}
-    found = np.percentile(np.asarray(values), PERCENTILES)
-    return {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, found, strict=True)}
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:

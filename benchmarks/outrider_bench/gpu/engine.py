@@ -215,29 +215,8 @@ def make_runner(models: Models, setup: Setup, config: VerifierConfig) -> tuple[A
     head = models.head if setup.placement in OWN_HEAD else None
     runner = DeviceRoundEngine.build(config, target, projection, head, recorder=recorder)
     if setup.warm_buckets and setup.cuda_graphs and target.device.type == "cuda":
-        runner.rounds.warm_up(round_shapes(setup))
+        runner.warm_up()
     return runner, recorder
-
-
-def round_shapes(setup: Setup) -> list[Any]:
-    """The buckets that sessions of this setup can run in, plain rounds included."""
-    from outrider.engine.device.shapes import ROW_BUCKETS, Drafts, Judge, RoundShape, bucket
-
-    own, drafted = setup.placement in OWN_HEAD, setup.drafter_id is not None
-    most = bucket(setup.max_sessions, ROW_BUCKETS)
-    kinds = [(1, Drafts.NONE, Judge.MATCH, drafted)]
-    nodes = 1 + setup.draft_length
-    if own:
-        judges = (Judge.MATCH, Judge.SAMPLED) if setup.sampled else (Judge.MATCH,)
-        kinds += [(nodes, Drafts.OWN, judge, True) for judge in judges]
-    elif drafted and setup.top_k == 1:
-        kinds.append((nodes, Drafts.CHAIN, Judge.MATCH, True))
-    return [
-        RoundShape(rows=rows, nodes=count, drafts=drafts, judge=judge, features=features)
-        for count, drafts, judge, features in kinds
-        for rows in ROW_BUCKETS
-        if rows <= most
-    ]
 
 
 def release_runner(runner: Any) -> None:

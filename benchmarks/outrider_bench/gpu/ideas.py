@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.engine.kernels.state import RULE_GREEDY, SamplingState
+from outrider.engine.kernels.state import NUM_STREAMS, RULE_GREEDY, SamplingState
 from outrider.engine.kernels.topk import log_softmax_topk
 from outrider_bench.gpu import acceptance, serving
 from outrider_bench.gpu.bench import Bench, show
@@ -126,7 +126,7 @@ def _choices(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     logits, device = _logits(bench, count, vocabulary), bench.device
     state = SamplingState(
-        seeds=torch.zeros(count, dtype=torch.int64, device=device),
+        stream_keys=torch.zeros(count, NUM_STREAMS, dtype=torch.int64, device=device),
         temperatures=torch.zeros(count, device=device),
         rules=torch.full((count,), RULE_GREEDY, dtype=torch.int32, device=device),
     )

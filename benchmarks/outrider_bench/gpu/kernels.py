@@ -20,7 +20,7 @@ from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.qkv import rotary_qkv
 from outrider.engine.kernels.rotary import rotary_table, rotary_write
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.engine.kernels.state import RULE_COUPLED, SamplingState
+from outrider.engine.kernels.state import NUM_STREAMS, RULE_COUPLED, SamplingState
 from outrider.engine.kernels.topk import log_softmax_topk
 from outrider_bench.gpu.bench import DEVICE_COPY_BYTES_S, Bench, show
 from outrider_bench.gpu.random_model import SHAPES
@@ -172,7 +172,7 @@ def _choosing(bench: Bench, config: ModelConfig) -> list[Case]:
         logits = torch.randn(count, config.vocab_size, device=bench.device)
         slots = torch.arange(count, dtype=torch.int32, device=bench.device)
         state = SamplingState(
-            seeds=torch.arange(count, device=bench.device),
+            stream_keys=torch.arange(count * NUM_STREAMS, device=bench.device).view(count, -1),
             temperatures=torch.full((count,), 0.8, device=bench.device),
             rules=torch.full((count,), RULE_COUPLED, dtype=torch.int32, device=bench.device),
         )

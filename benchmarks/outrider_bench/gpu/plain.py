@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from outrider.process import run as run_loop
 from outrider_bench.gpu.bench import SPARE_SESSIONS, Bench, show
-from outrider_bench.gpu.drive import Wave, drive, percentiles, random_prompts
+from outrider_bench.gpu.drive import Wave, drive, random_prompts
 from outrider_bench.gpu.engine import PLAIN, Models, Setup, serving
+from outrider_bench.report import percentiles
 
 VLLM_MS = {1: 4.73, 8: 4.90, 32: 5.63, 64: 6.53}
 WARM_TOKENS = 24

@@ -9,7 +9,7 @@ from pathlib import Path
 from outrider_bench.gpu.trace import TrackSpan
 
 _LEFT, _TOP, _ROW, _BAR = 130, 56, 44, 26
-_COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#6cc5b0", "#9c6b4e", "#97bbf5")
+COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#6cc5b0", "#9c6b4e", "#97bbf5")
 _MIN_LABEL_PX = 7.0
 """Width of a letter, about: bars that are too short for their name go without."""
 
@@ -24,7 +24,7 @@ def draw(
     length = max(max(span.end_ms for span in spans) - start, 1e-6)
     scale = (width - _LEFT - 20) / length
     names = list(dict.fromkeys(span.name for span in spans))
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     bottom = _TOP + _ROW * len(tracks)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 64}" '

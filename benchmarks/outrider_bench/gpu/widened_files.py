@@ -25,14 +25,23 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_confi
 
 
 def write_target(
-    model: Path, out: Path, spec: WideSpec, *, dtype: torch.dtype, seed: int = 0
+    model: Path,
+    out: Path,
+    spec: WideSpec,
+    *,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> int:
-    """Write the widened target; bytes of weights that one forward of it reads."""
+    """Write the widened target; bytes of weights that one forward of it reads. Noise is drawn on
+    `device`."""
     out.mkdir(parents=True, exist_ok=True)
     config = load_model_config(model)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     source = WidenedTarget(open_checkpoint(model), config, spec)
-    raw, tensors = widen_target(open_checkpoint(model), config, spec, generator, dtype=dtype)
+    raw, tensors = widen_target(
+        open_checkpoint(model), config, spec, generator, dtype=dtype, device=device
+    )
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
     size = number = 0
@@ -46,7 +55,7 @@ def write_target(
             shard, size, number = {}, 0, number + 1
 
     for name, tensor in tensors:
-        shard[name] = tensor
+        shard[name] = tensor.cpu()
         size += tensor.nbytes
         if size >= SHARD_BYTES:
             flush()

@@ -39,6 +39,7 @@ class LaunchConfig:
     placement: str = SEPARATE
     """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
     draft_length: int | None = None
+    draft_topk: int | None = None
     """Draft tokens a round of a head in the verifier; None takes its default."""
     cuda_graphs: bool = True
     """Whether GPUs replay rounds from CUDA graphs."""
@@ -139,6 +140,7 @@ def verifier_config(config: LaunchConfig) -> VerifierConfig:
             "device": config.device,
             "placement": config.placement,
             "draft_length": config.draft_length,
+            "draft_topk": config.draft_topk,
             "cuda_graphs": config.cuda_graphs,
             "simulated_acceptance": config.simulated_acceptance,
             "threads": config.actor_threads,

@@ -11,13 +11,16 @@ the newest one, the only one whose prediction is wanted.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.engine.device.head_weights import HeadWeights
+from outrider.engine.draft_sampling import LawLimits
 from outrider.engine.kernels.attention import tree_attention
+from outrider.engine.kernels.coin_kernels import HUGE_SCORE
 from outrider.engine.kernels.coupled_topk import put_coupled_topk
 from outrider.engine.kernels.draft_inputs import (
     BlockInputs,
@@ -32,15 +35,15 @@ from outrider.engine.kernels.growth import (
     num_candidates,
     select_frontier,
 )
+from outrider.engine.kernels.law_draw import ChainLaws, DrawnLaws, draw_from_laws, stack_laws
 from outrider.engine.kernels.linear import SKINNY_ROWS, add_linear, fused_linear
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.rotary import rotary_table, rotary_write
-from outrider.engine.kernels.sampling import choose_tokens
+from outrider.engine.kernels.sampling import choose_tokens, scaled_scores
 from outrider.engine.kernels.state import SamplingState, WarpState
 from outrider.engine.kernels.topk import log_softmax_topk
 from outrider.engine.kernels.tree_rank import TreeDraft, rank_tree
 from outrider.engine.kernels.warp import TokenPath, warp_drafts
-from outrider.engine.warper import MIN_TEMPERATURE
 
 
 class NewRows(NamedTuple):
@@ -69,6 +72,8 @@ class ChainDraft(NamedTuple):
     """int32 [B, K]: draft ids."""
     probs: Tensor | None
     """float32 [B, K, Vd]: softmax(logits / T), the laws that the tokens were drawn from."""
+    laws: ChainLaws | None = None
+    """The same in a form that can be shipped, if asked for."""
 
 
 class _Places(NamedTuple):
@@ -135,13 +140,15 @@ class DraftProgram:
         length: int,
         warp: WarpState | None = None,
         with_probs: bool = False,
+        law_limits: LawLimits | None = None,
         prune: bool = True,
     ) -> ChainDraft:
         """Catch up, then draft `length` tokens by each session's rule.
 
         Greedy and target-only sessions take the mode, coupled ones the target's noise, rejection
         ones draw from the laws that `with_probs` returns. warp: what sessions do to draft logits;
-        None: nothing.
+        None: nothing. law_limits: draw from laws within these instead, and return them; rejection
+        sessions only.
         """
         layout = self._layout(rows, num_steps=length - 1)
         places = self._places(layout)
@@ -149,6 +156,7 @@ class DraftProgram:
         batch, num_new = rows.tokens.shape
         columns: list[Tensor] = []
         laws: list[Tensor] = []
+        drawn: list[DrawnLaws] = []
         for level in range(length):
             if level:
                 first = batch * (num_new + level - 1)
@@ -161,6 +169,18 @@ class DraftProgram:
                 path = TokenPath(torch.stack(columns, dim=1), seen=level) if level else None
                 following = layout.following[level]
                 logits = warp_drafts(logits, warp, state, rows.slots, following, path)
+            if law_limits is not None:
+                law = draw_from_laws(
+                    logits,
+                    state,
+                    rows.slots,
+                    layout.following[level],
+                    ids=self.weights.target_ids,
+                    limits=law_limits,
+                )
+                drawn.append(law)
+                columns.append(law.columns)
+                continue
             columns.append(
                 choose_tokens(
                     logits,
@@ -179,6 +199,7 @@ class DraftProgram:
             tokens=self.weights.target_ids[chosen.long()].int(),
             columns=chosen,
             probs=torch.stack(laws, dim=1) if laws else None,
+            laws=stack_laws(drawn) if drawn else None,
         )
 
     def tree(
@@ -378,7 +399,13 @@ def _at(places: _Places, rows: slice) -> _Places:
 
 
 def _law(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
-    """softmax(logits / T), float32 [B, Vd]; T = 0 counts as 1."""
+    """The law that `choose_tokens` draws from, float32 [B, Vd]; T = 0 counts as 1.
+
+    A row is zero where there is no such law: where no score is finite, or where several are so
+    large that noise does not tell them apart and always the first of them is drawn.
+    """
     heat = state.temperatures[slots.long()]
-    heat = torch.where(heat > 0, heat.clamp(min=MIN_TEMPERATURE), torch.ones_like(heat))
-    return (logits.float() / heat[:, None]).softmax(dim=-1)
+    scores = scaled_scores(logits, torch.where(heat > 0, heat, torch.ones_like(heat)))
+    law, tops = scores.softmax(dim=-1), scores.amax(dim=-1)
+    sound = (tops > -math.inf) & ((tops <= HUGE_SCORE) | (law.amax(dim=-1) == 1.0))
+    return law.where(sound[:, None], 0.0)

@@ -22,6 +22,8 @@ class GraphCache:
 
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
         self.enabled = enabled and device.type == "cuda"
+        self.sealed = False
+        """Whether nothing is captured any more: what is not, runs as it is."""
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool: Any = None
 
@@ -41,7 +43,7 @@ class GraphCache:
             return fn()
         entry = self._captured.get(key)
         if entry is None:
-            return self._first_run(key, fn)
+            return fn() if self.sealed else self._first_run(key, fn)
         graph, static = entry
         graph.replay()
         result: T = static

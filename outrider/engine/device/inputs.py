@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.buffers import Uploader
+from outrider.engine.device.law_inputs import LawInputs
 from outrider.engine.device.shapes import Drafts
 from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.spec.tree import DraftTree
@@ -23,12 +24,15 @@ NO_TOKEN = -1
 class RoundInputs:
     """Slots and drafts of a bucket's rows; rows beyond the given ones are padding."""
 
-    def __init__(self, rows: int, nodes: int, *, padding: int, device: torch.device) -> None:
-        """`padding`: the slot of padding rows."""
+    def __init__(
+        self, rows: int, nodes: int, laws: LawInputs, *, padding: int, device: torch.device
+    ) -> None:
+        """`laws`: where drafts from outside bring theirs; `padding`: the slot of padding rows."""
+        self.laws = laws
         self._rows, self._drafted, self._padding = rows, nodes - 1, padding
         slots_end, drafts_end = rows, rows * nodes
         size = drafts_end + rows * self._drafted
-        buffer = _zeros(size, device)
+        buffer = zeros(size, device)
         self.slots = buffer[:slots_end]
         """int32 [B]."""
         self.drafts = buffer[slots_end:drafts_end].view(rows, self._drafted)
@@ -78,30 +82,8 @@ class RoundInputs:
             place += self._drafted
 
 
-class HostVerdict:
-    """What the host accepted in a bucket; rows beyond the given ones count 0."""
-
-    def __init__(self, rows: int, nodes: int, device: torch.device) -> None:
-        size = rows * (1 + nodes)
-        self._buffer = _zeros(size, device)
-        self._uploader = Uploader(size, device)
-        self._shape = (rows, nodes)
-        self.counts = self._buffer[:rows]
-        """int32 [B]."""
-        self.tokens = self._buffer[rows:].view(rows, nodes)
-        """int32 [B, N]."""
-
-    def fill(self, counts: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
-        """Tell counts [n <= B] and tokens [n, N], in the order of the stream."""
-        rows, nodes = self._shape
-        words = self._uploader.stage()
-        words[:] = 0
-        words[: len(counts)] = counts
-        words[rows:].reshape(rows, nodes)[: len(counts)] = tokens
-        self._uploader.send(self._buffer)
-
-
-def _zeros(size: int, device: torch.device) -> Tensor:
+def zeros(size: int, device: torch.device) -> Tensor:
+    """int32 [size] for static inputs, writable in and out of inference mode."""
     # Made in inference mode, they could be written in that mode only.
     with torch.inference_mode(False):
         return torch.zeros(size, dtype=torch.int32, device=device)

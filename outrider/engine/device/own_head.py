@@ -1,14 +1,14 @@
 """A draft head in the verifier's own process (colocated and fused placement).
 
-X session slots, B rows, R catch-up rows, K drafts, H feature width, Vd draft vocabulary. The
-head's K/V has the slots of the target's pool and is addressed by the same block tables.
+X session slots, n drafts, Vd draft vocabulary. The head's K/V has the slots of the target's pool
+and is addressed by the same block tables.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
+
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.draft import DraftProgram, NewRows
@@ -17,19 +17,48 @@ from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.coins import ChainLaw
+from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.engine.kvcache import KVPool
+from outrider.spec.plan import default_depth
 
-_CATCH_UP_ROWS = 1024
-"""Prompt rows of one piece: bounds temporary memory."""
+
+class OwnShape(NamedTuple):
+    """What the head drafts for every round of every session."""
+
+    num_nodes: int
+    """n: drafts, the root not counted."""
+    top_k: int = 1
+    """Children tried of a node; 1: a chain."""
+    depth: int = 0
+    """Levels of a tree; 0: as many as `default_depth` says."""
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether drafts have branches."""
+        return self.top_k > 1
+
+    @property
+    def levels(self) -> int:
+        """Levels of the drafts."""
+        if not self.is_tree:
+            return self.num_nodes
+        return min(self.depth or default_depth(self.num_nodes), self.num_nodes)
+
+    @property
+    def extra_slots(self) -> int:
+        """K/V slots that a session may be written past its longest prefix: two rounds may be under
+        way when it ends, and the head's steps stand behind them."""
+        steps = (self.levels - 1) * min(self.top_k, self.num_nodes) if self.is_tree else 0
+        return 2 * (1 + self.num_nodes) + steps
 
 
 class OwnHead:
-    """Drafts a chain of `length` tokens for every session, on the device."""
+    """Drafts for every session, on the device."""
 
     def __init__(
-        self, head: DraftHead, slots: SessionSlots, pool: KVPool, *, length: int, max_len: int
+        self, head: DraftHead, slots: SessionSlots, pool: KVPool, *, shape: OwnShape, max_len: int
     ) -> None:
-        self.length = length
+        self.shape = shape
         weights = HeadWeights.from_head(head)
         device, config = pool.storage.device, head.config
         self._slots = slots
@@ -44,76 +73,49 @@ class OwnHead:
             max_len=max_len,
         )
         count = slots.sequence.lengths.shape[0]
-        self.tokens = torch.full((count, length), -1, dtype=torch.int32, device=device)
-        """int32 [X, K]: the drafts that each session's next round verifies."""
-        self.law = ChainLaw(
-            probs=torch.zeros(
-                (count, length, config.draft_vocab_size), dtype=torch.float32, device=device
-            ),
-            draft_columns=weights.draft_columns,
-            target_ids=weights.target_ids,
-        )
-        """The laws that they were drawn from, kept with the session until they are used."""
+        size = (count, shape.num_nodes)
+        self.tokens = torch.full(size, -1, dtype=torch.int32, device=device)
+        """int32 [X, n]: the drafts that each session's next round verifies; -1: no node."""
+        self.parents: Tensor | None = None
+        """int32 [X, n]: their parents (see `DraftTree`), PADDING_NODE: no node. None: chains."""
+        self.law: ChainLaw | None = None
+        """The laws that chains were drawn from, kept with the session until they are used. Trees
+        have none: the rejection rule judges them target-only."""
         self.warp = WarpSlots(
             count, config.draft_vocab_size, device, draft_columns=weights.draft_columns
         )
         """What the sessions do to the head's logits."""
-
-    def draft(
-        self,
-        slots: Tensor,
-        *,
-        tokens: Tensor,
-        features: Tensor,
-        counts: Tensor,
-        starts: Tensor,
-        with_law: bool,
-    ) -> None:
-        """Catch up on real rows and draft: tokens int32 [B, R] (t_{i+1} of draft row i), features
-        [B, R, H], counts int32 [B] of real rows, starts int32 [B] their first draft position."""
-        tables = self._slots.sequence.tables
-        self._chain(NewRows(slots, tables, tokens, features, counts, starts), with_law)
-
-    def _chain(self, rows: NewRows, with_law: bool) -> None:
-        chain = self.program.chain(
-            rows,
-            length=self.length,
-            state=self._slots.sampling,
-            warp=self.warp.state if with_law else None,
-            with_probs=with_law,
+        if shape.is_tree:
+            self.parents = torch.full(size, PADDING_NODE, dtype=torch.int32, device=device)
+            return
+        laws = (count, shape.num_nodes, config.draft_vocab_size)
+        self.law = ChainLaw(
+            probs=torch.zeros(laws, dtype=torch.float32, device=device),
+            draft_columns=weights.draft_columns,
+            target_ids=weights.target_ids,
         )
-        places = rows.slots.long()
-        self.tokens.index_copy_(0, places, chain.tokens)
-        if with_law and chain.probs is not None:
-            self.law.probs.index_copy_(0, places, chain.probs)
 
-    def prefill(
-        self,
-        slot: int,
-        tokens: NDArray[np.int32],
-        features: Tensor,
-        *,
-        start: int,
-        last: bool,
-        with_law: bool,
-    ) -> None:
-        """Catch up on a prompt's rows [m] from draft position `start`; draft if they are the last.
-
-        Eager, and it waits for the device: prompts are not on the path of a round.
-        """
-        device = features.device
-        ids = torch.from_numpy(tokens.astype(np.int32)).to(device)
-        for begin in range(0, len(tokens), _CATCH_UP_ROWS):
-            end = min(begin + _CATCH_UP_ROWS, len(tokens))
-            rows = NewRows(
-                slots=torch.tensor([slot], dtype=torch.int32, device=device),
-                tables=self._slots.sequence.tables,
-                tokens=ids[None, begin:end].contiguous(),
-                features=features[None, begin:end],
-                counts=torch.tensor([end - begin], dtype=torch.int32, device=device),
-                starts=torch.tensor([start + begin], dtype=torch.int32, device=device),
+    def draft(self, rows: NewRows, *, sampled: bool) -> None:
+        """Catch up on real rows and draft for each of their sessions. sampled: whether any session
+        may warp its logits or need the laws of its drafts."""
+        places, state = rows.slots.long(), self._slots.sampling
+        warp = self.warp.state if sampled else None
+        if self.parents is not None:
+            tree = self.program.tree(
+                rows,
+                state=state,
+                num_nodes=self.shape.num_nodes,
+                top_k=self.shape.top_k,
+                depth=self.shape.levels,
+                warp=warp,
+                coupled=True,
             )
-            if last and end == len(tokens):
-                self._chain(rows, with_law)
-            else:
-                self.program.write(rows)
+            self.tokens.index_copy_(0, places, tree.tokens)
+            self.parents.index_copy_(0, places, tree.parents)
+            return
+        chain = self.program.chain(
+            rows, length=self.shape.num_nodes, state=state, warp=warp, with_probs=sampled
+        )
+        self.tokens.index_copy_(0, places, chain.tokens)
+        if self.law is not None and chain.probs is not None:
+            self.law.probs.index_copy_(0, places, chain.probs)

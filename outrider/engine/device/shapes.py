@@ -1,4 +1,8 @@
-"""Which bucket a round runs in: a graph is captured for each, so they are few (pure)."""
+"""Which bucket a round runs in: a graph is captured for each, so they are few (pure).
+
+A round's rows are sessions that decode, N nodes each, and pieces of prompts: up to PIECE_TOKENS
+consecutive tokens of one session, which may have several in one round.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,22 @@ from typing import Final
 
 ROW_BUCKETS: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sessions of a round; unused rows work for the padding slot."""
-NODE_BUCKETS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 33, 48, 64, 65, 97, 129)
-"""Nodes of a row, the root included; unused ones are absent nodes."""
+CHAIN_BUCKETS: Final = (2, 3, 4, 5, 6, 8)
+TREE_BUCKETS: Final = (8, 17, 33, 64, 65, 129)
+"""Nodes of a row, the root included; unused ones are absent nodes. Chains that are longer than the
+last of theirs run as trees."""
+PIECE_TOKENS: Final = 64
+"""Prompt tokens of a piece: so many rows alone still cost one pass over the weights."""
+PIECE_BUCKETS: Final = (1, 2, 4, 8, 16)
+"""Pieces of prompts in a round; unused ones are absent."""
+MIXED_ROW_BUCKETS: Final = (4, 8, 16, 32, 64, 128, 256)
+MIXED_CHAIN_BUCKETS: Final = (4, 6, 8)
+"""Sessions that decode in a round with pieces, and nodes of their chains: few, for each is captured
+with every number of pieces, and a piece costs more than the padding rows."""
+MOST_MIXED_PIECES: Final = 8
+"""Pieces in a round in which sessions decode."""
+MOST_TOKEN_ROWS: Final = 2048
+"""Rows times nodes of a bucket; one row may have more."""
 
 
 class Drafts(StrEnum):
@@ -32,8 +50,6 @@ class Judge(StrEnum):
     """Greedy and coupled rows whose logits are not warped: a comparison of tokens."""
     SAMPLED = "sampled"
     """Any rule and any warper."""
-    HOST = "host"
-    """None: the host reads the logits (shipped draft laws)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +57,30 @@ class RoundShape:
     """A bucket: the key of a graph."""
 
     rows: int
-    """B."""
+    """B; 0 in a round of nothing but pieces."""
     nodes: int
     """N, the root included."""
     drafts: Drafts
     judge: Judge
     features: bool
     """Whether projected features are computed."""
+    pieces: int = 0
+    """Q pieces of prompts, of P = PIECE_TOKENS rows each."""
+
+    @property
+    def brings_laws(self) -> bool:
+        """Whether rows may bring draft laws from outside."""
+        return self.judge is Judge.SAMPLED and self.drafts in (Drafts.CHAIN, Drafts.TREE)
+
+    @property
+    def token_rows(self) -> int:
+        """M: rows of the target's forward."""
+        return self.rows * self.nodes + self.pieces * PIECE_TOKENS
+
+    @property
+    def result_words(self) -> int:
+        """int32 words of the outcome of a row that the device judges."""
+        return 2 + 2 * self.nodes
 
 
 def bucket(value: int, sizes: tuple[int, ...]) -> int:
@@ -56,7 +89,12 @@ def bucket(value: int, sizes: tuple[int, ...]) -> int:
     return sizes[place] if place < len(sizes) else value
 
 
-def row_buckets(max_rows: int) -> tuple[int, ...]:
+def row_buckets(max_rows: int, sizes: tuple[int, ...] = ROW_BUCKETS) -> tuple[int, ...]:
     """The row buckets that rounds of up to `max_rows` sessions run in."""
-    smaller = [size for size in ROW_BUCKETS if size < max_rows]
-    return (*smaller, bucket(max_rows, ROW_BUCKETS))
+    smaller = [size for size in sizes if size < max_rows]
+    return (*smaller, bucket(max_rows, sizes))
+
+
+def num_pieces(tokens: int) -> int:
+    """Pieces that so many consecutive prompt tokens of a session take."""
+    return -(-tokens // PIECE_TOKENS)

@@ -14,16 +14,19 @@ from outrider.engine.device.free_slots import FreeSlots
 from outrider.engine.device.uploads import upload
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.kernels.state import (
+    NUM_STREAMS,
     RULE_NUMBERS,
     SamplingState,
     SequenceState,
+    stream_keys,
 )
 from outrider.engine.kvcache import KVPool, KVSequence
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.sampling import SamplingParams
 
-_FIELDS = 6
-"""Words of a slot beside its table: seed (2), temperature, rule, length, root."""
+_KEY_WORDS = 2 * NUM_STREAMS
+_FIELDS = _KEY_WORDS + 4
+"""Words of a slot beside its table: stream keys, temperature, rule, length, root."""
 
 
 class SessionSlots:
@@ -53,7 +56,7 @@ class SessionSlots:
             tables=zeros(count, blocks), lengths=zeros(count), roots=zeros(count)
         )
         self.sampling = SamplingState(
-            seeds=zeros(count, dtype=torch.int64),
+            stream_keys=zeros(count, NUM_STREAMS, dtype=torch.int64),
             temperatures=zeros(count, dtype=torch.float32),
             rules=zeros(count),
         )
@@ -105,16 +108,17 @@ class SessionSlots:
     ) -> None:
         table = np.asarray(blocks, dtype=np.int32)
         words: NDArray[np.int32] = np.zeros(_FIELDS + len(table), dtype=np.int32)
-        words[0:2] = np.array([sampling.seed], dtype=np.uint64).view(np.int32)
-        words[2] = np.array([sampling.temperature], dtype=np.float32).view(np.int32)[0]
-        words[3:6] = (RULE_NUMBERS[sampling.effective_rule], length, root)
+        words[:_KEY_WORDS] = stream_keys(sampling).view(np.int32)
+        words[_KEY_WORDS] = np.array([sampling.temperature], dtype=np.float32).view(np.int32)[0]
+        words[_KEY_WORDS + 1 : _FIELDS] = (RULE_NUMBERS[sampling.effective_rule], length, root)
         words[_FIELDS:] = table
         staged = self._staged[: len(words)]
         upload(words, staged)
-        self.sampling.seeds[slot : slot + 1].copy_(staged[0:2].view(torch.int64))
-        self.sampling.temperatures[slot : slot + 1].copy_(staged[2:3].view(torch.float32))
-        self.sampling.rules[slot : slot + 1].copy_(staged[3:4])
-        self.sequence.lengths[slot : slot + 1].copy_(staged[4:5])
-        self.sequence.roots[slot : slot + 1].copy_(staged[5:6])
+        self.sampling.stream_keys[slot].copy_(staged[:_KEY_WORDS].view(torch.int64))
+        fields = staged[_KEY_WORDS:_FIELDS]
+        self.sampling.temperatures[slot : slot + 1].copy_(fields[0:1].view(torch.float32))
+        self.sampling.rules[slot : slot + 1].copy_(fields[1:2])
+        self.sequence.lengths[slot : slot + 1].copy_(fields[2:3])
+        self.sequence.roots[slot : slot + 1].copy_(fields[3:4])
         # Blocks past the end are never read: attention stops at the context.
         self.sequence.tables[slot, : len(table)].copy_(staged[_FIELDS:])

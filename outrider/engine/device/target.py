@@ -1,11 +1,14 @@
 """The target's forward from static buffers, for a CUDA graph.
 
-M = B * N token rows (N nodes of B sessions), L layers, Q query and G key/value heads, d head
-dimension, H hidden size, V vocabulary.
+M token rows, L logit rows, Q query and G key/value heads, d head dimension, H hidden size,
+V vocabulary, X session slots, T blocks of a table. The rows of a forward come in groups, each of B
+sessions and N rows a session: those that decode, pieces of prompts. All groups share the products;
+each has an attention of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,22 +27,24 @@ from outrider.engine.linear import plain_weights
 from outrider.engine.target import TargetModel
 
 
-class RoundRows(NamedTuple):
-    """The sessions of a round."""
+class RowGroup(NamedTuple):
+    """B * N consecutive token rows of a forward."""
 
     slots: Tensor
-    """int32 [B]: session slots."""
+    """int32 [B]: session slots. A session may stand here several times, in order of its context:
+    the keys and values of all rows of a layer are written before any of them attends."""
     context: Tensor
-    """int32 [B]: K/V slots written before the round."""
-    tables: Tensor
-    """int32 [X, T]: see `SequenceState`."""
+    """int32 [B]: K/V slots before the first of the N rows."""
+    layout: RoundLayout
+    num_nodes: int
+    """N."""
 
 
 class TargetOutput(NamedTuple):
     """Results of one forward."""
 
     logits: Tensor
-    """float32 [M, V]."""
+    """float32 [L, V]."""
     taps: Tensor | None
     """[M, n_taps * H]: as `outrider.engine.target.ForwardOutput.taps`."""
 
@@ -58,26 +63,34 @@ class TargetProgram:
         self._values = model.pool.storage[1].unbind(0)
 
     def forward(
-        self, tokens: Tensor, layout: RoundLayout, rows: RoundRows, *, num_nodes: int, max_len: int
+        self,
+        tokens: Tensor,
+        groups: Sequence[RowGroup],
+        tables: Tensor,
+        *,
+        max_len: int,
+        logit_rows: Tensor | None = None,
     ) -> TargetOutput:
         """Run token ids int32 [M]; ids below 0 stand for absent nodes.
 
-        `max_len` bounds the slots that any row sees. Nothing is committed.
+        tables int32 [X, T]: see `SequenceState`. `max_len` bounds the slots that any row sees.
+        logit_rows int64 [L]: rows whose logits are wanted; None: all. Nothing is committed.
         """
         weights = self._model.weights
         eps = self._config.rms_norm_eps
         norms = [layer.weights.input_norm for layer in self._layers] + [weights.final_norm]
         x, normed = embed(tokens, weights.embedding, norms[0], eps)
-        table = rotary_table(layout.positions, self._model.inverse_frequencies)
+        place = self._place(groups, tables, max_len)
         outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
-            place = _Place(index, table, layout, rows, num_nodes, max_len)
-            x, normed = self._layer(layer, x, normed, norms[index + 1], place)
+            x, normed = self._layer(index, layer, x, normed, norms[index + 1], place)
             if index in self.tap_layers:
                 # With many rows the next layer adds to x in place.
                 outputs[index] = x if x.shape[0] <= SKINNY_ROWS else x.clone()
         if FINAL_NORM in self.tap_layers:
             outputs[FINAL_NORM] = rms_norm(x, weights.final_norm, eps)
+        if logit_rows is not None:
+            normed = rms_norm(x[logit_rows], weights.final_norm, eps)
         logits = fused_linear(
             normed, self._lm_head.weight, bias=self._lm_head.bias, out_dtype=torch.float32
         )
@@ -86,40 +99,71 @@ class TargetProgram:
             taps = torch.cat([outputs[tap] for tap in self.tap_layers], dim=-1)
         return TargetOutput(logits, taps)
 
+    def _place(self, groups: Sequence[RowGroup], tables: Tensor, max_len: int) -> _Place:
+        positions = [group.layout.positions for group in groups]
+        write_slots = [group.layout.write_slots for group in groups]
+        alone = len(groups) == 1
+        return _Place(
+            table=rotary_table(
+                positions[0] if alone else torch.cat(positions), self._model.inverse_frequencies
+            ),
+            write_slots=write_slots[0] if alone else torch.cat(write_slots),
+            groups=groups,
+            tables=tables,
+            max_len=max_len,
+        )
+
+    def _attend(self, query: Tensor, index: int, place: _Place) -> Tensor:
+        """[M, Q * d] of queries [M, Q, d]: group by group."""
+        alone = len(place.groups) == 1
+        joined = None if alone else torch.empty_like(query, memory_format=torch.contiguous_format)
+        first, attended = 0, query
+        for group in place.groups:
+            end = first + group.slots.shape[0] * group.num_nodes
+            attended = tree_attention(
+                query[first:end],
+                self._keys[index],
+                self._values[index],
+                tables=place.tables,
+                slots=group.slots,
+                context=group.context,
+                num_nodes=group.num_nodes,
+                mask=group.layout.mask,
+                block_tokens=self._model.pool.block_tokens,
+                positions=group.layout.positions,
+                max_len=place.max_len,
+                window=self._config.sliding_window,
+                out=None if joined is None else joined[first:end].flatten(1),
+            )
+            first = end
+        return attended if joined is None else joined.flatten(1)
+
     def _layer(
-        self, layer: _Layer, x: Tensor, normed: Normed, next_norm: Tensor, place: _Place
+        self,
+        index: int,
+        layer: _Layer,
+        x: Tensor,
+        normed: Normed,
+        next_norm: Tensor,
+        place: _Place,
     ) -> tuple[Tensor, Normed]:
         """The residual stream after a layer, and its norm by `next_norm`."""
         config, weights = self._config, layer.weights
-        eps, index, rows = config.rms_norm_eps, place.number, place.rows
-        keys, values = self._keys[index], self._values[index]
+        eps = config.rms_norm_eps
         query = rotary_qkv(
             normed,
             layer.qkv.weight,
             place.table,
-            place.layout.write_slots,
-            keys,
-            values,
+            place.write_slots,
+            self._keys[index],
+            self._values[index],
             num_heads=config.num_heads,
             interleaved=True,
             bias=layer.qkv.bias,
             qk_norms=weights.qk_norms,
             eps=eps,
         )
-        attended = tree_attention(
-            query,
-            keys,
-            values,
-            tables=rows.tables,
-            slots=rows.slots,
-            context=rows.context,
-            num_nodes=place.num_nodes,
-            mask=place.layout.mask,
-            block_tokens=self._model.pool.block_tokens,
-            positions=place.layout.positions,
-            max_len=place.max_len,
-            window=config.sliding_window,
-        )
+        attended = self._attend(query, index, place)
         o_proj, down = layer.o_proj, layer.down
         x, normed = add_linear(
             attended,
@@ -143,13 +187,14 @@ class TargetProgram:
 
 
 class _Place(NamedTuple):
-    """What a layer must know beside its input."""
+    """What every layer must know beside its input."""
 
-    number: int
     table: Tensor
-    layout: RoundLayout
-    rows: RoundRows
-    num_nodes: int
+    """[M, 2, d/2]: cos and sin."""
+    write_slots: Tensor
+    """int64 [M]."""
+    groups: Sequence[RowGroup]
+    tables: Tensor
     max_len: int
 
 

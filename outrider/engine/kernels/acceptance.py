@@ -32,6 +32,13 @@ _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 _SHARED_COIN_ID = tl.constexpr(SHARED_COIN_ID)
 
 
+RESAMPLED = 1
+"""The last accepted node had children: the final token follows a rejection, it is no bonus."""
+FALLBACK = 2
+"""The rejection rule was judged target-only because the law of the drafts was missing."""
+_RESAMPLED = tl.constexpr(RESAMPLED)
+
+
 class DeviceAcceptance(NamedTuple):
     """The outcome of a round, one row a session."""
 
@@ -41,9 +48,8 @@ class DeviceAcceptance(NamedTuple):
     """int32 [B, N]: 0 and the accepted nodes' rows, ascending; place j >= counts holds j."""
     tokens: Tensor
     """int32 [B, N]: the accepted nodes' tokens and the final one; the rest is -1."""
-    resampled: Tensor
-    """int32 [B]: 1 if the last accepted node had children (the final token follows a rejection),
-    0 if the final token is a bonus."""
+    flags: Tensor
+    """int32 [B]: RESAMPLED and FALLBACK, or neither."""
 
 
 def accept_matching(
@@ -114,9 +120,8 @@ def accept_matching_torch(
     parents_BN = chain_parents(batch, num_nodes, chosen.device) if parents is None else parents
     coins_BN = None
     if simulate is not None:
-        keys = row_keys(
-            state.seeds[slots.long()][:, None], Stream.ACCEPT, positions.view(batch, -1)
-        )
+        stream_keys = state.stream_keys[slots.long(), Stream.ACCEPT - 1]
+        keys = row_keys(stream_keys[:, None], positions.view(batch, -1))
         coins_BN = uniform_from_bits(noise_words(keys, torch.full_like(keys, SHARED_COIN_ID)))
     node = torch.zeros(batch, dtype=torch.int64, device=chosen.device)
     walk = TorchWalk(batch, num_nodes, chosen.device)
@@ -140,6 +145,8 @@ class TorchWalk:
         self.rows = places.repeat(batch, 1)
         self.tokens = torch.full_like(self.rows, -1)
         self.rejected = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.fallback = torch.zeros_like(self.rejected)
+        """Whether a law was missing; for the caller to set."""
 
     def step(
         self, row: int, node: Tensor, drafted: Tensor, below: Tensor, stands: Tensor
@@ -160,8 +167,9 @@ class TorchWalk:
     def finish(self, final: Tensor) -> DeviceAcceptance:
         """The outcome; final: int32 [B], the last token of each session."""
         self._put(torch.ones_like(self.rejected), final)
-        counts, resampled = self.counts.to(torch.int32), self.rejected.to(torch.int32)
-        return DeviceAcceptance(counts, self.rows, self.tokens, resampled)
+        flags = RESAMPLED * self.rejected + FALLBACK * self.fallback
+        counts = self.counts.to(torch.int32)
+        return DeviceAcceptance(counts, self.rows, self.tokens, flags.to(torch.int32))
 
 
 def advance_state(acceptance: DeviceAcceptance, sequence: SequenceState, slots: Tensor) -> None:
@@ -223,7 +231,7 @@ def accept_matching_triton(
             tokens,
             parents,
             simulate,
-            state.seeds,
+            state.stream_keys,
             slots,
             positions,
             *result,
@@ -254,13 +262,13 @@ def _accept_matching(
     tokens_ptr,
     parents_ptr,
     simulate_ptr,
-    seeds_ptr,
+    stream_keys_ptr,
     slots_ptr,
     positions_ptr,
     counts_ptr,
     rows_ptr,
     emitted_ptr,
-    resampled_ptr,
+    flags_ptr,
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAIN: tl.constexpr,
@@ -278,9 +286,8 @@ def _accept_matching(
     path, emitted = rows, tl.full((BLOCK,), -1, tl.int32)
     if CHAIN:
         if SIMULATE:
-            seed = tl.load(seeds_ptr + tl.load(slots_ptr + batch))
             where = tl.load(positions_ptr + first + rows - 1, mask=there, other=0)
-            keys = noise_key(seed, _ACCEPT, where)
+            keys = noise_key(stream_keys_ptr, tl.load(slots_ptr + batch), _ACCEPT, where)
             coins = uniform(noise_bits(keys, tl.full((BLOCK,), _SHARED_COIN_ID, tl.int32)))
             rates = tl.load(simulate_ptr + rows - 1, mask=there, other=0.0)
             stands = there & (coins < rates.to(tl.float64))
@@ -309,7 +316,7 @@ def _accept_matching(
     tl.store(counts_ptr + batch, count)
     tl.store(rows_ptr + first + rows, path, mask=inside)
     tl.store(emitted_ptr + first + rows, emitted, mask=inside)
-    tl.store(resampled_ptr + batch, tl.max(below.to(tl.int32), 0))
+    tl.store(flags_ptr + batch, tl.max(below.to(tl.int32), 0) * _RESAMPLED)
 
 
 @triton.jit

@@ -36,6 +36,7 @@ def tree_attention(
     window: int | None = None,
     scale: float | None = None,
     config: AttentionConfig | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attention of each token row over its session's context and the slots after it.
 
@@ -50,11 +51,13 @@ def tree_attention(
     slots whose position is at most positions[row] - window; slots of the context are at their own
     index, slot context + w at the position of row w, never below context. scale: of the scores,
     1 / sqrt(d) if None. max_len: no row has more than max_len = context + W slots.
-    Products take the cache's dtype, sums are float32. Returns [M, Q * d] in q's dtype, a new
-    tensor. Raises InvalidRequestError for shapes or strides that do not fit, and for queries, masks
-    or heads of the cache that span 2^31 elements.
+    Products take the cache's dtype, sums are float32. Returns [M, Q * d] in q's dtype: `out`, which
+    must be contiguous, or a new tensor. Raises InvalidRequestError for shapes or strides that do
+    not fit, and for queries, masks or heads of the cache that span 2^31 elements.
     """
     _check(q, keys, values, slots, mask, positions, num_nodes, window)
+    if out is not None and (not out.is_contiguous() or out.shape != (len(q), q.shape[1:].numel())):
+        raise InvalidRequestError(f"attention of {tuple(q.shape)} into {tuple(out.shape)}")
     launch = tree_attention_triton if q.is_cuda else tree_attention_torch
     return launch(
         q,
@@ -71,6 +74,7 @@ def tree_attention(
         window=window,
         scale=scale,
         config=config,
+        out=out,
     )
 
 
@@ -125,6 +129,7 @@ def tree_attention_torch(
     window: int | None = None,
     scale: float | None = None,
     config: AttentionConfig | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """What `tree_attention` computes; `config` has no meaning here."""
     batch, (num_rows, num_heads, dim) = slots.shape[0], q.shape
@@ -153,8 +158,9 @@ def tree_attention_torch(
     scores = scores.masked_fill(~seen_BNL[None, :, :, None], -math.inf)
     blind_BN1 = ~seen_BNL.any(-1, keepdim=True)
     weights = scores.softmax(-1).masked_fill(blind_BN1[None, :, :, None], 0.0)
-    out = torch.einsum("hbngl,hbld->bnhgd", weights, v_GBLd)
-    return out.reshape(num_rows, num_heads * dim).to(q.dtype)
+    result = torch.einsum("hbngl,hbld->bnhgd", weights, v_GBLd)
+    result = result.reshape(num_rows, num_heads * dim).to(q.dtype)
+    return result if out is None else out.copy_(result)
 
 
 def tree_attention_triton(
@@ -173,6 +179,7 @@ def tree_attention_triton(
     window: int | None = None,
     scale: float | None = None,
     config: AttentionConfig | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`tree_attention` in one kernel, or two where the context is split."""
     (num_rows, num_heads, dim), num_kv_heads = q.shape, keys.shape[0]
@@ -187,7 +194,8 @@ def tree_attention_triton(
     )
     group, splits = num_heads // num_kv_heads, config.splits
     dims = max(next_power_of_2(dim), 16)
-    out = torch.empty((num_rows, num_heads * dim), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((num_rows, num_heads * dim), dtype=q.dtype, device=q.device)
     partial, stats = out, out
     if splits > 1:
         shape = (num_rows, num_heads, splits, dim)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider.engine.kernels.acceptance import load_parents
+from outrider.engine.kernels.acceptance import FALLBACK, RESAMPLED, load_parents
 from outrider.engine.kernels.noise import (
     best_of,
     best_perturbed,
@@ -49,6 +49,15 @@ _DENSE = tl.constexpr(DENSE_LAW)
 _UNCHANGED = tl.constexpr(0)
 _WITHOUT_CHILDREN = tl.constexpr(1)
 _RESIDUAL = tl.constexpr(2)
+_AFRESH = tl.constexpr(3)
+"""What became of the law at the last node. The last one: nothing, but `choose_tokens` could not
+tell scores of this size apart by their noise, so the bonus is drawn from log-probabilities."""
+
+HUGE_SCORE = 2.0**30
+"""Beyond this the sum of a score and its noise has lost some of the noise."""
+_HUGE_SCORE = tl.constexpr(HUGE_SCORE)
+_HAS_RESAMPLED = tl.constexpr(RESAMPLED)
+_HAS_FALLBACK = tl.constexpr(FALLBACK)
 
 
 @triton.jit
@@ -87,7 +96,11 @@ def sum_tiles(
 
 @triton.jit
 def _logsumexp(maxima_ptr, sums_ptr, row, tiles, TILES: tl.constexpr):
-    """Log-sum-exp of a row from its tiles, float64; 0 if the row has no finite score."""
+    """(maximum, log of the sum of exponentials of what is below it) of a row, float64.
+
+    They stay apart: beside a maximum of 1e30 the logarithm would not be there any more. (0, 0) if
+    the row has no finite score.
+    """
     parts = tl.arange(0, TILES)
     valid = parts < tiles
     maxima = tl.load(maxima_ptr + row * tiles + parts, mask=valid, other=float("-inf"))
@@ -95,7 +108,7 @@ def _logsumexp(maxima_ptr, sums_ptr, row, tiles, TILES: tl.constexpr):
     top = tl.max(maxima, 0)
     shift = tl.where(top > float("-inf"), top, 0.0)
     total = tl.sum((sums * tl.exp(maxima - shift)).to(tl.float64), 0)
-    return shift.to(tl.float64) + tl.log(tl.where(total > 0.0, total, 1.0))
+    return shift.to(tl.float64), tl.log(tl.where(total > 0.0, total, 1.0))
 
 
 @triton.jit
@@ -112,7 +125,7 @@ def walk(
     chosen_ptr,
     tokens_ptr,
     parents_ptr,
-    seeds_ptr,
+    stream_keys_ptr,
     temperatures_ptr,
     rules_ptr,
     slots_ptr,
@@ -132,10 +145,11 @@ def walk(
     counts_ptr,
     rows_ptr,
     emitted_ptr,
-    resampled_ptr,
+    flags_ptr,
     modes_ptr,
     nodes_ptr,
-    logsumexps_ptr,
+    tops_ptr,
+    logs_ptr,
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
@@ -154,7 +168,6 @@ def walk(
     slot = tl.load(slots_ptr + batch).to(tl.int64)
     temperature = tl.load(temperatures_ptr + slot)
     rule = tl.load(rules_ptr + slot)
-    seed = tl.load(seeds_ptr + slot)
     by_coins = _tosses_coins(temperature, rule)
     by_law = by_coins & (rule == _REJECTION)
     if LAW == _NO_LAW:
@@ -162,21 +175,25 @@ def walk(
     if LAW == _SPARSE:
         law_row = offsets_ptr + batch * (NODES + 1)
         by_law = by_law & (tl.load(law_row + NODES) > tl.load(law_row))
+    any_draft = tl.max(exists.to(tl.int32), 0) != 0
+    fallback = (by_coins & (rule == _REJECTION) & (by_law == 0) & any_draft).to(tl.int32)
     path, emitted = rows, tl.full((BLOCK,), -1, tl.int32)
     count = tl.full((), 0, tl.int32)
     node = tl.full((), 0, tl.int32)
     winner = tl.full((), 0, tl.int32)
     mode = tl.full((), 0, tl.int32)
-    logsumexp = tl.full((), 0.0, tl.float64)
+    top = tl.full((), 0.0, tl.float64)
+    log_sum = tl.full((), 0.0, tl.float64)
     while winner < NODES:
         node = winner
         count += 1
         path = tl.where(rows == count - 1, node, path)
         row_ptr = logits_ptr + (first + node).to(tl.int64) * logits_stride
         wanted = tl.load(chosen_ptr + first + node)
-        key = noise_key(seed, _ACCEPT, tl.load(positions_ptr + first + node))
+        key = noise_key(stream_keys_ptr, slot, _ACCEPT, tl.load(positions_ptr + first + node))
         if by_coins:
-            logsumexp = _logsumexp(maxima_ptr, sums_ptr, (first + node).to(tl.int64), tiles, TILES)
+            here = (first + node).to(tl.int64)
+            top, log_sum = _logsumexp(maxima_ptr, sums_ptr, here, tiles, TILES)
         shared_coin = uniform(noise_bits(key, tl.full((), _SHARED_COIN_ID, tl.int32)))
         begin = tl.full((), 0, tl.int32)
         end = tl.full((), 0, tl.int32)
@@ -195,14 +212,20 @@ def walk(
             stands = token == wanted
             if by_coins:
                 score = scaled_tile(row_ptr, token, token < num_columns, temperature)
-                prob = tl.exp(score.to(tl.float64) - logsumexp)
+                prob = tl.exp((score.to(tl.float64) - top) - log_sum)
                 coin = uniform(noise_bits(key, token))
                 stands = coin < 0.0
-                if by_law:
+                judged_by_law = by_law
+                if LAW == _DENSE:
+                    # A law that does not have the token it is said to have given is no law.
+                    column = tl.load(draft_columns_ptr + token)
+                    law_ptr = probs_ptr + slot * probs_slot_stride + node * probs_step_stride
+                    weight = tl.load(law_ptr + column, mask=column >= 0, other=1.0)
+                    is_law = (weight > 0.0) & (weight < float("inf"))
+                    fallback = tl.where(by_law & (is_law == 0), 1, fallback).to(tl.int32)
+                    judged_by_law = by_law & is_law
+                if judged_by_law:
                     if LAW == _DENSE:
-                        column = tl.load(draft_columns_ptr + token)
-                        law_ptr = probs_ptr + slot * probs_slot_stride + node * probs_step_stride
-                        weight = tl.load(law_ptr + column, mask=column >= 0, other=0.0)
                         stands = (column >= 0) & (coin * weight.to(tl.float64) < prob)
                         mode = tl.where(column >= 0, _RESIDUAL, mode).to(tl.int32)
                     if LAW == _SPARSE:
@@ -228,7 +251,8 @@ def walk(
                                         end,
                                         total,
                                         temperature,
-                                        logsumexp,
+                                        top,
+                                        log_sum,
                                         ENTRIES,
                                     )
                                     mode = tl.full((), _RESIDUAL, tl.int32)
@@ -256,10 +280,13 @@ def walk(
     tl.store(counts_ptr + batch, count)
     tl.store(rows_ptr + first + rows, path, mask=rows < NODES)
     tl.store(emitted_ptr + first + rows, emitted, mask=rows < NODES)
-    tl.store(resampled_ptr + batch, tl.max((exists & (above == node)).to(tl.int32), 0))
-    tl.store(modes_ptr + batch, mode)
+    resampled = tl.max((exists & (above == node)).to(tl.int32), 0)
+    tl.store(flags_ptr + batch, resampled * _HAS_RESAMPLED + fallback * _HAS_FALLBACK)
+    huge = by_coins & (top > _HUGE_SCORE) & (mode == _UNCHANGED)
+    tl.store(modes_ptr + batch, tl.where(huge, _AFRESH, mode).to(tl.int32))
     tl.store(nodes_ptr + batch, node)
-    tl.store(logsumexps_ptr + batch, logsumexp.to(tl.float32))
+    tl.store(tops_ptr + batch, top.to(tl.float32))
+    tl.store(logs_ptr + batch, log_sum.to(tl.float32))
 
 
 @triton.jit
@@ -269,7 +296,7 @@ def draw_in_tile(
     num_columns,
     tokens_ptr,
     parents_ptr,
-    seeds_ptr,
+    stream_keys_ptr,
     temperatures_ptr,
     slots_ptr,
     positions_ptr,
@@ -282,7 +309,8 @@ def draw_in_tile(
     draft_columns_ptr,
     modes_ptr,
     nodes_ptr,
-    logsumexps_ptr,
+    tops_ptr,
+    logs_ptr,
     scores_ptr,
     winners_ptr,
     NODES: tl.constexpr,
@@ -303,31 +331,36 @@ def draw_in_tile(
         valid = columns < num_columns
         row_ptr = logits_ptr + (first + node).to(tl.int64) * logits_stride
         scores = scaled_tile(row_ptr, columns, valid, tl.load(temperatures_ptr + slot))
-        scores = scores - tl.load(logsumexps_ptr + batch)
+        scores = (scores - tl.load(tops_ptr + batch)) - tl.load(logs_ptr + batch)
         if mode == _WITHOUT_CHILDREN:
             for row in range(1, NODES):
                 parent = load_parents(parents_ptr, batch, row, NODES, CHAIN)
                 token = tl.load(tokens_ptr + first + row)
                 scores = tl.where((parent == node) & (columns == token), float("-inf"), scores)
-        elif LAW == _DENSE:
-            places = tl.load(draft_columns_ptr + columns, mask=valid, other=-1)
-            law_ptr = probs_ptr + slot * probs_slot_stride + node * probs_step_stride
-            left = tl.exp(scores) - tl.load(law_ptr + places, mask=places >= 0, other=0.0)
-            scores = tl.where(left > 0.0, tl.log(tl.where(left > 0.0, left, 1.0)), float("-inf"))
-        elif LAW == _SPARSE:
-            end = tl.load(offsets_ptr + batch * (NODES + 1) + node + 1)
-            low = tl.load(offsets_ptr + batch * (NODES + 1) + node) + tl.zeros_like(columns)
-            high = end + tl.zeros_like(columns)
-            for _ in range(SEARCH_STEPS):
-                middle = (low + high) // 2
-                smaller = tl.load(ids_ptr + middle, mask=low < high, other=0) < columns
-                high = tl.where((low < high) & (smaller == 0), middle, high)
-                low = tl.where((low < high) & smaller, middle + 1, low)
-            found = (low < end) & valid
-            found = found & (tl.load(ids_ptr + low, mask=found, other=-1) == columns)
-            changed = tl.load(inside_ptr + low, mask=found, other=0.0).to(tl.float32)
-            scores = tl.where(found, changed, scores)
-        key = noise_key(tl.load(seeds_ptr + slot), _RECOVER, tl.load(positions_ptr + first + node))
+        if LAW == _DENSE:  # noqa: SIM102 (a constexpr)
+            if mode == _RESIDUAL:
+                places = tl.load(draft_columns_ptr + columns, mask=valid, other=-1)
+                law_ptr = probs_ptr + slot * probs_slot_stride + node * probs_step_stride
+                left = tl.exp(scores) - tl.load(law_ptr + places, mask=places >= 0, other=0.0)
+                scores = tl.where(
+                    left > 0.0, tl.log(tl.where(left > 0.0, left, 1.0)), float("-inf")
+                )
+        if LAW == _SPARSE:  # noqa: SIM102 (a constexpr)
+            if mode == _RESIDUAL:
+                end = tl.load(offsets_ptr + batch * (NODES + 1) + node + 1)
+                low = tl.load(offsets_ptr + batch * (NODES + 1) + node) + tl.zeros_like(columns)
+                high = end + tl.zeros_like(columns)
+                for _ in range(SEARCH_STEPS):
+                    middle = (low + high) // 2
+                    smaller = tl.load(ids_ptr + middle, mask=low < high, other=0) < columns
+                    high = tl.where((low < high) & (smaller == 0), middle, high)
+                    low = tl.where((low < high) & smaller, middle + 1, low)
+                found = (low < end) & valid
+                found = found & (tl.load(ids_ptr + low, mask=found, other=-1) == columns)
+                changed = tl.load(inside_ptr + low, mask=found, other=0.0).to(tl.float32)
+                scores = tl.where(found, changed, scores)
+        position = tl.load(positions_ptr + first + node)
+        key = noise_key(stream_keys_ptr, slot, _RECOVER, position)
         best, winner = best_perturbed(scores, columns, valid, key, ids_ptr, False)
         where = batch.to(tl.int64) * tl.num_programs(1) + part
         tl.store(scores_ptr + where, best)

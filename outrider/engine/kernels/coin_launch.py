@@ -76,8 +76,10 @@ class _Workspace(NamedTuple):
     """int32 [B]: what changed at the last node."""
     nodes: Tensor
     """int32 [B]: its row."""
-    logsumexps: Tensor
-    """float32 [B]: its log-sum-exp."""
+    tops: Tensor
+    """float32 [B]: its largest score."""
+    logs: Tensor
+    """float32 [B]: its log-sum-exp less that."""
     scores: Tensor
     """float64 [B, P]"""
     winners: Tensor
@@ -86,7 +88,7 @@ class _Workspace(NamedTuple):
 
 def _workspace(rows: int, batch: int, tiles: int, entries: int, device: torch.device) -> _Workspace:
     shapes = {
-        torch.float32: [(rows, tiles), (rows, tiles), (batch,)],
+        torch.float32: [(rows, tiles), (rows, tiles), (batch,), (batch,)],
         torch.float64: [(max(entries, 1),), (max(entries, 1),), (batch, tiles)],
         torch.int32: [(batch,), (batch,), (batch, tiles)],
     }
@@ -101,7 +103,8 @@ def _workspace(rows: int, batch: int, tiles: int, entries: int, device: torch.de
         draft=doubles[1],
         modes=ints[0],
         nodes=ints[1],
-        logsumexps=floats[2],
+        tops=floats[2],
+        logs=floats[3],
         scores=doubles[2],
         winners=ints[2],
     )
@@ -159,7 +162,7 @@ def _launch_walks(
         arguments.chosen,
         arguments.tokens,
         arguments.parents,
-        state.seeds,
+        state.stream_keys,
         state.temperatures,
         state.rules,
         arguments.slots,
@@ -179,10 +182,11 @@ def _launch_walks(
         result.counts,
         result.rows,
         result.tokens,
-        result.resampled,
+        result.flags,
         work.modes,
         work.nodes,
-        work.logsumexps,
+        work.tops,
+        work.logs,
         NODES=arguments.num_nodes,
         BLOCK=next_power_of_2(arguments.num_nodes),
         TILES=next_power_of_2(tiles),
@@ -203,7 +207,7 @@ def _launch_draws(
         logits.shape[1],
         arguments.tokens,
         arguments.parents,
-        state.seeds,
+        state.stream_keys,
         state.temperatures,
         arguments.slots,
         arguments.positions,
@@ -216,13 +220,15 @@ def _launch_draws(
         laws.draft_columns,
         work.modes,
         work.nodes,
-        work.logsumexps,
+        work.tops,
+        work.logs,
         work.scores,
         work.winners,
         NODES=arguments.num_nodes,
         CHAIN=arguments.parents is None,
         LAW=laws.kind,
-        SEARCH_STEPS=laws.entries.bit_length(),
+        # A node's entries are distinct columns.
+        SEARCH_STEPS=min(laws.entries, logits.shape[1]).bit_length(),
         TILE=tile,
         num_warps=warps_of(tile),
     )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.kernels.acceptance import DeviceAcceptance, TorchWalk, chain_parents
+from outrider.engine.kernels.coin_kernels import HUGE_SCORE
 from outrider.engine.kernels.coin_launch import LaunchArguments, Laws, launch_accept_sampled
 from outrider.engine.kernels.noise import row_keys
 from outrider.engine.kernels.sampling import scaled_scores
@@ -34,7 +35,8 @@ class ChainLaw(NamedTuple):
 
     probs: Tensor
     """float32 [X, K, D]: by session slot and step the probabilities that the draft token of that
-    step was drawn from; K is at least N - 1."""
+    step was drawn from; K is at least N - 1. A row without probability at its own draft token (all
+    zero, or not finite) is no law: there the session is judged target-only."""
     draft_columns: Tensor
     """int32 [V]: the draft column of a target id, -1 if it has none."""
     target_ids: Tensor
@@ -148,7 +150,7 @@ def accept_sampled_torch(
         tokens_BN=tokens.view(batch, num_nodes),
         parents_BN=parents,
         temperatures=temperatures,
-        seeds=state.seeds[owners],
+        stream_keys=state.stream_keys[owners],
         slots=owners,
         positions_BN=positions.view(batch, num_nodes),
         law=law,
@@ -165,8 +167,10 @@ def accept_sampled_torch(
         stands &= ~coin
         stands[tossed] = judge.toss(tossed, node[tossed], row)
         node = walk.step(row, node, drafted, below, stands)
+    walk.fallback = judge.fallback & coin
     final = chosen_BN.gather(1, node[:, None])[:, 0].clone()
-    changed = (coin & (judge.changed_at == node)).nonzero()[:, 0]
+    changed = coin & (judge.changed_at == node)
+    changed = (changed | (coin & judge.is_huge(node))).nonzero()[:, 0]
     if len(changed):
         final[changed] = judge.draw(changed, node[changed], final[changed])
     return walk.finish(final)
@@ -182,7 +186,7 @@ class _CoinJudge:
         tokens_BN: Tensor,
         parents_BN: Tensor,
         temperatures: Tensor,
-        seeds: Tensor,
+        stream_keys: Tensor,
         slots: Tensor,
         positions_BN: Tensor,
         law: DeviceLaw | ChainLaw | None,
@@ -190,16 +194,21 @@ class _CoinJudge:
     ) -> None:
         self.tokens_BN, self.parents_BN = tokens_BN, parents_BN
         self._logits, self._temperatures = logits, temperatures
-        self._seeds, self._slots, self._positions_BN = seeds, slots, positions_BN
+        self._stream_keys, self._slots = stream_keys, slots
+        self._positions_BN = positions_BN
         self._law = law
         self._uses_law = rejection.clone()
         if isinstance(law, DeviceLaw):
             self._uses_law &= law.offsets[:, -1] > law.offsets[:, 0]
         elif law is None:
             self._uses_law.zero_()
+        self.fallback = rejection & ~self._uses_law & (tokens_BN[:, 1:] >= 0).any(dim=1)
+        """Whether a law was missing where the rejection rule asked for one."""
         batch = len(slots)
         self.changed_at = torch.full((batch,), -1, dtype=torch.int64, device=logits.device)
         """Row at which a rejection changed what is drawn there, or -1."""
+        self._lawless_at = self.changed_at.clone()
+        """Row at which the session's dense law was no law, or -1."""
         self._mass_at = self.changed_at.clone()
         self._mass = torch.zeros(batch, dtype=torch.float64, device=logits.device)
         self._tried_at = self.changed_at.clone()
@@ -234,7 +243,7 @@ class _CoinJudge:
 
     def _keys(self, sessions: Tensor, node: Tensor, stream: Stream) -> Tensor:
         positions = self._positions_BN[sessions, node]
-        return row_keys(self._seeds[sessions], stream, positions)
+        return row_keys(self._stream_keys[sessions, stream - 1], positions)
 
     def _siblings(self, sessions: Tensor, node: Tensor) -> Tensor:
         """bool [A, N]: the rows that are children, in range, of each session's node."""
@@ -264,7 +273,14 @@ class _CoinJudge:
         drawn = columns >= 0
         stands = coins * weights.to(torch.float64) < self._probs(sessions, node, drafted)
         self.changed_at[sessions] = torch.where(drawn, node, self.changed_at[sessions])
-        return stands & drawn
+        stands &= drawn
+        # A law that does not have the token it is said to have given is no law.
+        lawless = (drawn & ~((weights > 0) & (weights < math.inf))).nonzero()[:, 0]
+        if len(lawless):
+            self.fallback[sessions[lawless]] = True
+            self._lawless_at[sessions[lawless]] = node[lawless]
+            stands[lawless] = self._target_only(sessions[lawless], node[lawless], row)
+        return stands
 
     def _sparse(self, sessions: Tensor, node: Tensor, row: int) -> Tensor:
         fresh = (self._tried_at[sessions] != node).nonzero()[:, 0]
@@ -291,30 +307,49 @@ class _CoinJudge:
             self.changed_at[session] = at if change is not None else -1
         self._tried_at[sessions] = node
 
+    def is_huge(self, node: Tensor) -> Tensor:
+        """Sessions, bool [B], whose scores at `node` int64 [B] are too large for their noise."""
+        rows = torch.arange(len(node), device=node.device) * self.tokens_BN.shape[1] + node
+        tops = self._logits[rows].nan_to_num(nan=-math.inf, posinf=math.inf).amax(dim=-1)
+        return scaled_scores(tops[:, None], self._temperatures)[:, 0] > HUGE_SCORE
+
     def draw(self, sessions: Tensor, node: Tensor, bonus: Tensor) -> Tensor:
-        """The last token, int32 [A], of sessions whose law a rejection changed.
+        """The last token, int32 [A], of sessions whose law a rejection changed or whose scores are
+        huge.
 
         bonus: int32 [A], the token where nothing is left of the law.
         """
         scores_AV = self._logprobs(sessions, node)
-        for index, session in enumerate(sessions.tolist()):
-            self._change(scores_AV[index], session, int(node[index]))
+        changed = self.changed_at[sessions] == node  # else only huge
+        by_law = self._uses_law[sessions] & (self._lawless_at[sessions] != node)
+        self._without_children(scores_AV, changed & ~by_law, sessions, node)
+        if isinstance(self._law, ChainLaw):
+            self._without_dense_law(scores_AV, changed & by_law, sessions, node)
+        else:
+            for index in (changed & by_law).nonzero()[:, 0].tolist():
+                change = self._changes[int(sessions[index])]
+                assert change is not None
+                values = torch.from_numpy(change[1].astype(np.float32))
+                scores_AV[index, torch.from_numpy(change[0])] = values
         keys = self._keys(sessions, node, Stream.RECOVER)
         drawn = perturbed_argmax(scores_AV, keys).to(torch.int32)
         return torch.where(drawn >= 0, drawn, bonus)
 
-    def _change(self, scores_V: Tensor, session: int, node: int) -> None:
-        if not self._uses_law[session]:
-            here = torch.tensor([session], device=scores_V.device)
-            siblings = self._siblings(here, here.new_tensor([node]))[0]
-            scores_V[self.tokens_BN[session, siblings].long()] = -math.inf
-        elif isinstance(self._law, ChainLaw):
-            probs = scores_V.exp()
-            weights = self._law.probs[self._slots[session], node]
-            probs.index_add_(0, self._law.target_ids.long(), -weights)
-            scores_V.copy_(probs.clamp(min=0.0).log())
-        else:
-            change = self._changes[session]
-            assert change is not None
-            values = torch.from_numpy(change[1].astype(np.float32))
-            scores_V[torch.from_numpy(change[0])] = values
+    def _without_children(
+        self, scores_AV: Tensor, where: Tensor, sessions: Tensor, node: Tensor
+    ) -> None:
+        """Take the node's children out of the rows bool [A] of log-probs [A, V]."""
+        siblings = self._siblings(sessions, node) & where[:, None]
+        rows, columns = siblings.nonzero().unbind(dim=1)
+        scores_AV[rows, self.tokens_BN[sessions[rows], columns].long()] = -math.inf
+
+    def _without_dense_law(
+        self, scores_AV: Tensor, where: Tensor, sessions: Tensor, node: Tensor
+    ) -> None:
+        """log max(p - q, 0) in the rows bool [A] of log-probs [A, V]."""
+        assert isinstance(self._law, ChainLaw)
+        rows = where.nonzero()[:, 0]
+        probs = scores_AV[rows].exp()
+        weights = self._law.probs[self._slots[sessions[rows]], node[rows]]
+        probs.index_add_(1, self._law.target_ids.long(), -weights)
+        scores_AV[rows] = probs.clamp(min=0.0).log()

@@ -81,7 +81,7 @@ def put_coupled_topk_torch(
     noisy = ((heat > 0) & (state.rules[owners] == RULE_COUPLED)).nonzero()[:, 0]
     if not len(noisy):
         return
-    keys = row_keys(state.seeds[owners[noisy]], Stream.TARGET, positions[noisy])
+    keys = row_keys(state.stream_keys[owners[noisy], Stream.TARGET - 1], positions[noisy])
     scores = scaled_scores(logits[noisy], heat[noisy])
     best, chosen = perturbed_topk(scores, keys, max(k, SCORED_RIVALS), ids.long())
     scored = coupled_logprobs(best, heat[noisy].double())
@@ -112,7 +112,7 @@ def put_coupled_topk_triton(
         logits,
         logits.stride(0),
         width,
-        state.seeds,
+        state.stream_keys,
         *session,
         positions,
         ids,
@@ -139,7 +139,7 @@ def _rivals_of_tile(
     logits_ptr,
     logits_stride,
     num_columns,
-    seeds_ptr,
+    stream_keys_ptr,
     temperatures_ptr,
     rules_ptr,
     slots_ptr,
@@ -158,7 +158,7 @@ def _rivals_of_tile(
         columns = part * TILE + tl.arange(0, TILE)
         valid = columns < num_columns
         scores = scaled_tile(logits_ptr + row * logits_stride, columns, valid, temperature)
-        key = noise_key(tl.load(seeds_ptr + slot), _TARGET, tl.load(positions_ptr + row))
+        key = noise_key(stream_keys_ptr, slot, _TARGET, tl.load(positions_ptr + row))
         tokens = tl.load(ids_ptr + columns, mask=valid, other=0).to(tl.int32)
         perturbed = scores + gumbel_estimate(noise_bits(key, tokens))
         keys = (ordered(perturbed).to(tl.int64) << 32) + (columns ^ _LAST_INT32).to(tl.int64)

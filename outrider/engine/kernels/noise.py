@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.engine.kernels.state import NUM_STREAMS
 from outrider.engine.noise import mix64_
-from outrider.spec import noise as spec
 from outrider.spec.mixing import GOLDEN64, MULTIPLIER_A, MULTIPLIER_B
 
 _GOLDEN = tl.constexpr(GOLDEN64)
 _MULTIPLIER_A = tl.constexpr(MULTIPLIER_A)
 _MULTIPLIER_B = tl.constexpr(MULTIPLIER_B)
-_SEED_OFFSET = tl.constexpr(spec.SEED_OFFSET)
+_NUM_STREAMS = tl.constexpr(NUM_STREAMS)
 _LAST_MANTISSA = tl.constexpr(2**52 - 1)
 _SCALE = tl.constexpr(2.0**-52)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
@@ -34,14 +34,12 @@ _NOISE_RANGE = tl.constexpr(64.0)
 """Above every |Gumbel variate|."""
 
 
-def row_keys(seeds: Tensor, streams: Tensor | int, positions: Tensor) -> Tensor:
+def row_keys(stream_keys: Tensor, positions: Tensor) -> Tensor:
     """`spec.noise.noise_keys` on the tensors' device: int64 words, by broadcasting int64 words.
 
-    streams: numbers of `outrider.spec.noise.Stream`; positions: absolute, >= 0.
+    positions: absolute, >= 0.
     """
-    offset = spec.SEED_OFFSET - 2**64  # its word as an int64
-    inner = mix64_(seeds.to(torch.int64) + offset)
-    return mix64_(mix64_(inner + streams) + positions.to(torch.int64))
+    return mix64_(stream_keys + positions.to(torch.int64))
 
 
 @triton.jit
@@ -53,10 +51,10 @@ def mix64(x):
 
 
 @triton.jit
-def noise_key(seed, stream, position):
-    """Key as a uint64 word; seed int64, stream uint64 or constexpr, position an integer."""
-    inner = mix64(seed.to(tl.uint64) + _SEED_OFFSET)
-    return mix64(mix64(inner + stream) + position.to(tl.uint64))
+def noise_key(stream_keys_ptr, slot, stream, position):
+    """Key as a uint64 word; stream_keys int64 [X, NUM_STREAMS], stream an integer >= 1."""
+    stream_key = tl.load(stream_keys_ptr + slot * _NUM_STREAMS + stream - 1)
+    return mix64(stream_key.to(tl.uint64) + position.to(tl.uint64))
 
 
 @triton.jit

@@ -41,7 +41,8 @@ def start_residual(
     end,
     total,
     temperature,
-    logsumexp,
+    top,
+    log_sum,
     ENTRIES: tl.constexpr,
 ):
     """Fill the workspaces with p and q on the law's ids; returns p's mass on all other ids."""
@@ -52,7 +53,7 @@ def start_residual(
         valid = at < end
         ids = tl.load(ids_ptr + at, mask=valid, other=0)
         scores = scaled_tile(logits_ptr, ids, valid, temperature).to(tl.float64)
-        probs = tl.exp(scores - logsumexp)
+        probs = tl.exp((scores - top) - log_sum)
         counts = tl.load(counts_ptr + at, mask=valid, other=0).to(tl.float64)
         tl.store(inside_ptr + at, probs, mask=valid)
         tl.store(draft_ptr + at, counts / total.to(tl.float64), mask=valid)

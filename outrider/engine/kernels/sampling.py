@@ -120,7 +120,8 @@ def choose_tokens_torch(
     chosen = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(dim=-1)
     noisy = ((temperatures > 0) & (streams > 0)).nonzero()[:, 0]
     if len(noisy):
-        keys = row_keys(state.seeds[owners[noisy]], streams[noisy], positions[noisy])
+        stream_keys = state.stream_keys[owners[noisy], streams[noisy] - 1]
+        keys = row_keys(stream_keys, positions[noisy])
         scores = scaled_scores(logits[noisy], temperatures[noisy])
         wanted = None if ids is None else ids[:columns].long()
         # A row without a finite score has no best column there (-1); here it has the first.
@@ -162,7 +163,7 @@ def choose_tokens_triton(
         logits,
         logits.stride(0),
         columns,
-        state.seeds,
+        state.stream_keys,
         state.temperatures,
         state.rules,
         slots,
@@ -214,7 +215,7 @@ def _choose_in_tile(
     logits_ptr,
     logits_stride,
     num_columns,
-    seeds_ptr,
+    stream_keys_ptr,
     temperatures_ptr,
     rules_ptr,
     slots_ptr,
@@ -246,8 +247,7 @@ def _choose_in_tile(
     logits_ptr += row * logits_stride
     if (temperature > 0.0) & (stream > 0):
         scores = scaled_tile(logits_ptr, columns, valid, temperature)
-        seed = tl.load(seeds_ptr + slot)
-        key = noise_key(seed, stream.to(tl.uint64), tl.load(positions_ptr + row))
+        key = noise_key(stream_keys_ptr, slot, stream, tl.load(positions_ptr + row))
         best, winner = best_perturbed(scores, columns, valid, key, ids_ptr, HAS_IDS)
     else:
         values = tl.load(logits_ptr + columns, mask=valid, other=float("-inf")).to(tl.float32)

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.spec.sampling import Rule
+from outrider.spec.noise import Stream
+from outrider.spec.sampling import Rule, SamplingParams
+
+NUM_STREAMS = len(Stream)
 
 
 class SamplingState(NamedTuple):
     """How each session samples."""
 
-    seeds: Tensor
-    """int64 [X]: the session's seed as a 64-bit word."""
+    stream_keys: Tensor
+    """int64 [X, NUM_STREAMS]: the keys of the session's noise streams as 64-bit words, by stream
+    number less one; 0 where this side does not know the key."""
     temperatures: Tensor
     """float32 [X]; 0 for greedy sessions."""
     rules: Tensor
@@ -79,3 +85,9 @@ RULE_NUMBERS = {
     Rule.TARGET_ONLY: RULE_TARGET_ONLY,
     Rule.REJECTION: RULE_REJECTION,
 }
+
+
+def stream_keys(sampling: SamplingParams) -> NDArray[np.int64]:
+    """A slot's row of `SamplingState.stream_keys`: int64 [NUM_STREAMS]."""
+    keys = [sampling.stream_key(stream) if sampling.knows(stream) else 0 for stream in Stream]
+    return np.array(keys, dtype=np.uint64).view(np.int64)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from outrider_bench.gpu.drive import Stream, Wave, drive, percentiles, random_prompts
+from outrider_bench.gpu.drive import Stream, Wave, drive, random_prompts
 from outrider_bench.gpu.engine import (
     COLOCATED,
     FUSED,
@@ -33,6 +33,7 @@ from outrider_bench.gpu.random_model import (
 from outrider_bench.gpu.timeline import VERIFY
 from outrider_bench.gpu.trace import TrackSpan
 from outrider_bench.gpu.widening import weight_bytes
+from outrider_bench.report import percentiles
 from outrider_verifier.effects import RoundReport
 
 from outrider.engine.loading import load_target

@@ -23,6 +23,7 @@ MIX: list[tuple[Plan, SamplingParams]] = [
     (TREE, TARGET_ONLY),
     (TREE, COUPLED),
     (CHAIN, REJECTION),
+    (TREE, REJECTION),
     (CHAIN, SamplingParams(temperature=0.8, seed=3, top_p=0.7)),
     (TREE, SamplingParams(temperature=0.6, rule=Rule.TARGET_ONLY, min_p=0.1)),
     (CHAIN, SamplingParams(repetition_penalty=1.3)),

@@ -17,13 +17,12 @@ from outrider_drafter.growth import (
     Frontier,
     Growth,
     StaticGrowth,
-    default_depth,
     make_growth,
     static_shape,
 )
 
 from outrider.spec.law import LawEntries
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, Plan, default_depth
 from outrider.spec.tree import validate_tree
 
 Guess = Callable[[tuple[int, ...]], list[tuple[int, float]]]

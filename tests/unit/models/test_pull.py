@@ -260,3 +260,25 @@ def test_the_bar_writes_a_line_for_every_tenth(capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 11
     assert lines[-1] == "Tiny: download [##########] 100%"
+
+
+@pytest.mark.parametrize(
+    ("pip", "expected"), [("24.0", "off"), ("24.1.2", "raw"), ("26.0", "raw"), ("odd", "off")]
+)
+def test_only_a_pip_that_knows_it_is_asked_for_numbers(
+    pip: str, expected: str, entry: ModelEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], on_line: object) -> tuple[int, str]:
+        commands.append(command)
+        (tmp_path / "w.whl").touch()
+        return 0, ""
+
+    # The package's `pull` is the function of this module that has its name.
+    module = sys.modules[fetch_wheel.__module__]
+    monkeypatch.setattr(module, "version", lambda name: pip)
+    monkeypatch.setattr(module, "_run", run)
+    fetch_wheel(entry, tmp_path, lambda progress: None)
+    (command,) = commands
+    assert command[command.index("--progress-bar") + 1] == expected

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_engine import DeviceRoundEngine
 from outrider_verifier.service import VerifierService
@@ -51,31 +52,29 @@ async def serving(
     head_dir: Path | None = None,
     *,
     device: str | None = "cpu",
+    weights: torch.dtype = torch.float32,
     **settings: Any,
 ) -> AsyncIterator[VerifierService]:
     """A service over the tiny target: on the device engine, or (None) on the host's."""
     place = device or "cpu"
-    target = load_target(target_dir, kv_tokens=4096, packed=False, device=place)
+    target = load_target(target_dir, kv_tokens=4096, packed=False, device=place, dtype=weights)
     projection = head = None
     if head_dir is not None:
-        projection = load_feature_projection(head_dir, num_target_layers=6, device=place)
+        projection = load_feature_projection(
+            head_dir, num_target_layers=6, device=place, dtype=weights
+        )
         if "placement" in settings:
             head = load_head(
                 head_dir,
                 embedding=target.embedding,
                 num_target_layers=6,
+                dtype=weights,
                 device=place,
                 make_linear=PlainLinear,
             )
             settings["features_from"] = str(head_dir)
-    config = VerifierConfig(
-        model="tiny",
-        max_tree_nodes=16,
-        prefill_tokens_per_round=16,
-        max_sessions=8,
-        device=place,
-        **settings,
-    )
+    defaults: dict[str, Any] = {"max_tree_nodes": 16, "prefill_tokens_per_round": 16}
+    config = VerifierConfig(model="tiny", max_sessions=8, device=place, **(defaults | settings))
     runner = DeviceRoundEngine.build(config, target, projection, head) if device else None
     held = target.pool.free_blocks
     service = VerifierService(
@@ -154,6 +153,13 @@ async def run_drafted(
     sampling: SamplingParams,
 ) -> list[tuple[list[int], SpecStats]]:
     """Serve all prompts with a drafter that follows the known texts."""
+    return await run_proposed(service, follow(known, plan), plan, sampling)
+
+
+async def run_proposed(
+    service: VerifierService, propose: ProposeFn, plan: Plan, sampling: SamplingParams
+) -> list[tuple[list[int], SpecStats]]:
+    """Serve all prompts with a drafter that proposes so."""
     network = InprocNetwork()
     network.serve_verifier(ADDRESS, service)
     service.start()
@@ -161,7 +167,7 @@ async def run_drafted(
     drafter = ScriptedDrafter(
         network.dialer(),
         ADDRESS,
-        follow(known, plan),
+        propose,
         vocab_size=384,
         fingerprint=info.feature_fingerprint,
     )

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from outrider_verifier.service import VerifierService
 from outrider.awake import AwakeCores
 from outrider.errors import OutriderError
 from outrider.ids import DrafterId, SessionId
+from outrider.spec.noise import Stream
 from outrider.spec.plan import DraftMethod, Plan
-from outrider.spec.sampling import SamplingParams
+from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.transport.inproc import InprocNetwork
@@ -181,8 +182,12 @@ async def close(stream: AsyncGenerator[SessionEvent]) -> None:
 
 
 def truth(target: FakeTarget, followed: Followed, depth: int) -> list[int]:
-    """What the target will emit after the session's present prefix."""
-    return target.decode(followed.tokens, depth, followed.start.sampling)
+    """What the target will emit after the session's present prefix; where that depends on coins,
+    which a drafter does not know, the most probable text."""
+    sampling = followed.start.sampling
+    if not (sampling.effective_rule is Rule.GREEDY or sampling.knows(Stream.TARGET)):
+        sampling = replace(sampling, temperature=0.0, draft_key=0)
+    return target.decode(followed.tokens, depth, sampling)
 
 
 def good_chain(target: FakeTarget, depth: int = 4) -> ProposeFn:

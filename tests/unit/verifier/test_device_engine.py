@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.kernels.warp import warp_drafts
-from outrider.spec.plan import Plan
+from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import TensorDtype, Verdict, WireTensor
 from tests.unit.verifier.device_serving import (
@@ -59,12 +59,40 @@ async def test_own_drafts_change_no_text(
     assert all(stats.proposed > 0 for _, stats in results)
 
 
+@pytest.mark.parametrize("placement", ["colocated", "fused"])
+@pytest.mark.parametrize("name", ["greedy", "coupled"])
+async def test_own_trees_change_no_text(
+    name: str,
+    placement: str,
+    tiny_target: Path,
+    tiny_head: Path,
+    texts: dict[str, list[list[int]]],
+) -> None:
+    nodes = 48
+    async with serving(
+        tiny_target,
+        tiny_head,
+        placement=placement,
+        max_tree_nodes=nodes,
+        draft_length=nodes,
+        draft_topk=16,
+    ) as service:
+        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=nodes)
+        results = await run_all(service, plan, SAMPLINGS[name])
+    assert [tokens for tokens, _ in results] == texts[name]
+    stats = [stats for _, stats in results]
+    assert all(s.proposed >= nodes * (s.rounds - 1) for s in stats)
+    # The head is a random one: among so many of 384 ids some stand.
+    assert sum(s.accepted for s in stats) > 0
+
+
+@pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.TARGET_ONLY])
 async def test_own_drafts_serve_the_sampled_rules(
-    rule: Rule, tiny_target: Path, tiny_head: Path
+    rule: Rule, topk: int, tiny_target: Path, tiny_head: Path
 ) -> None:
     sampling = SamplingParams(temperature=1.0, seed=4, rule=rule)
-    async with serving(tiny_target, tiny_head, placement="fused") as service:
+    async with serving(tiny_target, tiny_head, placement="fused", draft_topk=topk) as service:
         results = await run_all(service, OWN, sampling)
         again = await run_all(service, OWN, sampling)
     assert [tokens for tokens, _ in results] == [tokens for tokens, _ in again]
@@ -141,6 +169,30 @@ async def test_drafts_from_outside_change_no_text(
         results = await run_drafted(service, known, plan, SAMPLINGS[name])
     assert [tokens for tokens, _ in results] == texts[name]
     assert all(stats.accepted > 0 for _, stats in results)
+
+
+LONG = (tuple(range(5, 155)), (9, 9, 9), tuple(range(300, 171, -1)), tuple(range(7, 71)))
+"""Of three pieces, of one that is hardly used, of two and a bit, of one that is full."""
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated", "fused"])
+async def test_prompts_of_many_pieces_give_the_hosts_text(
+    placement: str, tiny_target: Path, tiny_head: Path
+) -> None:
+    async with serving(tiny_target, device=None) as service:
+        expected = await run_all(service, Plan(), SAMPLINGS["coupled"], prompts=LONG)
+    head = {} if placement == "separate" else {"placement": placement}
+    accepted = []
+    for chunk in (7, 64, 200, 1024):
+        async with serving(
+            tiny_target, tiny_head, prefill_tokens_per_round=chunk, **head
+        ) as service:
+            results = await run_all(service, OWN, SAMPLINGS["coupled"], prompts=LONG)
+        assert [tokens for tokens, _ in results] == [tokens for tokens, _ in expected]
+        accepted.append([stats.accepted for _, stats in results])
+    # The head's drafts follow from the features of the whole prompt, however it was cut.
+    assert accepted == [accepted[0]] * 4
+    assert (sum(accepted[0]) > 0) == bool(head)
 
 
 async def told_features(

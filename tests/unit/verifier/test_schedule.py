@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -169,7 +170,7 @@ def test_own_drafts_count_against_the_rows_of_a_round() -> None:
 
 def ready(name: str, **changes: Any) -> RowState:
     """A decoding row that needs nothing from outside."""
-    return row(name, runs_ahead=True, remaining=9, **changes)
+    return row(name, **({"runs_ahead": True, "remaining": 9} | changes))
 
 
 def flight(*names: str) -> RoundPlan:
@@ -177,36 +178,59 @@ def flight(*names: str) -> RoundPlan:
     return RoundPlan(decode=tuple(DecodeRow(session_id=SessionId(name)) for name in names))
 
 
-def test_a_round_of_the_same_rows_goes_ahead_in_the_same_order() -> None:
-    assert decoded(plan_ahead([ready("a"), ready("b")], flight("b", "a"))) == ["b", "a"]
+def prompt(name: str, left: int, **changes: Any) -> RowState:
+    """A prompt of a session that needs nothing from outside."""
+    return row(name, prefill_left=left, runs_ahead=True, remaining=9, **changes)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"runs_ahead": False},
-        {"prefill_left": 3},
-        {"nodes": 0},
-        {"nodes": 4},
-    ],
-)
+def chunks(plan: RoundPlan) -> list[tuple[str, int]]:
+    """Sessions and prompt tokens of a round."""
+    return [(chunk.session_id, chunk.num_tokens) for chunk in plan.prefill]
+
+
+def test_the_rows_of_a_round_in_flight_go_ahead_oldest_first() -> None:
+    rows = [ready("a", since=2.0), ready("b", since=1.0)]
+    assert decoded(plan_ahead(rows, flight("b", "a"), LIMITS)) == ["b", "a"]
+
+
+@pytest.mark.parametrize("changes", [{"runs_ahead": False}, {"nodes": 0}, {"nodes": 4}])
 def test_one_row_that_needs_the_host_holds_the_next_round_back(changes: dict[str, Any]) -> None:
     held = row("b", **({"runs_ahead": True, "remaining": 9} | changes))
-    assert plan_ahead([ready("a"), held], flight("a", "b")).empty
+    assert plan_ahead([ready("a"), held], flight("a", "b"), LIMITS).empty
 
 
-def test_a_session_beside_the_round_in_flight_is_not_passed_over() -> None:
-    assert plan_ahead([ready("a"), ready("b")], flight("a")).empty
+def test_sessions_beside_the_round_in_flight_join_the_next_one() -> None:
+    rows = [ready("a"), ready("b", remaining=1), prompt("c", 3)]
+    plan = plan_ahead(rows, flight("a"), LIMITS)
+    assert decoded(plan) == ["a", "b"]
+    assert chunks(plan) == [("c", 3)]
 
 
-def test_no_round_goes_ahead_of_a_prompt() -> None:
+def test_a_session_goes_on_behind_its_prompt_in_flight() -> None:
     chunk = PrefillChunk(session_id=SessionId("b"), num_tokens=4)
     flying = RoundPlan(prefill=(chunk,), decode=flight("a").decode)
-    assert plan_ahead([ready("a")], flying).empty
+    assert decoded(plan_ahead([ready("a"), ready("b")], flying, LIMITS)) == ["a", "b"]
+    # The prompt's own token may be the only one that is wanted.
+    assert decoded(plan_ahead([ready("a"), ready("b", remaining=1)], flying, LIMITS)) == ["a"]
+    assert chunks(plan_ahead([prompt("b", 2)], flying, LIMITS)) == [("b", 2)]
 
 
 def test_rows_that_were_closed_or_are_sure_to_end_stay_out() -> None:
     last = row("b", runs_ahead=True, remaining=1)
-    assert decoded(plan_ahead([ready("a"), last], flight("a", "b", "gone"))) == ["a"]
-    assert plan_ahead([last], flight("b")).empty
-    assert plan_ahead([], flight("gone")).empty
+    assert decoded(plan_ahead([ready("a"), last], flight("a", "b", "gone"), LIMITS)) == ["a"]
+    assert plan_ahead([last], flight("b"), LIMITS).empty
+    assert plan_ahead([], flight("gone"), LIMITS).empty
+
+
+def test_fewer_prompt_tokens_join_rows_that_decode() -> None:
+    limits = replace(LIMITS, prefill_tokens=12, prefill_beside=lambda rows: 8 // rows)
+    assert chunks(plan_round([prompt("p", 20)], 9.0, limits)) == [("p", 12)]
+    assert chunks(plan_round([prompt("p", 20), ready("a")], 9.0, limits)) == [("p", 8)]
+    rows = [prompt("p", 20), ready("a"), ready("b")]
+    assert chunks(plan_round(rows, 9.0, limits)) == [("p", 4)]
+
+
+def test_what_a_prompt_leaves_of_a_piece_free_counts_as_taken() -> None:
+    limits = replace(LIMITS, prefill_tokens=12, piece_tokens=4)
+    rows = [prompt("p", 5, since=1.0), prompt("q", 3, since=2.0), prompt("r", 1, since=3.0)]
+    assert chunks(plan_round(rows, 9.0, limits)) == [("p", 5), ("q", 3)]

@@ -19,7 +19,7 @@ from outrider.engine.device.draft import DraftProgram, NewRows
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.heads import DraftHead, load_head
 from outrider.engine.kernels.layout import PADDING_NODE
-from outrider.engine.kernels.state import RULE_NUMBERS, SamplingState
+from outrider.engine.kernels.state import RULE_NUMBERS, SamplingState, stream_keys
 from outrider.engine.kernels.tree_rank import TreeDraft
 from outrider.engine.linear import PlainLinear
 from outrider.spec.sampling import Rule, SamplingParams
@@ -98,9 +98,9 @@ class Sessions:
             block_tokens=BLOCK,
             max_len=BLOCKS * BLOCK,
         )
-        seeds = np.array([*(p.seed for p in self.sampling), 0], dtype=np.uint64)
+        keys = [stream_keys(p) for p in (*self.sampling, SamplingParams())]
         self.state = SamplingState(
-            seeds=torch.from_numpy(seeds.view(np.int64)).to(self.device),
+            stream_keys=torch.from_numpy(np.stack(keys)).to(self.device),
             temperatures=torch.tensor(
                 [*(p.temperature for p in self.sampling), 0.0], device=self.device
             ),

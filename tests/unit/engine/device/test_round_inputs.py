@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from outrider.engine.device.buffers import RING, Downloader, Uploader
-from outrider.engine.device.inputs import NO_TOKEN, HostVerdict, RoundInputs
+from outrider.engine.device.inputs import NO_TOKEN, RoundInputs
+from outrider.engine.device.law_inputs import LawInputs
 from outrider.engine.device.shapes import Drafts
 from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.spec.tree import DraftTree
@@ -30,7 +31,7 @@ def tree(tokens: Sequence[int], parents: Sequence[int] | None = None) -> DraftTr
 
 
 def inputs(rows: int = 4, nodes: int = 4) -> RoundInputs:
-    return RoundInputs(rows, nodes, padding=PADDING, device=CPU)
+    return RoundInputs(rows, nodes, LawInputs(max_rows=1, device=CPU), padding=PADDING, device=CPU)
 
 
 def test_rows_and_nodes_that_are_not_there_are_padding() -> None:
@@ -91,22 +92,12 @@ def test_a_round_without_rows_is_all_padding() -> None:
 
 def test_what_was_made_in_inference_mode_can_be_told_outside_it() -> None:
     with torch.inference_mode():
-        given, verdict, downloads = inputs(), HostVerdict(2, 3, CPU), Downloader(CPU)
+        given, downloads = inputs(), Downloader(CPU)
         first = downloads.start(torch.tensor([1.0, 2.0]))
     given.fill([1], [tree([2])], Drafts.CHAIN)
-    verdict.fill(np.array([2], dtype=np.int32), np.array([[5, 6, 7]], dtype=np.int32))
     second = downloads.start(torch.tensor([3.0, 4.0]))
     assert given.slots.tolist() == [1, PADDING, PADDING, PADDING]
     assert (first.wait().tolist(), second.wait().tolist()) == ([1.0, 2.0], [3.0, 4.0])
-
-
-def test_the_hosts_verdict_counts_nothing_for_padding_rows() -> None:
-    verdict = HostVerdict(3, 2, CPU)
-    for _ in range(RING):
-        verdict.fill(np.full(3, 2, dtype=np.int32), np.full((3, 2), 8, dtype=np.int32))
-    verdict.fill(np.array([1], dtype=np.int32), np.array([[5, 6]], dtype=np.int32))
-    assert verdict.counts.tolist() == [1, 0, 0]
-    assert verdict.tokens[0].tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32])

@@ -11,6 +11,7 @@ from outrider.engine.device.uploads import upload
 from outrider.engine.kernels.state import RULE_NUMBERS
 from outrider.engine.kvcache import KVPool
 from outrider.errors import ResourceExhaustedError
+from outrider.spec.noise import Stream, stream_key
 from outrider.spec.sampling import Rule, SamplingParams
 
 CPU = torch.device("cpu")
@@ -41,7 +42,8 @@ def test_a_slot_holds_its_sessions_blocks_rule_and_prefix() -> None:
     slots.begin(slot, kv, SAMPLING, length=5, root=17)
     assert slots.sequence.tables[slot].tolist() == list(kv.blocks)
     assert (int(slots.sequence.lengths[slot]), int(slots.sequence.roots[slot])) == (5, 17)
-    assert slots.sampling.seeds.numpy().view(np.uint64)[slot] == SAMPLING.seed
+    keys = slots.sampling.stream_keys.numpy().view(np.uint64)[slot]
+    assert keys.tolist() == [stream_key(SAMPLING.seed, stream) for stream in Stream]
     assert float(slots.sampling.temperatures[slot]) == pytest.approx(0.7)
     assert int(slots.sampling.rules[slot]) == RULE_NUMBERS[Rule.TARGET_ONLY]
 

@@ -55,7 +55,7 @@ MATCHING = (Rule.GREEDY, Rule.COUPLED)
 
 
 def _host(results: Sequence[Acceptance]) -> list[Outcome]:
-    return [(r.accepted_nodes, r.tokens, r.resampled) for r in results]
+    return [(r.accepted_nodes, r.tokens, r.resampled, r.used_target_only_fallback) for r in results]
 
 
 def _judge(
@@ -198,8 +198,8 @@ def test_placeholders_and_ids_out_of_range_never_stand(
         launch, logits, device_round(drafts, params, [9] * 24),
         device_law([drafts.law(i) for i in range(24)], 5), device,
     )  # fmt: skip
-    assert {nodes for nodes, _, _ in found} == {(), (2,), (3,)}
-    assert all(0 <= token < 12 for _, tokens, _ in found for token in tokens)
+    assert {nodes for nodes, *_ in found} == {(), (2,), (3,)}
+    assert all(0 <= token < 12 for _, tokens, *_ in found for token in tokens)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_token_that_the_law_cannot_have_drawn_proves_nothing(
         logits, here.state, here.slots, here.positions, rows_per_slot=2, side="target"
     )
     found = _judge(launch, logits, arguments, laws, device)
-    assert found == [((), (token,), True) for token in chosen[::2].tolist()]
+    assert found == [((), (token,), True, False) for token in chosen[::2].tolist()]
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def test_children_that_hold_all_of_p_leave_nothing_to_draw(
     logits = torch.full((16 * 3, 12), -torch.inf)
     logits[:, [3, 4]] = 0.5
     found = _judge(launch, logits, device_round(drafts, params, [4] * 16), None, device)
-    assert all(len(nodes) == 1 and not resampled for nodes, _, resampled in found)
-    assert {tokens[0] for _, tokens, _ in found} == {3, 4}
+    assert all(len(nodes) == 1 and not resampled for nodes, _, resampled, _ in found)
+    assert {tokens[0] for _, tokens, *_ in found} == {3, 4}
 
 
 def test_a_dense_law_must_be_long_enough_and_of_a_chain() -> None:
@@ -279,7 +279,7 @@ def test_simulated_acceptance_tosses_the_documented_coin(
 ) -> None:
     rates = torch.tensor([0.8, 0.5, 0.9])
     found, arguments, chosen = _simulated(launch, rates, 48, device)
-    for index, (nodes, tokens, _) in enumerate(found):
+    for index, (nodes, tokens, *_) in enumerate(found):
         coins = [
             float(uniform(index, Stream.ACCEPT, 100 + index + i, SHARED_COIN_ID)) for i in range(3)
         ]
@@ -294,7 +294,7 @@ def test_simulated_acceptance_tosses_the_documented_coin(
 def test_simulated_acceptance_meets_its_rates() -> None:
     rates = torch.tensor([0.7, 0.4])
     found, _, _ = _simulated(accept_matching_torch, rates, 4000, CPU)
-    complete = [nodes for index, (nodes, _, _) in enumerate(found) if index % 4 != 1]
+    complete = [nodes for index, (nodes, *_) in enumerate(found) if index % 4 != 1]
     first = np.mean([len(nodes) >= 1 for nodes in complete])
     second = np.mean([len(nodes) == 2 for nodes in complete if nodes])
     assert abs(first - 0.7) < 0.03 and abs(second - 0.4) < 0.04
@@ -320,7 +320,7 @@ def test_state_advances_for_all_but_the_padding_slot(advance: object) -> None:
         counts=ints(2, 1, 3, 1, 2),
         rows=torch.zeros(5, 3, dtype=torch.int32, device=device),
         tokens=ints(11, 12, -1, 21, -1, -1, 31, 32, 33, 41, -1, -1, 51, 52, -1).view(5, 3),
-        resampled=ints(0, 0, 0, 0, 0),
+        flags=ints(0, 0, 0, 0, 0),
     )
     sequence = SequenceState(
         tables=torch.zeros(6, 2, dtype=torch.int32, device=device),

@@ -18,8 +18,10 @@ from outrider.engine.kernels.noise import (
     row_keys,
     uniform,
 )
+from outrider.engine.kernels.state import stream_keys
 from outrider.spec import noise as spec
 from outrider.spec.noise import Stream
+from outrider.spec.sampling import SamplingParams
 from tests.reference.device_rounds import DEVICE
 
 SEEDS = (0, 1, 2**63 - 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF)
@@ -27,15 +29,19 @@ SEEDS = (0, 1, 2**63 - 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF)
 
 @triton.jit
 def _noise(
-    seeds_ptr, streams_ptr, positions_ptr, ids_ptr, bits_ptr, uniform_ptr, BLOCK: tl.constexpr
+    keys_ptr, streams_ptr, positions_ptr, ids_ptr, bits_ptr, uniform_ptr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
-    stream = tl.load(streams_ptr + row).to(tl.uint64)
-    key = noise_key(tl.load(seeds_ptr + row), stream, tl.load(positions_ptr + row))
+    stream = tl.load(streams_ptr + row)
+    key = noise_key(keys_ptr, row, stream, tl.load(positions_ptr + row))
     bits = noise_bits(key, tl.load(ids_ptr + columns))
     tl.store(bits_ptr + row * BLOCK + columns, bits.to(tl.int64))
     tl.store(uniform_ptr + row * BLOCK + columns, uniform(bits))
+
+
+def _stream_keys(seed: int) -> np.ndarray:
+    return stream_keys(SamplingParams(seed=seed))
 
 
 @triton.jit
@@ -59,13 +65,13 @@ def _best(scores_ptr, best_ptr, column_ptr, key_ptr, count, BLOCK: tl.constexpr)
 
 def test_bits_and_uniforms_are_numpys() -> None:
     cases = [(s, m, p) for s in SEEDS for m in Stream for p in (0, 17, 2**31 - 1)]
-    seeds = np.array([case[0] for case in cases], dtype=np.uint64)
+    stream_keys = np.stack([_stream_keys(case[0]) for case in cases])
     streams, positions = (np.array([case[i] for case in cases]) for i in (1, 2))
     ids = np.array([-1, 0, 1, 2, 31_999, 128_255, 151_935, 2**31 - 1], dtype=np.int32)
     bits = torch.zeros(len(cases), len(ids), dtype=torch.int64, device=DEVICE)
     uniforms = torch.zeros(bits.shape, dtype=torch.float64, device=DEVICE)
     _noise[(len(cases),)](
-        torch.from_numpy(seeds.view(np.int64)).to(DEVICE),
+        torch.from_numpy(stream_keys).to(DEVICE),
         torch.from_numpy(streams.astype(np.int32)).to(DEVICE),
         torch.from_numpy(positions.astype(np.int32)).to(DEVICE),
         torch.from_numpy(ids).to(DEVICE),
@@ -73,26 +79,19 @@ def test_bits_and_uniforms_are_numpys() -> None:
         uniforms,
         BLOCK=len(ids),
     )
-    keys = np.concatenate([spec.noise_keys(s, m, p)[None] for s, m, p in cases])
+    keys = np.concatenate([spec.noise_keys(spec.stream_key(s, m), [p]) for s, m, p in cases])
     expected = spec.bits_from_keys(keys[:, None], ids[None, :])
     assert np.array_equal(bits.cpu().numpy().view(np.uint64), expected)
     assert np.array_equal(uniforms.cpu().numpy(), spec.uniform_from_bits(expected))
 
 
 def test_row_keys_are_numpys() -> None:
-    seeds = np.array(SEEDS, dtype=np.uint64)
+    stream_keys = np.array(SEEDS, dtype=np.uint64)
     positions = np.arange(len(SEEDS)) * 999
-    words = torch.from_numpy(seeds.view(np.int64))
-    for stream in Stream:
-        keys = row_keys(words, stream, torch.from_numpy(positions).to(torch.int32))
-        expected = spec.noise_keys(seeds, stream, positions)
-        assert np.array_equal(keys.numpy().view(np.uint64), expected)
-    streams = torch.tensor([1, 2, 3, 4, 1, 2])
-    mixed = row_keys(words, streams, torch.zeros(6, dtype=torch.int32)).numpy().view(np.uint64)
-    by_stream = [
-        int(spec.noise_keys(s, Stream(int(m)), 0)) for s, m in zip(SEEDS, streams, strict=True)
-    ]
-    assert mixed.tolist() == by_stream
+    words = torch.from_numpy(stream_keys.view(np.int64))
+    keys = row_keys(words, torch.from_numpy(positions).to(torch.int32))
+    expected = spec.noise_keys(stream_keys, positions)
+    assert np.array_equal(keys.numpy().view(np.uint64), expected)
 
 
 def test_variates_and_their_estimates() -> None:
@@ -119,7 +118,7 @@ def test_the_best_of_a_tile_is_exact_whatever_the_scale(spread: float) -> None:
         scores = torch.randn(count, generator=generator) * spread
         if trial == 1:
             scores[::3] = -torch.inf
-        key = spec.noise_keys(trial, Stream.TARGET, 5)
+        key = spec.noise_keys(spec.stream_key(trial, Stream.TARGET), 5)
         noise = spec.gumbel(trial, Stream.TARGET, 5, np.arange(count))
         perturbed = scores.numpy().astype(np.float64) + noise
         best = torch.zeros(1, dtype=torch.float64, device=DEVICE)

@@ -85,7 +85,7 @@ def _expected(
             result.append(int(plain_argmax(scores)))
         else:
             scores = warp(scores, [one], [EMPTY_HISTORY])
-            keys = noise_keys([one.seed], stream, [position])
+            keys = noise_keys([one.stream_key(stream)], [position])
             result.append(int(perturbed_argmax(scores, keys, ids)))
     return result
 

@@ -1,0 +1,198 @@
+"""What a cell is: how drafts are made, how tokens are drawn, how many requests run at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from outrider.client import GenerateOptions
+from outrider.client.local import COLOCATED, FUSED, SEPARATE
+from outrider.errors import InvalidRequestError
+from outrider.spec.plan import DraftMethod
+from outrider.spec.sampling import Rule
+
+PLAIN: Final = "plain"
+PLACEMENTS: Final = (PLAIN, SEPARATE, COLOCATED, FUSED)
+"""Plain is first wherever several are measured: the others are compared with it."""
+OWN_HEAD: Final = (COLOCATED, FUSED)
+NONE, AUTO, NGRAM = "none", "auto", "ngram"
+TREE_TOP_K: Final = 8
+BIAS: Final = 5.0
+"""Added to the logit of the ids in BIASED_IDS: enough to be applied, too little to fix a text."""
+BIASED_IDS: Final = (260, 282, 284)
+SEED: Final = 1234
+_SHAPE: Final = re.compile(r"(chain|tree|model)-(\d+)(?:x(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """How a session drafts; the default is not at all."""
+
+    method: DraftMethod = DraftMethod.NONE
+    tokens: int | None = None
+    """Nodes a round; None leaves them to the server."""
+    top_k: int = 1
+
+    @property
+    def name(self) -> str:
+        """none, auto, ngram, ngram-N, chain-N, tree-N or model-N."""
+        if self.method is DraftMethod.NONE:
+            return NONE
+        if self.method is not DraftMethod.EAGLE3:
+            return self.method.value if self.tokens is None else f"{self.method}-{self.tokens}"
+        if self.tokens is None:
+            return AUTO
+        return f"{'chain' if self.top_k == 1 else 'tree'}-{self.tokens}"
+
+    def options(self) -> GenerateOptions:
+        """What a request asks for."""
+        if self.method is DraftMethod.NONE:
+            return {"speculate": False}
+        wanted: GenerateOptions = {"drafter": self.method}
+        if self.tokens is not None:
+            wanted["draft_tokens"] = self.tokens
+            wanted["draft_top_k"] = self.top_k
+        return wanted
+
+
+def parse_drafts(text: str) -> Drafts:
+    """Drafts by their name; a tree's children are 8 or said: tree-32x4.
+
+    Raises InvalidRequestError for a name that means none.
+    """
+    simple = {
+        NONE: Drafts(),
+        AUTO: Drafts(method=DraftMethod.EAGLE3),
+        NGRAM: Drafts(method=DraftMethod.NGRAM),
+        DraftMethod.MODEL.value: Drafts(method=DraftMethod.MODEL),
+    }
+    if text in simple:
+        return simple[text]
+    match = _SHAPE.fullmatch(text)
+    if match is None or int(match[2]) < 1:
+        raise InvalidRequestError(
+            f"drafts are auto, ngram, model, chain-N, tree-N, tree-NxK or model-N, not {text!r}",
+            reason="INVALID_FLAG",
+        )
+    kind, tokens, top_k = match[1], int(match[2]), match[3]
+    if kind == "model":
+        return Drafts(method=DraftMethod.MODEL, tokens=tokens)
+    width = int(top_k or TREE_TOP_K) if kind == "tree" else 1
+    return Drafts(method=DraftMethod.EAGLE3, tokens=tokens, top_k=width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn and judged."""
+
+    temperature: float = 0.0
+    rule: str = Rule.COUPLED.value
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """What a request asks for; what is the default is not said."""
+        wanted: dict[str, Any] = {"temperature": self.temperature}
+        if self.temperature > 0.0:
+            wanted["rule"] = self.rule
+        for name, neutral in (("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+            if getattr(self, name) != neutral:
+                wanted[name] = getattr(self, name)
+        if self.logit_bias:
+            wanted["logit_bias"] = dict.fromkeys(BIASED_IDS, BIAS)
+        return wanted
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether the SDK knows all of it."""
+        return not self.logit_bias or "logit_bias" in GenerateOptions.__annotations__
+
+
+SETS: Final = {
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=0.8),
+    "top_p": Sampling(temperature=0.8, top_p=0.9),
+    "min_p": Sampling(temperature=0.8, min_p=0.05),
+    "penalties": Sampling(repetition_penalty=1.1),
+    "bias": Sampling(logit_bias=True),
+    "rejection": Sampling(temperature=0.8, rule=Rule.REJECTION.value),
+    "target_only": Sampling(temperature=0.8, rule=Rule.TARGET_ONLY.value),
+}
+"""Sampling parameters by name, for --sampling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One figure of the table: everything that it depends on."""
+
+    model: str
+    placement: str
+    drafts: Drafts
+    sampling: Sampling
+    sessions: int | None
+    """Requests at a time; None in an open loop."""
+    rate: float | None = None
+    """Requests that arrive in a second in an open loop."""
+    max_tokens: int = 256
+    awake_cores: int = 0
+
+    def described(self) -> dict[str, object]:
+        """The fields that identify a cell in service.json."""
+        return {
+            "model": self.model,
+            "placement": self.placement,
+            "drafts": self.drafts.name,
+            "draft_top_k": self.drafts.top_k,
+            **asdict(self.sampling),
+            "rule": self.sampling.rule if self.sampling.temperature > 0.0 else Rule.GREEDY.value,
+            "sessions": self.sessions,
+            "rate": self.rate,
+            "max_tokens": self.max_tokens,
+            "awake_cores": self.awake_cores,
+        }
+
+    def __str__(self) -> str:
+        drawn = self.sampling.options()
+        parameters = ", ".join(f"{k} {v}" for k, v in drawn.items() if k != "logit_bias")
+        load = f"{self.sessions} at a time" if self.rate is None else f"{self.rate:g} requests/s"
+        bias = ", bias" if self.sampling.logit_bias else ""
+        return f"{self.placement} {self.drafts.name}, {parameters}{bias}, {load}"
+
+
+KEY: Final = (
+    *("model", "placement", "drafts", "draft_top_k", "temperature", "rule", "top_p", "min_p"),
+    *("repetition_penalty", "logit_bias", "sessions", "rate", "max_tokens", "awake_cores"),
+)
+_PLACING: Final = ("placement", "drafts", "draft_top_k", "awake_cores")
+_SAMPLING: Final = (*("temperature", "rule", "top_p", "min_p", "repetition_penalty", "logit_bias"),)
+
+
+def key(cell: dict[str, Any]) -> tuple[object, ...]:
+    """What identifies a cell of service.json: of two with one key the later one stays."""
+    return tuple(cell.get(name) for name in KEY)
+
+
+def plain_key(cell: dict[str, Any]) -> tuple[object, ...]:
+    """What a cell and the plain decoding that it is compared with have in common."""
+    # Plain decoding has nothing to accept: its text is drawn alike under every rule.
+    return tuple(cell.get(name) for name in KEY if name not in (*_PLACING, "rule"))
+
+
+def greedy_key(cell: dict[str, Any]) -> tuple[object, ...]:
+    """What a cell and the greedy one that its rounds are compared with have in common."""
+    return tuple(cell.get(name) for name in KEY if name not in _SAMPLING)
+
+
+def parse_list(text: str, allowed: Iterable[str], what: str) -> tuple[str, ...]:
+    """Names of a comma-separated flag. Raises InvalidRequestError for an unknown one."""
+    names, known = tuple(part.strip() for part in text.split(",") if part.strip()), tuple(allowed)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise InvalidRequestError(
+            f"{what}: {text!r} must be a list of {', '.join(known)}", reason="INVALID_FLAG"
+        )
+    return names

@@ -1,0 +1,155 @@
+"""`outrider bench serve`: whole requests through the router, in every placement.
+
+Starts router, verifier and drafter of each placement in turn (or takes a running router), sends
+closed or Poisson loads from processes of its own, and reports tokens/s, latencies, efficiency and
+the ratio to plain decoding of the same requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Final
+
+from outrider.client.flags import at_least
+from outrider.client.local import CPU, CUDA, DEVICES, SEPARATE
+from outrider.client.modelfiles import DEFAULT_MODEL
+from outrider.errors import InternalError, InvalidRequestError
+from outrider.spec.sampling import Rule
+from outrider_bench.gpu.bench import AWAKE_CORES
+from outrider_bench.prompts import DEFAULT_PROMPTS
+from outrider_bench.report import table
+from outrider_bench.serve import results
+from outrider_bench.serve.cells import PLACEMENTS, SETS
+from outrider_bench.serve.picture import write_picture
+from outrider_bench.serve.run import Run
+
+DRAFTERS: Final = ("eagle3", "ngram", "model")
+HEADERS: Final = (
+    *("placement", "drafts", "T", "rule", "load", "tokens/s", "steady", "over plain"),
+    *("efficiency", "a round", "first/last", "TTFT p50", "p99", "ITL p50", "p99"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    add("--router", metavar="HOST:PORT", help="a running router; default: start what is needed")
+    add(
+        "--placement",
+        metavar="A,B",
+        help="plain, separate, colocated, fused; plain is always measured; default: plain,separate",
+    )
+    add("--model", default=DEFAULT_MODEL, help="name, directory, or widened (8B cost)")
+    add("--wide", metavar="SHAPE", help="widen --model: HIDDEN,INNER,LAYERS,HEADS,KV_HEADS")
+    add("--head", type=Path, help="draft head; default: the one that ships for the model")
+    add("--draft-model", metavar="NAME|DIR", help="for --drafter model")
+    add("--device", choices=DEVICES, help="default: cuda where there is one")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
+    add("--threads", type=at_least(1), help="compute threads of verifier and drafter each")
+    add(
+        "--awake-cores",
+        type=at_least(0),
+        help=f"that each model process keeps awake; default: {AWAKE_CORES} for separate drafters "
+        "where there are cores to spare",
+    )
+    _add_drafts(parser)
+    _add_load(parser)
+    add("--out", type=Path, metavar="FILE", help="service.json to merge the cells into")
+    add("--merge", type=Path, nargs="+", metavar="FILE", help="merge these into --out, no runs")
+    add("--plot", type=Path, metavar="FILE.svg", help="tokens/s over sessions")
+    add("--log-dir", type=Path, help="where the logs of started processes stay")
+    add("--json", action="store_true", help="last line of the output is one JSON object")
+
+
+def _add_drafts(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--drafter", choices=DRAFTERS, default=DRAFTERS[0], help="default: eagle3")
+    add("--draft-tokens", type=at_least(1), metavar="N", help="a round; default: the server's own")
+    add("--draft-topk", type=at_least(1), metavar="K", default=1, help="1 (default) is a chain")
+    add(
+        "--drafts",
+        metavar="A,B",
+        help="several at once, instead of the three: auto, ngram, chain-3, tree-32, tree-32x4",
+    )
+    add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    add("--rule", choices=[rule.value for rule in Rule], default=Rule.COUPLED.value)
+    add("--top-p", type=float, default=1.0)
+    add("--min-p", type=float, default=0.0)
+    add("--repetition-penalty", type=float, default=1.0)
+    add("--sampling", metavar="A,B", help=f"several at once, instead: {', '.join(SETS)}")
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--sessions", metavar="A,B", help="requests at a time; default: 1,8,32")
+    add("--rate", type=float, metavar="R", help="instead: R requests/s that arrive at random")
+    add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSONL; default: the bundled 40")
+    add("--limit", type=at_least(1), help="number of prompts; default: all")
+    add("--max-tokens", type=at_least(2), metavar="N", help="default: 256; of a grid: 64")
+    add("--waves", type=at_least(1), help="default: 3; of a grid: 2; the last is reported")
+    add("--requests", type=at_least(1), help="of a wave, at least; default: 16; of a grid: 8")
+    add("--clients", type=at_least(1), help="client processes; default: what cores allow, up to 8")
+    add("--grid", action="store_true", help="temperatures x sessions x placements x drafts, short")
+    add("--budget-s", type=float, help="leave out the cells that would end later than this")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure and report. Raises InternalError if a part failed."""
+    if args.merge:
+        if args.out is None:
+            raise InvalidRequestError("--merge needs --out, the file to merge into")
+        _report(args, results.merge_files(args.out, args.merge))
+        return
+    args.device = args.device or _default_device()
+    job = Run(args, _awake_cores(args))
+    _report(args, job.measure())
+    if job.failed:
+        raise InternalError(f"these failed: {'; '.join(job.failed)}", reason="PARTS_FAILED")
+
+
+def _awake_cores(args: argparse.Namespace) -> dict[str, int]:
+    """Awake cores by placement."""
+    if args.awake_cores is not None:
+        return {placement: args.awake_cores for placement in PLACEMENTS}
+    spare = len(os.sched_getaffinity(0)) > 4 * AWAKE_CORES
+    return {SEPARATE: AWAKE_CORES} if args.device == CUDA and spare else {}
+
+
+def _default_device() -> str:
+    import torch
+
+    return CUDA if torch.cuda.is_available() else CPU
+
+
+def _report(args: argparse.Namespace, content: dict[str, object]) -> None:
+    """Table, picture and JSON."""
+    cells = content["cells"]
+    assert isinstance(cells, list)
+    print(table(HEADERS, [row(cell) for cell in cells]), flush=True)
+    for name in (results.FLOOR, *results.OTHERS):
+        if content.get(name) is not None:
+            print(f"{name}: {json.dumps(content[name])}", flush=True)
+    left_out = content.get(results.LEFT_OUT, [])
+    assert isinstance(left_out, list)
+    if left_out:
+        print(f"{len(left_out)} cells left out, listed in left_out", flush=True)
+    if args.plot is not None:
+        write_picture(args.plot, cells)
+    if args.json:
+        print(json.dumps(content), flush=True)
+
+
+def row(cell: dict[str, object]) -> tuple[object, ...]:
+    """A line of the table."""
+    first, between = cell["ttft_ms"], cell["itl_ms"]
+    assert isinstance(first, dict)
+    assert isinstance(between, dict)
+    load = cell["sessions"] if cell["rate"] is None else f"{cell['rate']}/s"
+    names = ("tokens_per_s", "steady_tokens_per_s", "over_plain", "efficiency")
+    figures = (*names, "emitted_per_round", "first_wave_ratio")
+    where = (cell["placement"], cell["drafts"], cell["temperature"], cell["rule"], load)
+    times = (first.get("p50"), first.get("p99"), between.get("p50"), between.get("p99"))
+    return (*where, *(cell[name] for name in figures), *times)

@@ -1,0 +1,233 @@
+"""The processes that send requests and read the answers, enough of them not to be the limit."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Final, Self
+
+from outrider.client import AsyncClient, OutriderError, RetryPolicy, user
+from outrider.errors import InternalError
+from outrider.process import run, tune_interpreter
+from outrider_bench.prompts import is_loop
+from outrider_bench.serve.loads import Ask, shares
+from outrider_bench.serve.waves import Answer, Wave
+
+MOST: Final = 8
+SERVING_CORES: Final = 4
+"""Cores left to verifier, drafter and router where there are so many."""
+HEAD_START_S: Final = 0.05
+"""From the last client's readiness to the first request: all begin at one time."""
+TIMEOUT_S: Final = 300.0
+"""Of one request, and of the clients' first word."""
+
+_clock = time.monotonic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A wave as one client process sees it."""
+
+    address: str
+    asks: Sequence[Ask]
+    sessions: int | None
+    """Requests of this process at a time; None takes every `processes`-th when it is due."""
+    index: int
+    processes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What one client process says after a wave."""
+
+    answers: list[Answer]
+    cpu_share: float
+
+
+def default_processes() -> int:
+    """As many as there are cores to spare, at least one and at most MOST."""
+    return min(MOST, max(1, len(os.sched_getaffinity(0)) - SERVING_CORES))
+
+
+class Clients:
+    """Client processes that are started once and serve wave after wave; a context manager."""
+
+    def __init__(self, processes: int) -> None:
+        self._count = processes
+        context = multiprocessing.get_context("spawn")
+        self._tickets = context.Value("q", 0)
+        self._pipes: list[Connection] = []
+        self._children: list[BaseProcess] = []
+        for _ in range(processes):
+            ours, theirs = context.Pipe()
+            child = context.Process(target=_serve, args=(theirs, self._tickets), daemon=True)
+            child.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._children.append(child)
+
+    @property
+    def count(self) -> int:
+        """Processes."""
+        return self._count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for child in self._children:
+            child.join(1.0)
+            if child.is_alive():
+                child.terminate()
+
+    def wave(self, address: str, asks: Sequence[Ask], sessions: int | None) -> Wave:
+        """Send the requests, `sessions` at a time (None: when they are due), and read all answers.
+
+        Raises InternalError if a client process dies.
+        """
+        each: list[int | None] = [None] * self._count
+        if sessions is not None:
+            each = list(shares(sessions, self._count))
+        with self._tickets.get_lock():
+            self._tickets.value = 0
+        try:
+            for index, (pipe, share) in enumerate(zip(self._pipes, each, strict=True)):
+                pipe.send(
+                    Order(
+                        address=address,
+                        asks=asks,
+                        sessions=share,
+                        index=index,
+                        processes=self._count,
+                    )
+                )
+            for pipe in self._pipes:
+                _expect(pipe, str)
+            begin = _clock() + HEAD_START_S
+            for pipe in self._pipes:
+                pipe.send(begin)
+            heard = [_expect(pipe, Heard) for pipe in self._pipes]
+        except (EOFError, OSError) as error:
+            raise InternalError(f"a client process died: {error!r}", reason="CLIENT") from error
+        answers = tuple(answer for part in heard for answer in part.answers)
+        return Wave(answers, sessions, max(part.cpu_share for part in heard))
+
+
+def _expect(pipe: Connection, kind: type[Any]) -> Any:
+    """The next message, of this type; a client that fails sends its error's text as bytes."""
+    message = pipe.recv()
+    if not isinstance(message, kind):
+        text = message.decode() if isinstance(message, bytes) else repr(message)
+        raise InternalError(f"a client process failed: {text}", reason="CLIENT")
+    return message
+
+
+def _serve(pipe: Connection, tickets: Any) -> None:
+    """A client process: orders in, answers out, until the pipe is closed."""
+    tune_interpreter()
+
+    def take() -> int:
+        with tickets.get_lock():
+            tickets.value += 1
+            return int(tickets.value) - 1
+
+    run(_orders(pipe, take))
+
+
+async def _orders(pipe: Connection, take: Callable[[], int]) -> None:
+    while True:
+        try:
+            order = await asyncio.to_thread(pipe.recv)
+        except (EOFError, OSError):
+            return
+        try:
+            heard: Heard | bytes = await _wave(pipe, order, take)
+        except OutriderError as error:
+            heard = error.message.encode()
+        pipe.send(heard)
+
+
+async def _wave(pipe: Connection, order: Order, take: Callable[[], int]) -> Heard:
+    async with _connected(order.address) as client:
+        pipe.send("ready")
+        begin = await asyncio.to_thread(pipe.recv)
+        await _until(begin)
+        used = time.process_time()
+        if order.sessions is None:
+            mine = order.asks[order.index :: order.processes]
+            jobs = [_ask(client, ask, begin + ask.after_s) for ask in mine]
+            answers = list(await asyncio.gather(*jobs))
+        else:
+            loops = [_loop(client, order.asks, take, begin) for _ in range(order.sessions)]
+            answers = [answer for part in await asyncio.gather(*loops) for answer in part]
+        used = time.process_time() - used
+        return Heard(answers, used / max(_clock() - begin, 1e-9))
+
+
+@asynccontextmanager
+async def _connected(address: str) -> AsyncIterator[AsyncClient]:
+    """A client whose connection stands: no first token waits for it."""
+    once = RetryPolicy(max_attempts=1)
+    async with AsyncClient(address, timeout_s=TIMEOUT_S, retry=once) as client:
+        await client.server_info()
+        yield client
+
+
+async def _loop(
+    client: AsyncClient, asks: Sequence[Ask], take: Callable[[], int], begin: float
+) -> list[Answer]:
+    """One request after the other, as long as any process's wave has one left."""
+    answers: list[Answer] = []
+    while (index := take()) < len(asks):
+        answers.append(await _ask(client, asks[index], _clock() if answers else begin))
+    return answers
+
+
+async def _ask(client: AsyncClient, ask: Ask, due: float) -> Answer:
+    await _until(due)
+    opened = _clock()
+    arrivals: list[tuple[float, int]] = []
+    tokens: list[int] = []
+    try:
+        async with client.stream([user(ask.text)], **ask.options) as stream:
+            async for delta in stream:
+                if delta.token_ids:
+                    arrivals.append((_clock(), len(delta.token_ids)))
+                    tokens += delta.token_ids
+    except OutriderError as error:
+        return Answer(due=due, opened=opened, arrivals=tuple(arrivals), code=error.code)
+    if stream.finish is None:
+        return Answer(due=due, opened=opened, arrivals=tuple(arrivals), code="NO_FINISH")
+    stats = stream.finish.stats
+    return Answer(
+        due=due,
+        opened=opened,
+        arrivals=tuple(arrivals),
+        rounds=stats.rounds,
+        emitted=stats.emitted,
+        proposed=stats.proposed,
+        accepted=stats.accepted,
+        fallback_rounds=stats.fallback_rounds,
+        loops=is_loop(tokens),
+    )
+
+
+async def _until(at: float) -> None:
+    delay_s = at - _clock()
+    if delay_s > 0.0:
+        await asyncio.sleep(delay_s)

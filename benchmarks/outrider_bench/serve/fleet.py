@@ -1,0 +1,168 @@
+"""The services behind a table: those of a placement, started here, or a router that runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.client import Client, OutriderError, RetryPolicy, ServerInfo
+from outrider.client.local import CPU, SEPARATE, LocalCluster, LocalConfig
+from outrider.client.modelfiles import ModelFiles
+from outrider.spec.plan import DraftMethod
+from outrider.transport.grpc import GrpcDialer
+from outrider_bench.report import say
+from outrider_bench.serve.cells import OWN_HEAD, PLAIN, Drafts
+
+SPARE_SESSIONS = 2
+"""K/V for more sessions than run at a time: one that has just ended may still be held."""
+PROMPT_TOKENS = 512
+"""Room for a prompt where the K/V budget is not what the device has."""
+SLACK_TOKENS = 96
+QUEUE = 4096
+"""Requests that may wait: an open loop above capacity shall queue, not fail."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """How services are started, whatever the placement."""
+
+    files: ModelFiles
+    device: str
+    dtype: str = ""
+    draft_model: Path | None = None
+    sessions: int = 64
+    max_tokens: int = 256
+    threads: int | None = None
+    log_dir: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """One start of services: a placement, and the drafts that it can make."""
+
+    placement: str
+    drafts: tuple[Drafts, ...]
+    awake_cores: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Services that run."""
+
+    address: str
+    info: ServerInfo
+
+    def forward_ms(self) -> float | None:
+        """Median time of the latest target forwards, by the verifiers' own account; None where
+        they cannot be asked."""
+        try:
+            found = [asyncio.run(_forward_ms(v.address)) for v in self.info.verifiers]
+        except (OutriderError, OSError):
+            return None
+        known = [value for value in found if value > 0.0]
+        return sum(known) / len(known) if known else None
+
+
+def plan_services(
+    placements: Sequence[str], drafts: Sequence[Drafts], awake: dict[str, int]
+) -> list[Service]:
+    """The services to start, plain first.
+
+    A head in the verifier drafts in the shape that it was started with, so each shape is a start of
+    its own; drafts by other means ride with the first.
+    """
+    services = []
+    for placement in placements:
+        cores = awake.get(placement, 0)
+        if placement == PLAIN:
+            services.append(Service(placement=PLAIN, drafts=(Drafts(),), awake_cores=cores))
+            continue
+        groups: dict[tuple[int, int] | None, list[Drafts]] = {}
+        others = []
+        for draft in drafts:
+            shape = own_shape(draft)
+            if placement in OWN_HEAD and shape is not None:
+                groups.setdefault(shape, []).append(draft)
+            else:
+                others.append(draft)
+        if others:
+            groups.setdefault(next(iter(groups), None), []).extend(others)
+        services += [
+            Service(placement=placement, drafts=tuple(group), awake_cores=cores)
+            for group in groups.values()
+        ]
+    return services
+
+
+def is_chain(draft: Drafts) -> bool:
+    """Whether these are a head's chains of a stated length."""
+    shape = own_shape(draft)
+    return shape is not None and shape[1] == 1
+
+
+def own_shape(draft: Drafts) -> tuple[int, int] | None:
+    """Draft tokens and children a node of a head's drafts of a stated size; None: other drafts."""
+    if draft.method is not DraftMethod.EAGLE3 or draft.tokens is None:
+        return None
+    return draft.tokens, draft.top_k or 1
+
+
+def local_config(machine: Machine, service: Service) -> LocalConfig:
+    """The processes of a service."""
+    files, own = machine.files, service.placement in OWN_HEAD
+    methods = {draft.method for draft in service.drafts} - {DraftMethod.NONE}
+    if own:
+        methods.add(DraftMethod.EAGLE3)
+    each = PROMPT_TOKENS + machine.max_tokens + SLACK_TOKENS
+    budget = (machine.sessions + SPARE_SESSIONS) * each
+    shapes = [shape for shape in map(own_shape, service.drafts) if shape is not None]
+    return LocalConfig(
+        model=files.path,
+        model_name=files.name,
+        methods=tuple(sorted(methods)),
+        head=files.head if DraftMethod.EAGLE3 in methods else None,
+        draft_model=machine.draft_model if DraftMethod.MODEL in methods else None,
+        dtype=machine.dtype,
+        device=machine.device,
+        placement=service.placement if own else SEPARATE,
+        draft_length=shapes[0][0] if own and shapes else None,
+        draft_topk=shapes[0][1] if own and shapes else None,
+        kv_tokens=budget if machine.device == CPU else None,
+        max_sessions=machine.sessions,
+        queue_limit=QUEUE,
+        threads=machine.threads,
+        awake_cores=service.awake_cores or None,
+        log_dir=None if machine.log_dir is None else machine.log_dir / service.placement,
+    )
+
+
+@contextmanager
+def started(machine: Machine, service: Service) -> Iterator[Fleet]:
+    """Start a service's processes, and stop them at the end. Raises UnavailableError."""
+    with LocalCluster(local_config(machine, service), progress=say) as cluster:
+        yield connected(cluster.address)
+
+
+def connected(address: str) -> Fleet:
+    """What runs behind a router. Raises UnavailableError where none answers."""
+    with Client(address, retry=RetryPolicy(max_attempts=1)) as client:
+        return Fleet(address, client.server_info())
+
+
+def placement_of(info: ServerInfo) -> str:
+    """What a fleet looks like from its router; fused and colocated are alike from there."""
+    if any(verifier.own_methods for verifier in info.verifiers):
+        return OWN_HEAD[0]
+    return SEPARATE if info.drafters else PLAIN
+
+
+async def _forward_ms(address: str) -> float:
+    dialer = GrpcDialer()
+    try:
+        verifier = await dialer.verifier(address)
+        return (await verifier.info()).forward_ms_p50
+    finally:
+        await dialer.close()

@@ -1,0 +1,76 @@
+"""Which requests a wave has, and when those of an open loop arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from outrider_bench.prompts import BenchPrompt
+from outrider_bench.serve.cells import SEED, Cell
+
+REQUESTS: Final = 4
+"""Requests of a closed wave, in multiples of those at a time."""
+LEAST: Final = 16
+OPEN_SECONDS: Final = 20.0
+"""Mean length of an open wave's arrivals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request."""
+
+    text: str
+    """Of the user's message."""
+    options: dict[str, Any] = field(default_factory=dict)
+    after_s: float = 0.0
+    """When it arrives in an open loop, from the start of the wave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How many requests a wave has."""
+
+    per_session: int = REQUESTS
+    least: int = LEAST
+
+    def requests(self, cell: Cell) -> int:
+        """Of one wave of this cell."""
+        if cell.rate is not None:
+            return max(self.least, round(cell.rate * OPEN_SECONDS))
+        assert cell.sessions is not None
+        return max(self.least, self.per_session * cell.sessions)
+
+
+def make_load(cell: Cell, prompts: Sequence[BenchPrompt], size: Size) -> list[Ask]:
+    """The requests of every wave of a cell: the same prompts and seeds each time, so that waves
+    differ by what the services have learnt, not by what they are asked."""
+    count = size.requests(cell)
+    shared: dict[str, Any] = {
+        **cell.drafts.options(),
+        **cell.sampling.options(),
+        "max_tokens": cell.max_tokens,
+    }
+    times = [0.0] * count if cell.rate is None else arrivals(count, cell.rate)
+    return [
+        Ask(
+            text=prompts[index % len(prompts)].text,
+            options={**shared, "seed": SEED + index},
+            after_s=times[index],
+        )
+        for index in range(count)
+    ]
+
+
+def arrivals(count: int, rate: float, seed: int = SEED) -> list[float]:
+    """Seconds at which so many requests of a Poisson process arrive, ascending; the first at 0."""
+    gaps = np.random.default_rng(seed).exponential(1.0 / rate, size=count)
+    gaps[0] = 0.0
+    return [float(at) for at in np.cumsum(gaps)]
+
+
+def shares(sessions: int, processes: int) -> list[int]:
+    """Sessions of each client process: as even as can be, none for those past the sessions."""
+    return [sessions // processes + (i < sessions % processes) for i in range(processes)]

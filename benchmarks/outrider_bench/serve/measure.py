@@ -1,0 +1,122 @@
+"""Waves of a cell, one after the other: the first as a server meets it, the last as it stays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.client.status_command import simulation_note
+from outrider.errors import InternalError
+from outrider_bench.prompts import BenchPrompt
+from outrider_bench.serve.cells import PLAIN, Cell, plain_key
+from outrider_bench.serve.clients import Clients
+from outrider_bench.serve.fleet import Fleet
+from outrider_bench.serve.lab import FORWARD, Lab, LabRound, efficiency
+from outrider_bench.serve.loads import Size, make_load
+from outrider_bench.serve.waves import Wave, rounded
+
+START_S = 30.0
+"""What starting services takes at least: with less of the budget left none are started."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """Seconds that a run may take, as far as that can be told beforehand."""
+
+    seconds: float | None = None
+    clock: Callable[[], float] = time.monotonic
+    _began: float = field(init=False)
+    _longest: dict[object, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
+
+    def allows(self, kind: object) -> bool:
+        """Whether something of this kind may begin: the longest so far would end in time."""
+        if self.seconds is None:
+            return True
+        return self.clock() - self._began + self._longest.get(kind, 0.0) < self.seconds
+
+    def expect(self, kind: object, seconds: float) -> None:
+        """Something of this kind takes so long."""
+        self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
+
+
+@dataclass(slots=True, kw_only=True)
+class Meter:
+    """Measures cells, and compares them with the plain ones of the same run."""
+
+    clients: Clients
+    prompts: Sequence[BenchPrompt]
+    size: Size
+    waves: int
+    about: dict[str, Any]
+    """What every cell says of the machine."""
+    lab: Lab = field(default_factory=Lab)
+    start_s: float = 0.0
+    """What starting the services took until they were ready."""
+    plain: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
+    """Plain cells of this run by `plain_key`."""
+
+    def cell(self, fleet: Fleet, cell: Cell) -> dict[str, Any]:
+        """A cell of service.json. Raises InternalError if a wave has no answer at all."""
+        load = make_load(cell, self.prompts, self.size)
+        waves = []
+        for _ in range(self.waves):
+            wave = self.clients.wave(fleet.address, load, cell.sessions)
+            if not wave.heard:
+                codes = sorted({answer.code for answer in wave.answers})
+                raise InternalError(f"no answer at all: {', '.join(codes)}", reason="NO_ANSWER")
+            waves.append(wave)
+        facts = describe_cell(cell, waves, self.lab.round_of(cell), fleet.forward_ms())
+        facts |= {**self.about, "start_s": rounded(self.start_s, 1)}
+        if note := simulation_note(fleet.info):
+            facts["SIMULATED_ACCEPTANCE"] = note
+        if cell.placement == PLAIN:
+            self.plain[plain_key(facts)] = facts
+        facts["over_plain"] = over_plain(facts, self.plain.get(plain_key(facts)))
+        return facts
+
+
+def describe_cell(
+    cell: Cell, waves: Sequence[Wave], lab: LabRound | None, forward_ms: float | None
+) -> dict[str, Any]:
+    """A cell's figures: those of its last wave, and how the waves before it went.
+
+    Without a round of the lab `forward_ms`, the verifier's own figure, stands for it.
+    """
+    first, last = waves[0], waves[-1]
+    if lab is None and forward_ms is not None:
+        lab = LabRound(forward_ms, FORWARD)
+    reached = efficiency(
+        last.steady_tokens_per_s,
+        cell.sessions,
+        last.emitted_per_round,
+        None if lab is None else lab.ms,
+    )
+    ratio = first.tokens_per_s / last.tokens_per_s if len(waves) > 1 else None
+    return {
+        **cell.described(),
+        **last.figures(),
+        "over_plain": None,
+        "efficiency": rounded(reached, 4),
+        "lab_round_ms": None if lab is None else rounded(lab.ms, 4),
+        "lab_source": None if lab is None else lab.source,
+        "forward_ms": rounded(forward_ms, 4),
+        "first_wave_ratio": rounded(ratio, 4),
+        "first_wave_ttft_ms": first.figures()["ttft_ms"],
+        "waves_tokens_per_s": [rounded(wave.tokens_per_s, 2) for wave in waves],
+    }
+
+
+def over_plain(cell: dict[str, Any], plain: dict[str, Any] | None) -> float | None:
+    """A cell's tokens/s over plain decoding's: steady ones, or of whole waves where one of the two
+    has no steady state; None without a plain cell."""
+    if plain is None:
+        return None
+    for name in ("steady_tokens_per_s", "tokens_per_s"):
+        if cell.get(name) and plain.get(name):
+            return round(float(cell[name]) / float(plain[name]), 4)
+    return None

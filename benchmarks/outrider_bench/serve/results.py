@@ -1,0 +1,153 @@
+"""service.json: the cells of several runs on several machines, and what follows from them.
+
+    {commit, date, device, versions, cells: [...], exchange_us, host_ms_at_64, round_cost,
+     events_per_s, plain_floor_ratio_min}
+
+Cells of one key replace each other. A file of another commit is begun anew, never mixed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.errors import InvalidRequestError
+from outrider_bench.environment import describe
+from outrider_bench.report import say
+from outrider_bench.serve.cells import NONE, greedy_key, key
+
+ABOUT: Final = ("commit", "date", "device", "versions")
+OTHERS: Final = ("exchange_us", "host_ms_at_64", "round_cost", "events_per_s")
+"""Figures that other benchmarks measure, or that `round_cost` computes."""
+FLOOR: Final = "plain_floor_ratio_min"
+LEFT_OUT: Final = "left_out"
+"""Cells that were asked for and are in no file yet, with the reason."""
+ROUND_COST_SESSIONS: Final = 32
+"""Most sessions at which the cost of a round's parameters is stated."""
+
+
+def about() -> dict[str, Any]:
+    """Commit, date, device and versions of this run."""
+    facts = describe()
+    versions = dict(facts["versions"])  # type: ignore[call-overload]
+    versions |= {name: facts[name] for name in ("python", "driver", "cuda") if name in facts}
+    device = facts.get("gpu", facts["cpu"])
+    return {**{name: facts[name] for name in ("commit", "date")}, "device": device} | {
+        "versions": versions
+    }
+
+
+def machine_words() -> str:
+    """The machine of a cell, in words."""
+    facts = describe()
+    gpus = f"{facts['gpus']}x {facts['gpu']}, " if "gpu" in facts else ""
+    return f"{gpus}{facts['cores']} cores of {facts['cpu']}"
+
+
+def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Both files in one; where both have a figure, that of `new` stays.
+
+    A file without a commit (the part that another benchmark measured) fits every other. Raises
+    InvalidRequestError for two commits, and for a file that has nothing of service.json.
+    """
+    if not {"cells", FLOOR, *OTHERS} & set(new):
+        raise InvalidRequestError("there is nothing of service.json in it", reason="NO_RESULTS")
+    commits = [str(part["commit"]) for part in (old, new) if part.get("commit")]
+    if len(set(commits)) > 1:
+        raise InvalidRequestError(
+            f"results of two commits do not mix: {' and '.join(commits)}", reason="COMMITS"
+        )
+    cells = {key(cell): cell for cell in (*old.get("cells", ()), *new.get("cells", ()))}
+    merged: dict[str, Any] = {name: new.get(name) or old.get(name) for name in ABOUT}
+    merged["cells"] = list(cells.values())
+    for name in OTHERS:
+        merged[name] = _joined(old.get(name), new.get(name))
+    computed = round_cost(merged["cells"])
+    merged["round_cost"] = _joined(merged["round_cost"], computed or None)
+    merged[FLOOR] = floor_ratio(merged["cells"])
+    left_out = {key(cell): cell for cell in (*old.get(LEFT_OUT, ()), *new.get(LEFT_OUT, ()))}
+    missing = [cell for found, cell in left_out.items() if found not in cells]
+    return merged | ({LEFT_OUT: missing} if missing else {})
+
+
+def merge_files(out: Path, parts: Iterable[Path]) -> dict[str, Any]:
+    """Merge parts into a file, which is written. Raises InvalidRequestError (see `merge`)."""
+    merged = read(out)
+    for part in parts:
+        if not part.is_file():
+            raise InvalidRequestError(f"{part}: no such file", reason="NO_RESULTS")
+        try:
+            merged = merge(merged, json.loads(part.read_text(encoding="utf-8")))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{part}: {error.message}", reason=error.reason) from None
+    write(out, merged)
+    return merged
+
+
+def read(path: Path | None, commit: str | None = None) -> dict[str, Any]:
+    """What a file holds; nothing if there is none or it is of another commit than `commit`."""
+    if path is None or not path.is_file():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if commit is not None and content.get("commit") != commit:
+        say(f"{path} is of commit {content.get('commit')}: begun anew at {commit}")
+        return {}
+    return content
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write the file; at any moment there is a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def round_cost(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Time of a round with a parameter over the greedy one's at equal sessions: the worst of all
+    placements and drafts with at most ROUND_COST_SESSIONS sessions."""
+    greedy = {greedy_key(cell): cell for cell in cells if _kind(cell) == "greedy"}
+    worst: dict[str, float] = {}
+    for cell in cells:
+        kind, base = _kind(cell), greedy.get(greedy_key(cell))
+        sessions = cell.get("sessions")
+        if kind in (None, "greedy") or base is None or not sessions:
+            continue
+        if sessions > ROUND_COST_SESSIONS or not cell["round_ms"] or not base["round_ms"]:
+            continue
+        ratio = round(cell["round_ms"] / base["round_ms"], 4)
+        worst[str(kind)] = max(ratio, worst.get(str(kind), 0.0))
+    return worst
+
+
+def floor_ratio(cells: Sequence[dict[str, Any]]) -> float | None:
+    """The smallest tokens/s over plain decoding of all closed loops that speculate; in an open one
+    both are what arrives."""
+    closed = [cell for cell in cells if cell["sessions"] and cell["drafts"] != NONE]
+    ratios = [cell["over_plain"] for cell in closed if cell.get("over_plain")]
+    return min(ratios) if ratios else None
+
+
+def _kind(cell: dict[str, Any]) -> str | None:
+    """What a cell's sampling adds to greedy decoding; None if it is several things."""
+    kinds = []
+    if cell["repetition_penalty"] != 1.0:
+        kinds.append("penalties")
+    if cell["logit_bias"]:
+        kinds.append("bias")
+    if cell["top_p"] != 1.0:
+        kinds.append("top_p")
+    if cell["rule"] == "rejection":
+        kinds.append("rejection")
+    if not kinds:
+        return "greedy" if cell["temperature"] == 0.0 and cell["min_p"] == 0.0 else None
+    return kinds[0] if len(kinds) == 1 else None
+
+
+def _joined(old: Any, new: Any) -> Any:
+    """Tables key by key; other values are replaced by what is there."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **new}
+    return old if new is None else new

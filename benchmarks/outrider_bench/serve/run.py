@@ -1,0 +1,277 @@
+"""One run: which services start, which cells they serve, what is left out and why."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Final
+
+from outrider.client.local import CPU, CUDA, SEPARATE
+from outrider.client.modelfiles import ModelFiles, find_model
+from outrider.engine.config import load_model_config
+from outrider.errors import InvalidRequestError, OutriderError
+from outrider.spec.plan import DraftMethod
+from outrider.spec.sampling import Rule
+from outrider_bench.environment import describe
+from outrider_bench.gpu.bench import DEVICE_COPY_BYTES_S
+from outrider_bench.gpu.widening import weight_bytes
+from outrider_bench.prompts import load_prompts
+from outrider_bench.report import say
+from outrider_bench.serve import results
+from outrider_bench.serve.cells import (
+    PLACEMENTS,
+    PLAIN,
+    SETS,
+    Cell,
+    Drafts,
+    Sampling,
+    parse_drafts,
+    parse_list,
+)
+from outrider_bench.serve.clients import Clients, default_processes
+from outrider_bench.serve.fleet import (
+    Fleet,
+    Machine,
+    Service,
+    connected,
+    placement_of,
+    plan_services,
+    started,
+)
+from outrider_bench.serve.lab import read_lab
+from outrider_bench.serve.loads import LEAST, REQUESTS, Size
+from outrider_bench.serve.measure import START_S, Budget, Meter
+from outrider_bench.serve.widened import bench_model
+
+OPEN_SESSIONS: Final = 64
+"""Sessions that services are started for where only the rate of arrivals is known."""
+GRID_TEMPERATURES: Final = (0.0, 0.7, 1.0, 1.5, 2.0)
+GRID_DRAFTS: Final = "chain-3,tree-32,ngram"
+GRID_SESSIONS: Final = "1,8,32,64"
+GRID_PLACEMENTS: Final = "separate,colocated,fused"
+GRID_SIZE: Final = Size(per_session=2, least=8)
+
+
+class Run:
+    """What the flags ask for, measured service by service; the file is written after each cell."""
+
+    def __init__(self, args: argparse.Namespace, awake: dict[str, int]) -> None:
+        """Raises InvalidRequestError for flags that mean nothing."""
+        self.failed: list[str] = []
+        """What did not work, in words."""
+        self._args, grid = args, args.grid
+        self._budget = Budget(args.budget_s)
+        self._max_tokens = args.max_tokens or (64 if grid else 256)
+        self._waves = args.waves or (2 if grid else 3)
+        size = GRID_SIZE if grid else Size(per_session=REQUESTS, least=LEAST)
+        least = args.requests or size.least
+        self._size = Size(per_session=size.per_session, least=least)
+        self._sessions = parse_sessions(args.sessions or (GRID_SESSIONS if grid else "1,8,32"))
+        self._drafts = drafts_of(args)
+        self._samplings = samplings_of(args)
+        self._about = results.about()
+        self._content = results.read(args.out, self._about["commit"]) | self._about
+        self._content |= {"cells": self._content.get("cells", [])}
+        self._left_out: list[dict[str, object]] = []
+        if args.router is None:
+            names = args.placement or (GRID_PLACEMENTS if grid else SEPARATE)
+            wanted = parse_list(names, PLACEMENTS, "--placement")
+            places = [name for name in PLACEMENTS if name == PLAIN or name in wanted]
+            self._services = plan_services(places, self._drafts, awake)
+
+    def measure(self) -> dict[str, Any]:
+        """Measure every cell that the budget allows; the merged content of the file."""
+        args = self._args
+        prompts = load_prompts(args.prompts, args.limit)
+        with Clients(args.clients or default_processes()) as clients:
+            meter = Meter(
+                clients=clients,
+                prompts=prompts,
+                size=self._size,
+                waves=self._waves,
+                about={"machine": results.machine_words()},
+            )
+            say(f"{clients.count} client processes, {len(prompts)} prompts")
+            if args.router is not None:
+                self._measure_router(meter)
+            else:
+                machine = self._machine()
+                self._know_model(meter, machine)
+                for service in self._services:
+                    self._measure_service(meter, machine, service)
+        return self._merged()
+
+    def _machine(self) -> Machine:
+        args = self._args
+        dtype = args.dtype or ("float32" if args.device == CPU else "bfloat16")
+        files = bench_model(args.model, args.head, wide=args.wide, dtype=dtype, device=args.device)
+        draft_model = None if args.draft_model is None else find_model(args.draft_model).path
+        _check_files(files, self._drafts)
+        return Machine(
+            files=files,
+            device=args.device,
+            dtype=dtype,
+            draft_model=draft_model,
+            sessions=OPEN_SESSIONS if args.rate is not None else max(self._sessions),
+            max_tokens=self._max_tokens,
+            threads=args.threads,
+            log_dir=args.log_dir,
+        )
+
+    def _know_model(self, meter: Meter, machine: Machine) -> None:
+        """The lab's rounds where they are of this device and of a model of this cost; the floor."""
+        import torch
+
+        config = load_model_config(machine.files.path)
+        read = weight_bytes(config, getattr(torch, machine.dtype))
+        gpu = describe().get("gpu")
+        if machine.device == CUDA and gpu is not None:
+            meter.lab = read_lab(str(gpu), read)
+            meter.about["floor_ms"] = round(read / DEVICE_COPY_BYTES_S * 1000.0, 4)
+
+    def _measure_router(self, meter: Meter) -> None:
+        """Plain decoding and the drafts, over whatever runs behind the router."""
+        fleet = connected(self._args.router)
+        placement = self._args.placement or placement_of(fleet.info)
+        parse_list(placement, PLACEMENTS, "--placement")
+        model = fleet.info.verifiers[0].model if fleet.info.verifiers else self._args.model
+        awake = self._args.awake_cores or 0
+        plain = Service(placement=PLAIN, drafts=(Drafts(),), awake_cores=awake)
+        drafted = Service(placement=placement, drafts=self._drafts, awake_cores=awake)
+        for service in (plain,) if placement == PLAIN else (plain, drafted):
+            self._measure_cells(meter, nullcontext(fleet), list(self._cells(service, model)))
+
+    def _measure_service(self, meter: Meter, machine: Machine, service: Service) -> None:
+        cells = list(self._cells(service, machine.files.name))
+        self._measure_cells(meter, started(machine, service), cells)
+
+    def _cells(self, service: Service, model: str) -> Iterator[Cell]:
+        """The cells of a service, by rising load; plain decoding knows no rules."""
+        loads: list[tuple[int | None, float | None]]
+        loads = [(count, None) for count in self._sessions]
+        if self._args.rate is not None:
+            loads = [(None, self._args.rate)]
+        seen: set[Cell] = set()
+        for asked in self._samplings:
+            plain = service.placement == PLAIN
+            sampling = replace(asked, rule=Rule.COUPLED.value) if plain else asked
+            for drafts in service.drafts:
+                for sessions, rate in loads:
+                    cell = Cell(
+                        model=model,
+                        placement=service.placement,
+                        drafts=drafts,
+                        sampling=sampling,
+                        sessions=sessions,
+                        rate=rate,
+                        max_tokens=self._max_tokens,
+                        awake_cores=service.awake_cores,
+                    )
+                    if cell not in seen:
+                        yield cell
+                    seen.add(cell)
+
+    def _measure_cells(
+        self, meter: Meter, services: AbstractContextManager[Fleet], cells: list[Cell]
+    ) -> None:
+        left = list(cells)
+        self._budget.expect("start", START_S)
+        if not self._budget.allows("start"):
+            self._leave_out(left, "no time")
+            return
+        began = time.monotonic()
+        try:
+            with services as fleet:
+                meter.start_s = time.monotonic() - began
+                self._budget.expect("start", meter.start_s)
+                while left:
+                    self._measure_cell(meter, fleet, left[0])
+                    left.pop(0)
+        except OutriderError as error:
+            self.failed.append(f"{cells[0].placement}: {error.message}")
+            self._leave_out(left, error.code)
+
+    def _measure_cell(self, meter: Meter, fleet: Fleet, cell: Cell) -> None:
+        # A cell without drafts takes longest; what it took bounds those that speculate.
+        kind = (cell.sessions, cell.rate)
+        if not cell.sampling.is_supported:
+            self._leave_out([cell], "unknown to this SDK")
+            return
+        if not self._budget.allows(kind):
+            self._leave_out([cell], "no time")
+            return
+        began = time.monotonic()
+        try:
+            facts = meter.cell(fleet, cell)
+        except OutriderError as error:
+            self.failed.append(f"{cell}: {error.message}")
+            self._leave_out([cell], error.code)
+            return
+        self._budget.expect(kind, time.monotonic() - began)
+        self._content = results.merge(self._content, {**self._about, "cells": [facts]})
+        say(
+            f"{cell}: {facts['tokens_per_s']} tokens/s, steady {facts['steady_tokens_per_s']}, "
+            f"{facts['over_plain']} of plain, {facts['emitted_per_round']} a round, "
+            f"first wave {facts['first_wave_ratio']}"
+        )
+        if facts["failed"]:
+            self.failed.append(f"{cell}: {facts['failed']}")
+        if self._args.out is not None:
+            results.write(self._args.out, self._merged())
+
+    def _leave_out(self, cells: list[Cell], why: str) -> None:
+        for cell in cells:
+            say(f"left out ({why}): {cell}")
+            self._left_out.append({**cell.described(), "why": why})
+
+    def _merged(self) -> dict[str, Any]:
+        return results.merge(
+            self._content, {**self._about, "cells": [], results.LEFT_OUT: self._left_out}
+        )
+
+
+def parse_sessions(text: str) -> tuple[int, ...]:
+    """Numbers of sessions, ascending. Raises InvalidRequestError."""
+    try:
+        numbers = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        numbers = ()
+    if not numbers or numbers[0] < 1:
+        raise InvalidRequestError(
+            f"--sessions: {text!r} must be numbers from 1 on", reason="INVALID_FLAG"
+        )
+    return numbers
+
+
+def drafts_of(args: argparse.Namespace) -> tuple[Drafts, ...]:
+    """What --drafts lists, or the one that the three flags describe."""
+    names = args.drafts or (GRID_DRAFTS if args.grid and args.draft_tokens is None else None)
+    if names is not None:
+        return tuple(parse_drafts(name.strip()) for name in names.split(","))
+    method = DraftMethod(args.drafter)
+    return (Drafts(method=method, tokens=args.draft_tokens, top_k=args.draft_topk),)
+
+
+def samplings_of(args: argparse.Namespace) -> tuple[Sampling, ...]:
+    """What --sampling lists, a grid's temperatures, or the one that the flags describe."""
+    if args.sampling:
+        return tuple(SETS[name] for name in parse_list(args.sampling, SETS, "--sampling"))
+    temperatures = GRID_TEMPERATURES if args.grid else (args.temperature,)
+    return tuple(
+        Sampling(
+            temperature=temperature,
+            rule=args.rule,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
+        )
+        for temperature in temperatures
+    )
+
+
+def _check_files(files: ModelFiles, drafts: tuple[Drafts, ...]) -> None:
+    if files.head is None and any(draft.method is DraftMethod.EAGLE3 for draft in drafts):
+        raise InvalidRequestError(f"no head ships for {files.name}: give --head DIR or --drafts")

@@ -1,0 +1,166 @@
+"""What the readers of one wave of requests saw, and the figures of it. Times are in seconds of one
+monotonic clock that all processes of a machine share, figures in milliseconds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from outrider_bench.report import percentiles
+
+OK: Final = "OK"
+OPEN_WARM_SHARE: Final = 0.2
+"""Share of an open loop's requests that arrive before its load counts as steady."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One request as its reader saw it."""
+
+    due: float
+    """When it was to be sent; later than that is the client's fault and counts as waiting."""
+    opened: float
+    arrivals: tuple[tuple[float, int], ...] = ()
+    """When each message with tokens came, and how many it carried."""
+    code: str = OK
+    """OK, or the code of the error that ended it."""
+    rounds: int = 0
+    emitted: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    fallback_rounds: int = 0
+    loops: bool = False
+    """Whether it repeats itself (see `prompts.is_loop`)."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that arrived."""
+        return sum(count for _, count in self.arrivals)
+
+    @property
+    def round_ms(self) -> float | None:
+        """Mean time of its rounds; None without a round. The token of the prompt is in none."""
+        if not self.rounds or len(self.arrivals) < 2:
+            return None
+        return (self.arrivals[-1][0] - self.arrivals[0][0]) * 1000.0 / self.rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """All answers of a wave: closed with `sessions` requests at a time, or open."""
+
+    answers: tuple[Answer, ...]
+    sessions: int | None
+    """Requests at a time; None in an open loop."""
+    busiest_client: float = 0.0
+    """Share of one core that the busiest client process used."""
+
+    @property
+    def heard(self) -> list[Answer]:
+        """Answers that have tokens."""
+        return [answer for answer in self.answers if answer.arrivals]
+
+    @property
+    def seconds(self) -> float:
+        """From the first request's due time to the last token."""
+        heard = self.heard
+        if not heard:
+            return math.nan
+        return max(a.arrivals[-1][0] for a in heard) - min(a.due for a in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over the whole wave, its tail included."""
+        return sum(answer.tokens for answer in self.answers) / self.seconds
+
+    @property
+    def steady(self) -> tuple[float, float] | None:
+        """The window of the steady state; None where there is none.
+
+        Closed loop: from when as many answers run as may to when no request is left to start
+        (where all start at once: when the first one ends). Open loop: from when a fifth of the
+        requests have arrived to when the last one does.
+        """
+        heard = self.heard
+        if not heard or (self.sessions is not None and len(heard) < self.sessions):
+            return None
+        due = sorted(answer.due for answer in self.answers)
+        if self.sessions is None:
+            start, end = due[int(OPEN_WARM_SHARE * len(due))], due[-1]
+        else:
+            start = sorted(answer.arrivals[0][0] for answer in heard)[self.sessions - 1]
+            refilled = len(self.answers) > self.sessions
+            end = due[-1] if refilled else min(answer.arrivals[-1][0] for answer in heard)
+        return (start, end) if end > start else None
+
+    @property
+    def steady_tokens_per_s(self) -> float | None:
+        """Within the steady window."""
+        window = self.steady
+        if window is None:
+            return None
+        start, end = window
+        tokens = sum(n for a in self.heard for at, n in a.arrivals if start < at <= end)
+        return tokens / (end - start)
+
+    @property
+    def emitted_per_round(self) -> float | None:
+        """Tokens that a session's rounds emit; None without rounds."""
+        rounds = sum(answer.rounds for answer in self.answers)
+        return sum(answer.emitted for answer in self.answers) / rounds if rounds else None
+
+    @property
+    def round_ms(self) -> float | None:
+        """Median over answers of the mean time of their rounds."""
+        means = [mean for answer in self.heard if (mean := answer.round_ms) is not None]
+        return median(means) if means else None
+
+    def figures(self) -> dict[str, object]:
+        """The figures of the wave; what there is not is None."""
+        heard, rounds = self.heard, sum(answer.rounds for answer in self.answers)
+        each = [
+            (a.arrivals[-1][0] - a.arrivals[0][0]) * 1000.0 / (a.tokens - 1)
+            for a in heard
+            if a.tokens > 1
+        ]
+        proposed = sum(answer.proposed for answer in self.answers)
+        return {
+            "requests": len(self.answers),
+            "failed": dict(Counter(a.code for a in self.answers if a.code != OK)),
+            "tokens": sum(answer.tokens for answer in self.answers),
+            "tokens_per_s": rounded(self.tokens_per_s, 2),
+            "steady_tokens_per_s": rounded(self.steady_tokens_per_s, 2),
+            "requests_per_s": rounded(len(heard) / self.seconds, 4),
+            "emitted_per_round": rounded(self.emitted_per_round, 4),
+            "proposed_per_round": rounded(proposed / rounds if rounds else None, 4),
+            "fallback_share": rounded(_share(self.answers), 4),
+            "round_ms": rounded(self.round_ms, 4),
+            "ttft_ms": percentiles([(a.arrivals[0][0] - a.due) * 1000.0 for a in heard]),
+            "itl_ms": percentiles([gap * 1000.0 for gap in _gaps(heard)]),
+            "per_token_ms": percentiles(each),
+            "answers_that_loop": sum(answer.loops for answer in self.answers),
+            "busiest_client": rounded(self.busiest_client, 3),
+        }
+
+
+def rounded(value: float | None, digits: int) -> float | None:
+    """Rounded; None stays, and what is no number becomes None."""
+    return None if value is None or not math.isfinite(value) else round(value, digits)
+
+
+def _share(answers: Sequence[Answer]) -> float | None:
+    """Share of rounds of speculating sessions that had no proposal."""
+    rounds = sum(answer.rounds for answer in answers)
+    return sum(answer.fallback_rounds for answer in answers) / rounds if rounds else None
+
+
+def _gaps(answers: Sequence[Answer]) -> Iterator[float]:
+    """Seconds between two messages of an answer: what a reader waits for the next one."""
+    for answer in answers:
+        times = [at for at, _ in answer.arrivals]
+        yield from (later - earlier for earlier, later in itertools.pairwise(times))

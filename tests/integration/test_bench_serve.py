@@ -1,0 +1,82 @@
+"""`outrider bench serve` with real processes over the tiny model: what the file says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CELL = {
+    *("model", "placement", "drafts", "rule", "temperature", "top_p", "sessions", "max_tokens"),
+    *("tokens_per_s", "steady_tokens_per_s", "over_plain", "efficiency", "emitted_per_round"),
+    *("first_wave_ratio", "ttft_ms", "itl_ms"),
+}
+FILE = [
+    *("commit", "date", "device", "versions", "cells", "exchange_us", "host_ms_at_64"),
+    *("round_cost", "events_per_s", "plain_floor_ratio_min"),
+]
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(180)
+def test_the_file_has_every_cell_with_every_figure(
+    tiny_target: Path, tiny_head: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "service.json"
+    flags = {
+        "model": tiny_target,
+        "head": tiny_head,
+        "placement": "separate",
+        "drafts": "chain-2",
+        "sessions": "1,2",
+        "max-tokens": 12,
+        "limit": 4,
+        "requests": 4,
+        "waves": 2,
+        "clients": 2,
+        "device": "cpu",
+        "threads": 1,
+        "out": out,
+        "plot": tmp_path / "service.svg",
+    }
+    path = os.pathsep.join((str(CHECKOUT / "benchmarks"), *filter(None, sys.path)))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "outrider_bench", "serve", "--json"),
+            *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
+        ],
+        env=dict(os.environ, OMP_NUM_THREADS="1", OUTRIDER_COMMIT="abc", PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+        timeout=170.0,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads(out.read_text(encoding="utf-8"))
+    assert json.loads(done.stdout.splitlines()[-1]) == content
+    assert list(content) == FILE
+    assert content["commit"] == "abc"
+    found = [(c["placement"], c["drafts"], c["sessions"]) for c in content["cells"]]
+    assert found == [
+        *(("plain", "none", sessions) for sessions in (1, 2)),
+        *(("separate", "chain-2", sessions) for sessions in (1, 2)),
+    ]
+    for cell in content["cells"]:
+        assert set(cell) >= CELL
+        assert cell["requests"] == 4 * cell["sessions"]
+        assert cell["failed"] == {}
+        assert cell["tokens"] <= 12 * cell["requests"]
+        figures = (cell[name] for name in CELL - {"temperature"})
+        assert all(figure > 0 for figure in figures if isinstance(figure, float))
+        assert {"p50", "p90", "p99"} == set(cell["ttft_ms"]) == set(cell["itl_ms"])
+    plain = [cell for cell in content["cells"] if cell["placement"] == "plain"]
+    assert all(cell["over_plain"] == 1.0 and cell["proposed_per_round"] == 0 for cell in plain)
+    speculating = [cell for cell in content["cells"] if cell["placement"] != "plain"]
+    assert all(cell["proposed_per_round"] > 0 for cell in speculating)
+    floor = min(cell["over_plain"] for cell in speculating)
+    assert content["plain_floor_ratio_min"] == floor
+    assert "separate, chain-2" in (tmp_path / "service.svg").read_text(encoding="utf-8")

@@ -1,0 +1,78 @@
+"""No round, whatever its rows, leaves the family of shapes that is captured at the start."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.engine.device.family import ShapeFamily
+from outrider.engine.device.shapes import (
+    MOST_MIXED_PIECES,
+    MOST_TOKEN_ROWS,
+    PIECE_BUCKETS,
+    Drafts,
+    Judge,
+)
+
+FAMILIES = {
+    "plain": {"max_nodes": 1, "own_nodes": 0, "features": False},
+    "separate": {"max_nodes": 65, "own_nodes": 0, "features": True},
+    "own": {"max_nodes": 1, "own_nodes": 4, "features": True},
+}
+
+
+def family(name: str, max_rows: int = 64) -> ShapeFamily:
+    """The family of a placement."""
+    return ShapeFamily(max_rows=max_rows, judges=True, **FAMILIES[name])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("max_rows", [1, 5, 64])
+@given(data=st.data())
+def test_every_round_has_its_shape_in_the_family(
+    name: str, max_rows: int, data: st.DataObject
+) -> None:
+    shapes = family(name, max_rows)
+    own, most = FAMILIES[name]["own_nodes"], int(FAMILIES[name]["max_nodes"])
+    kinds = [Drafts.NONE, *([Drafts.OWN] if own else [])]
+    kinds += [Drafts.CHAIN, Drafts.TREE] if most > 1 else []
+    drafts = data.draw(st.sampled_from(kinds))
+    nodes = data.draw(st.integers(2, most)) if drafts in (Drafts.CHAIN, Drafts.TREE) else 1
+    most_rows = shapes.most_rows(nodes) if nodes > 1 else max_rows
+    rows = data.draw(st.integers(0, most_rows))
+    pieces = data.draw(
+        st.integers(0 if rows else 1, MOST_MIXED_PIECES if rows else PIECE_BUCKETS[-1])
+    )
+    shape = shapes.fit(
+        rows=rows,
+        nodes=nodes,
+        drafts=drafts,
+        judge=data.draw(st.sampled_from([Judge.MATCH, Judge.SAMPLED])),
+        features=data.draw(st.booleans()) and bool(FAMILIES[name]["features"]),
+        pieces=pieces,
+    )
+    assert shape in set(shapes.shapes())
+    assert shape.rows >= rows
+    assert shape.pieces >= pieces
+    assert not rows or drafts is Drafts.OWN or shape.nodes >= nodes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_family_is_small_and_has_no_shape_twice(name: str) -> None:
+    shapes = list(family(name).shapes())
+    assert len(set(shapes)) == len(shapes) < 600
+
+
+def test_trees_from_outside_never_fill_more_than_a_launch_takes() -> None:
+    shapes = family("separate")
+    for nodes in range(2, 66):
+        shape = shapes.fit(
+            rows=shapes.most_rows(nodes),
+            nodes=nodes,
+            drafts=Drafts.TREE,
+            judge=Judge.MATCH,
+            features=True,
+            pieces=0,
+        )
+        assert shape.rows * shape.nodes <= MOST_TOKEN_ROWS

@@ -1,0 +1,138 @@
+"""Acceptance where laws or logits are not finite: twin and kernels decide as the host does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.engine.acceptance import accept
+from outrider.engine.device.draft import _law
+from outrider.engine.kernels.coins import (
+    ChainLaw,
+    DeviceLaw,
+    accept_sampled_torch,
+    accept_sampled_triton,
+)
+from outrider.engine.kernels.sampling import choose_tokens_torch
+from outrider.engine.kernels.state import RULE_REJECTION
+from outrider.spec.sampling import Rule, SamplingParams
+from tests.reference.device_rounds import (
+    DEVICE,
+    Launch,
+    MixedBatch,
+    Outcome,
+    dense_law,
+    device_law,
+    mixed_batch,
+    outcomes,
+    sampling_state,
+)
+
+CPU = torch.device("cpu")
+LAUNCHES = [(accept_sampled_torch, CPU), (accept_sampled_triton, DEVICE)]
+
+
+def _host(batch: MixedBatch) -> list[Outcome]:
+    return [
+        (r.accepted_nodes, r.tokens, r.resampled, r.used_target_only_fallback)
+        for r in accept(batch.logits, batch.rows)
+    ]
+
+
+def _judge(
+    launch: Launch, batch: MixedBatch, law: DeviceLaw | ChainLaw | None, device: torch.device
+) -> list[Outcome]:
+    here, logits = batch.device.to(device), batch.logits.to(device)
+    chosen = choose_tokens_torch(
+        logits, here.state, here.slots, here.positions, rows_per_slot=here.num_nodes, side="target"
+    )
+    result = launch(
+        logits,
+        chosen,
+        here.tokens,
+        here.parents,
+        num_nodes=here.num_nodes,
+        state=here.state,
+        slots=here.slots,
+        positions=here.positions,
+        law=None if law is None else type(law)(*(t.to(device) for t in law)),
+    )
+    return outcomes(result)
+
+
+def _dense(batch: MixedBatch, vocab: int) -> ChainLaw:
+    ids = torch.arange(vocab, dtype=torch.int32)
+    laws = [row.law for row in batch.rows]
+    return dense_law(laws, batch.device.slots, batch.device.num_nodes - 1, ids, vocab)
+
+
+@pytest.mark.parametrize(("launch", "device"), LAUNCHES)
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+def test_a_dense_law_that_is_none_is_judged_target_only(
+    launch: Launch, device: torch.device, value: float
+) -> None:
+    batch = mixed_batch(32, 40, [1, 1, 1], seed=21, rules=(Rule.REJECTION,))
+    lawless = batch._replace(rows=[replace(row, law=None) for row in batch.rows])
+    law = _dense(batch, 40)
+    found = _judge(launch, batch, law._replace(probs=torch.full_like(law.probs, value)), device)
+    assert found == _host(lawless)
+    assert {fallback for *_, fallback in found} == {True, False}, "greedy rows ask for no law"
+
+
+@pytest.mark.parametrize(("launch", "device"), LAUNCHES)
+def test_a_law_may_be_missing_at_one_node_only(launch: Launch, device: torch.device) -> None:
+    batch = mixed_batch(48, 40, [1, 1, 1], seed=22, rules=(Rule.REJECTION,))
+    law = _dense(batch, 40)
+    whole = _judge(launch, batch, law, device)
+    law.probs[:, 1] = torch.nan
+    for before, after in zip(whole, _judge(launch, batch, law, device), strict=True):
+        walked = len(after[0])
+        sampled = before[3] != after[3]
+        assert sampled <= (walked >= 1), "told where the walk came to the node, else not"
+        if walked == 0:
+            assert after[:3] == before[:3]
+
+
+@pytest.mark.parametrize(("launch", "device"), LAUNCHES)
+@pytest.mark.parametrize("widths", [[], [1, 1], [3, 2]])
+def test_infinite_logits_share_their_probability(
+    launch: Launch, device: torch.device, widths: list[int]
+) -> None:
+    """Columns 3 and 7 of every row; among the drafts there are some of them."""
+    batch = mixed_batch(64, 24, widths, seed=23)
+    batch.logits[:, [3, 7]] = torch.inf
+    if widths:
+        tokens = batch.device.tokens.view(64, -1)
+        tokens[::3, 1], batch.drafts.tokens[::3, 0] = 7, 7
+        rows = []
+        for index, row in enumerate(batch.rows):
+            odd = index % 3 == 0
+            tree = batch.drafts.tree(index)
+            rows.append(replace(row, tree=tree, law=None if odd else row.law))
+        batch = batch._replace(rows=rows)
+    laws = device_law([row.law for row in batch.rows], batch.device.num_nodes)
+    found = _judge(launch, batch, laws, device)
+    assert found == _host(batch)
+    assert {tokens[-1] for _, tokens, *_ in found} == {3, 7}
+
+
+ROWS: dict[str, tuple[list[float], list[float]]] = {
+    "nan": ([0.0, torch.nan, 1.0], [0.26894142, 0.0, 0.73105858]),
+    "inf": ([0.0, torch.inf, 1.0], [0.0, 1.0, 0.0]),
+    "two infs": ([torch.inf, torch.inf, 1.0], [0.0, 0.0, 0.0]),
+    "nothing": ([torch.nan, -torch.inf, torch.nan], [0.0, 0.0, 0.0]),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_own_laws_are_those_of_the_tamed_scores_or_none(name: str) -> None:
+    logits, expected = (torch.tensor([values]) for values in ROWS[name])
+    params = [SamplingParams(temperature=1.0, rule=Rule.REJECTION)]
+    slots = torch.zeros(1, dtype=torch.int32)
+    state = sampling_state(params, slots, 2)
+    assert int(state.rules[0]) == RULE_REJECTION
+    law: Tensor = _law(logits, state, slots)
+    torch.testing.assert_close(law, expected)
