@@ -38,6 +38,7 @@ from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import DraftHead, FeatureProjection
 from outrider.engine.kernels.acceptance import FALLBACK, RESAMPLED
 from outrider.engine.target import TargetModel
+from outrider.errors import InvalidRequestError
 from outrider.wire.messages import SessionSpec, TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_groups import (
@@ -220,7 +221,11 @@ class DeviceRoundEngine:
     def open(self, session: Session) -> None:
         """Give the session a slot; its K/V blocks are known to the device from here on."""
         slot = self._slots.open(session.kv)
-        warped = [self._begin_warp(warps, slot, session.spec) for warps in self._warps]
+        try:
+            warped = [self._begin_warp(warps, slot, session.spec) for warps in self._warps]
+        except InvalidRequestError:
+            self._slots.close(slot)
+            raise
         self._seats[session.ticket] = Seat.of(session, slot, warped=any(warped))
         self._slots.begin(slot, session.kv, session.spec.sampling)
 

@@ -43,7 +43,7 @@ from outrider.engine.kernels.sampling import choose_tokens, scaled_scores
 from outrider.engine.kernels.state import SamplingState, WarpState
 from outrider.engine.kernels.topk import log_softmax_topk
 from outrider.engine.kernels.tree_rank import TreeDraft, rank_tree
-from outrider.engine.kernels.warp import TokenPath, warp_logits
+from outrider.engine.kernels.warp import TokenPath, warp_drafts
 
 
 class NewRows(NamedTuple):
@@ -167,9 +167,8 @@ class DraftProgram:
             logits = self.logits(x)
             if warp is not None:
                 path = TokenPath(torch.stack(columns, dim=1), seen=level) if level else None
-                logits = self._warped(
-                    logits, warp, state, rows.slots, layout.following[level], path
-                )
+                following = layout.following[level]
+                logits = warp_drafts(logits, warp, state, rows.slots, following, path)
             if law_limits is not None:
                 law = draw_from_laws(
                     logits,
@@ -248,7 +247,7 @@ class DraftProgram:
             if warp is not None:
                 path = TokenPath(torch.cat(drafted, dim=1), mask) if level else None
                 following = layout.following[level].repeat_interleave(count)
-                logits = self._warped(logits, warp, state, rows.slots, following, path)
+                logits = warp_drafts(logits, warp, state, rows.slots, following, path)
             row_heat = heat[:, None].expand(-1, count).reshape(-1)
             offered, ids = log_softmax_topk(logits, top_k, temperatures=row_heat)
             if coupled:
@@ -259,28 +258,6 @@ class DraftProgram:
             frontier = select_frontier(offered, ids, frontier, candidates, first, width=width)
             first += offered.numel() // batch
         return rank_tree(candidates, self.weights.target_ids, num_nodes=num_nodes)
-
-    def _warped(
-        self,
-        logits: Tensor,
-        warp: WarpState,
-        state: SamplingState,
-        slots: Tensor,
-        positions: Tensor,
-        path: TokenPath | None,
-    ) -> Tensor:
-        """Draft logits [N, Vd] after the sessions' warpers, float32."""
-        warped = logits.to(torch.float32)
-        warp_logits(
-            warped,
-            warp,
-            state,
-            slots,
-            positions,
-            rows_per_slot=logits.shape[0] // slots.shape[0],
-            path=path,
-        )
-        return warped
 
     def _layout(self, rows: NewRows, *, num_steps: int = 0, step_rows: int = 1) -> DraftLayout:
         return draft_layout(

@@ -75,6 +75,22 @@ def warp_logits(
     function(logits, warp, state, slots, positions, rows_per_slot=rows_per_slot, path=path)
 
 
+def warp_drafts(
+    logits: Tensor,
+    warp: WarpState,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    path: TokenPath | None,
+) -> Tensor:
+    """Draft logits [R, V], float32 or bfloat16, warped as `warp_logits` does it: float32, the same
+    tensor if it is that already."""
+    warped = logits.to(torch.float32)
+    rows = logits.shape[0] // slots.shape[0]
+    warp_logits(warped, warp, state, slots, positions, rows_per_slot=rows, path=path)
+    return warped
+
+
 def warp_logits_torch(
     logits: Tensor,
     warp: WarpState,

@@ -12,8 +12,8 @@ from outrider_verifier.service import VerifierService
 from outrider_verifier.sessions import Session
 from torch import Tensor
 
-from outrider.engine.device.draft import DraftProgram
 from outrider.engine.device.own_head import OwnHead
+from outrider.engine.kernels.warp import warp_drafts
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import TensorDtype, Verdict, WireTensor
@@ -134,12 +134,12 @@ async def test_the_heads_drafts_are_warped_too(
 ) -> None:
     """By the same history as the target's, in columns of their own."""
     changed = 0
-    warped, draft = DraftProgram._warped, OwnHead.draft
+    draft = OwnHead.draft
 
-    def spy(self: DraftProgram, logits: Tensor, *args: Any) -> Tensor:
+    def spy(logits: Tensor, *args: Any) -> Tensor:
         nonlocal changed
         before = logits.float().clone()
-        found = warped(self, logits, *args)
+        found = warp_drafts(logits, *args)
         changed += int((found != before).any(dim=-1).sum())
         return found
 
@@ -148,7 +148,7 @@ async def test_the_heads_drafts_are_warped_too(
         assert torch.equal(self.warp.state.counts, self._slots.warp.state.counts[:, ids])
         draft(self, *args, **options)
 
-    monkeypatch.setattr(DraftProgram, "_warped", spy)
+    monkeypatch.setattr("outrider.engine.device.draft.warp_drafts", spy)
     monkeypatch.setattr(OwnHead, "draft", compare)
     async with serving(tiny_target, tiny_head, placement="fused") as service:
         await run_all(service, OWN, SAMPLINGS[name])

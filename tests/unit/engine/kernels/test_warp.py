@@ -67,6 +67,7 @@ def _kernel(case: WarpCase, *, tile: int = 32, block: int = 16) -> torch.Tensor:
     wide = torch.full((len(case.logits), case.logits.shape[1] + 3), 99.0, device=DEVICE)
     logits = wide[:, : case.logits.shape[1]]
     logits.copy_(case.logits)
+    assert case.path.mask is not None
     path = TokenPath(case.path.columns.to(DEVICE), case.path.mask.to(DEVICE))
     launch_warp(
         logits, type(case.warp)(*(t.to(DEVICE) for t in case.warp)),
@@ -96,6 +97,31 @@ def test_a_tile_may_be_wider_than_a_row_and_candidates_fewer_than_a_block() -> N
     case = warp_case(LISTED[:6], 10, seed=5)
     found = _kernel(case, tile=32, block=64)
     torch.testing.assert_close(found, _twin(case), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("seen", [None, 0, 2])
+def test_rows_of_a_chain_see_the_tokens_before_them(seen: int | None) -> None:
+    """None: no tokens at all. With `seen` a row has so many more behind it than its place says."""
+    held = WarpSlots(3, 40, torch.device("cpu"))
+    held.begin(0, SamplingParams(frequency_penalty=1.0), prompt_ids=[3], output_ids=[4])
+    held.begin(1, SamplingParams(repetition_penalty=2.0), prompt_ids=[3], output_ids=[4])
+    slots = torch.tensor([1, 0], dtype=torch.int32)
+    state = sampling_state([SamplingParams()] * 2, slots, 3)
+    columns = torch.tensor([[4, 7, 7, 9], [4, 8, 8, -1]], dtype=torch.int32)
+    path = None if seen is None else TokenPath(columns[:, : seen + 2], seen=seen)
+    found = []
+    for launch, place in ((launch_warp, DEVICE), (warp_logits_torch, torch.device("cpu"))):
+        logits = torch.full((6, 40), 1.0, device=place)
+        launch(
+            logits, type(held.state)(*(t.to(place) for t in held.state)), state,
+            slots.to(place), torch.full((6,), 9, dtype=torch.int32, device=place),
+            rows_per_slot=3, path=path and TokenPath(path.columns.to(place), seen=path.seen),
+        )  # fmt: skip
+        found.append(logits.cpu())
+    assert torch.equal(*found)
+    times = [1] * 3 if seen is None else [1 + (seen + row > 0) for row in range(3)]
+    assert found[0][3:, 4].tolist() == [1.0 - count for count in times]
+    assert found[0][:3, 3].tolist() == [0.5] * 3
 
 
 def _same(case: WarpCase, scores: torch.Tensor) -> None:
