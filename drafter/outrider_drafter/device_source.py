@@ -28,7 +28,6 @@ from outrider.engine.device.shapes import ROW_BUCKETS, bucket
 from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.errors import ResourceExhaustedError
-from outrider.ids import SessionId
 from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
@@ -117,11 +116,11 @@ class DeviceHeadSource:
         """Whether the device still works; waits for all that was launched."""
         return device_works(self._device)
 
-    def kv(self, session_id: SessionId, connection: int) -> tuple[Tensor, Tensor]:
+    def kv(self, handle: int, connection: int) -> tuple[Tensor, Tensor]:
         """Keys and values [G, S, d] of a session's stable rows, for inspection."""
-        key = SessionKey(connection, session_id)
+        key = SessionKey(connection, handle)
         if key in self._on_host:
-            return self._host_source().kv(session_id, connection)
+            return self._host_source().kv(handle, connection)
         state = self._states[key]
         return self._rows.view(state.slot, state.stable)
 
@@ -348,4 +347,4 @@ def _feature_rows(wire: WireTensor, dtype: torch.dtype) -> NDArray[np.generic]:
 
 
 def _log_shut(session: Session, why: str) -> None:
-    logger.info("session not drafted", extra={"session": session.key.session_id, "why": why})
+    logger.info("session not drafted", extra={"session": session.session_id, "why": why})

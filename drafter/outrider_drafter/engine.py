@@ -10,10 +10,17 @@ from functools import partial
 
 import numpy as np
 
-from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import DraftTree
-from outrider.wire.messages import PlanChange, Proposal, SessionEnd, SessionStart, Verdict
+from outrider.wire.messages import (
+    PlanChange,
+    Proposal,
+    Proposals,
+    SessionEnd,
+    SessionStart,
+    Verdict,
+    Verdicts,
+)
 from outrider_drafter.growth import Draft
 from outrider_drafter.metrics import Metrics
 from outrider_drafter.sessions import (
@@ -25,7 +32,7 @@ from outrider_drafter.sessions import (
     check_verdict,
     open_session,
 )
-from outrider_drafter.source import DraftSource
+from outrider_drafter.source import Drafted, DraftSource
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +48,9 @@ class ConnectionClosed:
     """A connection ended: its sessions are gone."""
 
 
-SessionMessage = SessionStart | Verdict | PlanChange | SessionEnd | ConnectionClosed
-Answers = list[tuple[int, Proposal]]
-"""(connection, proposal): what goes out together."""
+SessionMessage = SessionStart | Verdicts | PlanChange | SessionEnd | ConnectionClosed
+Answers = list[tuple[int, Proposals]]
+"""(connection, proposals): what goes out together."""
 
 
 class DraftEngine:
@@ -99,20 +106,21 @@ class DraftEngine:
     def handle(self, connection: int, message: SessionMessage) -> None:
         """Take in one message. Never raises for anything that a peer may have sent."""
         match message:
-            case Verdict():
-                self._verdict(SessionKey(connection, message.session_id), message)
+            case Verdicts():
+                for verdict in message.entries():
+                    self._verdict(SessionKey(connection, verdict.handle), verdict)
             case SessionStart():
                 self._start(connection, message)
             case PlanChange():
-                session = self._find(SessionKey(connection, message.session_id))
+                session = self._find(SessionKey(connection, message.handle))
                 if session is not None:
                     session.plan = message.plan
             case SessionEnd():
-                self._forget(self._table.remove(SessionKey(connection, message.session_id)))
+                self._forget(self._table.remove(SessionKey(connection, message.handle)))
             case ConnectionClosed():
                 for session in self._table.of_connection(connection):
                     self._forget(self._table.remove(session.key))
-        if not isinstance(message, Verdict):
+        if not isinstance(message, Verdicts):
             self.metrics.sessions.set(len(self._table))
             self._on_sessions(len(self._table))
 
@@ -153,7 +161,7 @@ class DraftEngine:
             try:
                 source.catch_up([session])
             except Exception:
-                logger.exception("catch-up failed", extra={"session": session.key.session_id})
+                logger.exception("catch-up failed", extra={"session": session.session_id})
                 self.check_devices()
                 self._lose(session, "error")
                 return
@@ -177,7 +185,7 @@ class DraftEngine:
                     if only_fed:
                         self._behind.pop(session.key, None)
                 if drafted:
-                    yield [self._answer(session, draft, started) for session, draft in drafted]
+                    yield self._answers(drafted, started)
         except Exception:
             # State half-way through a batch cannot be trusted: these sessions decode plainly.
             logger.exception("drafting failed", extra={"sessions": len(sessions)})
@@ -189,21 +197,27 @@ class DraftEngine:
 
     def _none_of(self, sessions: Iterable[Session]) -> Answers:
         """Say at once that nothing comes."""
-        return [self._answer(session, NO_DRAFT, self._now()) for session in sessions]
+        return self._answers([(session, NO_DRAFT) for session in sessions], self._now())
 
-    def _answer(self, session: Session, draft: Draft, started: float) -> tuple[int, Proposal]:
+    def _answers(self, drafted: Drafted, started: float) -> Answers:
         seconds = self._now() - started
-        method = session.plan.method
-        self._unbooked.append(partial(self._book_answer, method, len(draft.tree), seconds))
-        proposal = Proposal(
-            session_id=session.key.session_id,
-            prefix_digest=session.digest,
-            prefix_len=len(session.tokens),
-            tree=draft.tree,
-            law=draft.law,
-            draft_us=int(seconds * 1e6),
-        )
-        return session.key.connection, proposal
+        by_connection: dict[int, list[Proposal]] = {}
+        for session, draft in drafted:
+            method = session.plan.method
+            self._unbooked.append(partial(self._book_answer, method, len(draft.tree), seconds))
+            proposal = Proposal(
+                handle=session.key.handle,
+                prefix_digest=session.digest,
+                prefix_len=len(session.tokens),
+                tree=draft.tree,
+                law=draft.law,
+            )
+            by_connection.setdefault(session.key.connection, []).append(proposal)
+        spent = int(seconds * 1e6)
+        return [
+            (connection, Proposals.of(proposals, draft_us=spent))
+            for connection, proposals in by_connection.items()
+        ]
 
     def _book_answer(self, method: DraftMethod, nodes: int, seconds: float) -> None:
         if nodes:
@@ -214,7 +228,7 @@ class DraftEngine:
     def _start(self, connection: int, message: SessionStart) -> None:
         session = open_session(connection, message, self._limits)
         if isinstance(session, str):
-            self._ignore(session, message.session_id)
+            self._ignore(session, SessionKey(connection, message.handle))
             return
         for gone in self._table.add(session):
             self._forget(gone)
@@ -223,9 +237,6 @@ class DraftEngine:
         self._verdicts += 1
         session = self._find(key)
         if session is None or session.lost:
-            return
-        if verdict.epoch != session.epoch:
-            self._ignore("epoch", key.session_id)
             return
         step = check_verdict(session, verdict, self._limits)
         if isinstance(step, str):
@@ -241,16 +252,16 @@ class DraftEngine:
     def _find(self, key: SessionKey) -> Session | None:
         session = self._table.get(key)
         if session is None:
-            self._ignore("unknown_session", key.session_id)
+            self._ignore("unknown_session", key)
         return session
 
-    def _ignore(self, reason: str, session_id: SessionId) -> None:
-        logger.debug("message ignored", extra={"session": session_id, "reason": reason})
+    def _ignore(self, reason: str, key: SessionKey) -> None:
+        logger.debug("message ignored", extra={"handle": key.handle, "reason": reason})
         self.metrics.ignored_messages.labels(reason).inc()
 
     def _lose(self, session: Session, reason: str) -> None:
         """Stop drafting a session that cannot be followed; it decodes plainly from here on."""
-        logger.warning("session lost", extra={"session": session.key.session_id, "reason": reason})
+        logger.warning("session lost", extra={"session": session.session_id, "reason": reason})
         self.metrics.lost_sessions.labels(reason).inc()
         session.lost = reason
         self._forget(session)

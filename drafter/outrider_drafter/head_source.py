@@ -13,7 +13,6 @@ from torch import Tensor
 from outrider.engine.device.health import device_works
 from outrider.engine.heads import DraftHead
 from outrider.errors import ResourceExhaustedError
-from outrider.ids import SessionId
 from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod
 from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
 from outrider_drafter.grow import Job, grow, make_job
@@ -81,9 +80,9 @@ class HeadSource:
         """Whether the device still works; waits for all that was launched."""
         return device_works(self._device)
 
-    def kv(self, session_id: SessionId, connection: int) -> tuple[Tensor, Tensor]:
+    def kv(self, handle: int, connection: int) -> tuple[Tensor, Tensor]:
         """Keys and values [nkv, S, hd] of a session's stable rows, for inspection."""
-        return self._states[SessionKey(connection, session_id)].kv.view()
+        return self._states[SessionKey(connection, handle)].kv.view()
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[Session]) -> None:
@@ -197,7 +196,7 @@ class HeadSource:
         return True
 
     def _shut(self, session: Session, state: _State, why: str) -> None:
-        logger.info("session not drafted", extra={"session": session.key.session_id, "why": why})
+        logger.info("session not drafted", extra={"session": session.session_id, "why": why})
         state.shut = True
         state.kv.release()
         state.features = state.features[:0]

@@ -27,10 +27,11 @@ from outrider.wire.messages import (
     PROTOCOL_VERSION,
     DrafterInfo,
     DrafterMessage,
+    Encoded,
     FeatureLayout,
     Heartbeat,
     Hello,
-    Proposal,
+    Proposals,
     Welcome,
 )
 from outrider_drafter.config import DrafterConfig
@@ -278,7 +279,7 @@ class DrafterService:
                 logger.warning("malformed message", extra={"reason": error.message})
                 continue
             together = (message, *connection.ready())
-            told = [m for m in together if not isinstance(m, Heartbeat | Welcome)]
+            told = [m for m in together if not isinstance(m, Heartbeat | Welcome | Encoded)]
             if told:
                 self._worker.submit(number, *told)
             while self._worker.backlog > self._config.max_backlog:
@@ -309,19 +310,16 @@ class DrafterService:
             raise UnavailableError("the drafter has lost its device", reason="DEVICE_LOST")
 
     def _enqueue(self, answers: Answers) -> None:
-        by_connection: dict[int, list[Proposal]] = {}
-        for number, proposal in answers:
-            by_connection.setdefault(number, []).append(proposal)
-        for number, proposals in by_connection.items():
+        for number, proposals in answers:
             self._send(number, proposals)
 
-    def _send(self, number: int, proposals: Sequence[Proposal]) -> None:
+    def _send(self, number: int, proposals: Proposals) -> None:
         outbox = self._outboxes.get(number)
         if outbox is None:
             self.metrics.dropped_proposals.inc(len(proposals))
             return
         with contextlib.suppress(OutriderError):  # the reader notices the loss, too
-            outbox.put(*proposals)
+            outbox.put(proposals)
         while len(outbox) > self._config.max_outbox:
             outbox.drop_oldest()
             self.metrics.dropped_proposals.inc()

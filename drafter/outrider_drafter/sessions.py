@@ -32,7 +32,7 @@ class SessionKey(NamedTuple):
     """A session is known under the connection that announced it; a reconnect starts it afresh."""
 
     connection: int
-    session_id: SessionId
+    handle: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,8 @@ class Session:
     """One followed session."""
 
     key: SessionKey
-    epoch: int
+    session_id: SessionId
+    """For logs."""
     plan: Plan
     sampling: SamplingParams
     max_len: int
@@ -107,8 +108,8 @@ def open_session(connection: int, start: SessionStart, limits: Limits) -> Sessio
     if not 0 < start.prompt_len <= start.max_len:
         return "prompt_len"
     return Session(
-        key=SessionKey(connection, start.session_id),
-        epoch=start.epoch,
+        key=SessionKey(connection, start.handle),
+        session_id=start.session_id,
         plan=start.plan,
         sampling=start.sampling,
         max_len=start.max_len,

@@ -334,11 +334,22 @@ def _assemble(
             dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
             budget_bytes=config.feature_budget_mb << 20,
         )
+    inbox = Inbox(
+        max_sessions=config.max_sessions,
+        per_session=config.inbox_per_session,
+        total=config.inbox_total,
+    )
     core = Core(
         pool=pool,
         runner=runner,
-        inbox=Inbox(per_session=config.inbox_per_session, total=config.inbox_total),
-        handover=Handover(store=store, dtype=dtype, chunk_tokens=config.prefill_tokens),
+        inbox=inbox,
+        handover=Handover(
+            inbox=inbox,
+            store=store,
+            dtype=dtype,
+            chunk_tokens=config.prefill_tokens,
+            max_sessions=config.max_sessions,
+        ),
         store=store,
         vocab_size=target.vocab_size,
         max_context_len=max_context_len,

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from outrider.engine.kvcache import KVSequence
 from outrider.errors import InvalidRequestError
 from outrider.ids import SessionId
-from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from outrider.spec.plan import Plan
 from outrider.wire.messages import SessionSpec, SpecStats
 from outrider_verifier.rows import max_draft_depth
@@ -38,8 +37,8 @@ class Session:
     stop_ids: frozenset[int]
     keeps_features: bool
     """Whether features are kept; fixed at the opening, because they cannot be had later."""
-    digest: int = 0
-    """Prefix digest of `tokens[:length]`; kept only for a session that names a drafter."""
+    handle: int = -1
+    """Its place in the columns of this process, and its name to a drafter; -1 before it has one."""
     round_id: int = 0
     emitted: int = 0
     """Tokens emitted by this incarnation."""
@@ -63,7 +62,6 @@ class Session:
         prompt = np.asarray(spec.token_ids, dtype=np.int32)
         tokens = np.empty(len(prompt) + spec.max_new_tokens, dtype=np.int32)
         tokens[: len(prompt)] = prompt
-        named = spec.drafter_id is not None
         return cls(
             spec=spec,
             plan=spec.plan,
@@ -74,7 +72,6 @@ class Session:
             since=now,
             stop_ids=frozenset(spec.stop_token_ids),
             keeps_features=keeps_features,
-            digest=extend_digest(EMPTY_DIGEST, spec.token_ids) if named else 0,
         )
 
     @property
@@ -152,8 +149,6 @@ class Session:
         self.length = end
         self.emitted += len(tokens)
         self.since = now
-        if self.spec.drafter_id is not None:
-            self.digest = extend_digest(self.digest, tokens)
 
 
 def check_spec(

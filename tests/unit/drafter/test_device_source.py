@@ -28,6 +28,7 @@ from tests.unit.drafter.helpers import (
     answers,
     drain,
     make_engine,
+    name_of,
 )
 from tests.unit.drafter.mixed_sessions import COUPLED, HOSTED, MIX, random_ends, told
 from tests.unit.engine.device.draft_sessions import plain_head
@@ -77,7 +78,7 @@ def test_stable_rows_are_the_hosts(head: DraftHead) -> None:
     source, host = on_device(head), HeadSource(head, max_rows=8192)
     for each in (source, host):
         told(make_engine([each]), [(TREE, SamplingParams())], [[22], [23], [40]])
-    (ours, theirs) = (each.kv(Script("s0").session_id, 1) for each in (source, host))
+    (ours, theirs) = (each.kv(Script("s0").handle, 1) for each in (source, host))
     assert ours[0].shape[1] == 39
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -93,7 +94,7 @@ def test_chunks_of_a_prompt_are_taken_in_before_the_draft_is_wanted(
         for end in (18, 36, 48):
             engine.handle(1, script.verdict(end, draft_wanted=False))
             assert drain(engine) == []
-            assert source.kv(script.session_id, 1)[0].shape[1] == end - 1
+            assert source.kv(script.handle, 1)[0].shape[1] == end - 1
         engine.handle(1, script.verdict(49))
         proposals += drain(engine)
     assert_same(*proposals)
@@ -132,7 +133,7 @@ def test_a_coupled_session_whose_plan_becomes_a_tree_keeps_getting_drafts(
     engine.handle(1, script.start(plan=CHAIN, sampling=COUPLED))
     engine.handle(1, script.verdict(12))
     (before,) = drain(engine)
-    engine.handle(1, PlanChange(session_id=script.session_id, plan=TREE))
+    engine.handle(1, PlanChange(handle=script.handle, plan=TREE))
     engine.handle(1, script.verdict(14))
     (after,) = drain(engine)
     assert len(before.tree) == CHAIN.draft_tokens
@@ -150,7 +151,7 @@ def test_features_of_nan_harm_no_other_session(head: DraftHead) -> None:
         for script, plan in zip(scripts, (CHAIN, CHAIN, TREE), strict=True):
             engine.handle(1, script.start(plan=plan))
             engine.handle(1, script.verdict(15))
-        found.append({str(p.session_id): p for p in answers(engine)})
+        found.append({name_of(p): p for p in answers(engine)})
     for name in ("good", "tree"):
         assert_same(found[1][name], found[0][name])
     validate_tree(found[1]["bad"].tree, vocab_size=VOCAB, max_nodes=12)
@@ -166,10 +167,10 @@ def test_a_session_beyond_the_budget_is_not_drafted_and_harms_no_other(head: Dra
     engine.handle(1, large.start(max_len=500))
     engine.handle(1, large.verdict(60))
     engine.handle(1, small.verdict(12))
-    assert [p.session_id for p in drain(engine)] == ["small"]
+    assert [name_of(p) for p in drain(engine)] == ["small"]
     engine.handle(1, large.verdict(62))
     assert drain(engine) == []
-    engine.handle(1, SessionEnd(session_id=small.session_id))
+    engine.handle(1, SessionEnd(handle=small.handle))
     assert source.used_rows == 0
 
 
@@ -194,7 +195,7 @@ def test_more_sessions_than_slots_and_freed_slots_are_used_again(head: DraftHead
         engine.handle(1, script.verdict(10))
     assert len(drain(engine)) == 16
     for number in range(20):
-        engine.handle(1, SessionEnd(session_id=Script(f"s{number}").session_id))
+        engine.handle(1, SessionEnd(handle=Script(f"s{number}").handle))
     assert source.used_rows == 0
     again = Script("again", seed=3)
     engine.handle(1, again.start())
