@@ -282,7 +282,7 @@ class DrafterService:
             told = [m for m in together if not isinstance(m, Heartbeat | Welcome | Encoded)]
             if told:
                 self._worker.submit(number, *told)
-            while self._worker.backlog > self._config.max_backlog:
+            while self._worker.backlog(number) > self._config.max_backlog:
                 await asyncio.sleep(_BACKLOG_POLL_S)
 
     def _deliver(self, answers: Answers) -> None:

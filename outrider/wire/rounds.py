@@ -228,6 +228,25 @@ class Proposals:
         size = 64 + 32 * len(self) + 3 * self.tokens.nbytes
         return size if laws is None else size + laws.sizes.nbytes + 2 * laws.ids.nbytes
 
+    def only(self, chosen: Indices) -> Proposals:
+        """The entries at `chosen`, in that order."""
+        if self.laws is not None:
+            return Proposals.of([self.entry(index) for index in chosen.tolist()])
+        counts = self.node_counts[chosen]
+        owners, places = parts(counts)
+        firsts = (np.cumsum(self.node_counts) - self.node_counts)[chosen]
+        nodes = firsts[owners] + places
+        return Proposals(
+            handles=self.handles[chosen],
+            digests=self.digests[chosen],
+            prefix_lens=self.prefix_lens[chosen],
+            node_counts=counts,
+            tokens=self.tokens[nodes],
+            parents=self.parents[nodes],
+            logprobs=self.logprobs[nodes],
+            draft_us=self.draft_us,
+        )
+
     def copied(self) -> Proposals:
         """The same in memory of its own."""
         laws = self.laws

@@ -234,6 +234,59 @@ def test_the_least_recently_used_session_makes_room() -> None:
     assert {name_of(p) for p in drain(engine)} == {"a", "c"}
 
 
+def test_one_verifiers_sessions_do_not_push_out_anothers() -> None:
+    engine = make_engine([NgramSource(min_match=1)], max_sessions=4)
+    mine = repeating("mine")
+    engine.handle(1, mine.start(plan=NGRAM))
+    others = [repeating(f"other {number}") for number in range(9)]
+    for other in others:
+        engine.handle(2, other.start(plan=NGRAM))
+    assert engine.num_sessions == 4
+    engine.handle(1, mine.verdict(10))
+    for other in others:
+        engine.handle(2, other.verdict(10))
+    assert {name_of(p) for p in drain(engine)} == {"mine", "other 6", "other 7", "other 8"}
+
+
+def test_a_session_that_is_told_of_twice_in_a_message_is_lost_and_no_other() -> None:
+    engine = make_engine([NgramSource(min_match=1)])
+    twice, once = repeating("twice"), repeating("once")
+    for script in (twice, once):
+        engine.handle(1, script.start(plan=NGRAM))
+    told = [twice.entry(10), once.entry(10), twice.entry(12)]
+    engine.handle(1, Verdicts.of(told))
+    assert [name_of(p) for p in drain(engine)] == ["once"]
+    assert counted(engine, LOST, reason="repeated") == 1
+
+
+def test_the_bad_entries_of_a_message_cost_their_own_sessions() -> None:
+    engine = make_engine([NgramSource(min_match=1)])
+    scripts = [repeating(name) for name in "abcdef"]
+    for script in scripts:
+        engine.handle(1, script.start(plan=NGRAM))
+    told = [script.entry(10 + place) for place, script in enumerate(scripts)]
+    told[1] = replace(told[1], prefix_digest=3)
+    told[2] = replace(told[2], tokens=np.full(12, VOCAB, dtype=np.int32))
+    told[4] = replace(told[4], start=2**32 - 1)
+    told[5] = replace(told[5], handle=2**32 - 1)
+    engine.handle(1, Verdicts.of(told))
+    assert [(name_of(p), p.prefix_len) for p in drain(engine)] == [("a", 10), ("d", 13)]
+    for reason in ("digest", "token_range", "token_gap"):
+        assert counted(engine, LOST, reason=reason) == 1
+    assert counted(engine, IGNORED, reason="unknown_session") == 1
+
+
+def test_drafts_for_two_verifiers_are_two_messages() -> None:
+    engine = make_engine([NgramSource(min_match=1)])
+    scripts = [repeating(name) for name in "abc"]
+    for connection, script in zip((1, 2, 1), scripts, strict=True):
+        engine.handle(connection, script.start(plan=NGRAM))
+        engine.handle(connection, script.verdict(10))
+    (together,) = engine.draft()
+    found = {c: [(name_of(p), len(p.tree)) for p in m.entries()] for c, m in together}
+    assert found == {1: [("a", 3), ("c", 3)], 2: [("b", 3)]}
+
+
 def test_a_closed_connection_takes_its_sessions_with_it(tmp_path: Path) -> None:
     source = head_source(tmp_path)
     engine = make_engine([source])

@@ -85,7 +85,7 @@ def verdicts(draw: st.DrawFn) -> Verdicts:
 
 starts = st.builds(
     SessionStart,
-    handle=handles,
+    handle=st.sampled_from([handle_of("a"), handle_of("b"), 2**20 - 1]),
     session_id=st.just(SessionId("s")),
     epoch=st.integers(0, 1),
     plan=plans,

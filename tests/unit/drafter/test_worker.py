@@ -34,7 +34,7 @@ def test_verdicts_that_wait_together_are_drafted_once_at_the_newest() -> None:
     worker.stop()
     assert (connection, proposal.prefix_len) == (7, 15)
     assert found.empty()
-    assert worker.backlog == 0 and not worker.alive
+    assert worker.backlog(7) == 0 and not worker.alive
 
 
 def test_an_error_while_delivering_does_not_end_the_thread(
@@ -144,12 +144,12 @@ def test_a_message_that_breaks_the_engine_costs_only_itself(
     found: queue.Queue[Answers] = queue.Queue()
     worker = DraftWorker(engine, found.put_nowait, on_lost=_never)
     worker.submit(1, bad.start(plan=NGRAM), good.start(plan=NGRAM), good.verdict(10))
-    assert worker.backlog == 3
+    assert worker.backlog(1) == 3 and worker.backlog(2) == 0
     worker.start()
     ((_, message),) = found.get(timeout=10)
     (proposal,) = message.entries()
     worker.stop()
-    assert name_of(proposal) == "good" and worker.backlog == 0
+    assert name_of(proposal) == "good" and worker.backlog(1) == 0
     assert "unexpected error" in caplog.text
 
 
