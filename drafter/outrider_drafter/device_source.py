@@ -159,10 +159,14 @@ class DeviceHeadSource(HeadFollower):
         """Catch up and draft: one launch for all sessions of a shape."""
         groups: dict[Shape, list[Session]] = {}
         hosted: list[Session] = []
-        for session in sessions:
-            if self._is_on_host(session):
+        for session, room in zip(sessions, _rooms(sessions).tolist(), strict=True):
+            shape = self._known_shape(session, room)
+            if shape is None and self._is_on_host(session):
                 hosted.append(session)
-            elif self._follows(session) and (shape := self._shape(session)) is not None:
+                continue
+            if shape is None and self._follows(session):
+                shape = self._new_shape(session, room)
+            if shape is not None:
                 groups.setdefault(shape, []).append(session)
         for shape, members in groups.items():
             ready = self._prepare(members, shape)
@@ -200,15 +204,19 @@ class DeviceHeadSource(HeadFollower):
             )
         return self._host
 
-    def _shape(self, session: Session) -> Shape | None:
-        """What to grow for a session; worked out again when its plan or its room asks for it."""
-        known = self._seats.shapes[session.slot]
-        room = session.room
-        if known is not None and known[0] is session.plan and room >= known[1].depth:
-            return known[1]
+    def _known_shape(self, session: Session, room: int) -> Shape | None:
+        """What was grown for a seated session before, if that is still it."""
+        shapes = self._seats.shapes
+        known = shapes[session.slot] if session.slot < len(shapes) else None
+        if known is None or known[0] is not session.plan or room < known[1].depth:
+            return None
+        return known[1]
+
+    def _new_shape(self, session: Session, room: int) -> Shape | None:
+        """What to grow for a seated session, worked out from its plan and its room."""
         shape = shape_of(session)
-        fits = shape is not None and room >= shape.depth
-        self._seats.shapes[session.slot] = (session.plan, shape) if fits and shape else None
+        if shape is not None and room >= shape.depth:
+            self._seats.shapes[session.slot] = (session.plan, shape)
         return shape
 
     def _prepare(self, members: Sequence[Session], shape: Shape) -> Ready:
@@ -321,11 +329,18 @@ class DeviceHeadSource(HeadFollower):
         self._rows.close(int(self._seats.seats[session.slot]))
         self._seats.seats[session.slot] = _UNSEATED
         self._seats.stable[session.slot] = self._seats.room[session.slot] = 0
+        self._seats.shapes[session.slot] = None
+
+
+def _rooms(sessions: Sequence[Session]) -> NDArray[np.int64]:
+    """[B]: levels that each session has room for."""
+    table, slots = sessions[0].table, [session.slot for session in sessions]
+    rooms: NDArray[np.int64] = table.max_lens[slots] - table.lengths[slots] - 1
+    return rooms
 
 
 def _chains(sessions: Sequence[Session], shape: Shape, words: NDArray[np.int32]) -> Drafted:
-    rooms = np.array([session.room for session in sessions], dtype=np.int64)
-    counts = np.minimum(shape.depth, rooms)
+    counts = np.minimum(shape.depth, _rooms(sessions))
     owners, places = parts(counts)
     return Drafted(
         sessions=sessions,

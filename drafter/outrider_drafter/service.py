@@ -23,6 +23,7 @@ from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
 from outrider.transport.base import Dialer, DrafterConnection
 from outrider.transport.outgoing import Outgoing
+from outrider.wire.codec import encode_drafter_message
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     DrafterInfo,
@@ -31,7 +32,6 @@ from outrider.wire.messages import (
     FeatureLayout,
     Heartbeat,
     Hello,
-    Proposals,
     Welcome,
 )
 from outrider_drafter.config import DrafterConfig
@@ -286,10 +286,14 @@ class DrafterService:
                 await asyncio.sleep(_BACKLOG_POLL_S)
 
     def _deliver(self, answers: Answers) -> None:
-        """Called on the drafting thread."""
+        """Called on the drafting thread, which also encodes: it has nothing else to do, and the
+        event loop may be on its way to other messages."""
         assert self._loop is not None
+        encoded = [
+            (number, Encoded(encode_drafter_message(proposals))) for number, proposals in answers
+        ]
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(self._enqueue, answers)
+            self._loop.call_soon_threadsafe(self._enqueue, encoded)
 
     def _on_lost(self) -> None:
         """Called on the drafting thread."""
@@ -309,14 +313,14 @@ class DrafterService:
         if self.lost.is_set():
             raise UnavailableError("the drafter has lost its device", reason="DEVICE_LOST")
 
-    def _enqueue(self, answers: Answers) -> None:
+    def _enqueue(self, answers: Sequence[tuple[int, Encoded]]) -> None:
         for number, proposals in answers:
             self._send(number, proposals)
 
-    def _send(self, number: int, proposals: Proposals) -> None:
+    def _send(self, number: int, proposals: Encoded) -> None:
         outbox = self._outboxes.get(number)
         if outbox is None:
-            self.metrics.dropped_proposals.inc(len(proposals))
+            self.metrics.dropped_proposals.inc()
             return
         with contextlib.suppress(OutriderError):  # the reader notices the loss, too
             outbox.put(proposals)

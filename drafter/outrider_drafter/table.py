@@ -268,7 +268,8 @@ class _Step:
         def refuse(bad: NDArray[np.bool_], reason: str) -> None:
             reasons[bad & (reasons == 0)] = REASONS.index(reason)
 
-        refuse(~last_of_each(slots) | ~last_of_each(slots[::-1])[::-1], "repeated")
+        if not bool(last_of_each(slots).all()):
+            refuse(np.isin(slots, slots[~last_of_each(slots)]), "repeated")
         refuse(starts > known, "token_gap")
         refuse(starts + counts > table.max_lens[slots], "too_long")
         owners, within = parts(counts)

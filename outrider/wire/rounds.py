@@ -340,8 +340,10 @@ def sound_proposals(proposals: Proposals, *, vocab_size: int, max_nodes: int) ->
 
 def last_of_each(values: Indices) -> NDArray[np.bool_]:
     """[S]: False where the same value comes again later."""
-    order = np.argsort(values, kind="stable")
     result = np.ones(len(values), dtype=np.bool_)
+    if len(values) < 2:
+        return result
+    order = np.argsort(values, kind="stable")
     result[order[:-1]] = np.diff(values[order]) != 0
     return result
 

@@ -15,8 +15,8 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.tree import validate_tree
 from outrider.transport.framed import FramedConnection
 from outrider.wire.bundles import join
-from outrider.wire.codec import encode_verifier_message
-from outrider.wire.messages import FeatureLayout, PlanChange, Proposals, SessionEnd
+from outrider.wire.codec import decode_drafter_message, encode_verifier_message
+from outrider.wire.messages import Encoded, FeatureLayout, PlanChange, Proposals, SessionEnd
 from tests.fakes.scripted_verifier import ScriptedVerifier
 from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, Script, head_source, name_of
 from tests.unit.drafter.running import ADDRESS, running, until
@@ -211,7 +211,11 @@ async def test_a_round_of_verdicts_is_answered_as_one_batch(
     offer = FramedConnection.offer
 
     def counting(connection: FramedConnection[Any, Any], *messages: Any) -> bool:
-        offered.append(sum(len(message) for message in messages if isinstance(message, Proposals)))
+        for message in messages:
+            if isinstance(message, Encoded):
+                drafts = decode_drafter_message(message.data)
+                assert isinstance(drafts, Proposals)
+                offered.append(len(drafts))
         return offer(connection, *messages)
 
     async with running() as (service, verifier, _):
