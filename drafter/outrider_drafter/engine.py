@@ -16,6 +16,7 @@ from outrider.wire.messages import (
     PlanChange,
     Proposals,
     SessionEnd,
+    SessionsLost,
     SessionStart,
     Verdicts,
     WireTensor,
@@ -36,8 +37,8 @@ class ConnectionClosed:
 
 
 SessionMessage = SessionStart | Verdicts | PlanChange | SessionEnd | ConnectionClosed
-Answers = list[tuple[int, Proposals]]
-"""(connection, proposals): what goes out together."""
+Answers = list[tuple[int, Proposals | SessionsLost]]
+"""(connection, message): what goes out together."""
 
 
 class DraftEngine:
@@ -62,6 +63,8 @@ class DraftEngine:
         self.metrics = metrics
         self._now = now
         self._on_sessions = on_sessions
+        self._lost: list[SessionKey] = []
+        """Lost sessions whose verifiers are to hear of it."""
         self._verdicts = 0
         """Verdicts that are not in the metrics yet."""
         self._unbooked: list[Callable[[], None]] = []
@@ -75,8 +78,8 @@ class DraftEngine:
 
     @property
     def wants_drafting(self) -> bool:
-        """Whether a draft is wanted."""
-        return bool(self._table.wanting.any())
+        """Whether a draft is wanted, or a verifier is to hear of a lost session."""
+        return bool(self._lost) or bool(self._table.wanting.any())
 
     @property
     def is_behind(self) -> bool:
@@ -115,6 +118,8 @@ class DraftEngine:
         """
         if len(self._unbooked) >= _MAX_UNBOOKED:
             self.book()
+        if self._lost:
+            yield self._losses()
         wanting = np.flatnonzero(self._table.wanting).tolist()
         self._table.wanting[:] = False
         by_method: dict[DraftMethod, list[Session]] = {}
@@ -178,6 +183,8 @@ class DraftEngine:
             self.check_devices()
             for session in sessions:
                 self._lose(session, "error")
+        if self._lost:
+            yield self._losses()
         if waiting:
             yield self._none_of(list(waiting.values()))
 
@@ -218,6 +225,13 @@ class DraftEngine:
             (number, proposals.only(np.flatnonzero(owners == number)))
             for number in dict.fromkeys(connections)
         ]
+
+    def _losses(self) -> Answers:
+        lost, self._lost = self._lost, []
+        by_connection: dict[int, list[int]] = {}
+        for connection, handle in lost:
+            by_connection.setdefault(connection, []).append(handle)
+        return [(number, SessionsLost(tuple(them))) for number, them in by_connection.items()]
 
     def _book_answers(
         self, method: DraftMethod, node_counts: NDArray[np.int64], seconds: float
@@ -262,6 +276,7 @@ class DraftEngine:
         logger.warning("session lost", extra={"session": session.session_id, "reason": reason})
         self.metrics.lost_sessions.labels(reason).inc()
         session.lost = reason
+        self._lost.append(session.key)
         self._table.forget(session)
         self._release(session)
 

@@ -28,6 +28,7 @@ from outrider.wire.common_codec import (
 from outrider.wire.limits import (
     MAX_BUNDLE_BYTES,
     MAX_HANDLES,
+    MAX_ROUND_SESSIONS,
     MAX_SEQUENCE_LEN,
     MAX_VOCAB_SIZE,
 )
@@ -39,6 +40,7 @@ from outrider.wire.messages import (
     PlanChange,
     Proposals,
     SessionEnd,
+    SessionsLost,
     SessionStart,
     Verdicts,
     VerifierMessage,
@@ -66,6 +68,8 @@ def encode_drafter_message(message: DrafterMessage) -> bytes:
             return message.data
         case Proposals():
             return encode_proposals(message)
+        case SessionsLost():
+            frame = pb.ExchangeRequest(sessions_lost=pb.SessionsLost(handles=message.handles))
         case Heartbeat():
             frame = pb.ExchangeRequest(heartbeat=common_pb2.Heartbeat(sequence=message.sequence))
         case Hello():
@@ -119,10 +123,12 @@ def _drafter_message(data: EncodedFrame) -> DrafterMessage:
     match frame.WhichOneof("message"):
         case "heartbeat":
             return Heartbeat(frame.heartbeat.sequence)
+        case "sessions_lost":
+            return SessionsLost(_handles(frame.sessions_lost))
         case "hello":
             return _hello_from_pb(frame.hello)
         case _:
-            fail("a drafter's message must hold hello, proposals or heartbeat")
+            fail("a drafter's message must hold hello, proposals, lost sessions or heartbeat")
 
 
 def encode_verifier_message(message: VerifierMessage) -> bytes:
@@ -199,6 +205,13 @@ def _verifier_message(data: EncodedFrame) -> VerifierMessage:
 
 def _handle(value: int) -> int:
     return number(value, "handle", high=MAX_HANDLES - 1)
+
+
+def _handles(message: pb.SessionsLost) -> tuple[int, ...]:
+    number(len(message.handles), "lost sessions", low=1, high=MAX_ROUND_SESSIONS)
+    handles = tuple(message.handles)
+    _handle(max(handles))
+    return handles
 
 
 def _hello_to_pb(hello: Hello) -> pb.Hello:

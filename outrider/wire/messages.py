@@ -63,6 +63,13 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionsLost:
+    """Sessions that the drafter cannot follow any more, unless they are announced again."""
+
+    handles: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Encoded:
     """A message that is bytes already, so that the thread that made it also encodes it; only
     sending knows this form."""
@@ -75,7 +82,7 @@ class Encoded:
         return len(self.data)
 
 
-DrafterMessage = Hello | Proposals | Heartbeat | Encoded
+DrafterMessage = Hello | Proposals | SessionsLost | Heartbeat | Encoded
 
 # ---- exchange: verifier -> drafter -------------------------------------------------------------
 

@@ -113,6 +113,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             feature_fingerprint="cd" * 8,
         ),
     ),
+    "sessions_lost": ("drafter", m.SessionsLost((3, 70000))),
     "drafter_heartbeat": ("drafter", m.Heartbeat(7)),
     "verdicts": ("verifier", VERDICTS),
     "welcome": (

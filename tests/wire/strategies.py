@@ -153,8 +153,11 @@ HELLOS = st.builds(
     feature_layout=st.sampled_from(messages.FeatureLayout),
     feature_fingerprint=MAYBE_NAMES,
 )
+LOST = st.builds(messages.SessionsLost, st.lists(HANDLES, min_size=1, max_size=5).map(tuple))
 HEARTBEATS = st.builds(messages.Heartbeat, UINT64)
-DRAFTER_MESSAGES: st.SearchStrategy[messages.DrafterMessage] = proposals() | HELLOS | HEARTBEATS
+DRAFTER_MESSAGES: st.SearchStrategy[messages.DrafterMessage] = (
+    proposals() | HELLOS | HEARTBEATS | LOST
+)
 VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
     verdicts(),
     HEARTBEATS,

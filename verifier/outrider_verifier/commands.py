@@ -67,6 +67,14 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
+class Lost:
+    """The drafter on a link follows these sessions no longer."""
+
+    link_id: int
+    handles: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Attached:
     """A drafter is ready to serve sessions."""
 
@@ -85,4 +93,4 @@ class Stop:
     """Fail every session and end the engine thread."""
 
 
-Command = Open | Close | SetPlan | Offered | Attached | Detached | Stop
+Command = Open | Close | SetPlan | Offered | Lost | Attached | Detached | Stop

@@ -41,6 +41,7 @@ from outrider_verifier.commands import (
     Command,
     Detached,
     Link,
+    Lost,
     Offered,
     Open,
     SetPlan,
@@ -59,6 +60,8 @@ KEEPS_FEATURES = (*FEATURE_FED, DraftMethod.NONE)
 """Plans whose sessions keep features: NONE may become one of the others later."""
 OWN_METHODS = (DraftMethod.EAGLE3,)
 """How a verifier with a head of its own drafts."""
+_MOST_LOSSES = 3
+"""How often a session that its drafter lost is announced to it again."""
 _COUNTER_OF = {offer: f"proposals_{offer.value}" for offer in Offer}
 
 
@@ -120,6 +123,8 @@ class Core:
         match command:
             case Offered():
                 self._offer(command, now)
+            case Lost():
+                self._announce_again(command)
             case Open() | SetPlan() | Close():
                 self._answer(command, now)
             case Attached(link=link):
@@ -252,6 +257,17 @@ class Core:
             session.suspect = False
             if usable:
                 session.proposal_at = now
+
+    def _announce_again(self, command: Lost) -> None:
+        """Begin anew with sessions that their drafter lost, a few times each."""
+        handles = np.array(command.handles, dtype=np.int64)
+        for handle in set(handles[self.handover.owned(command.link_id, handles)].tolist()):
+            session = self._of_handle(handle)
+            self.counters["sessions_lost_by_drafters"] += 1
+            session.losses += 1
+            self._withdraw(session)
+            if session.losses <= _MOST_LOSSES:
+                self._announce(session)
 
     def _free_handle(self) -> int:
         held = enumerate(self._by_handle)

@@ -30,12 +30,13 @@ from outrider.wire.messages import (
     Heartbeat,
     Hello,
     Proposals,
+    SessionsLost,
     Verdicts,
     VerifierMessage,
     Welcome,
 )
 from outrider.wire.rounds import sound_proposals
-from outrider_verifier.commands import Attached, Command, Detached, Link, Offered
+from outrider_verifier.commands import Attached, Command, Detached, Link, Lost, Offered
 
 logger = logging.getLogger(__name__)
 
@@ -236,6 +237,8 @@ class DrafterHub:
                     unsound = InvalidMessageError(f"{wrong} proposals", reason="INVALID_TREE")
                     self._count_invalid(peer, unsound, wrong)
                 return Offered(peer.link.link_id, message, sound)
+            case SessionsLost(handles=handles):
+                return Lost(peer.link.link_id, handles)
             case Heartbeat() | Encoded():
                 return None
             case Hello():

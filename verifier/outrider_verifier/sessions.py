@@ -47,6 +47,8 @@ class Session:
     """The exchange link on which the session is announced; None: it decodes plainly."""
     suspect: bool = False
     """Its drafter let a patience run out; no waiting until a proposal shows that it is back."""
+    losses: int = 0
+    """How often its drafter could not follow it any more."""
     proposal_at: float = 0.0
     """When the newest usable proposal arrived."""
     own_draft: int = 0

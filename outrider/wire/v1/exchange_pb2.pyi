@@ -8,16 +8,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("hello", "proposals", "heartbeat", "bundle")
+    __slots__ = ("hello", "proposals", "heartbeat", "sessions_lost", "bundle")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_LOST_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     proposals: Proposals
     heartbeat: _common_pb2.Heartbeat
+    sessions_lost: SessionsLost
     bundle: _containers.RepeatedCompositeFieldContainer[ExchangeRequest]
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeRequest, _Mapping]]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., sessions_lost: _Optional[_Union[SessionsLost, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeRequest, _Mapping]]] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
     __slots__ = ("welcome", "session_start", "verdicts", "plan_change", "session_end", "heartbeat", "bundle")
@@ -84,6 +86,12 @@ class Proposals(_message.Message):
     law_counts: bytes
     draft_us: int
     def __init__(self, handles: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., prefix_lens: _Optional[bytes] = ..., node_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., with_law: _Optional[bytes] = ..., law_sizes: _Optional[bytes] = ..., law_ids: _Optional[bytes] = ..., law_counts: _Optional[bytes] = ..., draft_us: _Optional[int] = ...) -> None: ...
+
+class SessionsLost(_message.Message):
+    __slots__ = ("handles",)
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handles: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "verifier_id", "incarnation")

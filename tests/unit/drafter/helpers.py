@@ -23,6 +23,7 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import (
     Proposal,
+    Proposals,
     SessionStart,
     TensorDtype,
     Verdict,
@@ -160,6 +161,7 @@ def answers(engine: DraftEngine) -> list[Proposal]:
         proposal
         for together in engine.draft()
         for _, message in together
+        if isinstance(message, Proposals)
         for proposal in message.entries()
     ]
     while engine.is_behind:

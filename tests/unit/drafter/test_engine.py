@@ -19,7 +19,9 @@ from outrider.spec.tree import validate_tree
 from outrider.wire.messages import (
     FeatureLayout,
     PlanChange,
+    Proposals,
     SessionEnd,
+    SessionsLost,
     TensorDtype,
     Verdicts,
     WireTensor,
@@ -339,3 +341,32 @@ def test_a_failing_source_costs_its_own_sessions_only(draft_wanted: bool) -> Non
     assert [name_of(p) for p in drain(engine)] == ["good"]
     assert counted(engine, LOST, reason="error") == 1
     assert "bad" in broken.released
+
+
+def test_a_lost_session_is_made_known_and_followed_again_once_announced_again() -> None:
+    engine = make_engine([NgramSource(min_match=1)])
+    bad, good = repeating("bad"), repeating("good")
+    for script in (bad, good):
+        engine.handle(1, script.start(plan=NGRAM))
+    told = [replace(bad.entry(10), prefix_digest=3), good.entry(10)]
+    engine.handle(1, Verdicts.of(told))
+    first, second = engine.draft()
+    assert first == [(1, SessionsLost((bad.handle,)))]
+    assert [(c, len(m.handles)) for c, m in second] == [(1, 1)]
+    engine.handle(1, bad.verdict(11))
+    assert not engine.wants_drafting
+    fresh = repeating("bad")
+    engine.handle(1, SessionEnd(handle=fresh.handle))
+    engine.handle(1, fresh.start(plan=NGRAM))
+    engine.handle(1, fresh.verdict(11))
+    assert [(name_of(p), p.prefix_len) for p in drain(engine)] == [("bad", 11)]
+
+
+def test_sessions_whose_drafting_failed_are_made_known() -> None:
+    engine, script = make_engine([Broken(catches_up=True)]), repeating()
+    engine.handle(1, script.start(plan=replace(NGRAM, method=DraftMethod.MODEL)))
+    engine.handle(1, script.verdict(10))
+    lost, nothing = engine.draft()
+    assert lost == [(1, SessionsLost((script.handle,)))]
+    ((_, message),) = nothing
+    assert isinstance(message, Proposals) and message.node_counts.tolist() == [0]

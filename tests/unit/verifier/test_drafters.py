@@ -16,7 +16,7 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.transport.framed import FramedConnection
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.wire.codec import decode_verifier_message
-from outrider.wire.messages import Encoded, FeatureLayout, SessionEnd, Verdicts
+from outrider.wire.messages import Encoded, FeatureLayout, SessionEnd, SessionsLost, Verdicts
 from tests.fakes.scripted_drafter import Draft, Followed, ScriptedDrafter
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import (
@@ -331,3 +331,26 @@ async def test_verdicts_of_sessions_that_share_a_round_are_one_message(
         results = await rig.run_all(specs)
         assert all(r.tokens == rig.reference(s) for r, s in zip(results, specs, strict=True))
     assert max(offered) == 4
+
+
+async def test_a_session_that_its_drafter_lost_is_announced_again_a_few_times() -> None:
+    async with verifier() as rig:
+        rig.target.forward_s = 0.005
+        drafter = await rig.attach(good_chain(rig.target))
+        assert drafter.connection is not None
+        spec = make_spec(max_new_tokens=400)
+        running = asyncio.create_task(rig.run(spec))
+        await mid_stream(rig)
+        session = rig.service._core.sessions[SessionId("s")]
+        for number in range(1, 5):
+            told = len(drafter.ended)
+            await drafter.connection.send(SessionsLost((0, 9999)))
+            await until(lambda told=told: len(drafter.ended) > told)  # type: ignore[misc]
+            if number < 4:
+                await until(lambda number=number: drafter.starts == 1 + number)  # type: ignore[misc]
+                accepted = session.stats.accepted
+                await until(lambda accepted=accepted: session.stats.accepted > accepted)  # type: ignore[misc]
+        assert drafter.starts == 4 and session.link_id is None
+        result = await running
+        assert result.tokens == rig.reference(spec)
+        assert rig.service._core.counters["sessions_lost_by_drafters"] == 4
