@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from outrider.errors import OutriderError
-from outrider_bench import acceptance, load, lossless, speed
+from outrider_bench import acceptance, exchange, load, lossless, speed
 from outrider_bench.gpu import cli as gpu
 
 BENCHMARKS = {
@@ -14,6 +14,7 @@ BENCHMARKS = {
     "acceptance": (acceptance, "tokens emitted per round by task, rule and temperature"),
     "lossless": (lossless, "token ids with and without a drafter, differences explained"),
     "load": (load, "many concurrent streams, and a full queue"),
+    "exchange": (exchange, "round trips between verifier and drafter, without models"),
     "gpu": (gpu, "the device engine: kernels, rounds, placements"),
 }
 
