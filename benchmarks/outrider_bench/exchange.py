@@ -3,7 +3,8 @@
 A working thread encodes a round's verdicts, the other process's working thread decodes them and
 answers with proposals, which the first one decodes: what a round waits for beside the models.
 `grpc.aio` is what the services use, with its event loop on either side; `grpc` has the working
-threads read and write a synchronous stream themselves, `socket` a Unix socket.
+threads read and write a synchronous stream themselves, `socket` a Unix socket; `socket.aio` leaves
+the socket to the loops.
 """
 
 from __future__ import annotations
@@ -182,6 +183,32 @@ class SocketChannel:
         return bytes(data)
 
 
+class LoopSocket:
+    """Frames of a Unix socket that an event loop reads and writes."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+
+    async def read(self) -> bytes:
+        """The next frame."""
+        (size,) = struct.unpack("<I", await self._read(4))
+        return await self._read(size)
+
+    async def write(self, frame: bytes) -> None:
+        """Send a frame."""
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self._socket, struct.pack("<I", len(frame)))
+        await loop.sock_sendall(self._socket, frame)
+
+    async def _read(self, size: int) -> bytes:
+        data, loop = bytearray(size), asyncio.get_running_loop()
+        view = memoryview(data)
+        while len(view):
+            view = view[await loop.sock_recv_into(self._socket, view) :]
+        return bytes(data)
+
+
 def _serve_aio(address: str) -> None:
     async def serve() -> None:
         async def exchange(_requests: object, context: Any) -> None:
@@ -189,7 +216,7 @@ def _serve_aio(address: str) -> None:
             threading.Thread(target=answer, args=(channel,), daemon=True).start()
             await channel.serve(context)
 
-        handlers = {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)}
+        handlers: dict[str, Any] = {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)}
         server = grpc.aio.server(options=_OPTIONS)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
         server.add_insecure_port(address)
@@ -206,7 +233,7 @@ def _serve_grpc(address: str) -> None:
         threading.Thread(target=answer, args=(channel,), daemon=True).start()
         yield from channel.outgoing()
 
-    handlers = {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)}
+    handlers: dict[str, Any] = {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)}
     server = grpc.server(ThreadPoolExecutor(4), options=_OPTIONS)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
     server.add_insecure_port(address)
@@ -220,6 +247,18 @@ def _serve_socket(address: str) -> None:
         listening.listen()
         connected, _ = listening.accept()
         answer(SocketChannel(connected))
+
+
+def _serve_socket_aio(address: str) -> None:
+    async def serve(connected: socket.socket) -> None:
+        channel = LoopChannel(asyncio.get_running_loop())
+        threading.Thread(target=answer, args=(channel,), daemon=True).start()
+        await channel.serve(LoopSocket(connected))
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen()
+        asyncio.run(serve(listening.accept()[0]))
 
 
 def _through_aio(address: str, work: Callable[[Channel], None]) -> None:
@@ -241,24 +280,43 @@ def _through_grpc(address: str, work: Callable[[Channel], None]) -> None:
     with grpc.insecure_channel(address, options=_OPTIONS) as remote:
         grpc.channel_ready_future(remote).result(_WAIT_S)
         channel = StreamChannel()
-        call: Any = remote.stream_stream(_METHOD)(channel.outgoing())
+        method: Any = remote.stream_stream(_METHOD)
+        call = method(channel.outgoing())
         channel.incoming = call
         work(channel)
         call.cancel()
 
 
-def _through_socket(address: str, work: Callable[[Channel], None]) -> None:
+def _connect(address: str) -> socket.socket:
     deadline = time.monotonic() + _WAIT_S
     while not Path(address).exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    with socket.socket(socket.AF_UNIX) as connected:
-        connected.connect(address)
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect(address)
+    return connected
+
+
+def _through_socket(address: str, work: Callable[[Channel], None]) -> None:
+    with _connect(address) as connected:
         work(SocketChannel(connected))
+
+
+def _through_socket_aio(address: str, work: Callable[[Channel], None]) -> None:
+    async def run(connected: socket.socket) -> None:
+        channel = LoopChannel(asyncio.get_running_loop())
+        serving = asyncio.ensure_future(channel.serve(LoopSocket(connected)))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(work, channel)
+        serving.cancel()
+
+    with _connect(address) as connected:
+        asyncio.run(run(connected))
 
 
 WAYS: dict[str, tuple[Callable[[str], None], Callable[[str, Callable[[Channel], None]], None]]] = {
     "grpc.aio": (_serve_aio, _through_aio),
     "grpc": (_serve_grpc, _through_grpc),
+    "socket.aio": (_serve_socket_aio, _through_socket_aio),
     "socket": (_serve_socket, _through_socket),
 }
 
@@ -298,7 +356,7 @@ def run_way(way: str, cases: list[tuple[int, float]], rounds: int) -> list[list[
 
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "bench.sock")
-        address = path if way == "socket" else f"unix:{path}"
+        address = f"unix:{path}" if way.startswith("grpc") else path
         drafter = multiprocessing.get_context("spawn").Process(
             target=serve, args=(address,), daemon=True
         )

@@ -39,7 +39,8 @@ class HeldFeatures:
     """Features by session and position, each position once and in order."""
 
     def __init__(self, *, max_sessions: int, width: int, convert: Convert) -> None:
-        self._width = width
+        self.width = width
+        """H"""
         self._convert = convert
         self._used = np.full(max_sessions, _NOBODY, dtype=np.int64)
         """[X]: positions below were used."""
@@ -71,7 +72,7 @@ class HeldFeatures:
             return
         rows = self._convert(wire)
         if self._last is None:
-            shape = (len(self._used), self._width)
+            shape = (len(self._used), self.width)
             # Address space only: the system backs what is written.
             self._last = np.empty(shape, dtype=rows.dtype)
         self._messages.append(

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.spec.digest import EMPTY_DIGEST, extend_ragged
-from outrider.wire.messages import SessionStart, Verdicts, WireTensor
+from outrider.wire.messages import FeatureRows, SessionStart, Verdicts, WireTensor
 from outrider.wire.rounds import last_of_each, parts
 from outrider_drafter.held_features import Convert, HeldFeatures
 from outrider_drafter.sessions import Limits, Session, SessionKey, TokenRow
@@ -262,58 +262,88 @@ class _Step:
         """Check a message against what is known; see `REASONS`."""
         slots = all_slots[entries]
         starts, counts = verdicts.starts[entries], verdicts.token_counts[entries]
-        known = table.lengths[slots]
-        reasons = np.zeros(len(entries), dtype=np.int64)
-
-        def refuse(bad: NDArray[np.bool_], reason: str) -> None:
-            reasons[bad & (reasons == 0)] = REASONS.index(reason)
-
-        if not bool(last_of_each(slots).all()):
-            refuse(np.isin(slots, slots[~last_of_each(slots)]), "repeated")
-        refuse(starts > known, "token_gap")
-        refuse(starts + counts > table.max_lens[slots], "too_long")
         owners, within = parts(counts)
         begins = (np.cumsum(verdicts.token_counts) - verdicts.token_counts)[entries]
-        tokens = verdicts.tokens[begins[owners] + within]
-        outside = (tokens < 0) | (tokens >= limits.vocab_size)
-        refuse(np.bincount(owners[outside], minlength=len(entries)) > 0, "token_range")
-        # From here on entries that were refused count as empty.
-        overlap = np.where(reasons == 0, known - starts, 0)
-        fresh = np.where(reasons == 0, np.maximum(counts - overlap, 0), 0)
-        places = starts[owners] + within
-        token_fresh = (within >= overlap[owners]) & (reasons[owners] == 0)
-        repeated = (within < overlap[owners]) & (reasons[owners] == 0)
-        if bool(repeated.any()):
-            mine = owners[repeated]
-            differs = table.tokens[slots[mine], places[repeated]] != tokens[repeated]
-            refuse(np.bincount(mine[differs], minlength=len(entries)) > 0, "token_conflict")
-        digests = extend_ragged(table.digests[slots], fresh, tokens[token_fresh])
-        whole = counts >= overlap
-        refuse(whole & (digests != verdicts.digests[entries]), "digest")
-        wishes = verdicts.draft_wanted[entries]
         step = cls(
             slots=slots,
-            reasons=reasons,
-            fresh=fresh,
-            digests=digests,
-            wanted=wishes & whole,
-            tokens=tokens,
+            reasons=np.zeros(len(entries), dtype=np.int64),
+            fresh=np.zeros(len(entries), dtype=np.int64),
+            digests=table.digests[slots],
+            wanted=verdicts.draft_wanted[entries],
+            tokens=verdicts.tokens[begins[owners] + within],
             token_owners=owners,
-            token_places=places,
-            token_fresh=token_fresh,
+            token_places=starts[owners] + within,
+            token_fresh=np.zeros(len(owners), dtype=np.bool_),
             takes_features=bool(limits.feature_size),
             feature_rows=np.zeros(len(entries), dtype=np.int64),
             feature_offsets=np.zeros(len(entries), dtype=np.int64),
         )
-        if verdicts.features is None or not limits.feature_size:
-            return step
+        step._bound(table, starts, counts, limits)
+        step._follow(table, starts, counts, verdicts.digests[entries])
+        if verdicts.features is not None and limits.feature_size:
+            wishes = verdicts.draft_wanted[entries]
+            step._take_features(table, verdicts, verdicts.features, entries, wishes)
+        return step
+
+    def _refuse(self, bad: NDArray[np.bool_], reason: str) -> None:
+        self.reasons[bad & (self.reasons == 0)] = REASONS.index(reason)
+
+    def _owned_by(self, tokens: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Entries that own one of these tokens at least."""
+        found = np.zeros(len(self.slots), dtype=np.bool_)
+        found[self.token_owners[tokens]] = True
+        return found
+
+    def _bound(self, table: SessionTable, starts: Indices, counts: Indices, limits: Limits) -> None:
+        """What needs no token of before."""
+        if not bool(last_of_each(self.slots).all()):
+            again = self.slots[~last_of_each(self.slots)]
+            self._refuse(np.isin(self.slots, again), "repeated")
+        self._refuse(starts > table.lengths[self.slots], "token_gap")
+        self._refuse(starts + counts > table.max_lens[self.slots], "too_long")
+        outside = (self.tokens < 0) | (self.tokens >= limits.vocab_size)
+        self._refuse(self._owned_by(outside), "token_range")
+
+    def _follow(
+        self,
+        table: SessionTable,
+        starts: Indices,
+        counts: Indices,
+        digests: NDArray[np.uint64],
+    ) -> None:
+        """Tell what is new from what is repeated; entries that were refused count as empty."""
+        good = self.reasons == 0
+        overlap = np.where(good, table.lengths[self.slots] - starts, 0)
+        self.fresh = np.where(good, np.maximum(counts - overlap, 0), 0)
+        owners = self.token_owners
+        told_before = self.token_places < table.lengths[self.slots[owners]]
+        self.token_fresh = ~told_before & good[owners]
+        repeated = told_before & good[owners]
+        if bool(repeated.any()):
+            known = table.tokens[self.slots[owners[repeated]], self.token_places[repeated]]
+            differs = repeated.copy()
+            differs[repeated] = known != self.tokens[repeated]
+            self._refuse(self._owned_by(differs), "token_conflict")
+        self.digests = extend_ragged(self.digests, self.fresh, self.tokens[self.token_fresh])
+        whole = counts >= overlap
+        self._refuse(whole & (self.digests != digests), "digest")
+        self.wanted = self.wanted & whole
+
+    def _take_features(
+        self,
+        table: SessionTable,
+        verdicts: Verdicts,
+        features: FeatureRows,
+        entries: Indices,
+        wishes: NDArray[np.bool_],
+    ) -> None:
         rows, firsts = verdicts.feature_counts[entries], verdicts.feature_starts[entries]
-        some, ends = rows > 0, table.feature_ends[slots]
-        refuse(some & (verdicts.features.width != limits.feature_size), "feature_shape")
-        refuse(some & (firsts > ends), "feature_gap")
-        refuse(some & (firsts + rows > known + fresh - wishes), "feature_range")
+        some, ends = rows > 0, table.feature_ends[self.slots]
+        last = table.lengths[self.slots] + self.fresh - wishes
+        self._refuse(some & (features.width != table.features.width), "feature_shape")
+        self._refuse(some & (firsts > ends), "feature_gap")
+        self._refuse(some & (firsts + rows > last), "feature_range")
         skipped = np.minimum(np.maximum(ends - firsts, 0), rows)
         offsets = (np.cumsum(verdicts.feature_counts) - verdicts.feature_counts)[entries]
-        step.feature_rows = rows - skipped
-        step.feature_offsets = offsets + skipped
-        return step
+        self.feature_rows = rows - skipped
+        self.feature_offsets = offsets + skipped
