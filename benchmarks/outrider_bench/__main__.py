@@ -17,6 +17,7 @@ BENCHMARKS: Final = {
     "lossless": ("lossless", "token ids with and without a drafter, differences explained"),
     "load": ("load", "many concurrent streams, and a full queue"),
     "events": ("events", "events a second through one router, and its processor time for each"),
+    "exchange": ("exchange", "round trips between verifier and drafter, without models"),
     "serve": ("serve.cli", "tokens/s, latencies and efficiency through the router, by placement"),
     "gpu": ("gpu.cli", "the device engine: kernels, rounds, placements"),
 }

@@ -1,11 +1,13 @@
 """The drafter process: keeps draft models beside a verifier's sessions and proposes draft trees.
 
-sessions    what is known of each session, and the checks of every verdict
+sessions    what is known of each session; table: all of them in columns, and the checks of verdicts
+held_*      features that arrived, until they are used
 source      the seam between the engine and the ways of drafting
 growth      draft trees as pure state machines: chain, best-first beam, static shape
 grow        drives growths of many sessions through one draft model, level by level
 ancestry    which draft rows see which
-head_*      EAGLE heads on the host: catch-up and steps; headkv: their K/V and attention
+head_*      EAGLE heads: what every source with one does (head_following), and drafting on the host;
+            headkv: their K/V and attention
 device_*    an EAGLE-3 head on an accelerator: rows, batches, whole drafts as one launch
 ngram       prompt lookup
 small_model a separate small language model

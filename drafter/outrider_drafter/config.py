@@ -81,7 +81,8 @@ class DrafterConfig:
     """Interface of the Prometheus endpoint."""
     log_level: str = "INFO"
     max_sessions: int = 1024
-    """Sessions followed at most; the least recently used one makes room."""
+    """Sessions followed at most; then the verifier with most of them gives up its least recently
+    used one."""
     max_context: int = 131072
     """Longest session followed, tokens."""
     head_kv_rows: int = 131072
@@ -91,9 +92,9 @@ class DrafterConfig:
     draft_model_kv_tokens: int = 16384
     """Tokens of K/V that all sessions of the small model may reserve together."""
     max_backlog: int = 4096
-    """Messages that may wait for the drafting thread before a connection is read no further."""
+    """Messages of a verifier that may wait for the drafting thread before it is read no further."""
     max_outbox: int = 1024
-    """Proposals that may wait for a slow connection; beyond it the oldest are dropped."""
+    """Draft batches that may wait for a slow connection; beyond it the oldest are dropped."""
     ngram: NgramConfig = NgramConfig()
     reconnect: ReconnectConfig = ReconnectConfig()
 

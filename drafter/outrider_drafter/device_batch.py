@@ -5,8 +5,6 @@ B rows of a bucket, R new rows a session, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -16,8 +14,10 @@ from torch import Tensor
 
 from outrider.engine.device.draft import NewRows
 from outrider.engine.device.shapes import ROW_BUCKETS, bucket
+from outrider.wire.rounds import parts
 from outrider_drafter.device_rows import DeviceRows
-from outrider_drafter.sessions import Session
+from outrider_drafter.head_following import raw_array
+from outrider_drafter.table import SessionTable
 
 NEW_ROW_BUCKETS: Final = (4, 8, 16)
 """Rows of a catch-up that is part of a draft; longer ones are written ahead."""
@@ -27,38 +27,24 @@ _ALIGNMENT: Final = 256
 """Bytes; kernels read features in wide pieces."""
 
 
-@dataclass(slots=True, eq=False)
-class SessionRows:
-    """What is kept of a session: its K/V, and the features from the last stable row on."""
-
-    slot: int
-    """-1 once the session is shut."""
-    features: NDArray[np.generic]
-    """`raw_array` [m, H]: of the last stable row, if there is one, then of rows to be written."""
-    stable: int = 0
-    """K/V rows made from real features."""
-    counted: int = 0
-    """Tokens that the device's penalties know of."""
-
-    @property
-    def shut(self) -> bool:
-        """Whether the session is not followed any more."""
-        return self.slot < 0
-
-    @property
-    def fresh(self) -> int:
-        """Features of rows that are not stable yet."""
-        return len(self.features) - (1 if self.stable else 0)
-
-
 class Ready(NamedTuple):
-    """A session with its new rows, the live one last."""
+    """Sessions with their new rows, the live one last in each; int64 columns [B]."""
 
-    session: Session
-    state: SessionRows
-    tokens: NDArray[np.int32]
-    features: NDArray[np.generic]
-    start: int
+    table: SessionTable
+    slots: NDArray[np.int64]
+    """Rows of the table."""
+    seats: NDArray[np.int64]
+    """Slots of `DeviceRows`."""
+    starts: NDArray[np.int64]
+    """First new row."""
+    counts: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def part(self, first: int, last: int) -> Ready:
+        """Some of them."""
+        return Ready(self.table, *(column[first:last] for column in self[1:]))
 
 
 class _Bucket(NamedTuple):
@@ -96,10 +82,11 @@ class DraftBatch:
         self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         self._buckets: dict[tuple[int, int], _Bucket] = {}
 
-    def fill(self, members: Sequence[Ready], size: int, num_rows: int) -> NewRows:
-        """Upload a batch in a bucket; rows without a member are the padding slot's.
+    def fill(self, ready: Ready | None, size: int, num_rows: int) -> NewRows:
+        """Upload a batch in a bucket; rows without a session are the padding slot's.
 
-        The staging memory is free again: every launch is waited for before the next one.
+        The features are read from the messages that brought them. The staging memory is free
+        again: every launch is waited for before the next one.
         """
         place = self._buckets.get((size, num_rows))
         if place is None:
@@ -107,13 +94,22 @@ class DraftBatch:
         place.head[0] = self._rows.padding
         place.head[1:] = 0
         place.tokens[:] = -1
-        for row, ready in enumerate(members):
-            count = len(ready.tokens)
-            place.head[:, row] = ready.state.slot, count, ready.start
-            place.tokens[row, :count] = ready.tokens
-            place.features[row, :count] = ready.features
+        if ready is not None:
+            count = len(ready)
+            place.head[0, :count] = ready.seats
+            place.head[1, :count] = ready.counts
+            place.head[2, :count] = ready.starts
+            owners, within = parts(ready.counts)
+            known = ready.starts[owners] + within + 1
+            place.tokens[owners, within] = ready.table.tokens[ready.slots[owners], known]
+            out = place.features[:count]
+            ready.table.features.gather(ready.slots, ready.starts, ready.counts, out)
         place.uploaded.copy_(place.staged, non_blocking=True)
         return place.rows
+
+    def newest(self, ready: Ready, size: int, num_rows: int) -> NDArray[np.generic]:
+        """The rows [B, R, H] that `fill` staged; valid until it is called again."""
+        return self._buckets[size, num_rows].features[: len(ready)]
 
     def _bucket(self, size: int, num_rows: int) -> _Bucket:
         cells = size * num_rows
@@ -147,10 +143,3 @@ class DraftBatch:
                 starts=starts,
             ),
         )
-
-
-def raw_array(tensor: Tensor) -> NDArray[np.generic]:
-    """A view of a tensor on the host; numpy holds bfloat16 as its bits."""
-    if tensor.dtype is torch.bfloat16:
-        tensor = tensor.view(torch.int16)
-    return np.asarray(tensor.numpy())

@@ -84,6 +84,10 @@ class DeviceRows:
         self.warp.begin(slot, sampling)
         return slot
 
+    def room(self, slot: int) -> int:
+        """Rows that a session has room for."""
+        return len(self._held[slot]) * BLOCK_TOKENS
+
     def reserve(self, slot: int, rows: int, *, ceiling: int) -> None:
         """Make room for `rows` in all; doubles, but not beyond `ceiling` rows nor what is free.
 

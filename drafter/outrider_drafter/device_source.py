@@ -5,7 +5,8 @@ download; the host waits for the device once (twice where laws come along: how m
 fetched is known after the first time). What the device does not cover (trees of the rejection rule)
 goes to a `HeadSource` over the same weights.
 
-B rows of a bucket, R new rows a session, H hidden size, K chain length, n tree nodes.
+X session slots; B rows of a bucket, R new rows a session, H hidden size, K chain length, n tree
+nodes. A *seat* is a session's slot on the device.
 """
 
 from __future__ import annotations
@@ -24,50 +25,60 @@ from outrider.engine.device.buffers import Downloader
 from outrider.engine.device.draft import DraftProgram, NewRows
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.head_weights import HeadWeights
-from outrider.engine.device.health import device_works
 from outrider.engine.device.shapes import ROW_BUCKETS, bucket
 from outrider.engine.draft_sampling import law_limits_for
 from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.engine.warper import has_penalties
 from outrider.errors import ResourceExhaustedError
-from outrider.ids import SessionId
-from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan, default_depth
+from outrider.spec.plan import DraftMethod, Plan, default_depth
 from outrider.spec.sampling import Rule
-from outrider.spec.tree import DraftTree
-from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
-from outrider_drafter.device_batch import (
-    MAX_BATCH,
-    NEW_ROW_BUCKETS,
-    DraftBatch,
-    Ready,
-    SessionRows,
-    raw_array,
-)
+from outrider.wire.rounds import parts
+from outrider_drafter.device_batch import MAX_BATCH, NEW_ROW_BUCKETS, DraftBatch, Ready
 from outrider_drafter.device_laws import chains_with_laws
 from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
 from outrider_drafter.device_shapes import Shape, covers, shape_of
-from outrider_drafter.growth import Draft
+from outrider_drafter.head_following import HeadFollower
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.sessions import Session, SessionKey
 from outrider_drafter.source import Drafted
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROWS_PER_WRITE: Final = 1024
-_WIRE_DTYPES: Final = {
-    torch.float32: TensorDtype.FLOAT32,
-    torch.float16: TensorDtype.FLOAT16,
-    torch.bfloat16: TensorDtype.BFLOAT16,
-}
 _TREE_ROWS: Final = 2048
 """Draft rows beyond its context that a session's table has room for."""
+_UNSEATED: Final = -1
 
 
-class DeviceHeadSource:
+class _Seats:
+    """What the device holds of each session; columns by slot of the session table."""
+
+    def __init__(self) -> None:
+        self.seats = np.empty(0, dtype=np.int64)
+        """[X]: slot of `DeviceRows`; -1 without one."""
+        self.stable = np.empty(0, dtype=np.int64)
+        """[X]: K/V rows made from real features."""
+        self.room = np.empty(0, dtype=np.int64)
+        """[X]: rows that there are blocks for."""
+        self.counted = np.empty(0, dtype=np.int64)
+        """[X]: tokens that the device's penalties know of."""
+        self.shapes: list[tuple[Plan, Shape] | None] = []
+        """[X]: what is grown while the plan is this one and there is room for it."""
+
+    def cover(self, slots: int) -> None:
+        """Have columns for this many slots."""
+        more = slots - len(self.seats)
+        if more > 0:
+            self.seats = np.concatenate((self.seats, np.full(more, _UNSEATED)))
+            self.stable = np.concatenate((self.stable, np.zeros(more, dtype=np.int64)))
+            self.room = np.concatenate((self.room, np.zeros(more, dtype=np.int64)))
+            self.counted = np.concatenate((self.counted, np.zeros(more, dtype=np.int64)))
+            self.shapes += [None] * more
+
+
+class DeviceHeadSource(HeadFollower):
     """The EAGLE-3 head as a draft source for an accelerator; on a CPU it runs the same code."""
 
-    feature_layout = FeatureLayout.PROJECTED
     method = DraftMethod.EAGLE3
 
     def __init__(
@@ -84,16 +95,18 @@ class DeviceHeadSource:
         """`max_rows` bounds the K/V rows of all sessions (of those on the host apart);
         `max_context` (0: the head's own) the draft positions of one. Raises
         FailedPreconditionError for heads without plain EAGLE-3 weights."""
-        config = head.config
-        self.feature_size = config.hidden_size
-        self.feature_fingerprint = head.fingerprint
-        self.head = head
-        self._dtype, self._device = dtype, torch.device(device)
+        super().__init__(
+            head,
+            max_context=max_context,
+            rows_with_draft=NEW_ROW_BUCKETS[-1],
+            dtype=dtype,
+            device=device,
+        )
         self._max_rows = max_rows
-        self._max_context = max_context or config.max_position_embeddings
         weights = HeadWeights.from_head(head)
+        self._target_ids: NDArray[np.int32] = weights.target_ids.cpu().numpy().astype(np.int32)
         self._rows = DeviceRows(
-            config,
+            head.config,
             max_rows=max_rows,
             max_session_rows=self._max_context + _TREE_ROWS,
             max_sessions=max_sessions,
@@ -101,7 +114,6 @@ class DeviceHeadSource:
             device=self._device,
             draft_columns=weights.draft_columns,
         )
-        self._target_ids: NDArray[np.int32] = weights.target_ids.cpu().numpy().astype(np.int32)
         self._program = DraftProgram(
             weights,
             storage=self._rows.storage,
@@ -109,9 +121,11 @@ class DeviceHeadSource:
             max_len=self._rows.capacity,
         )
         self.graphs = GraphCache(self._device, enabled=cuda_graphs)
-        self._batch = DraftBatch(self._rows, config.hidden_size, dtype, self._device)
+        self._batch = DraftBatch(self._rows, self.feature_size, dtype, self._device)
         self._downloads = Downloader(self._device)
-        self._states: dict[SessionKey, SessionRows] = {}
+        self._seats = _Seats()
+        self._known: dict[SessionKey, int] = {}
+        """Sessions that began on the device, and their slots of the session table."""
         self._on_host: set[SessionKey] = set()
         self._host: HeadSource | None = None
 
@@ -120,18 +134,13 @@ class DeviceHeadSource:
         """K/V rows reserved now."""
         return self._rows.used_rows + (self._host.used_rows if self._host else 0)
 
-    @property
-    def usable(self) -> bool:
-        """Whether the device still works; waits for all that was launched."""
-        return device_works(self._device)
-
-    def kv(self, session_id: SessionId, connection: int) -> tuple[Tensor, Tensor]:
+    def kv(self, handle: int, connection: int) -> tuple[Tensor, Tensor]:
         """Keys and values [G, S, d] of a session's stable rows, for inspection."""
-        key = SessionKey(connection, session_id)
+        key = SessionKey(connection, handle)
         if key in self._on_host:
-            return self._host_source().kv(session_id, connection)
-        state = self._states[key]
-        return self._rows.view(state.slot, state.stable)
+            return self._host_source().kv(handle, connection)
+        slot = self._known[key]
+        return self._rows.view(int(self._seats.seats[slot]), int(self._seats.stable[slot]))
 
     @torch.inference_mode()
     def warm_up(self, plans: Sequence[Plan], *, max_batch: int) -> None:
@@ -142,55 +151,54 @@ class DeviceHeadSource:
             depth = min(depth or default_depth(plan.draft_tokens), plan.draft_tokens)
             plain = Shape(plan.draft_tokens, plan.top_k, depth)
             shapes = [plain, plain._replace(with_law=True)] if plan.top_k == 1 else [plain]
-            most = bucket(plan.draft_tokens + 1, NEW_ROW_BUCKETS)
             sizes = [size for size in ROW_BUCKETS if size <= bucket(max_batch, ROW_BUCKETS)]
-            rows = [count for count in NEW_ROW_BUCKETS if count <= most]
-            for shape, size, num_rows in itertools.product(shapes, sizes, rows):
-                result, _ = self._launch(shape, [], size, num_rows)
+            for found in itertools.product(shapes, sizes, NEW_ROW_BUCKETS, (False, True)):
+                shape, size, num_rows, general = found
+                result, _ = self._launch(shape, None, size, num_rows, general=general)
                 self._downloads.start(result).wait()
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[Session]) -> None:
         """Write the K/V of all rows that the sessions' features allow."""
-        for session in sessions:
-            if self._is_on_host(session):
-                self._host_source().catch_up([session])
-                continue
-            state = self._absorb(session)
-            if not state.shut:
-                self._write_ahead(session, state, keep=0)
+        hosted = [session for session in sessions if self._is_on_host(session)]
+        super().catch_up([session for session in sessions if session not in hosted])
+        if hosted:
+            self._host_source().catch_up(hosted)
 
     @torch.inference_mode()
     def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
         """Catch up and draft: one launch for all sessions of a shape."""
-        groups: dict[Shape, list[Ready]] = {}
+        groups: dict[Shape, list[Session]] = {}
         hosted: list[Session] = []
-        for session in sessions:
-            if self._is_on_host(session):
+        for session, room in zip(sessions, _rooms(sessions).tolist(), strict=True):
+            shape = self._known_shape(session, room)
+            if shape is None and self._is_on_host(session):
                 hosted.append(session)
                 continue
-            shape = shape_of(session)
-            ready = self._prepare(session, shape) if shape else None
-            if shape and ready:
-                groups.setdefault(shape, []).append(ready)
+            if shape is None and self._follows(session):
+                shape = self._new_shape(session, room)
+            if shape is not None:
+                groups.setdefault(shape, []).append(session)
         for shape, members in groups.items():
-            for first in range(0, len(members), MAX_BATCH):
-                yield from self._draft(shape, members[first : first + MAX_BATCH])
+            ready = self._prepare(members, shape)
+            for first in range(0, len(ready), MAX_BATCH):
+                yield self._draft(shape, ready.part(first, first + MAX_BATCH))
         if hosted:
             yield from self._host_source().drafts(hosted)
 
     def release(self, session: Session) -> None:
         """Free what is kept of a session; idempotent."""
-        state = self._states.pop(session.key, None)
-        if state is not None and not state.shut:
-            self._rows.close(state.slot)
+        if session.key in self._known:
+            del self._known[session.key]
+            if self._seats.seats[session.slot] != _UNSEATED:
+                self._give_up(session)
         if session.key in self._on_host:
             self._on_host.discard(session.key)
             self._host_source().release(session)
 
     def _is_on_host(self, session: Session) -> bool:
         """A session stays where it began: its K/V is there."""
-        if session.key in self._states:
+        if session.key in self._known:
             return False
         if session.key not in self._on_host and not covers(session.sampling, session.plan):
             self._on_host.add(session.key)
@@ -207,66 +215,81 @@ class DeviceHeadSource:
             )
         return self._host
 
-    def _prepare(self, session: Session, shape: Shape) -> Ready | None:
-        """The rows to run for a draft; None if the session cannot be drafted."""
-        state = self._absorb(session)
-        live = len(session.tokens) - 2
-        if state.shut or live < 0 or session.feature_end != live + 1:
+    def _known_shape(self, session: Session, room: int) -> Shape | None:
+        """What was grown for a seated session before, if that is still it."""
+        shapes = self._seats.shapes
+        known = shapes[session.slot] if session.slot < len(shapes) else None
+        if known is None or known[0] is not session.plan or room < known[1].depth:
             return None
-        if live + min(shape.depth, session.room) > self._max_context:
-            return None
-        self._write_ahead(session, state, keep=1)
-        if state.shut:
-            return None
-        # A chain is cut to the room; what it writes past the table is not kept.
-        chain_rows = min(shape.depth, session.room) - 1
-        drafted = chain_rows if shape.top_k == 1 else shape.draft_rows
-        if not self._reserve(session, state, live + 1 + drafted):
-            return None
-        start = min(state.stable, live)
-        return Ready(
-            session=session,
-            state=state,
-            tokens=session.tokens.view[start + 1 : live + 2],
-            features=state.features[-(live + 1 - start) :],
-            start=start,
-        )
+        return known[1]
 
-    def _draft(self, shape: Shape, members: Sequence[Ready]) -> Iterator[Drafted]:
-        most = max(len(ready.tokens) for ready in members)
-        size, num_rows = bucket(len(members), ROW_BUCKETS), bucket(most, NEW_ROW_BUCKETS)
-        self._count(members)
-        result, entries = self._launch(shape, members, size, num_rows)
-        for ready in members:
-            ready.state.stable = ready.start + len(ready.tokens)
-            ready.state.features = ready.state.features[-1:]
-        words = self._downloads.start(result).wait().numpy().copy()
+    def _new_shape(self, session: Session, room: int) -> Shape | None:
+        """What to grow for a seated session, worked out from its plan and its room."""
+        shape = shape_of(session)
+        if shape is not None and room >= shape.depth:
+            self._seats.shapes[session.slot] = (session.plan, shape)
+        return shape
+
+    def _prepare(self, members: Sequence[Session], shape: Shape) -> Ready:
+        """The rows to run for drafts of a shape; sessions that cannot be drafted are left out."""
+        table, seats = members[0].table, self._seats
+        slots = np.array([session.slot for session in members])
+        live = table.lengths[slots] - 2
+        rooms = table.max_lens[slots] - table.lengths[slots] - 1
+        depths = np.minimum(shape.depth, rooms)
+        fit = (live >= 0) & (table.feature_ends[slots] == live + 1)
+        fit &= live + depths <= self._max_context
+        slots, live, depths = slots[fit], live[fit], depths[fit]
+        for slot in slots[live + 1 - seats.stable[slots] > self._rows_with_draft].tolist():
+            self._write_ahead(table.session(slot), keep=1)
+        # A chain is cut to the room; what it writes past the table is not kept.
+        drafted = depths - 1 if shape.top_k == 1 else shape.draft_rows
+        rows = live + 1 + drafted
+        for index in np.flatnonzero(rows > seats.room[slots]).tolist():
+            session = table.session(int(slots[index]))
+            if seats.seats[session.slot] != _UNSEATED:
+                self._reserve(session, int(rows[index]))
+        seated = seats.seats[slots] != _UNSEATED
+        slots, live = slots[seated], live[seated]
+        starts = np.minimum(seats.stable[slots], live)
+        return Ready(table, slots, seats.seats[slots], starts, live + 1 - starts)
+
+    def _draft(self, shape: Shape, ready: Ready) -> Drafted:
+        most = int(ready.counts.max())
+        size, num_rows = bucket(len(ready), ROW_BUCKETS), bucket(most, NEW_ROW_BUCKETS)
+        self._count(ready)
+        general = self._is_general(shape, ready)
+        result, entries = self._launch(shape, ready, size, num_rows, general=general)
+        download = self._downloads.start(result)
+        # While the device works.
+        stops = ready.starts + ready.counts
+        self._seats.stable[ready.slots] = stops
+        staged = self._batch.newest(ready, size, num_rows)
+        ready.table.features.use_batch(ready.slots, ready.counts, stops, staged)
+        sessions = [ready.table.session(slot) for slot in ready.slots.tolist()]
+        words = download.wait().numpy()[: len(ready)]
         if entries is not None:
-            lengths = [min(shape.depth, ready.session.room) for ready in members]
+            lengths = np.minimum(shape.depth, _rooms(sessions)).tolist()
             ids = self._target_ids
-            drafts = chains_with_laws(words, entries, lengths, ids, self._downloads)
-            yield [(ready.session, draft) for ready, draft in zip(members, drafts, strict=True)]
-            return
-        drafted: list[tuple[Session, Draft]] = []
-        for row, ready in enumerate(members):
-            if shape.top_k == 1:
-                fitting = words[row, : min(shape.depth, ready.session.room)]
-                drafted.append((ready.session, Draft(tree=DraftTree.chain(fitting))))
-            else:
-                drafted.append((ready.session, _tree(words[row])))
-        yield drafted
+            # Their entries come by another download, which may take this one's memory.
+            drafts = chains_with_laws(words.copy(), entries, lengths, ids, self._downloads)
+            return Drafted.of(list(zip(sessions, drafts, strict=True)))
+        return _chains(sessions, shape, words) if shape.top_k == 1 else _trees(sessions, words)
+
+    def _is_general(self, shape: Shape, ready: Ready) -> bool:
+        """Whether any session warps its logits, or grows its tree by shared noise."""
+        if any(map(self._rows.warp.warps, ready.seats.tolist())):
+            return True
+        rules = (ready.table.session(slot).sampling.effective_rule for slot in ready.slots.tolist())
+        return shape.top_k > 1 and Rule.COUPLED in rules
 
     def _launch(
-        self, shape: Shape, members: Sequence[Ready], size: int, num_rows: int
+        self, shape: Shape, ready: Ready | None, size: int, num_rows: int, *, general: bool
     ) -> tuple[Tensor, Tensor | None]:
         """int32 [B, K] tokens of chains; [B, 3, n] tokens, parents and log-prob bits of trees; with
         laws [B, 2K] tokens and sizes, and the entries (see `ChainLaws`)."""
-        rows, state = self._batch.fill(members, size, num_rows), self._rows.sampling
-        warped = any(self._rows.warp.warps(ready.state.slot) for ready in members)
-        coupled = shape.top_k > 1 and any(
-            ready.session.sampling.effective_rule is Rule.COUPLED for ready in members
-        )
-        warp = self._rows.warp.state if warped else None
+        rows, state = self._batch.fill(ready, size, num_rows), self._rows.sampling
+        warp = self._rows.warp.state if general else None
 
         def run() -> tuple[Tensor, Tensor | None]:
             if shape.top_k == 1:
@@ -284,120 +307,115 @@ class DeviceHeadSource:
                 top_k=shape.top_k,
                 depth=shape.depth,
                 warp=warp,
-                coupled=coupled,
+                coupled=general,
             )
             bits = tree.logprobs.view(torch.int32)
             return torch.stack((tree.tokens, tree.parents, bits), dim=1), None
 
-        return self.graphs.run((shape, size, num_rows, warped, coupled), run)
+        return self.graphs.run((shape, size, num_rows, general), run)
 
-    def _count(self, members: Sequence[Ready]) -> None:
+    def _count(self, ready: Ready) -> None:
         """Tell the device's penalties of the tokens that are news to them."""
-        slots: list[int] = []
-        tokens: list[NDArray[np.int32]] = []
-        for session, state, *_ in members:
+        seats: list[int] = []
+        news: list[NDArray[np.int32]] = []
+        counted = self._seats.counted
+        for slot, seat in zip(ready.slots.tolist(), ready.seats.tolist(), strict=True):
+            session = ready.table.session(slot)
             if not has_penalties(session.sampling):
                 continue
             known = session.tokens.view
-            if state.counted:
-                slots.append(state.slot)
-                tokens.append(known[state.counted :])
+            if counted[slot]:
+                seats.append(seat)
+                news.append(known[counted[slot] :])
             else:
                 prompt, output = known[: session.prompt_len], known[session.prompt_len :]
-                self._rows.warp.begin(
-                    state.slot, session.sampling, prompt_ids=prompt, output_ids=output
-                )
-            state.counted = len(known)
-        self._rows.warp.count(slots, tokens)
+                self._rows.warp.begin(seat, session.sampling, prompt_ids=prompt, output_ids=output)
+            counted[slot] = len(known)
+        self._rows.warp.count(seats, news)
 
-    def _absorb(self, session: Session) -> SessionRows:
-        state = self._states.get(session.key)
-        if state is None:
-            empty = raw_array(torch.empty((0, self.feature_size), dtype=self._dtype))
-            state = self._states[session.key] = SessionRows(-1, empty)
+    # ---- what a HeadFollower needs -------------------------------------------------------------
+
+    def _follows(self, session: Session) -> bool:
+        if session.key not in self._known:
+            self._known[session.key] = session.slot
+            self._seats.cover(session.slot + 1)
+            self._seats.stable[session.slot] = self._seats.room[session.slot] = 0
+            self._seats.counted[session.slot] = 0
+            self._seats.seats[session.slot] = _UNSEATED
+            self._seats.shapes[session.slot] = None
             try:
-                state.slot = self._rows.open(session.sampling)
+                self._seats.seats[session.slot] = self._rows.open(session.sampling)
             except ResourceExhaustedError as error:
-                _log_shut(session, error.reason)
-        if session.pending:
-            if not state.shut:
-                fresh = [_feature_rows(wire, self._dtype) for wire in session.pending]
-                state.features = np.concatenate([state.features, *fresh])
-            session.pending.clear()
-        return state
+                logger.info(
+                    "session not drafted",
+                    extra={"session": session.session_id, "why": error.reason},
+                )
+                session.table.features.drop(session.slot)
+        return bool(self._seats.seats[session.slot] != _UNSEATED)
 
-    def _write_ahead(self, session: Session, state: SessionRows, *, keep: int) -> None:
-        """Write rows whose prediction nobody wants, but for the newest `keep`."""
-        while True:
-            start = state.stable
-            known = min(state.fresh, len(session.tokens) - 1 - start)
-            count = min(known - keep, _MAX_ROWS_PER_WRITE)
-            if count <= 0 or (keep and known <= NEW_ROW_BUCKETS[-1]):
-                return
-            if start + count > self._max_context:
-                self._shut(session, state, "context")
-                return
-            if not self._reserve(session, state, start + count):
-                return
-            first = 1 if start else 0
-            self._write(
-                state,
-                session.tokens.view[start + 1 : start + count + 1],
-                state.features[first : first + count],
-            )
-            state.features = state.features[first + count - 1 :]
-            state.stable = start + count
+    def _stable(self, session: Session) -> int:
+        return int(self._seats.stable[session.slot])
+
+    def _make_room(self, session: Session, rows: int, ceiling: int) -> None:
+        seat = int(self._seats.seats[session.slot])
+        self._rows.reserve(seat, rows, ceiling=ceiling)
+        self._seats.room[session.slot] = self._rows.room(seat)
 
     def _write(
-        self, state: SessionRows, tokens: NDArray[np.int32], features: NDArray[np.generic]
+        self,
+        session: Session,
+        start: int,
+        tokens: NDArray[np.int32],
+        features: NDArray[np.generic],
     ) -> None:
         # From pageable memory: prompts come in many pieces, and no buffer must outlive a piece.
-        count = len(tokens)
-        words = np.concatenate((np.array([state.slot, count, state.stable], np.int32), tokens))
+        count, seat = len(tokens), self._seats.seats[session.slot]
+        words = np.concatenate((np.array([seat, count, start], np.int32), tokens))
         staged = torch.from_numpy(words).to(self._device)
         rows = NewRows(
             slots=staged[0:1],
             tables=self._rows.tables,
             tokens=staged[3:].view(1, count),
-            features=torch.from_numpy(features).view(self._dtype)[None].to(self._device),
+            features=self._tensor(features)[None],
             counts=staged[1:2],
             starts=staged[2:3],
         )
         self._program.write(rows)
+        self._seats.stable[session.slot] = start + count
 
-    def _reserve(self, session: Session, state: SessionRows, rows: int) -> bool:
-        try:
-            self._rows.reserve(state.slot, rows, ceiling=session.max_len + MAX_DRAFT_TOKENS)
-        except ResourceExhaustedError as error:
-            self._shut(session, state, error.reason)
-            return False
-        return True
-
-    def _shut(self, session: Session, state: SessionRows, why: str) -> None:
-        """The session is not followed any more."""
-        _log_shut(session, why)
-        self._rows.close(state.slot)
-        state.slot, state.stable = -1, 0
-        state.features = state.features[:0]
+    def _give_up(self, session: Session) -> None:
+        self._rows.close(int(self._seats.seats[session.slot]))
+        self._seats.seats[session.slot] = _UNSEATED
+        self._seats.stable[session.slot] = self._seats.room[session.slot] = 0
+        self._seats.shapes[session.slot] = None
 
 
-def _tree(words: NDArray[np.int32]) -> Draft:
-    tokens, parents, bits = words
-    count = int(np.count_nonzero(parents != PADDING_NODE))
-    tree = DraftTree(
-        tokens=tokens[:count], parents=parents[:count], logprobs=bits[:count].view(np.float32)
+def _rooms(sessions: Sequence[Session]) -> NDArray[np.int64]:
+    """[B]: levels that each session has room for."""
+    table, slots = sessions[0].table, [session.slot for session in sessions]
+    rooms: NDArray[np.int64] = table.max_lens[slots] - table.lengths[slots] - 1
+    return rooms
+
+
+def _chains(sessions: Sequence[Session], shape: Shape, words: NDArray[np.int32]) -> Drafted:
+    counts = np.minimum(shape.depth, _rooms(sessions))
+    owners, places = parts(counts)
+    return Drafted(
+        sessions=sessions,
+        node_counts=counts,
+        tokens=words[owners, places],
+        parents=(places - 1).astype(np.int32),
+        logprobs=np.zeros(len(places), dtype=np.float32),
     )
-    return Draft(tree=tree)
 
 
-def _feature_rows(wire: WireTensor, dtype: torch.dtype) -> NDArray[np.generic]:
-    if wire.dtype is _WIRE_DTYPES.get(dtype):
-        return wire.data.view(np.int16) if dtype is torch.bfloat16 else wire.data
-    data = np.require(wire.data, requirements=("C", "W"))
-    if wire.dtype is TensorDtype.BFLOAT16:
-        return raw_array(torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).to(dtype))
-    return raw_array(torch.from_numpy(data).to(dtype))
-
-
-def _log_shut(session: Session, why: str) -> None:
-    logger.info("session not drafted", extra={"session": session.key.session_id, "why": why})
+def _trees(sessions: Sequence[Session], words: NDArray[np.int32]) -> Drafted:
+    counts = np.count_nonzero(words[:, 1] != PADDING_NODE, axis=1)
+    owners, places = parts(counts)
+    return Drafted(
+        sessions=sessions,
+        node_counts=counts,
+        tokens=words[owners, 0, places],
+        parents=words[owners, 1, places],
+        logprobs=words[owners, 2, places].view(np.float32),
+    )

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
-from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod
-from outrider.spec.tree import DraftTree
-from outrider.wire.messages import PlanChange, Proposal, SessionEnd, SessionStart, Verdict
-from outrider_drafter.growth import Draft
-from outrider_drafter.metrics import Metrics
-from outrider_drafter.sessions import (
-    Limits,
-    Session,
-    SessionKey,
-    SessionTable,
-    apply_step,
-    check_verdict,
-    open_session,
+from outrider.wire.messages import (
+    PlanChange,
+    Proposals,
+    SessionEnd,
+    SessionsLost,
+    SessionStart,
+    Verdicts,
+    WireTensor,
 )
-from outrider_drafter.source import DraftSource
+from outrider_drafter.metrics import Metrics
+from outrider_drafter.sessions import Limits, Session, SessionKey, refusal
+from outrider_drafter.source import Drafted, DraftSource
+from outrider_drafter.table import SessionTable
 
 logger = logging.getLogger(__name__)
 
-NO_DRAFT = Draft(
-    tree=DraftTree(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32)), law=None
-)
-"""Sent when there is nothing to propose, so that the row decodes plainly without any patience."""
 _MAX_UNBOOKED = 1024
 
 
@@ -41,9 +36,9 @@ class ConnectionClosed:
     """A connection ended: its sessions are gone."""
 
 
-SessionMessage = SessionStart | Verdict | PlanChange | SessionEnd | ConnectionClosed
-Answers = list[tuple[int, Proposal]]
-"""(connection, proposal): what goes out together."""
+SessionMessage = SessionStart | Verdicts | PlanChange | SessionEnd | ConnectionClosed
+Answers = list[tuple[int, Proposals | SessionsLost]]
+"""(connection, message): what goes out together."""
 
 
 class DraftEngine:
@@ -63,13 +58,13 @@ class DraftEngine:
         self._sources: Mapping[DraftMethod, DraftSource] = {s.method: s for s in sources}
         self._fed = [s for s in sources if s.feature_size]
         self._limits = limits
-        self._table = SessionTable(max_sessions)
+        convert = self._fed[0].held_features if self._fed else _as_they_are
+        self._table = SessionTable(max_sessions, limits, convert)
         self.metrics = metrics
         self._now = now
         self._on_sessions = on_sessions
-        self._wanting: dict[SessionKey, Session] = {}
-        self._behind: dict[SessionKey, Session] = {}
-        """Sessions with news that no source has taken in."""
+        self._lost: list[SessionKey] = []
+        """Lost sessions whose verifiers are to hear of it."""
         self._verdicts = 0
         """Verdicts that are not in the metrics yet."""
         self._unbooked: list[Callable[[], None]] = []
@@ -83,13 +78,13 @@ class DraftEngine:
 
     @property
     def wants_drafting(self) -> bool:
-        """Whether a draft is wanted."""
-        return bool(self._wanting)
+        """Whether a draft is wanted, or a verifier is to hear of a lost session."""
+        return bool(self._lost) or bool(self._table.wanting.any())
 
     @property
     def is_behind(self) -> bool:
         """Whether there is catch-up work that nobody waits for."""
-        return bool(self._behind)
+        return bool(self._table.behind.any())
 
     @property
     def has_unbooked(self) -> bool:
@@ -99,20 +94,20 @@ class DraftEngine:
     def handle(self, connection: int, message: SessionMessage) -> None:
         """Take in one message. Never raises for anything that a peer may have sent."""
         match message:
-            case Verdict():
-                self._verdict(SessionKey(connection, message.session_id), message)
+            case Verdicts():
+                self._take_in(connection, message)
             case SessionStart():
                 self._start(connection, message)
             case PlanChange():
-                session = self._find(SessionKey(connection, message.session_id))
+                session = self._find(SessionKey(connection, message.handle))
                 if session is not None:
                     session.plan = message.plan
             case SessionEnd():
-                self._forget(self._table.remove(SessionKey(connection, message.session_id)))
+                self._remove(self._table.get(SessionKey(connection, message.handle)))
             case ConnectionClosed():
                 for session in self._table.of_connection(connection):
-                    self._forget(self._table.remove(session.key))
-        if not isinstance(message, Verdict):
+                    self._remove(session)
+        if not isinstance(message, Verdicts):
             self.metrics.sessions.set(len(self._table))
             self._on_sessions(len(self._table))
 
@@ -123,11 +118,14 @@ class DraftEngine:
         """
         if len(self._unbooked) >= _MAX_UNBOOKED:
             self.book()
-        wanting, self._wanting = self._wanting, {}
+        if self._lost:
+            yield self._losses()
+        wanting = np.flatnonzero(self._table.wanting).tolist()
+        self._table.wanting[:] = False
         by_method: dict[DraftMethod, list[Session]] = {}
-        for session in wanting.values():
-            session.wants_draft = False
-            by_method.setdefault(session.plan.method, []).append(session)
+        for session in map(self._table.session, wanting):
+            if session.plan.speculative:
+                by_method.setdefault(session.plan.method, []).append(session)
         for method, sessions in by_method.items():
             source = self._sources.get(method)
             if source is None:
@@ -146,14 +144,15 @@ class DraftEngine:
 
     def catch_up(self) -> None:
         """Let the sources take in the news of one session."""
-        key, session = next(iter(self._behind.items()))
-        del self._behind[key]
+        slot = int(self._table.behind.argmax())
+        self._table.behind[slot] = False
+        session = self._table.session(slot)
         own = self._sources.get(session.plan.method)
         for source in {*self._fed, *([own] if own else [])}:
             try:
                 source.catch_up([session])
             except Exception:
-                logger.exception("catch-up failed", extra={"session": session.key.session_id})
+                logger.exception("catch-up failed", extra={"session": session.session_id})
                 self.check_devices()
                 self._lose(session, "error")
                 return
@@ -168,98 +167,128 @@ class DraftEngine:
 
     def _draft_batch(self, source: DraftSource, sessions: Sequence[Session]) -> Iterator[Answers]:
         started = self._now()
-        waiting = {session.key: session for session in sessions}
+        waiting = {session.slot: session for session in sessions}
         only_fed = all(fed is source for fed in self._fed)
         try:
             for drafted in source.drafts(sessions):
-                for session, _ in drafted:
-                    del waiting[session.key]
+                for session in drafted.sessions:
+                    del waiting[session.slot]
                     if only_fed:
-                        self._behind.pop(session.key, None)
-                if drafted:
-                    yield [self._answer(session, draft, started) for session, draft in drafted]
+                        self._table.behind[session.slot] = False
+                if drafted.sessions:
+                    yield self._answers(drafted, started)
         except Exception:
             # State half-way through a batch cannot be trusted: these sessions decode plainly.
             logger.exception("drafting failed", extra={"sessions": len(sessions)})
             self.check_devices()
             for session in sessions:
                 self._lose(session, "error")
+        if self._lost:
+            yield self._losses()
         if waiting:
-            yield self._none_of(waiting.values())
+            yield self._none_of(list(waiting.values()))
 
-    def _none_of(self, sessions: Iterable[Session]) -> Answers:
-        """Say at once that nothing comes."""
-        return [self._answer(session, NO_DRAFT, self._now()) for session in sessions]
+    def _none_of(self, sessions: Sequence[Session]) -> Answers:
+        """Say at once that nothing comes, so that the rows decode plainly without any patience."""
+        no_nodes = np.empty(0, dtype=np.int32)
+        nothing = Drafted(
+            sessions=sessions,
+            node_counts=np.zeros(len(sessions), dtype=np.int64),
+            tokens=no_nodes,
+            parents=no_nodes,
+            logprobs=np.empty(0, dtype=np.float32),
+        )
+        return self._answers(nothing, self._now())
 
-    def _answer(self, session: Session, draft: Draft, started: float) -> tuple[int, Proposal]:
+    def _answers(self, drafted: Drafted, started: float) -> Answers:
         seconds = self._now() - started
-        method = session.plan.method
-        self._unbooked.append(partial(self._book_answer, method, len(draft.tree), seconds))
-        proposal = Proposal(
-            session_id=session.key.session_id,
-            prefix_digest=session.digest,
-            prefix_len=len(session.tokens),
-            tree=draft.tree,
-            law=draft.law,
+        sessions, table = drafted.sessions, self._table
+        method = sessions[0].plan.method
+        self._unbooked.append(partial(self._book_answers, method, drafted.node_counts, seconds))
+        slots = np.array([session.slot for session in sessions])
+        proposals = Proposals(
+            handles=np.array([session.key.handle for session in sessions]),
+            digests=table.digests[slots],
+            prefix_lens=table.lengths[slots],
+            node_counts=drafted.node_counts,
+            tokens=drafted.tokens,
+            parents=drafted.parents,
+            logprobs=drafted.logprobs,
+            laws=drafted.laws,
             draft_us=int(seconds * 1e6),
         )
-        return session.key.connection, proposal
+        connections = [session.key.connection for session in sessions]
+        if len(set(connections)) == 1:
+            return [(connections[0], proposals)]
+        owners = np.array(connections)
+        return [
+            (number, proposals.only(np.flatnonzero(owners == number)))
+            for number in dict.fromkeys(connections)
+        ]
 
-    def _book_answer(self, method: DraftMethod, nodes: int, seconds: float) -> None:
-        if nodes:
+    def _losses(self) -> Answers:
+        lost, self._lost = self._lost, []
+        by_connection: dict[int, list[int]] = {}
+        for connection, handle in lost:
+            by_connection.setdefault(connection, []).append(handle)
+        return [(number, SessionsLost(tuple(them))) for number, them in by_connection.items()]
+
+    def _book_answers(
+        self, method: DraftMethod, node_counts: NDArray[np.int64], seconds: float
+    ) -> None:
+        for nodes in node_counts[node_counts > 0].tolist():
             self.metrics.proposal(method, nodes, seconds)
-        else:
-            self.metrics.no_proposal.labels(method).inc()
+        if nothing := int(np.count_nonzero(node_counts == 0)):
+            self.metrics.no_proposal.labels(method).inc(nothing)
 
     def _start(self, connection: int, message: SessionStart) -> None:
-        session = open_session(connection, message, self._limits)
-        if isinstance(session, str):
-            self._ignore(session, message.session_id)
+        key = SessionKey(connection, message.handle)
+        if reason := refusal(message, self._limits):
+            self._ignore(reason, key)
             return
-        for gone in self._table.add(session):
-            self._forget(gone)
+        self._remove(self._table.get(key))
+        self._remove(self._table.crowded_out(connection))
+        self._table.add(connection, message)
 
-    def _verdict(self, key: SessionKey, verdict: Verdict) -> None:
-        self._verdicts += 1
-        session = self._find(key)
-        if session is None or session.lost:
-            return
-        if verdict.epoch != session.epoch:
-            self._ignore("epoch", key.session_id)
-            return
-        step = check_verdict(session, verdict, self._limits)
-        if isinstance(step, str):
-            self._lose(session, step)
-            return
-        apply_step(session, step)
-        self._behind[key] = session
-        if session.wants_draft and session.plan.speculative:
-            self._wanting[key] = session
-        else:
-            self._wanting.pop(key, None)
+    def _take_in(self, connection: int, verdicts: Verdicts) -> None:
+        self._verdicts += len(verdicts)
+        taken = self._table.take_in(connection, verdicts)
+        if taken.unknown:
+            self._ignored("unknown_session", taken.unknown)
+        for session, reason in taken.lost:
+            self._lose(session, reason)
 
     def _find(self, key: SessionKey) -> Session | None:
         session = self._table.get(key)
         if session is None:
-            self._ignore("unknown_session", key.session_id)
+            self._ignore("unknown_session", key)
         return session
 
-    def _ignore(self, reason: str, session_id: SessionId) -> None:
-        logger.debug("message ignored", extra={"session": session_id, "reason": reason})
-        self.metrics.ignored_messages.labels(reason).inc()
+    def _ignore(self, reason: str, key: SessionKey) -> None:
+        logger.debug("message ignored", extra={"handle": key.handle, "reason": reason})
+        self._ignored(reason)
+
+    def _ignored(self, reason: str, count: int = 1) -> None:
+        self.metrics.ignored_messages.labels(reason).inc(count)
 
     def _lose(self, session: Session, reason: str) -> None:
         """Stop drafting a session that cannot be followed; it decodes plainly from here on."""
-        logger.warning("session lost", extra={"session": session.key.session_id, "reason": reason})
+        logger.warning("session lost", extra={"session": session.session_id, "reason": reason})
         self.metrics.lost_sessions.labels(reason).inc()
         session.lost = reason
-        self._forget(session)
+        self._lost.append(session.key)
+        self._table.forget(session)
+        self._release(session)
 
-    def _forget(self, session: Session | None) -> None:
-        if session is None:
-            return
-        self._wanting.pop(session.key, None)
-        self._behind.pop(session.key, None)
-        session.pending.clear()
+    def _remove(self, session: Session | None) -> None:
+        if session is not None:
+            self._table.remove(session)
+            self._release(session)
+
+    def _release(self, session: Session) -> None:
         for source in self._sources.values():
             source.release(session)
+
+
+def _as_they_are(wire: WireTensor) -> NDArray[np.generic]:
+    return wire.data

@@ -65,7 +65,7 @@ class Metrics:
         )
         self.dropped_proposals = Counter(
             "outrider_drafter_dropped_proposals",
-            "Proposals dropped because the connection was slow or gone",
+            "Draft batches dropped because the connection was slow or gone",
             registry=registry,
         )
         self.draft_seconds = Histogram(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import DraftTree
-from outrider.wire.messages import FeatureLayout
+from outrider.wire.messages import FeatureLayout, WireTensor
 from outrider_drafter.growth import Draft
 from outrider_drafter.sessions import Session
 from outrider_drafter.source import Drafted
@@ -57,6 +57,10 @@ class NgramSource:
         self._max_match = max_match
         self._min_match = min_match
 
+    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+        """Not asked for: the source takes no features."""
+        return wire.data
+
     def catch_up(self, sessions: Sequence[Session]) -> None:
         """Nothing to do."""
 
@@ -72,7 +76,7 @@ class NgramSource:
             )
             if len(found):
                 drafted.append((session, Draft(tree=DraftTree.chain(found))))
-        yield drafted
+        yield Drafted.of(drafted)
 
     def release(self, session: Session) -> None:
         """Nothing is held."""

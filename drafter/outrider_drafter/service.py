@@ -23,14 +23,15 @@ from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
 from outrider.transport.base import Dialer, DrafterConnection
 from outrider.transport.outgoing import Outgoing
+from outrider.wire.codec import encode_drafter_message
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     DrafterInfo,
     DrafterMessage,
+    Encoded,
     FeatureLayout,
     Heartbeat,
     Hello,
-    Proposal,
     Welcome,
 )
 from outrider_drafter.config import DrafterConfig
@@ -278,17 +279,21 @@ class DrafterService:
                 logger.warning("malformed message", extra={"reason": error.message})
                 continue
             together = (message, *connection.ready())
-            told = [m for m in together if not isinstance(m, Heartbeat | Welcome)]
+            told = [m for m in together if not isinstance(m, Heartbeat | Welcome | Encoded)]
             if told:
                 self._worker.submit(number, *told)
-            while self._worker.backlog > self._config.max_backlog:
+            while self._worker.backlog(number) > self._config.max_backlog:
                 await asyncio.sleep(_BACKLOG_POLL_S)
 
     def _deliver(self, answers: Answers) -> None:
-        """Called on the drafting thread."""
+        """Called on the drafting thread, which also encodes: it has nothing else to do, and the
+        event loop may be on its way to other messages."""
         assert self._loop is not None
+        encoded = [
+            (number, Encoded(encode_drafter_message(message))) for number, message in answers
+        ]
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(self._enqueue, answers)
+            self._loop.call_soon_threadsafe(self._enqueue, encoded)
 
     def _on_lost(self) -> None:
         """Called on the drafting thread."""
@@ -308,20 +313,17 @@ class DrafterService:
         if self.lost.is_set():
             raise UnavailableError("the drafter has lost its device", reason="DEVICE_LOST")
 
-    def _enqueue(self, answers: Answers) -> None:
-        by_connection: dict[int, list[Proposal]] = {}
-        for number, proposal in answers:
-            by_connection.setdefault(number, []).append(proposal)
-        for number, proposals in by_connection.items():
+    def _enqueue(self, answers: Sequence[tuple[int, Encoded]]) -> None:
+        for number, proposals in answers:
             self._send(number, proposals)
 
-    def _send(self, number: int, proposals: Sequence[Proposal]) -> None:
+    def _send(self, number: int, proposals: Encoded) -> None:
         outbox = self._outboxes.get(number)
         if outbox is None:
-            self.metrics.dropped_proposals.inc(len(proposals))
+            self.metrics.dropped_proposals.inc()
             return
         with contextlib.suppress(OutriderError):  # the reader notices the loss, too
-            outbox.put(*proposals)
+            outbox.put(proposals)
         while len(outbox) > self._config.max_outbox:
             outbox.drop_oldest()
             self.metrics.dropped_proposals.inc()

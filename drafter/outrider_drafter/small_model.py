@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.health import device_works
@@ -14,7 +15,7 @@ from outrider.engine.kvcache import KVSequence
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import DraftMethod
-from outrider.wire.messages import FeatureLayout
+from outrider.wire.messages import FeatureLayout, WireTensor
 from outrider_drafter.ancestry import Ancestry
 from outrider_drafter.grow import Job, grow, make_job
 from outrider_drafter.growth import Frontier
@@ -107,6 +108,10 @@ class SmallModelSource:
         """Whether the device still works; waits for all that was launched."""
         return device_works(self._model.device)
 
+    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+        """Not asked for: the source takes no features."""
+        return wire.data
+
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[Session]) -> None:
         """Run the tokens of sessions that draft by this model, but for the newest of each."""
@@ -132,7 +137,7 @@ class SmallModelSource:
         batch = SmallModelBatch(self._model, self._vocab_size, prefixes)
         for slot, draft in grow(batch, jobs):
             batch.finish(slot)
-            yield [(ready[slot], draft)]
+            yield Drafted.of([(ready[slot], draft)])
 
     def release(self, session: Session) -> None:
         """Free the session's K/V."""

@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.spec.plan import DraftMethod
-from outrider.wire.messages import FeatureLayout
+from outrider.wire.messages import FeatureLayout, Laws, Proposal, Proposals, WireTensor
 from outrider_drafter.growth import Draft
 from outrider_drafter.sessions import Session
 
-Drafted = Sequence[tuple[Session, Draft]]
-"""Drafts that are ready together."""
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drafted:
+    """Drafts that are ready together, one a session; columns [B], nodes of all trees flat."""
+
+    sessions: Sequence[Session]
+    node_counts: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    laws: Laws | None = None
+
+    @classmethod
+    def of(cls, drafts: Sequence[tuple[Session, Draft]]) -> Drafted:
+        """Drafts that were made one by one."""
+        flat = Proposals.of(
+            [
+                Proposal(handle=0, prefix_digest=0, prefix_len=1, tree=draft.tree, law=draft.law)
+                for _, draft in drafts
+            ]
+        )
+        return cls(
+            sessions=[session for session, _ in drafts],
+            node_counts=flat.node_counts,
+            tokens=flat.tokens,
+            parents=flat.parents,
+            logprobs=flat.logprobs,
+            laws=flat.laws,
+        )
 
 
 class DraftSource(Protocol):
@@ -19,11 +50,16 @@ class DraftSource(Protocol):
 
     method: DraftMethod
     feature_layout: FeatureLayout
-    """What the source wants to be fed with; PROJECTED sources consume `Session.pending`."""
+    """What the source wants to be fed with; PROJECTED sources use up `SessionTable.features`."""
     feature_size: int
     """Width H of a feature row; 0 without features."""
     feature_fingerprint: str
     """Identity of the projection that makes the features; "" without features."""
+
+    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+        """Feature rows [F, H] as the source wants to find them in `SessionTable.features`; a view
+        where they are that already. Never asked of a source without features."""
+        ...
 
     @property
     def usable(self) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -49,9 +49,9 @@ class DraftWorker:
         self._inbox: queue.SimpleQueue[tuple[int, Sequence[SessionMessage]] | None]
         self._inbox = queue.SimpleQueue()
         """(connection, what came together); None wakes the thread to end it."""
-        self._submitted = 0
-        """Messages so far; written by the submitting thread alone."""
-        self._taken = 0
+        self._submitted: Counter[int] = Counter()
+        """Messages of each connection so far; written by the submitting thread alone."""
+        self._taken: Counter[int] = Counter()
         """Of these, those that the drafting thread has taken in; written by it alone."""
         self._untaken: deque[tuple[int, SessionMessage]] = deque()
         """(connection, message) out of the inbox; an error leaves those behind it for later."""
@@ -59,10 +59,9 @@ class DraftWorker:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="drafting", daemon=True)
 
-    @property
-    def backlog(self) -> int:
-        """Messages that wait for the thread."""
-        return self._submitted - self._taken
+    def backlog(self, connection: int) -> int:
+        """Messages of a connection that wait for the thread."""
+        return self._submitted[connection] - self._taken[connection]
 
     @property
     def num_sessions(self) -> int:
@@ -81,7 +80,7 @@ class DraftWorker:
     def submit(self, connection: int, *messages: SessionMessage) -> None:
         """Hand messages to the thread, which takes all of them in before it drafts. To be called
         from one thread."""
-        self._submitted += len(messages)
+        self._submitted[connection] += len(messages)
         self._inbox.put((connection, messages))
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -131,8 +130,9 @@ class DraftWorker:
 
     def _take_in(self) -> None:
         while self._untaken:
-            self._taken += 1
-            self._engine.handle(*self._untaken.popleft())
+            connection, message = self._untaken.popleft()
+            self._taken[connection] += 1
+            self._engine.handle(connection, message)
 
     def _wait_s(self) -> float | None:
         """How long to wait for a message; None if there is nothing else to do."""

@@ -15,18 +15,34 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.spec.mixing import MASK64, mix64, mix64_array
+from outrider.spec.mixing import MASK64, MULTIPLIER_A, MULTIPLIER_B, mix64, mix64_array
 
 EMPTY_DIGEST = 0x6F75747269646572
 """Digest of the empty prefix; not 0, which means "no proposal" on the wire."""
 TOKEN_OFFSET = 0xD1B54A32D192ED03
 """Moves small token ids away from 0, the fixed point of mix64."""
+_FEW_TOKENS = 16
+"""Up to here plain numbers are faster than arrays."""
+_MOST_STEPS = 64
+"""Tokens up to which a prefix goes step by step with the others of its batch."""
 
 
-def extend_digest(digest: int, token_ids: Iterable[int]) -> int:
-    """Digest of the prefix with `token_ids` (>= 0) appended; in [0, 2^64)."""
-    for token in token_ids:
-        digest = mix64(digest ^ mix64(int(token) + TOKEN_OFFSET))
+def extend_digest(digest: int, token_ids: Iterable[int] | NDArray[np.integer]) -> int:
+    """Digest of the prefix with `token_ids` (>= 0) appended; in [0, 2^64).
+
+    An array costs about half of what a list of the same ids does: a chain can only be followed
+    link by link, but what the ids contribute is worked out at once.
+    """
+    if isinstance(token_ids, np.ndarray):
+        words: Iterable[int] = _token_words(token_ids).tolist()
+    else:
+        words = (mix64(int(token) + TOKEN_OFFSET) for token in token_ids)
+    for word in words:
+        # mix64, written out: a long prompt takes as many steps as it has tokens.
+        digest ^= word
+        digest = ((digest ^ (digest >> 30)) * MULTIPLIER_A) & MASK64
+        digest = ((digest ^ (digest >> 27)) * MULTIPLIER_B) & MASK64
+        digest ^= digest >> 31
     return digest & MASK64
 
 
@@ -34,6 +50,40 @@ def extend_digests(
     digests: NDArray[np.uint64], token_ids: NDArray[np.integer]
 ) -> NDArray[np.uint64]:
     """One step for many prefixes at once: digests [B], token_ids [B] (>= 0) -> digests [B]."""
+    return mix64_array(digests ^ _token_words(token_ids))
+
+
+def extend_ragged(
+    digests: NDArray[np.uint64], counts: NDArray[np.int64], token_ids: NDArray[np.integer]
+) -> NDArray[np.uint64]:
+    """Digests [B] of many prefixes, each with its part of `token_ids` (>= 0) appended.
+
+    counts [B]: how many tokens each prefix gets; they own consecutive parts of `token_ids`. A step
+    is taken for all prefixes that still have tokens left; one that has far more than the others is
+    followed alone.
+    """
+    result = digests.copy()
+    if not len(token_ids):
+        return result
+    ends = np.cumsum(counts)
+    starts = ends - counts
+    if len(token_ids) <= _FEW_TOKENS:
+        for place, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+            result[place] = extend_digest(int(digests[place]), token_ids[start:end].tolist())
+        return result
+    for long in np.flatnonzero(counts > _MOST_STEPS).tolist():
+        part = token_ids[int(starts[long]) : int(ends[long])]
+        result[long] = extend_digest(int(digests[long]), part)
+    words = _token_words(token_ids)
+    short = np.where(counts > _MOST_STEPS, 0, counts)
+    for step in range(int(short.max())):
+        going = np.flatnonzero(short > step)
+        result[going] = mix64_array(result[going] ^ words[starts[going] + step])
+    return result
+
+
+def _token_words(token_ids: NDArray[np.integer]) -> NDArray[np.uint64]:
+    """What each id contributes to a chain."""
     with np.errstate(over="ignore"):
         words = token_ids.astype(np.uint64) + np.uint64(TOKEN_OFFSET)
-    return mix64_array(digests ^ mix64_array(words))
+    return mix64_array(words)

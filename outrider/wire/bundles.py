@@ -55,9 +55,9 @@ def split(frame: Encoded) -> Sequence[Encoded]:
         fail(f"a frame of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
     members: list[Encoded] = []
     others: list[int] = []
-    for number, content in _fields(memoryview(frame)):
+    for number, content in fields(memoryview(frame)):
         if number == _BUNDLE:
-            if content is None:
+            if not isinstance(content, memoryview):
                 fail("a bundle must hold messages")
             members.append(content)
         else:
@@ -84,11 +84,12 @@ def _frame(group: Sequence[bytes]) -> bytes:
         return group[0]
     parts: list[bytes] = []
     for message in group:
-        parts += (_TAG, _varint(len(message)), message)
+        parts += (_TAG, varint(len(message)), message)
     return b"".join(parts)
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """A number >= 0 as protobuf writes it."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
@@ -97,19 +98,20 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, memoryview | None]]:
-    """(field number, content of a length-delimited field) of all outermost fields."""
+def fields(data: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
+    """(field number, content) of all outermost fields: of a length-delimited one where it lies, of
+    a varint its value; None for others. Raises InvalidMessageError for what is no such sequence."""
     position, end = 0, len(data)
     while position < end:
         tag, position = _read_varint(data, position)
         number, kind = tag >> 3, tag & 7
-        content: memoryview | None = None
+        content: memoryview | int | None = None
         if kind == _LENGTH_DELIMITED:
             length, start = _read_varint(data, position)
             position = start + length
             content = data[start:position]
         elif kind == 0:
-            _, position = _read_varint(data, position)
+            content, position = _read_varint(data, position)
         elif kind in _FIXED_BYTES:
             position += _FIXED_BYTES[kind]
         else:

@@ -5,8 +5,8 @@
     encode_Xs(messages) -> frames     several exchange messages a frame
     decode_Xs(frame) -> messages      the InvalidMessageError in a malformed one's place
 
-Decoding bounds every size and checks every field that means the same to all receivers; checks
-against a receiver's own vocabulary and plan are `validate_proposal`.
+Decoding bounds every size and checks every field that means the same to all receivers; what the
+entries of a round say is checked by their reader (`sound_proposals` for a verifier).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from outrider.wire.exchange_codec import (
     encode_drafter_messages,
     encode_verifier_message,
     encode_verifier_messages,
-    validate_proposal,
 )
 from outrider.wire.session_codec import (
     decode_sessions_message,
@@ -64,5 +63,4 @@ __all__ = [
     "encode_verifier_info",
     "encode_verifier_message",
     "encode_verifier_messages",
-    "validate_proposal",
 ]

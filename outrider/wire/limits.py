@@ -12,14 +12,17 @@ MAX_BUNDLE_BYTES = 4 << 20
 """Size up to which messages are put into one frame; a larger message crosses alone."""
 MAX_NODES = MAX_DRAFT_TOKENS
 """Nodes of a draft tree."""
-MAX_LAW_ENTRIES = 1 << 18
-"""(id, count) pairs of a draft law, over all its slots."""
+MAX_ROUND_SESSIONS = 4096
+"""Entries of one message of verdicts or proposals."""
+MAX_HANDLES = 1 << 20
+"""Session handles of a connection are below this."""
+MAX_LAW_ENTRIES = 1 << 22
+"""(id, count) pairs of all draft laws of a message."""
 MAX_VOCAB_SIZE = 1 << 24
 MAX_SEQUENCE_LEN = 1 << 24
 """Tokens of a session, and of any token list."""
 MAX_FEATURE_WIDTH = 1 << 16
 """Feature values a token."""
-MAX_TENSOR_RANK = 4
 MAX_STOP_TOKEN_IDS = 256
 MAX_METHODS = 16
 MAX_PEERS = 4096

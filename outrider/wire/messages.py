@@ -15,32 +15,19 @@ from numpy.typing import NDArray
 
 from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
-from outrider.spec.law import DraftLaw
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
-from outrider.spec.tree import DraftTree
+from outrider.wire.rounds import FeatureRows as FeatureRows
+from outrider.wire.rounds import Laws as Laws
+from outrider.wire.rounds import Proposal as Proposal
+from outrider.wire.rounds import Proposals as Proposals
+from outrider.wire.rounds import TensorDtype as TensorDtype
+from outrider.wire.rounds import Verdict as Verdict
+from outrider.wire.rounds import Verdicts as Verdicts
+from outrider.wire.rounds import WireTensor as WireTensor
 
 PROTOCOL_VERSION = 1
 """Raised with every incompatible change; peers with another version are refused."""
-
-
-class TensorDtype(StrEnum):
-    """Element types that may cross the wire."""
-
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    INT32 = "int32"
-    INT64 = "int64"
-    UINT16 = "uint16"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WireTensor:
-    """A dense array with its wire dtype; bfloat16 data is held as uint16 bit patterns."""
-
-    dtype: TensorDtype
-    data: NDArray[np.generic]
 
 
 class FeatureLayout(StrEnum):
@@ -72,26 +59,6 @@ class Hello:
     """Fingerprint of the head's feature projection; must equal the verifier's unless NONE."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Proposal:
-    """A draft tree, usable iff `prefix_digest` is the session's current one.
-
-    A tree without nodes says that there is no draft for this prefix: the verifier decodes it
-    plainly at once instead of waiting for its patience to end.
-    """
-
-    session_id: SessionId
-    prefix_digest: int
-    """64-bit digest of the committed prefix (root included) that the tree continues."""
-    prefix_len: int
-    """Number of tokens in that prefix, prompt and root included."""
-    tree: DraftTree
-    law: DraftLaw | None = None
-    """Draft probabilities by expanded node; None unless the rule needs them."""
-    draft_us: int = 0
-    """Time spent drafting, microseconds."""
-
-
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Says that the sender's event loop is alive; `sequence` counts up."""
@@ -99,7 +66,27 @@ class Heartbeat:
     sequence: int
 
 
-DrafterMessage = Hello | Proposal | Heartbeat
+@dataclass(frozen=True, slots=True)
+class SessionsLost:
+    """Sessions that the drafter cannot follow any more, unless they are announced again."""
+
+    handles: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A message that is bytes already, so that the thread that made it also encodes it; only
+    sending knows this form."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the message."""
+        return len(self.data)
+
+
+DrafterMessage = Hello | Proposals | SessionsLost | Heartbeat | Encoded
 
 # ---- exchange: verifier -> drafter -------------------------------------------------------------
 
@@ -117,7 +104,10 @@ class Welcome:
 class SessionStart:
     """Announces a session to its drafter; verdicts with the prompt follow."""
 
+    handle: int
+    """Names the session on this connection until its SessionEnd; small numbers, used again."""
     session_id: SessionId
+    """For logs."""
     epoch: int
     plan: Plan
     sampling: SamplingParams
@@ -127,42 +117,11 @@ class SessionStart:
     """Tokens of the prefix that are prompt (penalties treat prompt and output differently)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Verdict:
-    """What became committed: tokens, and the features of positions whose K/V is now written.
-
-    Prefill is a verdict too: its tokens are the prompt and the first sampled token. A chunked
-    prefill sends one verdict per chunk; only the last one has `draft_wanted`.
-    Invariant after each verdict with features: num_features == num_tokens - 1 (the root's K/V is
-    unwritten) once prefill is complete.
-    """
-
-    session_id: SessionId
-    epoch: int
-    round_id: int
-    start: int
-    """Index of the first token of `tokens` in the session's prefix."""
-    tokens: NDArray[np.int32]
-    """[n] newly committed ids; the last one is the new root when `draft_wanted`."""
-    prefix_digest: int
-    """Digest of the prefix after `tokens`."""
-    feature_start: int
-    """Index of the first position covered by `features`."""
-    features: WireTensor | None
-    """[m, H] projected features of positions feature_start .. feature_start + m - 1."""
-    draft_wanted: bool
-    """Whether a proposal for the new prefix is expected."""
-    accepted_nodes: tuple[int, ...] = ()
-    """Indices of the nodes that stood, in the proposal with `proposal_digest`."""
-    proposal_digest: int = 0
-    """Prefix digest of the proposal that this round verified; 0 if none."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChange:
     """The router changed a session's plan."""
 
-    session_id: SessionId
+    handle: int
     plan: Plan
 
 
@@ -170,10 +129,10 @@ class PlanChange:
 class SessionEnd:
     """The session is over for this drafter; free its state."""
 
-    session_id: SessionId
+    handle: int
 
 
-VerifierMessage = Welcome | SessionStart | Verdict | PlanChange | SessionEnd | Heartbeat
+VerifierMessage = Welcome | SessionStart | Verdicts | PlanChange | SessionEnd | Heartbeat | Encoded
 
 # ---- control: router -> verifier ---------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.client import Client, RetryPolicy, user
-from outrider.ids import DrafterId, SessionId
+from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import DraftTree
 from outrider.transport.grpc import GrpcDialer
@@ -25,7 +25,8 @@ from outrider.wire.messages import (
     Heartbeat,
     Hello,
     Proposal,
-    Verdict,
+    Proposals,
+    Verdicts,
     VerifierInfo,
 )
 from tests.integration.stack import Stack, wait_until
@@ -134,9 +135,7 @@ async def test_a_lying_drafter_changes_no_token(running: Stack, case: str) -> No
         await connection.receive()
         bad = HOSTILE_TREES[case]
         for digest in (0, 1, 2**64 - 1):
-            lie = Proposal(
-                session_id=SessionId("nobody"), prefix_digest=digest, prefix_len=3, tree=bad
-            )
+            lie = Proposals.of([Proposal(handle=0, prefix_digest=digest, prefix_len=3, tree=bad)])
             for _ in range(3):
                 await connection.send(lie)
         await connection.close()
@@ -189,12 +188,8 @@ async def test_replayed_proposals_of_a_stranger_are_dropped(running: Stack) -> N
                 ).token_ids
 
         work = asyncio.create_task(asyncio.to_thread(generate))
-        replay = Proposal(
-            session_id=SessionId("nobody"),
-            prefix_digest=7,
-            prefix_len=1,
-            tree=tree([5], [-1], [-0.1]),
-        )
+        stray = Proposal(handle=0, prefix_digest=7, prefix_len=1, tree=tree([5], [-1], [-0.1]))
+        replay = Proposals.of([stray])
         while not work.done():
             await connection.send(replay)
             await asyncio.sleep(0.002)
@@ -226,7 +221,7 @@ async def test_a_drafter_that_does_not_fit_is_refused(
         with pytest.raises(Exception, match=r"(?i)token ids|protocol|tokenizer|feature") as refused:
             while True:
                 message = await connection.receive()
-                assert isinstance(message, Heartbeat | Verdict)
+                assert isinstance(message, Heartbeat | Verdicts)
         assert getattr(refused.value, "code", "") in ("FAILED_PRECONDITION", "UNAVAILABLE")
         await connection.close()
     finally:

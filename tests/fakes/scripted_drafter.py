@@ -23,9 +23,11 @@ from outrider.wire.messages import (
     Hello,
     PlanChange,
     Proposal,
+    Proposals,
     SessionEnd,
     SessionStart,
     Verdict,
+    Verdicts,
     Welcome,
 )
 
@@ -82,6 +84,8 @@ class ScriptedDrafter:
         tokenizer_hash: str = "",
     ) -> None:
         self.sessions: dict[SessionId, Followed] = {}
+        self.names: dict[int, SessionId] = {}
+        """By handle."""
         self.starts = 0
         self.ended: list[SessionId] = []
         self.broken: Exception | None = None
@@ -124,7 +128,7 @@ class ScriptedDrafter:
     async def send(self, proposal: Proposal) -> None:
         """Send a proposal that nobody asked for."""
         assert self.connection is not None
-        await self.connection.send(proposal)
+        await self.connection.send(Proposals.of([proposal]))
 
     async def _follow(self, connection: DrafterConnection) -> None:
         try:
@@ -136,18 +140,27 @@ class ScriptedDrafter:
                             self.starts += 1
                             followed = Followed(message, message.plan)
                             self.sessions[message.session_id] = followed
-                        case Verdict():
-                            await self._verdict(connection, message)
+                            self.names[message.handle] = message.session_id
+                        case Verdicts():
+                            await self._verdicts(connection, message)
                         case PlanChange():
-                            self.sessions[message.session_id].plan = message.plan
+                            self.sessions[self.names[message.handle]].plan = message.plan
                         case SessionEnd():
-                            self.ended.append(message.session_id)
-                            del self.sessions[message.session_id]
+                            name = self.names.pop(message.handle)
+                            self.ended.append(name)
+                            del self.sessions[name]
         except Exception as violation:
             self.broken = violation
 
-    async def _verdict(self, connection: DrafterConnection, verdict: Verdict) -> None:
-        followed = self.sessions[verdict.session_id]
+    async def _verdicts(self, connection: DrafterConnection, message: Verdicts) -> None:
+        drafts = [self._take_in(verdict) for verdict in message.entries()]
+        proposals = [draft for draft in drafts if draft is not None]
+        if proposals:
+            await connection.send(Proposals.of(proposals))
+
+    def _take_in(self, verdict: Verdict) -> Proposal | None:
+        """The draft for what is committed now, if one is wanted and the test has one."""
+        followed = self.sessions[self.names[verdict.handle]]
         assert verdict.start == len(followed.tokens)
         followed.verdicts.append(verdict)
         followed.tokens += verdict.tokens.tolist()
@@ -158,17 +171,15 @@ class ScriptedDrafter:
             if verdict.draft_wanted:
                 assert len(followed.features) == len(followed.tokens) - 1
         if not verdict.draft_wanted or self.muted:
-            return
+            return None
         draft = self._propose(followed)
         if draft is None:
-            return
+            return None
         tree, law = draft if isinstance(draft, tuple) else (draft, None)
-        await connection.send(
-            Proposal(
-                session_id=verdict.session_id,
-                prefix_digest=verdict.prefix_digest,
-                prefix_len=len(followed.tokens),
-                tree=tree,
-                law=law,
-            )
+        return Proposal(
+            handle=verdict.handle,
+            prefix_digest=verdict.prefix_digest,
+            prefix_len=len(followed.tokens),
+            tree=tree,
+            law=law,
         )

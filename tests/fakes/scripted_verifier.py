@@ -18,6 +18,7 @@ from outrider.wire.messages import (
     PROTOCOL_VERSION,
     Hello,
     Proposal,
+    Proposals,
     SessionEvent,
     SessionSpec,
     VerifierInfo,
@@ -63,8 +64,9 @@ class ScriptedVerifier:
                 continue
             except OutriderError:
                 return
-            if isinstance(message, Proposal):
-                self.proposals.put_nowait(message)
+            if isinstance(message, Proposals):
+                for proposal in message.entries():
+                    self.proposals.put_nowait(proposal)
 
     async def connected(self) -> VerifierConnection:
         """Wait for the next new connection."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from outrider.transport.base import DrafterConnection
-from outrider.wire.messages import SessionEvent, Verdict, VerifierInfo
+from outrider.wire.messages import SessionEvent, Verdict, Verdicts, VerifierInfo, VerifierMessage
 from tests.integration.fake_endpoints import spec
 from tests.integration.transport_harness import Harness
 
@@ -26,8 +26,13 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = NOT
 
 async def next_verdict(connection: DrafterConnection) -> Verdict:
     message = await asyncio.wait_for(connection.receive(), 20)
-    assert isinstance(message, Verdict)
-    return message
+    return only_verdict(message)
+
+
+def only_verdict(message: VerifierMessage) -> Verdict:
+    assert isinstance(message, Verdicts)
+    (verdict,) = message.entries()
+    return verdict
 
 
 async def tasks_at_rest() -> int:

@@ -34,10 +34,12 @@ from outrider.wire.messages import (
     FinishReason,
     Hello,
     Proposal,
+    Proposals,
     SessionEvent,
     SessionSpec,
     TensorDtype,
     Verdict,
+    Verdicts,
     VerifierInfo,
     Welcome,
     WireTensor,
@@ -62,10 +64,26 @@ def hello(vocab_size: int = VOCAB_SIZE) -> Hello:
     )
 
 
-def proposal(index: int, session_id: str = "echo", argument: int = 0) -> Proposal:
-    """A chain of four; the verifier echoes it. `argument` is for the session id's behaviour."""
-    return Proposal(
-        session_id=SessionId(session_id),
+BEHAVIOURS = (
+    "echo",
+    "quit",
+    "bug",
+    "sleep",
+    "garbage",
+    "flood",
+    "together",
+    "half garbage",
+    "late",
+    "features",
+    "silent",
+)
+"""What a verifier does on proposals of the handle that is a behaviour's place here."""
+
+
+def proposal(index: int, behaviour: str = "echo", argument: int = 0) -> Proposals:
+    """A chain of four; the verifier echoes it. `argument` is for the behaviour."""
+    draft = Proposal(
+        handle=BEHAVIOURS.index(behaviour),
         prefix_digest=index,
         prefix_len=index + 1,
         tree=DraftTree(
@@ -73,8 +91,8 @@ def proposal(index: int, session_id: str = "echo", argument: int = 0) -> Proposa
             parents=np.arange(-1, 3, dtype=np.int32),
             logprobs=-np.arange(4, dtype=np.float32),
         ),
-        draft_us=argument,
     )
+    return Proposals.of([draft], draft_us=argument)
 
 
 def features(rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -153,15 +171,15 @@ class FakeVerifier(ServesGenerators):
                             incarnation="xyz",
                         )
                     )
-                elif isinstance(message, Proposal) and not await self._answer(connection, message):
+                elif isinstance(message, Proposals) and not await self._answer(connection, message):
                     return
         finally:
             self.exchanges -= 1
 
-    async def _answer(self, connection: VerifierConnection, message: Proposal) -> bool:
+    async def _answer(self, connection: VerifierConnection, message: Proposals) -> bool:
         """Whether to go on with the exchange."""
         argument = message.draft_us
-        match message.session_id:
+        match BEHAVIOURS[int(message.handles[0])]:
             case "quit":
                 return False
             case "bug":
@@ -235,20 +253,18 @@ def event(spec: SessionSpec, index: int, reason: FinishReason | None) -> Session
     )
 
 
-def echo(message: Proposal, rows: int = 0) -> Verdict:
-    return Verdict(
-        session_id=message.session_id,
-        epoch=1,
-        round_id=message.prefix_len,
-        start=message.prefix_len,
-        tokens=message.tree.tokens,
-        prefix_digest=message.prefix_digest,
+def echo(message: Proposals, rows: int = 0) -> Verdicts:
+    (draft,) = message.entries()
+    verdict = Verdict(
+        handle=draft.handle,
+        start=draft.prefix_len,
+        tokens=draft.tree.tokens,
+        prefix_digest=draft.prefix_digest,
         feature_start=0,
         features=WireTensor(dtype=TensorDtype.FLOAT32, data=features(rows)) if rows else None,
         draft_wanted=True,
-        accepted_nodes=(0, 1),
-        proposal_digest=message.prefix_digest,
     )
+    return Verdicts.of([verdict])
 
 
 class FakeDrafter:

@@ -9,8 +9,8 @@ import pytest
 from outrider.errors import InvalidMessageError
 from outrider.wire.bundles import join
 from outrider.wire.codec import encode_drafter_message
-from outrider.wire.messages import Verdict, VerifierMessage, Welcome
-from tests.integration.contract_support import Peer, frames_of, next_verdict
+from outrider.wire.messages import VerifierMessage, Welcome
+from tests.integration.contract_support import Peer, frames_of, next_verdict, only_verdict
 from tests.integration.fake_endpoints import hello, proposal
 
 
@@ -31,7 +31,7 @@ async def test_verdicts_offered_together_are_ready_together(peer: Peer) -> None:
     while len(received) < 700:
         received.append(await asyncio.wait_for(peer.connection.receive(), 20))
         received += peer.connection.ready()
-    verdicts = [message for message in received if isinstance(message, Verdict)]
+    verdicts = [only_verdict(message) for message in received]
     assert [verdict.prefix_digest for verdict in verdicts] == list(range(700))
     assert all(verdict.features is not None for verdict in verdicts)
     assert peer.connection.ready() == []

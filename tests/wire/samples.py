@@ -59,9 +59,7 @@ LAW = DraftLaw(
     counts=np.array([60000, 5535, 1], dtype=np.uint16),
 )
 VERDICT = m.Verdict(
-    session_id=SESSION,
-    epoch=2,
-    round_id=9,
+    handle=70000,
     start=100,
     tokens=np.array([11, 49151, 7], dtype=np.int32),
     prefix_digest=0xFEDCBA9876543210,
@@ -70,8 +68,29 @@ VERDICT = m.Verdict(
         dtype=m.TensorDtype.BFLOAT16, data=np.array([[0x3F80, 0], [0xBF80, 1]], dtype=np.uint16)
     ),
     draft_wanted=True,
-    accepted_nodes=(0, 2),
-    proposal_digest=0x0123456789ABCDEF,
+)
+VERDICTS = m.Verdicts.of(
+    [
+        VERDICT,
+        m.Verdict(
+            handle=3,
+            start=0,
+            tokens=np.array([5, 6], dtype=np.int32),
+            prefix_digest=0x0123456789ABCDEF,
+            feature_start=0,
+            features=None,
+            draft_wanted=False,
+        ),
+    ]
+)
+PROPOSAL = m.Proposal(
+    handle=70000, prefix_digest=0x0123456789ABCDEF, prefix_len=100, tree=TREE, law=LAW
+)
+CHAIN = m.Proposal(
+    handle=3,
+    prefix_digest=2**64 - 1,
+    prefix_len=7,
+    tree=DraftTree.chain(np.array([8, 9], dtype=np.int32)),
 )
 FINISH = api.FinishInfo(
     reason=m.FinishReason.STOP_STRING,
@@ -80,17 +99,8 @@ FINISH = api.FinishInfo(
     stop_string="\n\n",
 )
 SAMPLES: dict[str, tuple[str, Any]] = {
-    "proposal": (
-        "drafter",
-        m.Proposal(
-            session_id=SESSION,
-            prefix_digest=0x0123456789ABCDEF,
-            prefix_len=100,
-            tree=TREE,
-            law=LAW,
-            draft_us=1234,
-        ),
-    ),
+    "proposals": ("drafter", m.Proposals.of([CHAIN, PROPOSAL], draft_us=1234)),
+    "chains": ("drafter", m.Proposals.of([CHAIN])),
     "hello": (
         "drafter",
         m.Hello(
@@ -104,8 +114,9 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             feature_fingerprint="cd" * 8,
         ),
     ),
+    "sessions_lost": ("drafter", m.SessionsLost((3, 70000))),
     "drafter_heartbeat": ("drafter", m.Heartbeat(7)),
-    "verdict": ("verifier", VERDICT),
+    "verdicts": ("verifier", VERDICTS),
     "welcome": (
         "verifier",
         m.Welcome(protocol_version=1, verifier_id=VerifierId("verifier-a"), incarnation="9a8b"),
@@ -113,6 +124,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "session_start": (
         "verifier",
         m.SessionStart(
+            handle=70000,
             session_id=SESSION,
             epoch=2,
             plan=PLAN,
@@ -121,8 +133,8 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             prompt_len=100,
         ),
     ),
-    "plan_change": ("verifier", m.PlanChange(session_id=SESSION, plan=Plan())),
-    "session_end": ("verifier", m.SessionEnd(session_id=SESSION)),
+    "plan_change": ("verifier", m.PlanChange(handle=70000, plan=Plan())),
+    "session_end": ("verifier", m.SessionEnd(handle=2**20 - 1)),
     "verifier_heartbeat": ("verifier", m.Heartbeat(2**64 - 1)),
     "session_open": (
         "sessions_request",
@@ -299,11 +311,11 @@ SAMPLES: dict[str, tuple[str, Any]] = {
 }
 SAMPLES["drafter_bundle"] = (
     "drafter_bundle",
-    tuple(SAMPLES[name][1] for name in ("proposal", "drafter_heartbeat")),
+    tuple(SAMPLES[name][1] for name in ("proposals", "drafter_heartbeat")),
 )
 SAMPLES["verifier_bundle"] = (
     "verifier_bundle",
-    tuple(SAMPLES[name][1] for name in ("session_start", "verdict", "session_end")),
+    tuple(SAMPLES[name][1] for name in ("session_start", "verdicts", "session_end")),
 )
 _BY_NAME = {kind.name: kind for kind in KINDS}
 

@@ -22,6 +22,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=3
 MAYBE_NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 SESSION_IDS = NAMES.map(SessionId)
 METHODS = st.lists(st.sampled_from(DraftMethod), max_size=5).map(tuple)
+HANDLES = st.integers(0, 2**20 - 1)
 TIMES = st.floats(0, 1e9)
 
 
@@ -97,21 +98,24 @@ def laws(draw: st.DrawFn, tree: DraftTree) -> DraftLaw:
 
 
 @st.composite
-def proposals(draw: st.DrawFn) -> messages.Proposal:
-    tree = draw(trees())
-    return messages.Proposal(
-        session_id=draw(SESSION_IDS),
-        prefix_digest=draw(UINT64),
-        prefix_len=draw(st.integers(1, 2**24)),
-        tree=tree,
-        law=draw(laws(tree)) if draw(st.booleans()) else None,
-        draft_us=draw(UINT64),
-    )
+def proposals(draw: st.DrawFn) -> messages.Proposals:
+    drafts = []
+    for handle in draw(st.lists(HANDLES, min_size=1, max_size=4, unique=True)):
+        tree = draw(trees(max_nodes=8))
+        drafts.append(
+            messages.Proposal(
+                handle=handle,
+                prefix_digest=draw(UINT64),
+                prefix_len=draw(st.integers(1, 2**24)),
+                tree=tree,
+                law=draw(laws(tree)) if draw(st.booleans()) else None,
+            )
+        )
+    return messages.Proposals.of(drafts, draft_us=draw(UINT64))
 
 
 @st.composite
-def feature_tensors(draw: st.DrawFn) -> messages.WireTensor:
-    shape = (draw(st.integers(0, 4)), draw(st.integers(1, 8)))
+def verdicts(draw: st.DrawFn) -> messages.Verdicts:
     dtype, holder = draw(
         st.sampled_from(
             [
@@ -121,9 +125,25 @@ def feature_tensors(draw: st.DrawFn) -> messages.WireTensor:
             ]
         )
     )
-    size = int(np.prod(shape)) * np.dtype(holder).itemsize
-    raw = draw(st.binary(min_size=size, max_size=size))
-    return messages.WireTensor(dtype=dtype, data=np.frombuffer(raw, holder).reshape(shape))
+    width = draw(st.integers(1, 8))
+    told = []
+    for handle in draw(st.lists(HANDLES, min_size=1, max_size=4, unique=True)):
+        rows = draw(st.integers(0, 4))
+        size = rows * width * np.dtype(holder).itemsize
+        raw = draw(st.binary(min_size=size, max_size=size))
+        data = np.frombuffer(raw, holder).reshape(rows, width)
+        told.append(
+            messages.Verdict(
+                handle=handle,
+                start=draw(LENGTHS),
+                tokens=np.array(draw(id_lists()), dtype=np.int32),
+                prefix_digest=draw(UINT64),
+                feature_start=draw(LENGTHS),
+                features=messages.WireTensor(dtype=dtype, data=data) if rows else None,
+                draft_wanted=draw(st.booleans()),
+            )
+        )
+    return messages.Verdicts.of(told)
 
 
 HELLOS = st.builds(
@@ -137,24 +157,13 @@ HELLOS = st.builds(
     feature_layout=st.sampled_from(messages.FeatureLayout),
     feature_fingerprint=MAYBE_NAMES,
 )
+LOST = st.builds(messages.SessionsLost, st.lists(HANDLES, min_size=1, max_size=5).map(tuple))
 HEARTBEATS = st.builds(messages.Heartbeat, UINT64)
-DRAFTER_MESSAGES: st.SearchStrategy[messages.DrafterMessage] = proposals() | HELLOS | HEARTBEATS
-VERDICTS = st.builds(
-    messages.Verdict,
-    session_id=SESSION_IDS,
-    epoch=UINT64,
-    round_id=UINT64,
-    start=LENGTHS,
-    tokens=id_lists().map(lambda ids: np.array(ids, dtype=np.int32)),
-    prefix_digest=UINT64,
-    feature_start=LENGTHS,
-    features=st.none() | feature_tensors(),
-    draft_wanted=st.booleans(),
-    accepted_nodes=st.sets(st.integers(0, 255), max_size=8).map(lambda ids: tuple(sorted(ids))),
-    proposal_digest=UINT64,
+DRAFTER_MESSAGES: st.SearchStrategy[messages.DrafterMessage] = (
+    proposals() | HELLOS | HEARTBEATS | LOST
 )
 VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
-    VERDICTS,
+    verdicts(),
     HEARTBEATS,
     st.builds(
         messages.Welcome,
@@ -164,6 +173,7 @@ VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
     ),
     st.builds(
         messages.SessionStart,
+        handle=HANDLES,
         session_id=SESSION_IDS,
         epoch=UINT64,
         plan=PLANS,
@@ -171,8 +181,8 @@ VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
         max_len=LENGTHS,
         prompt_len=LENGTHS,
     ),
-    st.builds(messages.PlanChange, session_id=SESSION_IDS, plan=PLANS),
-    st.builds(messages.SessionEnd, session_id=SESSION_IDS),
+    st.builds(messages.PlanChange, handle=HANDLES, plan=PLANS),
+    st.builds(messages.SessionEnd, handle=HANDLES),
 )
 
 

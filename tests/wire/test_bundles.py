@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from outrider.wire.v1 import exchange_pb2 as pb
 from tests.wire.kinds import plain
 from tests.wire.samples import SAMPLES
 
-VERDICT = SAMPLES["verdict"][1]
+VERDICT = SAMPLES["verdicts"][1]
 GOOD = codec.encode_verifier_message(VERDICT)
 BEAT = codec.encode_verifier_message(Heartbeat(1))
 
@@ -63,6 +62,17 @@ def test_a_bundle_is_what_protobuf_makes_of_the_messages() -> None:
     assert joined == frame.SerializeToString()
 
 
+def test_messages_of_a_round_are_what_protobuf_makes_of_them() -> None:
+    assert pb.ExchangeResponse.FromString(GOOD).SerializeToString(deterministic=True) == GOOD
+    drafts = codec.encode_drafter_message(SAMPLES["proposals"][1])
+    assert pb.ExchangeRequest.FromString(drafts).SerializeToString(deterministic=True) == drafts
+
+
+def test_a_message_beside_another_is_refused() -> None:
+    for frame in (GOOD + BEAT, BEAT + GOOD, GOOD + GOOD):
+        assert "exactly one message" in only_error(frame)
+
+
 def test_a_message_alone_is_its_own_frame() -> None:
     assert codec.encode_verifier_messages([VERDICT]) == [GOOD]
     assert codec.encode_verifier_messages([]) == []
@@ -94,9 +104,10 @@ def test_a_malformed_member_costs_only_itself(bad: bytes) -> None:
 
 
 def test_a_member_whose_content_is_bad_costs_only_itself() -> None:
-    backwards = codec.encode_verifier_message(replace(VERDICT, accepted_nodes=(2, 1)))
-    first, second = codec.decode_verifier_messages(bundle(backwards, GOOD))
-    assert isinstance(first, InvalidMessageError) and "must increase" in first.message
+    short = pb.ExchangeResponse.FromString(GOOD)
+    short.verdicts.tokens = b""
+    first, second = codec.decode_verifier_messages(bundle(short.SerializeToString(), GOOD))
+    assert isinstance(first, InvalidMessageError) and "must have 5 entries" in first.message
     assert plain(second) == plain(VERDICT)
 
 

@@ -11,19 +11,18 @@ import numpy as np
 import pytest
 
 from outrider.errors import InvalidMessageError, InvalidRequestError
-from outrider.spec.tree import DraftTree
 from outrider.wire import codec
-from outrider.wire.exchange_codec import validate_proposal
 from outrider.wire.inference import GenerateRequest, SamplingOptions, TextPrompt
 from outrider.wire.inference_codec import event_from_pb, request_from_pb, request_to_pb
-from outrider.wire.limits import MAX_MESSAGE_BYTES, MAX_NODES
+from outrider.wire.limits import MAX_MESSAGE_BYTES
 from outrider.wire.messages import (
     MALFORMED_ROW,
     MalformedOpen,
-    Proposal,
+    Proposals,
     SessionEvents,
     SessionOpen,
 )
+from outrider.wire.rounds import sound_proposals
 from outrider.wire.v1 import common_pb2, control_pb2, exchange_pb2, inference_pb2
 from tests.wire.samples import PLAN, SAMPLES, SAMPLING, SESSION, TREE
 
@@ -36,13 +35,13 @@ def float32(*values: float) -> bytes:
     return np.array(values, dtype="<f4").tobytes()
 
 
-def proposal_pb() -> exchange_pb2.ExchangeRequest:
-    encoded = codec.encode_drafter_message(SAMPLES["proposal"][1])
+def proposals_pb() -> exchange_pb2.ExchangeRequest:
+    encoded = codec.encode_drafter_message(SAMPLES["proposals"][1])
     return exchange_pb2.ExchangeRequest.FromString(encoded)
 
 
-def verdict_pb() -> exchange_pb2.ExchangeResponse:
-    encoded = codec.encode_verifier_message(SAMPLES["verdict"][1])
+def verdicts_pb() -> exchange_pb2.ExchangeResponse:
+    encoded = codec.encode_verifier_message(SAMPLES["verdicts"][1])
     return exchange_pb2.ExchangeResponse.FromString(encoded)
 
 
@@ -59,68 +58,114 @@ def events_pb() -> control_pb2.SessionsResponse:
 Change = Callable[[Any], object]
 
 BAD_PROPOSALS: dict[str, tuple[Change, str]] = {
-    "no session": (lambda p: setattr(p, "session_id", ""), "session_id must not be empty"),
-    "long session": (lambda p: setattr(p, "session_id", "x" * 300), "at most 256 bytes"),
-    "no prefix": (lambda p: setattr(p, "prefix_len", 0), r"prefix_len must be in \[1, "),
-    "odd bytes": (lambda p: setattr(p.tree, "tokens", b"\0" * 5), "not a multiple of 4"),
+    "nobody": (lambda p: setattr(p, "handles", b""), r"proposals must be in \[1, "),
+    "odd bytes": (lambda p: setattr(p, "tokens", b"\0" * 5), "tokens: 5 bytes are not a multiple"),
+    "digests": (lambda p: setattr(p, "digests", b"\0" * 8), "digests must have 2 entries, got 1"),
+    "prefixes": (lambda p: setattr(p, "prefix_lens", int32(1)), "prefix_lens must have 2"),
+    "counts": (lambda p: setattr(p, "node_counts", int32(2)), "node_counts must have 2"),
     "many nodes": (
-        lambda p: setattr(p.tree, "tokens", int32(*range(MAX_NODES + 1))),
-        "at most 256 entries",
+        lambda p: setattr(p, "node_counts", int32(2, 600)),
+        r"nodes must be in \[0, 512",
     ),
-    "lengths": (lambda p: setattr(p.tree, "parents", int32(-1)), "has shape"),
-    "negative id": (lambda p: setattr(p.tree, "tokens", int32(-1, 12, 49151)), "token ids"),
-    "parent later": (lambda p: setattr(p.tree, "parents", int32(-1, 2, 0)), "earlier node"),
-    "parent self": (lambda p: setattr(p.tree, "parents", int32(0, -1, 0)), "earlier node"),
-    "parent below root": (lambda p: setattr(p.tree, "parents", int32(-2, -1, 0)), "earlier node"),
-    "nan": (lambda p: setattr(p.tree, "logprobs", float32(math.nan, -1, -1)), "log-probs"),
-    "infinite": (
-        lambda p: setattr(p.tree, "logprobs", float32(-math.inf, -1, -math.inf)),
-        "finite",
-    ),
-    "positive": (lambda p: setattr(p.tree, "logprobs", float32(0.5, -1.5, -0.75)), "log-probs"),
-    "rising": (lambda p: setattr(p.tree, "logprobs", float32(-0.25, -1.5, -0.1)), "log-probs"),
-    "law offsets": (lambda p: setattr(p.law, "offsets", int32(0, 2, 3)), "offsets"),
-    "law falls": (lambda p: setattr(p.law, "offsets", int32(0, 3, 2, 3, 3)), "offsets"),
-    "law counts": (lambda p: setattr(p.law, "counts", b"\0\0" * 3), "counts must be >= 1"),
-    "law order": (lambda p: setattr(p.law, "ids", int32(12, 11, 49151)), "strictly increase"),
-    "law misses a child": (lambda p: setattr(p.law, "ids", int32(11, 13, 49151)), "draft law"),
+    "tokens": (lambda p: setattr(p, "tokens", int32(1)), "tokens must have 5 entries"),
+    "parents": (lambda p: setattr(p, "parents", int32(-1)), "parents must have 5 entries"),
+    "logprobs": (lambda p: setattr(p, "logprobs", float32(0)), "logprobs must have 5 entries"),
+    "law of whom": (lambda p: setattr(p, "with_law", b"\1"), "with_law must have 2 entries"),
+    "law or not": (lambda p: setattr(p, "with_law", b"\0\2"), "with_law must be 0 or 1"),
+    "law of nobody": (lambda p: setattr(p, "with_law", b""), "law_sizes must have 0 entries"),
+    "law slots": (lambda p: setattr(p, "law_sizes", int32(3)), "law_sizes must have 4 entries"),
+    "law sizes": (lambda p: setattr(p, "law_sizes", int32(3, 2, 0, 0)), "law_ids must have 5"),
+    "huge law": (lambda p: setattr(p, "law_sizes", int32(-1, 0, 0, 0)), "law entries must be in"),
+    "law counts": (lambda p: setattr(p, "law_counts", b"\1\0"), "law_counts must have 3 entries"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_PROPOSALS)
-def test_a_bad_proposal_is_refused(name: str) -> None:
+def test_proposals_whose_arrays_disagree_are_refused(name: str) -> None:
     change, reason = BAD_PROPOSALS[name]
-    message = proposal_pb()
-    change(message.proposal)
+    message = proposals_pb()
+    change(message.proposals)
     with pytest.raises(InvalidMessageError, match=reason):
         codec.decode_drafter_message(message.SerializeToString())
 
 
 BAD_VERDICTS: dict[str, tuple[Change, str]] = {
-    "negative id": (lambda v: setattr(v, "tokens", int32(-1)), "verdict.tokens"),
-    "start": (lambda v: setattr(v, "start", 2**31), "start must be"),
-    "dtype": (lambda v: setattr(v.features, "dtype", 99), "dtype 99 is unknown"),
+    "nobody": (lambda v: setattr(v, "handles", b""), r"verdicts must be in \[1, "),
+    "starts": (lambda v: setattr(v, "starts", int32(1)), "starts must have 2 entries"),
+    "tokens": (lambda v: setattr(v, "tokens", int32(1)), "tokens must have 5 entries"),
+    "too few tokens": (lambda v: setattr(v, "token_counts", int32(-1, 1)), "tokens must have"),
+    "digests": (lambda v: setattr(v, "digests", b"\0" * 24), "digests must have 2 entries"),
+    "wishes": (lambda v: setattr(v, "draft_wanted", b"\1\3"), "draft_wanted must be 0 or 1"),
+    "dtype": (lambda v: setattr(v, "feature_dtype", 99), "floating point, got element type 99"),
     "integer features": (
-        lambda v: setattr(v.features, "dtype", common_pb2.TENSOR_DTYPE_UINT16),
+        lambda v: setattr(v, "feature_dtype", common_pb2.TENSOR_DTYPE_UINT16),
         "floating point",
     ),
-    "size": (lambda v: setattr(v.features, "data", b"\0" * 7), "has 8 bytes, got 7"),
-    "overflow": (lambda v: v.features.shape.extend([2**31, 2**31]), "bytes, got 8"),
-    "rank": (lambda v: v.features.shape.extend([1, 1, 1]), "at most 4 dimensions"),
-    "shape": (lambda v: v.features.shape.extend([1]), r"shape \[m, H\]"),
-    "node order": (lambda v: v.accepted_nodes.extend([1]), "must increase"),
-    "node range": (lambda v: v.accepted_nodes.extend([256]), "below 256"),
-    "nodes": (lambda v: v.accepted_nodes.extend(range(3, 300)), "at most 256 entries"),
+    "width": (lambda v: setattr(v, "feature_width", 0), "feature_width must be in"),
+    "huge width": (lambda v: setattr(v, "feature_width", 2**31), "feature_width must be in"),
+    "size": (lambda v: setattr(v, "features", b"\0" * 7), "are not 7 bytes"),
+    "rows": (lambda v: setattr(v, "feature_counts", int32(2, 1)), "3 rows of 2 bfloat16"),
+    "no rows": (lambda v: setattr(v, "feature_counts", int32(0, 0)), "0 rows of 2 bfloat16"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_VERDICTS)
-def test_a_bad_verdict_is_refused(name: str) -> None:
+def test_verdicts_whose_arrays_disagree_are_refused(name: str) -> None:
     change, reason = BAD_VERDICTS[name]
-    message = verdict_pb()
-    change(message.verdict)
+    message = verdicts_pb()
+    change(message.verdicts)
     with pytest.raises(InvalidMessageError, match=reason):
         codec.decode_verifier_message(message.SerializeToString())
+
+
+@pytest.mark.parametrize("handle", [2**20, 2**32 - 1])
+def test_a_handle_beyond_the_bound_is_refused(handle: int) -> None:
+    for message in (
+        exchange_pb2.ExchangeResponse(session_end={"handle": handle}),
+        exchange_pb2.ExchangeResponse(plan_change={"handle": handle}),
+        exchange_pb2.ExchangeResponse(session_start={"handle": handle, "session_id": "s"}),
+    ):
+        with pytest.raises(InvalidMessageError, match="handle must be in"):
+            codec.decode_verifier_message(message.SerializeToString())
+
+
+BAD_ENTRIES: dict[str, Change] = {
+    "negative id": lambda p: setattr(p, "tokens", int32(8, 9, -1, 12, 49151)),
+    "id beyond the vocabulary": lambda p: setattr(p, "tokens", int32(8, 9, 11, 12, 49152)),
+    "parent later": lambda p: setattr(p, "parents", int32(-1, 0, -1, 2, 0)),
+    "parent self": lambda p: setattr(p, "parents", int32(-1, 0, 0, -1, 0)),
+    "parent below root": lambda p: setattr(p, "parents", int32(-1, 0, -2, -1, 0)),
+    "parent far away": lambda p: setattr(p, "parents", int32(-1, 0, -(2**31), -1, 2**31 - 1)),
+    "twins": lambda p: setattr(p, "tokens", int32(8, 9, 11, 11, 49151)),
+    "nan": lambda p: setattr(p, "logprobs", float32(0, 0, math.nan, -1, -1)),
+    "infinite": lambda p: setattr(p, "logprobs", float32(0, 0, -math.inf, -1, -math.inf)),
+    "positive": lambda p: setattr(p, "logprobs", float32(0, 0, 0.5, -1.5, -0.75)),
+    "rising": lambda p: setattr(p, "logprobs", float32(0, 0, -0.25, -1.5, -0.1)),
+    "law counts": lambda p: setattr(p, "law_counts", b"\0\0" * 3),
+    "law order": lambda p: setattr(p, "law_ids", int32(12, 11, 49151)),
+    "law ids": lambda p: setattr(p, "law_ids", int32(11, 12, -5)),
+    "law misses a child": lambda p: setattr(p, "law_ids", int32(11, 13, 49151)),
+    "law of a leaf": lambda p: setattr(p, "law_sizes", int32(2, 0, 0, 1)),
+    "no prefix": lambda p: setattr(p, "prefix_lens", int32(7, 0)),
+    "handle": lambda p: setattr(p, "handles", int32(3, -1)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ENTRIES)
+def test_a_bad_entry_costs_itself_alone(name: str) -> None:
+    message = proposals_pb()
+    BAD_ENTRIES[name](message.proposals)
+    decoded = codec.decode_drafter_message(message.SerializeToString())
+    assert isinstance(decoded, Proposals)
+    assert sound_proposals(decoded, vocab_size=49152, max_nodes=256).tolist() == [True, False]
+
+
+def test_of_entries_with_one_handle_the_last_counts() -> None:
+    message = proposals_pb()
+    message.proposals.handles = int32(3, 3)
+    decoded = codec.decode_drafter_message(message.SerializeToString())
+    assert isinstance(decoded, Proposals)
+    assert sound_proposals(decoded, vocab_size=49152, max_nodes=256).tolist() == [False, True]
 
 
 BAD_SPECS: dict[str, tuple[Change, str]] = {
@@ -254,19 +299,17 @@ def test_absent_fields_of_a_plan_and_of_sampling_mean_the_documented_defaults() 
 
 
 def test_a_receiver_checks_ids_and_size_against_its_own_bounds() -> None:
-    proposal: Proposal = SAMPLES["proposal"][1]
-    validate_proposal(proposal, vocab_size=49152, max_nodes=3)
-    with pytest.raises(InvalidMessageError, match=r"\[0, 49151\)"):
-        validate_proposal(proposal, vocab_size=49151, max_nodes=3)
-    with pytest.raises(InvalidMessageError, match="at most 2"):
-        validate_proposal(proposal, vocab_size=49152, max_nodes=2)
+    proposals: Proposals = SAMPLES["proposals"][1]
+    for vocab_size, max_nodes, sound in ((49152, 3, True), (49151, 3, False), (49152, 2, False)):
+        found = sound_proposals(proposals, vocab_size=vocab_size, max_nodes=max_nodes)
+        assert found.tolist() == [True, sound]
 
 
-def test_decoded_arrays_are_owned_and_writable() -> None:
-    decoded = codec.decode_drafter_message(codec.encode_drafter_message(SAMPLES["proposal"][1]))
-    assert isinstance(decoded, Proposal)
-    decoded.tree.tokens[0] = 1
-    assert isinstance(decoded.tree, DraftTree) and TREE.tokens[0] == 11
+def test_decoded_drafts_are_owned_and_writable() -> None:
+    decoded = codec.decode_drafter_message(codec.encode_drafter_message(SAMPLES["proposals"][1]))
+    assert isinstance(decoded, Proposals)
+    decoded.tokens[2] = 1
+    assert TREE.tokens[0] == 11
 
 
 def test_set_plan_names_a_session() -> None:

@@ -7,8 +7,8 @@
     schedule.py  pure: which rows form the next round, or how long to wait
     engine.py    one round: batch, forward, accept, commit
     rows.py      pure: depth limits and trimming of proposals, verify rows
-    handover.py  verdicts: what a drafter is told, live and when it is caught up
-    inbox.py     pure: bounded store of proposals by prefix digest
+    handover.py  verdicts: what drafters are told of a round, and when they are caught up
+    inbox.py     pure: bounded store of proposals, found by comparing columns of prefix digests
     features.py  bounded store of projected features, for catching drafters up
     sessions.py  the state of one session
     effects.py   what the core wants done outside: events, messages, errors

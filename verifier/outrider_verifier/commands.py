@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
-from outrider.wire.messages import FeatureLayout, Proposal, SessionSpec
+from outrider.wire.messages import FeatureLayout, Proposals, SessionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +58,20 @@ class SetPlan:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A valid proposal arrived."""
+    """Proposals arrived on a link. Nobody waits any longer for those that are not sound."""
 
-    proposal: Proposal
+    link_id: int
+    proposals: Proposals
+    sound: NDArray[np.bool_]
+    """[S]"""
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A proposal for this session was invalid: do not wait for it any longer."""
+class Lost:
+    """The drafter on a link follows these sessions no longer."""
 
-    session_id: SessionId
+    link_id: int
+    handles: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,4 +93,4 @@ class Stop:
     """Fail every session and end the engine thread."""
 
 
-Command = Open | Close | SetPlan | Offered | Refused | Attached | Detached | Stop
+Command = Open | Close | SetPlan | Offered | Lost | Attached | Detached | Stop

@@ -80,9 +80,9 @@ class VerifierConfig:
     """How long a ready row waits for other rows' proposals, so that they share a forward; -1: 1 ms
     on a CPU, 5 ms on a CUDA device, where a round of more rows takes hardly longer."""
     inbox_per_session: int = 16
-    """Proposals kept per session."""
+    """Proposals kept per session for prefixes that may come about later."""
     inbox_total: int = 2048
-    """Proposals kept in all."""
+    """Such proposals kept in all."""
     feature_budget_mb: int = 512
     """Host memory for features of live sessions; past it a lost drafter is not caught up."""
     drafter_queue_mb: int = 256

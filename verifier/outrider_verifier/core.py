@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import assert_never
+
+import numpy as np
 
 from outrider.engine.kvcache import KVPool
 from outrider.errors import (
@@ -22,11 +25,13 @@ from outrider.errors import (
 )
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
+from outrider.wire.codec import encode_verifier_message
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     FALLBACK,
     REASON_CODES,
     TARGET_ONLY,
+    Encoded,
     FinishReason,
     PlanChange,
     SessionEnd,
@@ -39,16 +44,16 @@ from outrider_verifier.commands import (
     Command,
     Detached,
     Link,
+    Lost,
     Offered,
     Open,
-    Refused,
     SetPlan,
     Stop,
 )
 from outrider_verifier.effects import Answer, Effect, Emits, Fail, Post, Tell
 from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
-from outrider_verifier.handover import FEATURE_FED, Handover
+from outrider_verifier.handover import FEATURE_FED, Handover, Told
 from outrider_verifier.inbox import Inbox, Offer
 from outrider_verifier.sessions import Session, check_plan, check_spec
 
@@ -58,6 +63,8 @@ KEEPS_FEATURES = (*FEATURE_FED, DraftMethod.NONE)
 """Plans whose sessions keep features: NONE may become one of the others later."""
 OWN_METHODS = (DraftMethod.EAGLE3,)
 """How a verifier with a head of its own drafts."""
+_MOST_LOSSES = 3
+"""How often a session that its drafter lost is announced to it again."""
 _COUNTER_OF = {offer: f"proposals_{offer.value}" for offer in Offer}
 
 
@@ -92,6 +99,7 @@ class Core:
         """Where the next event goes; None: what was posted is handed over."""
         self.sessions: dict[SessionId, Session] = {}
         """Sessions being served, in order of opening."""
+        self._by_handle: list[Session | None] = [None] * max_sessions
         self._links: dict[DrafterId, Link] = {}
         self.counters: Counter[str] = Counter()
         """Monotonic counts for metrics; written here, read anywhere."""
@@ -120,8 +128,8 @@ class Core:
         match command:
             case Offered():
                 self._offer(command, now)
-            case Refused():
-                self._refuse(command)
+            case Lost():
+                self._announce_again(command)
             case Open() | SetPlan() | Close():
                 self._answer(command, now)
             case Attached(link=link):
@@ -188,6 +196,9 @@ class Core:
             raise
         self.sessions[spec.session_id] = session
         try:
+            session.handle = self._free_handle()
+            self._by_handle[session.handle] = session
+            self.handover.open(session)
             self._announce(session)
         except Exception:
             # From here on there is a session to be freed, its slot and its seat included.
@@ -234,7 +245,7 @@ class Core:
         if session.link_id is None:
             self._announce(session)
         elif plan.speculative and same_method:
-            self.tell(session, PlanChange(session_id=session_id, plan=plan))
+            self.tell(session, PlanChange(handle=session.handle, plan=plan))
         else:
             self._withdraw(session)
             self._announce(session)
@@ -255,21 +266,41 @@ class Core:
         self.free(session)
 
     def _offer(self, command: Offered, now: float) -> None:
-        proposal = command.proposal
-        session = self.sessions.get(proposal.session_id)
-        if session is None:
-            self.counters["proposals_unknown"] += 1
-            return
-        result = self.inbox.offer(proposal, digest=session.digest, prefix_len=session.length)
-        self.counters[_COUNTER_OF[result]] += 1
-        session.suspect = False
-        if proposal.prefix_digest == session.digest:
-            session.proposal_at = now
+        proposals, sound = command.proposals, command.sound
+        known = self.handover.owned(command.link_id, proposals.handles)
+        self.counters["proposals_unknown"] += int(np.count_nonzero(sound & ~known))
+        for handle in proposals.handles[known & ~sound].tolist():
+            self._of_handle(handle).suspect = True
+        places = np.flatnonzero(known & sound)
+        current, results = self.inbox.offer(proposals, places)
+        for offer, count in results.items():
+            self.counters[_COUNTER_OF[offer]] += count
+        handles = proposals.handles[places].tolist()
+        for handle, usable in zip(handles, current.tolist(), strict=True):
+            session = self._of_handle(handle)
+            session.suspect = False
+            if usable:
+                session.proposal_at = now
 
-    def _refuse(self, command: Refused) -> None:
-        session = self.sessions.get(command.session_id)
-        if session is not None:
-            session.suspect = True
+    def _announce_again(self, command: Lost) -> None:
+        """Begin anew with sessions that their drafter lost, a few times each."""
+        handles = np.array(command.handles, dtype=np.int64)
+        for handle in set(handles[self.handover.owned(command.link_id, handles)].tolist()):
+            session = self._of_handle(handle)
+            self.counters["sessions_lost_by_drafters"] += 1
+            session.losses += 1
+            self._withdraw(session)
+            if session.losses <= _MOST_LOSSES:
+                self._announce(session)
+
+    def _free_handle(self) -> int:
+        held = enumerate(self._by_handle)
+        return next(handle for handle, owner in held if owner is None or owner.ended)
+
+    def _of_handle(self, handle: int) -> Session:
+        session = self._by_handle[handle]
+        assert session is not None, handle
+        return session
 
     def _attach(self, link: Link) -> None:
         self.counters["attached"] += 1
@@ -302,7 +333,7 @@ class Core:
 
     def _withdraw(self, session: Session) -> None:
         if session.link_id is not None:
-            self.tell(session, SessionEnd(session_id=session.session_id))
+            self.tell(session, SessionEnd(handle=session.handle))
             session.link_id = None
         self.handover.forget(session)
 
@@ -339,6 +370,12 @@ class Core:
         """What was posted is about to be handed over: no event may join it any more."""
         self._emits = None
 
+    def tell_round(self, rows: Sequence[Told]) -> None:
+        """Say to each drafter what a round committed of its sessions. Encoded here and now: so the
+        features may lie in memory that the next round writes to."""
+        for link_id, verdicts in self.handover.advance(rows):
+            self.post(Tell(link_id, Encoded(encode_verifier_message(verdicts))))
+
     def tell(self, session: Session, message: VerifierMessage) -> None:
         """Send a message to the session's drafter."""
         assert session.link_id is not None, session.session_id
@@ -352,7 +389,10 @@ class Core:
         """Forget a session and give back its blocks, proposals and features."""
         self._withdraw(session)
         self.sessions.pop(session.session_id, None)
-        self.inbox.drop_session(session.session_id)
+        if session.handle >= 0:
+            self.inbox.drop(session.handle)
+            self._by_handle[session.handle] = None
+            session.handle = -1
         if self.store is not None:
             self.store.close(session.session_id)
         session.kv.release()

@@ -12,28 +12,31 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from outrider.errors import (
     FailedPreconditionError,
     InvalidMessageError,
     OutriderError,
 )
 from outrider.ids import DrafterId
-from outrider.spec.law import validate_law
-from outrider.spec.tree import validate_tree
 from outrider.transport.base import VerifierConnection
 from outrider.transport.outgoing import Outgoing
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     DrafterMessage,
+    Encoded,
     FeatureLayout,
     Heartbeat,
     Hello,
-    Proposal,
-    Verdict,
+    Proposals,
+    SessionsLost,
+    Verdicts,
     VerifierMessage,
     Welcome,
 )
-from outrider_verifier.commands import Attached, Command, Detached, Link, Offered, Refused
+from outrider.wire.rounds import sound_proposals
+from outrider_verifier.commands import Attached, Command, Detached, Link, Lost, Offered
 
 logger = logging.getLogger(__name__)
 
@@ -88,20 +91,8 @@ def _fit(ok: bool, message: str, reason: str) -> None:
         raise FailedPreconditionError(message, reason=reason)
 
 
-def check_proposal(proposal: Proposal, identity: Identity) -> None:
-    """Refuse a proposal that could harm a round. Raises InvalidMessageError."""
-    validate_tree(proposal.tree, vocab_size=identity.vocab_size, max_nodes=identity.max_tree_nodes)
-    if proposal.law is not None:
-        validate_law(proposal.law, proposal.tree, identity.vocab_size)
-
-
 def _message_bytes(message: VerifierMessage) -> int:
-    size = 256
-    if isinstance(message, Verdict):
-        size += message.tokens.nbytes
-        if message.features is not None:
-            size += message.features.data.nbytes
-    return size
+    return message.nbytes if isinstance(message, Encoded | Verdicts) else 256
 
 
 @dataclass(slots=True, eq=False)
@@ -236,21 +227,26 @@ class DrafterHub:
     def _command(self, peer: _Peer, message: DrafterMessage) -> Command | None:
         """What a message asks of the engine."""
         match message:
-            case Proposal():
-                try:
-                    check_proposal(message, self._identity)
-                except InvalidMessageError as error:
-                    self._count_invalid(peer, error)
-                    return Refused(message.session_id)
-                return Offered(message)
-            case Heartbeat():
+            case Proposals():
+                sound = sound_proposals(
+                    message,
+                    vocab_size=self._identity.vocab_size,
+                    max_nodes=self._identity.max_tree_nodes,
+                )
+                if wrong := int(np.count_nonzero(~sound)):
+                    unsound = InvalidMessageError(f"{wrong} proposals", reason="INVALID_TREE")
+                    self._count_invalid(peer, unsound, wrong)
+                return Offered(peer.link.link_id, message, sound)
+            case SessionsLost(handles=handles):
+                return Lost(peer.link.link_id, handles)
+            case Heartbeat() | Encoded():
                 return None
             case Hello():
                 self._count_invalid(peer, InvalidMessageError("second hello", reason="HELLO"))
                 return None
 
-    def _count_invalid(self, peer: _Peer, error: InvalidMessageError) -> None:
-        self.counters["messages_invalid"] += 1
+    def _count_invalid(self, peer: _Peer, error: InvalidMessageError, count: int = 1) -> None:
+        self.counters["messages_invalid"] += count
         logger.debug("invalid message: %s", error.message, extra=_describe(peer))
 
 

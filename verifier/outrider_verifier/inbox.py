@@ -1,12 +1,22 @@
-"""The inbox: proposals waiting for their prefix to become a session's current one (pure)."""
+"""The inbox: proposals waiting for their prefix to become a session's current one (pure).
+
+X session handles. What a session's next round can use is found in columns, a whole message of
+proposals at once; drafts for prefixes that may come about later are few, and kept one by one.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from enum import StrEnum
 
-from outrider.ids import SessionId
-from outrider.wire.messages import Proposal
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.wire.messages import Proposal, Proposals
+
+_SHARED_BYTES = 1 << 20
+"""A message up to this size is kept as long as one of its drafts is; of a larger one, copies."""
 
 
 class Offer(StrEnum):
@@ -29,81 +39,159 @@ def expected_accepted_len(proposal: Proposal) -> float:
 
 
 class Inbox:
-    """Proposals by (session, prefix digest), at most `per_session` each and `total` in all.
+    """At most one proposal for each session's current prefix, and `per_session` for later ones.
 
-    Past `total` the oldest entry of all goes. A proposal for the current prefix always finds
-    room in its session: it is the one that the next round can use.
+    Of those for later prefixes there are at most `total` in all; past that the oldest goes.
     """
 
-    def __init__(self, *, per_session: int, total: int) -> None:
+    def __init__(self, *, max_sessions: int, per_session: int, total: int) -> None:
         self._per_session = per_session
         self._total = total
-        self._by_session: dict[SessionId, dict[int, Proposal]] = {}
-        self._order: dict[tuple[SessionId, int], None] = {}
+        self._digests = np.zeros(max_sessions, dtype=np.uint64)
+        """[X] of the current prefixes."""
+        self._lengths = np.zeros(max_sessions, dtype=np.int64)
+        """[X] in tokens."""
+        self._nodes = np.full(max_sessions, -1, dtype=np.int64)
+        """[X]: nodes of the usable draft, -1 if there is none."""
+        self._held = np.full(max_sessions, None, dtype=object)
+        """[X]: the `Proposals` that the usable draft is an entry of, or None."""
+        self._entries = np.zeros(max_sessions, dtype=np.int64)
+        """[X]: which entry."""
+        self._later: dict[int, dict[int, Proposal]] = {}
+        """By handle and digest."""
+        self._order: dict[tuple[int, int], None] = {}
+        """(handle, digest) of all of these, oldest first."""
 
     def __len__(self) -> int:
-        return len(self._order)
+        return int(np.count_nonzero(self._nodes >= 0)) + len(self._order)
 
-    def offer(self, proposal: Proposal, *, digest: int, prefix_len: int) -> Offer:
-        """Store a proposal, given the session's current prefix digest and length."""
-        key = proposal.prefix_digest
-        current = key == digest and proposal.prefix_len == prefix_len
-        if not current and (key == digest or proposal.prefix_len <= prefix_len):
-            return Offer.STALE
-        held = self._by_session.get(proposal.session_id, {})
-        if key in held:
-            # A tree sampled from a draft law must not be chosen by its tokens' probabilities:
-            # the choice would change the law. The first one stands.
-            sampled = proposal.law is not None or held[key].law is not None
-            if sampled or expected_accepted_len(proposal) <= expected_accepted_len(held[key]):
-                return Offer.DUPLICATE
-            held[key] = proposal
-            return Offer.REPLACED
-        if len(held) >= self._per_session:
-            if not current:
-                return Offer.FULL
-            self._remove(proposal.session_id, next(iter(held)))
-        if len(self._order) >= self._total:
-            self._remove(*next(iter(self._order)))
-        self._by_session.setdefault(proposal.session_id, {})[key] = proposal
-        self._order[proposal.session_id, key] = None
-        return Offer.STORED
+    def move(
+        self,
+        handles: NDArray[np.int64],
+        digests: NDArray[np.uint64],
+        lengths: NDArray[np.int64],
+    ) -> int:
+        """Sessions [n] have these prefixes now; returns how many proposals that made stale."""
+        stale = int(np.count_nonzero(self._nodes[handles] >= 0))
+        self._digests[handles] = digests
+        self._lengths[handles] = lengths
+        self._nodes[handles] = -1
+        self._held[handles] = None
+        if self._later:
+            for handle in handles.tolist():
+                if handle in self._later:
+                    stale += self._mature(handle)
+        return stale
 
-    def peek(self, session_id: SessionId, digest: int) -> Proposal | None:
-        """The proposal that `take` would return."""
-        held = self._by_session.get(session_id)
-        return None if held is None else held.get(digest)
+    def offer(
+        self, proposals: Proposals, places: NDArray[np.int64]
+    ) -> tuple[NDArray[np.bool_], Counter[Offer]]:
+        """Store the entries at `places` [n], whose handles are distinct and known.
 
-    def take(self, session_id: SessionId, digest: int) -> Proposal | None:
-        """Remove and return the proposal for this prefix, if there is one."""
-        held = self._by_session.get(session_id)
-        if held is None or digest not in held:
+        Returns which of them are for the current prefix [n], and what became of all.
+        """
+        handles, digests = proposals.handles[places], proposals.digests[places]
+        lengths = proposals.prefix_lens[places]
+        same = digests == self._digests[handles]
+        current = same & (lengths == self._lengths[handles])
+        stale = ~current & (same | (lengths <= self._lengths[handles]))
+        first = current & (self._nodes[handles] < 0)
+        results = Counter({Offer.STORED: int(first.sum()), Offer.STALE: int(stale.sum())})
+        kept = proposals if proposals.nbytes <= _SHARED_BYTES else None
+        if kept is not None:
+            self._put(handles[first], kept, places[first])
+        else:
+            for place in places[first].tolist():
+                self._keep(proposals.entry(place))
+        for index in np.flatnonzero(~first & ~stale).tolist():
+            proposal = proposals.entry(int(places[index]))
+            decide = self._offer_again if current[index] else self._offer_later
+            results[decide(proposal)] += 1
+        return current, results
+
+    def peek(self, handle: int) -> int | None:
+        """Nodes of the draft that `take` would return; None if there is none."""
+        nodes = int(self._nodes[handle])
+        return None if nodes < 0 else nodes
+
+    def take(self, handle: int) -> Proposal | None:
+        """Remove and return the proposal for the session's current prefix, if there is one."""
+        if self._nodes[handle] < 0:
             return None
-        proposal = held[digest]
-        self._remove(session_id, digest)
+        held: Proposals = self._held[handle]
+        proposal = held.entry(int(self._entries[handle]))
+        self._nodes[handle] = -1
+        self._held[handle] = None
         return proposal
 
-    def prune(self, session_id: SessionId, *, digest: int, prefix_len: int) -> int:
-        """Drop what the session's new prefix made stale; returns how many went."""
-        held = self._by_session.get(session_id)
-        if not held:
-            return 0
-        stale = [
-            key
-            for key, proposal in held.items()
-            if proposal.prefix_len <= prefix_len and key != digest
-        ]
-        for key in stale:
-            self._remove(session_id, key)
-        return len(stale)
-
-    def drop_session(self, session_id: SessionId) -> None:
+    def drop(self, handle: int) -> None:
         """Forget everything of a session."""
-        for key in list(self._by_session.get(session_id, ())):
-            self._remove(session_id, key)
+        self._nodes[handle] = -1
+        self._held[handle] = None
+        for digest in list(self._later.get(handle, ())):
+            self._remove(handle, digest)
 
-    def _remove(self, session_id: SessionId, key: int) -> None:
-        held = self._by_session[session_id]
-        del held[key], self._order[session_id, key]
+    def _put(
+        self, handles: NDArray[np.int64], proposals: Proposals, places: NDArray[np.int64]
+    ) -> None:
+        self._held[handles] = proposals
+        self._entries[handles] = places
+        self._nodes[handles] = proposals.node_counts[places]
+
+    def _keep(self, proposal: Proposal) -> None:
+        """One proposal alone, for its session's current prefix."""
+        alone = Proposals.of([proposal])
+        self._put(alone.handles, alone.copied(), np.zeros(1, dtype=np.int64))
+
+    def _offer_again(self, proposal: Proposal) -> Offer:
+        """For a current prefix that has one."""
+        held: Proposals = self._held[proposal.handle]
+        if not _better(proposal, held.entry(int(self._entries[proposal.handle]))):
+            return Offer.DUPLICATE
+        self._keep(proposal)
+        return Offer.REPLACED
+
+    def _offer_later(self, proposal: Proposal) -> Offer:
+        handle, digest = proposal.handle, proposal.prefix_digest
+        held = self._later.get(handle, {})
+        (copy,) = Proposals.of([proposal]).copied().entries()
+        if digest in held:
+            if not _better(proposal, held[digest]):
+                return Offer.DUPLICATE
+            held[digest] = copy
+            return Offer.REPLACED
+        if len(held) >= self._per_session:
+            return Offer.FULL
+        if len(self._order) >= self._total:
+            self._remove(*next(iter(self._order)))
+        self._later.setdefault(handle, {})[digest] = copy
+        self._order[handle, digest] = None
+        return Offer.STORED
+
+    def _mature(self, handle: int) -> int:
+        """Sort out what was kept for later, now that the prefix has moved; returns what went."""
+        digest, length = int(self._digests[handle]), int(self._lengths[handle])
+        held = self._later[handle]
+        over = [key for key, kept in held.items() if kept.prefix_len <= length or key == digest]
+        gone = len(over)
+        for key in over:
+            proposal = held[key]
+            self._remove(handle, key)
+            if key == digest and proposal.prefix_len == length:
+                self._keep(proposal)
+                gone -= 1
+        return gone
+
+    def _remove(self, handle: int, digest: int) -> None:
+        held = self._later[handle]
+        del held[digest], self._order[handle, digest]
         if not held:
-            del self._by_session[session_id]
+            del self._later[handle]
+
+
+def _better(offered: Proposal, held: Proposal) -> bool:
+    # A tree sampled from a draft law must not be chosen by its tokens' probabilities: the choice
+    # would change the law. The first one stands.
+    if offered.law is not None or held.law is not None:
+        return False
+    return expected_accepted_len(offered) > expected_accepted_len(held)

@@ -38,6 +38,7 @@ _COUNTERS = {
     "proposed_tokens": "Draft nodes verified",
     "accepted_tokens": "Draft nodes accepted",
     "fallback_rounds": "Session rounds without a proposal although one was wanted",
+    "sessions_lost_by_drafters": "Sessions that a drafter could not follow any more",
     "patience_over": "Session rounds whose wait for a proposal ran into the patience",
     "messages_invalid": "Messages of drafters and routers that failed validation",
     "drafters_attached": "Drafter connections accepted",

@@ -18,6 +18,7 @@ from outrider.wire.messages import FinishReason
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
 from outrider_verifier.engine import Flight, RoundOutcome, RoundRunner, RowOutcome
+from outrider_verifier.handover import Told
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.rows import cut_emission, trim
 from outrider_verifier.schedule import (
@@ -89,6 +90,8 @@ class Rounds:
         self._clock = clock
         self._flying: _InFlight | None = None
         self._settled_at = 0.0
+        self._told: list[Told] = []
+        """Of the round that is being settled: what drafters are to hear."""
         self.flush: Callable[[], None] = lambda: None
         """Called when the verdicts of a round are posted, before anything that can follow them."""
         self.device_lost = False
@@ -141,6 +144,7 @@ class Rounds:
         flying, self._flying = self._flying, None
         if flying is None or self.device_lost:
             return
+        self._told.clear()
         try:
             outcome = self._engine.collect(flying.flight)
             rows = [
@@ -151,6 +155,8 @@ class Rounds:
                 self._settle_verify(row, result)
                 for row, result in zip(flying.verify, outcome.verify, strict=True)
             ]
+            told, self._told = self._told, []
+            self._core.tell_round(told)
             settled = [row for row in rows if row is not None]
             self.flush()
             if settled and all(row.session.link_id is not None for row in settled):
@@ -188,16 +194,16 @@ class Rounds:
         )
 
     def _row_state(self, session: Session) -> RowState:
-        proposal = None
+        nodes = None
         left = session.prefill_left
         if left == 0 and session.draft_wanted:
-            proposal = self._core.inbox.peek(session.session_id, session.digest)
+            nodes = self._core.inbox.peek(session.handle)
         return RowState(
             session_id=session.session_id,
             prefill_left=left,
-            nodes=None if proposal is None else len(proposal.tree),
+            nodes=nodes,
             own_nodes=session.own_depth,
-            awaits_proposal=proposal is None and session.awaits_proposal,
+            awaits_proposal=nodes is None and session.awaits_proposal,
             since=session.since,
             proposal_at=session.proposal_at,
             patience_s=session.plan.patience_ms / 1000.0,
@@ -222,7 +228,7 @@ class Rounds:
             self._core.counters["patience_over"] += 1
         if not session.draft_wanted:
             return VerifyRow(session=session, own_depth=session.own_depth)
-        proposal = self._core.inbox.take(session.session_id, session.digest)
+        proposal = self._core.inbox.take(session.handle)
         if proposal is None:
             return VerifyRow(session=session)
         draft = trim(proposal.tree, proposal.law, session.max_draft_depth)
@@ -254,7 +260,7 @@ class Rounds:
         session.append(tokens, self._clock())
         session.round_id += int(row is not None)
         if reason is None:
-            self._tell(session, result, row)
+            self._tell(session, result)
         return _Settled(session, result, tokens, reason, row, missed)
 
     def _follow_up(self, settled: _Settled) -> int:
@@ -269,22 +275,11 @@ class Rounds:
             return len(tokens)
         if self._core.store is not None and result.features is not None:
             self._core.store.append(session.session_id, result.features)
-        self._core.inbox.prune(session.session_id, digest=session.digest, prefix_len=session.length)
         return len(tokens)
 
-    def _tell(self, session: Session, result: RowOutcome, row: VerifyRow | None = None) -> None:
-        if session.link_id is None:
-            return
-        nodes: tuple[int, ...] = ()
-        digest = 0
-        if row is not None and row.proposal is not None and row.draft is not None:
-            assert result.acceptance is not None
-            nodes = row.draft.original(result.acceptance.accepted_nodes)
-            digest = row.proposal.prefix_digest
-        verdict = self._core.handover.advance(
-            session, result.features, accepted_nodes=nodes, proposal_digest=digest
-        )
-        self._core.tell(session, verdict)
+    def _tell(self, session: Session, result: RowOutcome) -> None:
+        if session.spec.drafter_id is not None:
+            self._told.append(Told(session, result.features))
 
     def _finish(self, session: Session) -> None:
         self._core.counters["finished"] += 1

@@ -22,19 +22,11 @@ class Draft:
 
     tree: DraftTree
     law: DraftLaw | None
-    kept: NDArray[np.int32] | None
-    """Node i of `tree` is node kept[i] of the proposal; None if nothing was trimmed."""
 
     @property
     def depths(self) -> NDArray[np.int32]:
         """int32 [N], 1 for the first level."""
         return depths(self.tree.parents)
-
-    def original(self, nodes: Sequence[int]) -> tuple[int, ...]:
-        """The proposal's numbers of these nodes."""
-        if self.kept is None:
-            return tuple(nodes)
-        return tuple(int(self.kept[node]) for node in nodes)
 
 
 def trim(tree: DraftTree, law: DraftLaw | None, max_depth: int) -> Draft:
@@ -45,10 +37,10 @@ def trim(tree: DraftTree, law: DraftLaw | None, max_depth: int) -> Draft:
     """
     # No node is deeper than there are nodes.
     if len(tree.tokens) <= max_depth:
-        return Draft(tree=tree, law=law, kept=None)
+        return Draft(tree=tree, law=law)
     node_depths = depths(tree.parents)
     if len(tree.tokens) == 0 or int(node_depths.max()) <= max_depth:
-        return Draft(tree=tree, law=law, kept=None)
+        return Draft(tree=tree, law=law)
     kept = np.flatnonzero(node_depths <= max_depth).astype(np.int32)
     number = np.full(len(tree) + 1, -1, dtype=np.int32)
     number[kept] = np.arange(len(kept), dtype=np.int32)
@@ -64,7 +56,7 @@ def trim(tree: DraftTree, law: DraftLaw | None, max_depth: int) -> Draft:
             if node_depths[old] < max_depth and len(law.entries(int(old) + 1)[0])
         }
         cut_law = make_law(len(kept), slots)
-    return Draft(tree=trimmed, law=cut_law, kept=kept)
+    return Draft(tree=trimmed, law=cut_law)
 
 
 def tree_mask(tree: DraftTree) -> NDArray[np.bool_] | None:

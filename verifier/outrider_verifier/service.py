@@ -24,7 +24,7 @@ from outrider.wire.messages import (
     VerifierInfo,
     Welcome,
 )
-from outrider_verifier.commands import Close, Command, Offered, Open, Refused, SetPlan
+from outrider_verifier.commands import Close, Command, Offered, Open, SetPlan
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.core import OWN_METHODS, Core
 from outrider_verifier.drafters import DrafterHub, Identity
@@ -234,9 +234,7 @@ class VerifierService(SessionIterators):
     def _must_take(command: Command) -> bool:
         """Whether a command is bounded by itself: one an opened session or connection."""
         unanswered_close = isinstance(command, Close) and command.answer is None
-        return unanswered_close or not isinstance(
-            command, Open | SetPlan | Close | Offered | Refused
-        )
+        return unanswered_close or not isinstance(command, Open | SetPlan | Close | Offered)
 
     @staticmethod
     def _refuse(command: Command, error: OutriderError) -> None:
@@ -342,11 +340,22 @@ def _assemble(
             dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
             budget_bytes=config.feature_budget_mb << 20,
         )
+    inbox = Inbox(
+        max_sessions=config.max_sessions,
+        per_session=config.inbox_per_session,
+        total=config.inbox_total,
+    )
     core = Core(
         pool=pool,
         runner=runner,
-        inbox=Inbox(per_session=config.inbox_per_session, total=config.inbox_total),
-        handover=Handover(store=store, dtype=dtype, chunk_tokens=config.prefill_tokens),
+        inbox=inbox,
+        handover=Handover(
+            inbox=inbox,
+            store=store,
+            dtype=dtype,
+            chunk_tokens=config.prefill_tokens,
+            max_sessions=config.max_sessions,
+        ),
         store=store,
         vocab_size=target.vocab_size,
         max_context_len=max_context_len,

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from outrider.engine.kvcache import KVSequence
 from outrider.errors import InvalidRequestError
 from outrider.ids import SessionId
-from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from outrider.spec.plan import Plan
 from outrider.wire.messages import SessionSpec, SpecStats
 
@@ -39,8 +38,8 @@ class Session:
     """Whether features are kept; fixed at the opening, because they cannot be had later."""
     prefill_sent: int = 0
     """Prompt tokens that rounds were submitted with; K/V is written for those of settled rounds."""
-    digest: int = 0
-    """Prefix digest of `tokens[:length]`; kept only for a session that names a drafter."""
+    handle: int = -1
+    """Its place in the columns of this process, and its name to a drafter; -1 before it has one."""
     round_id: int = 0
     emitted: int = 0
     """Tokens emitted by this incarnation."""
@@ -51,6 +50,8 @@ class Session:
     """The exchange link on which the session is announced; None: it decodes plainly."""
     suspect: bool = False
     """Its drafter let a patience run out; no waiting until a proposal shows that it is back."""
+    losses: int = 0
+    """How often its drafter could not follow it any more."""
     proposal_at: float = 0.0
     """When the newest usable proposal arrived."""
     own_draft: int = 0
@@ -66,7 +67,6 @@ class Session:
         prompt = np.asarray(spec.token_ids, dtype=np.int32)
         tokens = np.empty(len(prompt) + spec.max_new_tokens, dtype=np.int32)
         tokens[: len(prompt)] = prompt
-        named = spec.drafter_id is not None
         return cls(
             spec=spec,
             plan=spec.plan,
@@ -77,7 +77,6 @@ class Session:
             since=now,
             stop_ids=frozenset(spec.stop_token_ids),
             keeps_features=keeps_features,
-            digest=extend_digest(EMPTY_DIGEST, spec.token_ids) if named else 0,
         )
 
     @property
@@ -159,8 +158,6 @@ class Session:
         self.length = end
         self.emitted += len(tokens)
         self.since = now
-        if self.spec.drafter_id is not None:
-            self.digest = extend_digest(self.digest, tokens)
 
 
 def check_spec(

@@ -255,7 +255,7 @@ async def _inproc_drafter(running: Running) -> AsyncIterator[None]:
     models, target = running.models, running.models.target
     assert models.head is not None
     running.drafter_device = str(target.device)
-    network = InprocNetwork(encoded=False)
+    network = InprocNetwork()
     network.serve_verifier(_ADDRESS, running.service)
     tokens = running.setup.max_sessions * (running.setup.max_tokens + 64)
     kind = DeviceHeadSource if target.device.type == "cuda" else HeadSource

@@ -74,16 +74,6 @@ TENSOR_DTYPE_INT32: TensorDtype
 TENSOR_DTYPE_INT64: TensorDtype
 TENSOR_DTYPE_UINT16: TensorDtype
 
-class Tensor(_message.Message):
-    __slots__ = ("dtype", "shape", "data")
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    dtype: TensorDtype
-    shape: _containers.RepeatedScalarFieldContainer[int]
-    data: bytes
-    def __init__(self, dtype: _Optional[_Union[TensorDtype, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
-
 class LogitBias(_message.Message):
     __slots__ = ("id", "amount")
     ID_FIELD_NUMBER: _ClassVar[int]

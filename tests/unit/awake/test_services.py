@@ -64,6 +64,6 @@ def test_a_drafting_engine_says_how_many_sessions_it_follows() -> None:
     )
     for name in ("a", "b", "c"):
         engine.handle(1, Script(name).start())
-    engine.handle(1, SessionEnd(session_id=Script("b").session_id))
+    engine.handle(1, SessionEnd(handle=Script("b").handle))
     engine.handle(1, ConnectionClosed())
     assert counts == [1, 2, 3, 2, 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -22,9 +23,11 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import (
     Proposal,
+    Proposals,
     SessionStart,
     TensorDtype,
     Verdict,
+    Verdicts,
     WireTensor,
 )
 from tests.factories import make_eagle3_head
@@ -55,12 +58,28 @@ def _head(directory: Path, dtype: torch.dtype) -> DraftHead:
     return load_head(directory, embedding=embedding(), dtype=dtype)
 
 
+_NAMES: dict[int, str] = {}
+
+
+def handle_of(name: str) -> int:
+    """The handle of a session with this name."""
+    handle = crc32(name.encode()) % 65536
+    assert _NAMES.setdefault(handle, name) == name
+    return handle
+
+
+def name_of(proposal: Proposal) -> str:
+    """Whose draft it is."""
+    return _NAMES[proposal.handle]
+
+
 class Script:
     """One session's committed prefix, told verdict by verdict."""
 
     def __init__(self, name: str = "s", *, seed: int = 0, length: int = 64, epoch: int = 1) -> None:
         rng = np.random.default_rng(seed)
         self.session_id = SessionId(name)
+        self.handle = handle_of(name)
         self.epoch = epoch
         self.tokens = rng.integers(0, VOCAB, length).astype(np.int32)
         self.features = rng.standard_normal((length, HIDDEN)).astype(np.float32)
@@ -77,6 +96,7 @@ class Script:
     ) -> SessionStart:
         """The announcement."""
         return SessionStart(
+            handle=self.handle,
             session_id=self.session_id,
             epoch=self.epoch,
             plan=plan,
@@ -91,7 +111,13 @@ class Script:
 
     def verdict(
         self, end: int, *, draft_wanted: bool = True, with_features: bool = True
-    ) -> Verdict:
+    ) -> Verdicts:
+        """The message of `entry` alone."""
+        return Verdicts.of(
+            [self.entry(end, draft_wanted=draft_wanted, with_features=with_features)]
+        )
+
+    def entry(self, end: int, *, draft_wanted: bool = True, with_features: bool = True) -> Verdict:
         """What became committed up to `end` tokens since the last verdict."""
         start, self.told = self.told, end
         feature_start = self.features_told
@@ -103,9 +129,7 @@ class Script:
                 dtype=TensorDtype.FLOAT32, data=self.features[feature_start:feature_end].copy()
             )
         return Verdict(
-            session_id=self.session_id,
-            epoch=self.epoch,
-            round_id=0,
+            handle=self.handle,
             start=start,
             tokens=self.tokens[start:end].copy(),
             prefix_digest=self.digest(end),
@@ -133,7 +157,13 @@ def drain(engine: DraftEngine) -> list[Proposal]:
 
 def answers(engine: DraftEngine) -> list[Proposal]:
     """Every proposal, also the empty ones that say that no draft comes."""
-    proposals = [proposal for together in engine.draft() for _, proposal in together]
+    proposals = [
+        proposal
+        for together in engine.draft()
+        for _, message in together
+        if isinstance(message, Proposals)
+        for proposal in message.entries()
+    ]
     while engine.is_behind:
         engine.catch_up()
     return proposals

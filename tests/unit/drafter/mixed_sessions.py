@@ -10,7 +10,7 @@ from outrider_drafter.engine import DraftEngine
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import Proposal
-from tests.unit.drafter.helpers import CHAIN, TREE, Script, drain
+from tests.unit.drafter.helpers import CHAIN, TREE, Script, drain, name_of
 
 COUPLED = SamplingParams(temperature=0.8, seed=2**64 - 9)
 TARGET_ONLY = SamplingParams(temperature=0.7, rule=Rule.TARGET_ONLY, seed=6)
@@ -57,5 +57,5 @@ def told(
     for round_ends in ends:
         for script, end in zip(scripts, round_ends, strict=True):
             engine.handle(1, script.verdict(end))
-        rounds.append({str(p.session_id): p for p in drain(engine)})
+        rounds.append({name_of(p): p for p in drain(engine)})
     return rounds

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter import device_source as device_source_module
+from outrider_drafter import head_following
 from outrider_drafter.__main__ import parse_args
 from outrider_drafter.build import _head_source
 from outrider_drafter.device_rows import BLOCK_TOKENS
@@ -29,6 +29,7 @@ from tests.unit.drafter.helpers import (
     answers,
     drain,
     make_engine,
+    name_of,
 )
 from tests.unit.drafter.mixed_sessions import COUPLED, HOSTED, MIX, REJECTION, random_ends, told
 from tests.unit.engine.device.draft_sessions import plain_head
@@ -82,7 +83,7 @@ def test_stable_rows_are_the_hosts(head: DraftHead) -> None:
     source, host = on_device(head), HeadSource(head, max_rows=8192)
     for each in (source, host):
         told(make_engine([each]), [(TREE, SamplingParams())], [[22], [23], [40]])
-    (ours, theirs) = (each.kv(Script("s0").session_id, 1) for each in (source, host))
+    (ours, theirs) = (each.kv(Script("s0").handle, 1) for each in (source, host))
     assert ours[0].shape[1] == 39
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -90,7 +91,7 @@ def test_stable_rows_are_the_hosts(head: DraftHead) -> None:
 def test_chunks_of_a_prompt_are_taken_in_before_the_draft_is_wanted(
     head: DraftHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_source_module, "_MAX_ROWS_PER_WRITE", 5)
+    monkeypatch.setattr(head_following, "MAX_ROWS_PER_WRITE", 5)
     proposals = []
     for source in (on_device(head), HeadSource(head, max_rows=8192)):
         engine, script = make_engine([source]), Script("s0", seed=9)
@@ -98,7 +99,7 @@ def test_chunks_of_a_prompt_are_taken_in_before_the_draft_is_wanted(
         for end in (18, 36, 48):
             engine.handle(1, script.verdict(end, draft_wanted=False))
             assert drain(engine) == []
-            assert source.kv(script.session_id, 1)[0].shape[1] == end - 1
+            assert source.kv(script.handle, 1)[0].shape[1] == end - 1
         engine.handle(1, script.verdict(49))
         proposals += drain(engine)
     assert_same(*proposals)
@@ -154,7 +155,7 @@ def test_a_rejection_session_whose_plan_becomes_a_tree_keeps_its_laws(head: Draf
     engine.handle(1, script.start(plan=CHAIN, sampling=REJECTION))
     engine.handle(1, script.verdict(12))
     (before,) = drain(engine)
-    engine.handle(1, PlanChange(session_id=script.session_id, plan=TREE))
+    engine.handle(1, PlanChange(handle=script.handle, plan=TREE))
     engine.handle(1, script.verdict(14))
     (after,) = drain(engine)
     assert len(before.tree) == CHAIN.draft_tokens
@@ -175,7 +176,7 @@ def test_features_of_nan_harm_no_other_session(head: DraftHead) -> None:
         for script, plan in zip(scripts, (CHAIN, CHAIN, TREE), strict=True):
             engine.handle(1, script.start(plan=plan))
             engine.handle(1, script.verdict(15))
-        found.append({str(p.session_id): p for p in answers(engine)})
+        found.append({name_of(p): p for p in answers(engine)})
     for name in ("good", "tree"):
         assert_same(found[1][name], found[0][name])
     validate_tree(found[1]["bad"].tree, vocab_size=VOCAB, max_nodes=12)
@@ -191,10 +192,10 @@ def test_a_session_beyond_the_budget_is_not_drafted_and_harms_no_other(head: Dra
     engine.handle(1, large.start(max_len=500))
     engine.handle(1, large.verdict(60))
     engine.handle(1, small.verdict(12))
-    assert [p.session_id for p in drain(engine)] == ["small"]
+    assert [name_of(p) for p in drain(engine)] == ["small"]
     engine.handle(1, large.verdict(62))
     assert drain(engine) == []
-    engine.handle(1, SessionEnd(session_id=small.session_id))
+    engine.handle(1, SessionEnd(handle=small.handle))
     assert source.used_rows == 0
 
 
@@ -219,7 +220,7 @@ def test_more_sessions_than_slots_and_freed_slots_are_used_again(head: DraftHead
         engine.handle(1, script.verdict(10))
     assert len(drain(engine)) == 16
     for number in range(20):
-        engine.handle(1, SessionEnd(session_id=Script(f"s{number}").session_id))
+        engine.handle(1, SessionEnd(handle=Script(f"s{number}").handle))
     assert source.used_rows == 0
     again = Script("again", seed=3)
     engine.handle(1, again.start())

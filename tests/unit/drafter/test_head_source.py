@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from outrider_drafter import head_following
 from outrider_drafter import head_source as head_source_module
 from outrider_drafter.head_source import HeadSource
 
@@ -14,7 +16,7 @@ from outrider.spec.law import validate_law
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import ancestor_mask, depths, validate_tree
-from outrider.wire.messages import Proposal, TensorDtype, Verdict, WireTensor
+from outrider.wire.messages import Proposal, TensorDtype, Verdicts, WireTensor
 from tests.reference.eagle3_tree import HeadOracle, grow_tree
 from tests.unit.drafter.helpers import (
     CHAIN,
@@ -27,6 +29,7 @@ from tests.unit.drafter.helpers import (
     embedding,
     head_source,
     make_engine,
+    name_of,
 )
 
 
@@ -100,8 +103,8 @@ def test_stable_rows_equal_a_recomputation_from_scratch(tmp_path: Path) -> None:
     fresh = propose(fresh_source, whole, [30], TREE)
     assert grown.tree.tokens.tolist() == fresh.tree.tokens.tolist()
     assert grown.tree.parents.tolist() == fresh.tree.parents.tolist()
-    grown_kv = source.kv(script.session_id, 1)
-    fresh_kv = fresh_source.kv(script.session_id, 1)
+    grown_kv = source.kv(script.handle, 1)
+    fresh_kv = fresh_source.kv(script.handle, 1)
     assert grown_kv[0].shape[1] == 29
     torch.testing.assert_close(grown_kv, fresh_kv)
     oracle = HeadOracle(tmp_path, embedding().numpy())
@@ -113,7 +116,7 @@ def test_stable_rows_equal_a_recomputation_from_scratch(tmp_path: Path) -> None:
 def test_draft_rows_leave_no_trace(tmp_path: Path) -> None:
     source, script = head_source(tmp_path), Script(seed=7)
     propose(source, script, [12], TREE)
-    assert source.kv(script.session_id, 1)[0].shape[1] == 11
+    assert source.kv(script.handle, 1)[0].shape[1] == 11
 
 
 def test_dropping_dead_rows_changes_no_draft(
@@ -155,7 +158,7 @@ def test_many_sessions_in_one_batch_get_what_each_gets_alone(tmp_path: Path) -> 
     for script, plan, sampling, end in zip(scripts(), plans, samplings, ends, strict=True):
         together.handle(1, script.start(plan=plan, sampling=sampling))
         together.handle(1, script.verdict(end))
-    batched = {p.session_id: p for p in drain(together)}
+    batched = {name_of(p): p for p in drain(together)}
     assert counted(together, "outrider_drafter_batch_sessions_count") == 1
     assert counted(together, "outrider_drafter_batch_sessions_sum") == 4
     for script, plan, sampling, end in zip(scripts(), plans, samplings, ends, strict=True):
@@ -180,7 +183,7 @@ def test_chunks_of_a_prompt_are_taken_in_before_the_draft_is_wanted(tmp_path: Pa
     for end in (8, 16, 20):
         engine.handle(1, script.verdict(end, draft_wanted=False))
         assert drain(engine) == []
-        assert source.kv(script.session_id, 1)[0].shape[1] == end - 1
+        assert source.kv(script.handle, 1)[0].shape[1] == end - 1
     engine.handle(1, script.verdict(21, draft_wanted=True))
     (proposal,) = drain(engine)
     assert proposal.tree.tokens.tolist() == oracle_tree(tmp_path, script, 21, CHAIN)[0]
@@ -189,7 +192,8 @@ def test_chunks_of_a_prompt_are_taken_in_before_the_draft_is_wanted(tmp_path: Pa
 def test_a_long_prompt_is_written_in_bounded_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_source_module, "_MAX_ROWS_PER_WRITE", 7)
+    for module in (head_source_module, head_following):
+        monkeypatch.setattr(module, "MAX_ROWS_PER_WRITE", 7)
     script = Script(seed=10)
     proposal = propose(head_source(tmp_path), script, [40, 41], CHAIN)
     assert proposal.tree.tokens.tolist() == oracle_tree(tmp_path, script, 41, CHAIN)[0]
@@ -218,7 +222,7 @@ def test_a_session_beyond_the_budget_is_not_drafted_and_harms_no_other(tmp_path:
     engine.handle(1, large.start(max_len=500))
     engine.handle(1, large.verdict(20))
     engine.handle(1, small.verdict(12))
-    assert [p.session_id for p in drain(engine)] == ["small"]
+    assert [name_of(p) for p in drain(engine)] == ["small"]
     assert counted(engine, "outrider_drafter_no_proposal_total", method="eagle3") == 1
     engine.handle(1, large.verdict(22))
     assert drain(engine) == []
@@ -255,7 +259,7 @@ def test_the_end_of_a_session_frees_its_rows(tmp_path: Path) -> None:
 def test_features_in_every_float_type_are_understood(tmp_path: Path) -> None:
     script = Script(seed=12)
     script.features = torch.from_numpy(script.features).bfloat16().float().numpy()
-    plain = script.verdict(12)
+    plain = script.entry(12)
     assert plain.features is not None
     half = torch.from_numpy(plain.features.data).bfloat16().view(torch.int16).numpy()
     wires = [
@@ -267,23 +271,9 @@ def test_features_in_every_float_type_are_understood(tmp_path: Path) -> None:
     for wire in wires:
         engine = make_engine([head_source(tmp_path)])
         engine.handle(1, script.start())
-        engine.handle(1, with_features(plain, wire))
+        engine.handle(1, Verdicts.of([replace(plain, features=wire)]))
         drafts.append(drain(engine)[0].tree.tokens.tolist())
     assert drafts[0] == drafts[1] == drafts[2]
-
-
-def with_features(verdict: Verdict, wire: WireTensor) -> Verdict:
-    return Verdict(
-        session_id=verdict.session_id,
-        epoch=verdict.epoch,
-        round_id=verdict.round_id,
-        start=verdict.start,
-        tokens=verdict.tokens,
-        prefix_digest=verdict.prefix_digest,
-        feature_start=verdict.feature_start,
-        features=wire,
-        draft_wanted=verdict.draft_wanted,
-    )
 
 
 def test_features_of_nothing_but_nan_still_give_a_valid_tree(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,12 +15,12 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import validate_tree
 from outrider.wire.messages import (
+    FeatureRows,
     PlanChange,
     SessionEnd,
     SessionStart,
     TensorDtype,
-    Verdict,
-    WireTensor,
+    Verdicts,
 )
 from tests.unit.drafter.helpers import (
     CHAIN,
@@ -31,55 +29,64 @@ from tests.unit.drafter.helpers import (
     VOCAB,
     Script,
     drain,
+    handle_of,
     head_source,
     make_engine,
+    name_of,
 )
 
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
 
-ids = st.sampled_from([SessionId("a"), SessionId("b"), SessionId("")])
+handles = st.sampled_from([handle_of("a"), handle_of("b"), 2**32 - 1])
 plans = st.sampled_from([CHAIN, TREE, NGRAM, Plan(), Plan(method=DraftMethod.MODEL)])
-arrays = st.one_of(
-    st.lists(st.integers(-3, VOCAB + 3), max_size=12).map(lambda x: np.array(x, np.int32)),
-    st.just(np.zeros((2, 2), np.int32)),
-    st.just(np.arange(3, dtype=np.int64)),
-)
-small = st.integers(-2, 12)
-tensors = st.builds(
-    lambda rows, width, dtype, tag, fill: WireTensor(
-        dtype=tag, data=np.full((rows, width), fill).astype(dtype)
-    ),
-    st.integers(0, 6),
-    st.sampled_from([HIDDEN, HIDDEN - 1, 0]),
-    st.sampled_from([np.float32, np.float16, np.uint16, np.int64]),
-    st.sampled_from([TensorDtype.FLOAT32, TensorDtype.BFLOAT16, TensorDtype.INT64]),
-    st.sampled_from([0.0, 1.0, 60000.0]),
-)
+small = st.integers(0, 12) | st.just(2**32 - 1)
 
 
-def with_its_digest(verdict: Verdict, honest: bool) -> Verdict:
-    """The verdict, with the digest that its tokens alone have: right for a session's first one."""
-    tokens = [t for t in verdict.tokens.ravel().tolist() if t >= 0]
-    digest = extend_digest(EMPTY_DIGEST, tokens)
-    return replace(verdict, prefix_digest=digest, start=0) if honest else verdict
+@st.composite
+def verdicts(draw: st.DrawFn) -> Verdicts:
+    """What decoding lets through: lengths agree, and that is all."""
+    count = draw(st.integers(1, 3))
+    dtype, held = draw(
+        st.sampled_from([(TensorDtype.FLOAT32, np.float32), (TensorDtype.BFLOAT16, np.uint16)])
+    )
+    width = draw(st.sampled_from([HIDDEN, HIDDEN, HIDDEN - 1]))
+    token_counts = draw(st.lists(st.integers(0, 8), min_size=count, max_size=count))
+    feature_counts = draw(st.lists(st.integers(0, 6), min_size=count, max_size=count))
+    ids = draw(st.sampled_from([st.integers(0, VOCAB - 1), st.integers(-3, VOCAB + 3)]))
+    total = sum(token_counts)
+    tokens = np.array(draw(st.lists(ids, min_size=total, max_size=total)), dtype=np.int32)
+    starts = np.array(draw(st.lists(small, min_size=count, max_size=count)))
+    digests = draw(st.lists(st.integers(0, 2**64 - 1), min_size=count, max_size=count))
+    ends = np.cumsum(token_counts)
+    for index in range(count):
+        if draw(st.booleans()):
+            # Right for a session's first verdict.
+            part = tokens[ends[index] - token_counts[index] : ends[index]]
+            digests[index] = extend_digest(EMPTY_DIGEST, part.clip(0).tolist())
+            starts[index] = 0
+    rows = sum(feature_counts)
+    fill = draw(st.sampled_from([0.0, 1.0, 60000.0]))
+    features = None
+    if rows:
+        piece = np.full((rows, width), fill).astype(held)
+        features = FeatureRows(dtype=dtype, pieces=(piece,))
+    return Verdicts(
+        handles=np.array(draw(st.lists(handles, min_size=count, max_size=count))),
+        starts=starts,
+        token_counts=np.array(token_counts),
+        tokens=tokens,
+        digests=np.array(digests, dtype=np.uint64),
+        feature_starts=np.array(draw(st.lists(small, min_size=count, max_size=count))),
+        feature_counts=np.array(feature_counts),
+        draft_wanted=np.array(draw(st.lists(st.booleans(), min_size=count, max_size=count))),
+        features=features,
+    )
 
 
-random_verdicts = st.builds(
-    Verdict,
-    session_id=ids,
-    epoch=st.integers(0, 1),
-    round_id=small,
-    start=small,
-    tokens=arrays,
-    prefix_digest=st.integers(0, 2**64 - 1),
-    feature_start=small,
-    features=st.none() | tensors,
-    draft_wanted=st.booleans(),
-)
-verdicts = st.builds(with_its_digest, random_verdicts, st.booleans())
 starts = st.builds(
     SessionStart,
-    session_id=ids,
+    handle=st.sampled_from([handle_of("a"), handle_of("b"), 2**20 - 1]),
+    session_id=st.just(SessionId("s")),
     epoch=st.integers(0, 1),
     plan=plans,
     sampling=st.just(SamplingParams()),
@@ -87,13 +94,13 @@ starts = st.builds(
     prompt_len=small,
 )
 others = st.one_of(
-    st.builds(PlanChange, session_id=ids, plan=plans),
-    st.builds(SessionEnd, session_id=ids),
+    st.builds(PlanChange, handle=handles, plan=plans),
+    st.builds(SessionEnd, handle=handles),
     st.just(ConnectionClosed()),
 )
 
 
-@given(st.lists(st.one_of(starts, verdicts, others), max_size=12))
+@given(st.lists(st.one_of(starts, verdicts(), others), max_size=12))
 @settings(max_examples=150, deadline=None)
 def test_no_message_can_break_the_engine(
     tmp_path_factory: pytest.TempPathFactory, messages: list[object]
@@ -108,7 +115,7 @@ def test_no_message_can_break_the_engine(
     good = Script("good")
     engine.handle(1, good.start(plan=CHAIN))
     engine.handle(1, good.verdict(12))
-    assert [p.session_id for p in drain(engine)] == ["good"]
+    assert [name_of(p) for p in drain(engine)] == ["good"]
     engine.handle(1, ConnectionClosed())
     assert engine.num_sessions == 0
     assert source.used_rows == 0

@@ -15,10 +15,10 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.tree import validate_tree
 from outrider.transport.framed import FramedConnection
 from outrider.wire.bundles import join
-from outrider.wire.codec import encode_verifier_message
-from outrider.wire.messages import FeatureLayout, PlanChange, Proposal, SessionEnd
+from outrider.wire.codec import decode_drafter_message, encode_verifier_message
+from outrider.wire.messages import Encoded, FeatureLayout, PlanChange, Proposals, SessionEnd
 from tests.fakes.scripted_verifier import ScriptedVerifier
-from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, Script, head_source
+from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, Script, head_source, name_of
 from tests.unit.drafter.running import ADDRESS, running, until
 
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
@@ -39,7 +39,7 @@ async def test_a_session_is_drafted_round_after_round(tmp_path: Path) -> None:
         for end in (9, 11, 15, 16):
             await verifier.say(script.verdict(end))
             proposal = await verifier.proposal()
-            assert proposal.session_id == script.session_id
+            assert name_of(proposal) == script.session_id
             assert proposal.prefix_len == end
             assert proposal.prefix_digest == script.digest(end)
             assert proposal.draft_us > 0
@@ -50,7 +50,7 @@ async def test_a_session_is_drafted_round_after_round(tmp_path: Path) -> None:
                 await asyncio.sleep(0.005)
         assert info.sessions == 1
         assert info.verifiers == (ADDRESS,)
-        await verifier.say(SessionEnd(session_id=script.session_id))
+        await verifier.say(SessionEnd(handle=script.handle))
         await until(lambda: service.num_sessions == 0)
 
 
@@ -158,7 +158,7 @@ async def test_a_plan_change_takes_effect_with_the_next_round() -> None:
         await verifier.say(script.start(plan=NGRAM), script.verdict(12))
         assert len((await verifier.proposal()).tree) == 3
         longer = replace(NGRAM, draft_tokens=6)
-        await verifier.say(PlanChange(session_id=script.session_id, plan=longer))
+        await verifier.say(PlanChange(handle=script.handle, plan=longer))
         await verifier.say(script.verdict(13))
         assert len((await verifier.proposal()).tree) == 6
 
@@ -201,7 +201,7 @@ async def test_the_worst_plan_of_one_session_stops_no_other(tmp_path: Path) -> N
         await verifier.say(odd.verdict(12, with_features=False))
         await verifier.say(good.verdict(12, with_features=False))
         proposals = [await verifier.proposal() for _ in range(2)]
-        assert {p.session_id: len(p.tree) for p in proposals} == {"good": 3, "odd": 0}
+        assert {name_of(p): len(p.tree) for p in proposals} == {"good": 3, "odd": 0}
 
 
 async def test_a_round_of_verdicts_is_answered_as_one_batch(
@@ -211,7 +211,11 @@ async def test_a_round_of_verdicts_is_answered_as_one_batch(
     offer = FramedConnection.offer
 
     def counting(connection: FramedConnection[Any, Any], *messages: Any) -> bool:
-        offered.append(sum(isinstance(message, Proposal) for message in messages))
+        for message in messages:
+            if isinstance(message, Encoded):
+                drafts = decode_drafter_message(message.data)
+                assert isinstance(drafts, Proposals)
+                offered.append(len(drafts))
         return offer(connection, *messages)
 
     async with running() as (service, verifier, _):
@@ -223,7 +227,7 @@ async def test_a_round_of_verdicts_is_answered_as_one_batch(
         for end in (12, 14):
             assert connection.offer(*[script.verdict(end) for script in scripts])
             found = [await verifier.proposal() for _ in scripts]
-            assert [p.session_id for p in found] == [script.session_id for script in scripts]
+            assert [name_of(p) for p in found] == [script.session_id for script in scripts]
             assert {p.prefix_len for p in found} == {end}
     assert [count for count in offered if count] == [8, 8]
 
@@ -238,7 +242,7 @@ async def test_a_malformed_verdict_of_a_round_costs_nothing_but_itself() -> None
         encoded[1] = b"\xff\xffnonsense"
         (frame,) = join(encoded)
         assert connection.inner.frames.offer(frame)
-        assert {(await verifier.proposal()).session_id for _ in range(2)} == {"a", "c"}
+        assert {name_of(await verifier.proposal()) for _ in range(2)} == {"a", "c"}
         registry = service.metrics.registry
         ignored = "outrider_drafter_ignored_messages_total"
         assert registry.get_sample_value(ignored, {"reason": "malformed"}) == 1

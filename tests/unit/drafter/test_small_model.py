@@ -19,7 +19,7 @@ from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import validate_tree
 from outrider.wire.messages import Proposal, SessionEnd
 from tests.factories import make_target
-from tests.unit.drafter.helpers import VOCAB, Script, counted, drain, make_engine
+from tests.unit.drafter.helpers import VOCAB, Script, counted, drain, make_engine, name_of
 
 CHAIN = Plan(method=DraftMethod.MODEL, draft_tokens=4)
 TREE = Plan(method=DraftMethod.MODEL, draft_tokens=10, top_k=3, depth=4)
@@ -48,7 +48,7 @@ def told(
         engine.handle(1, script.verdict(end, with_features=False))
         proposals = drain(engine)
     (proposal,) = proposals
-    engine.handle(1, SessionEnd(session_id=script.session_id))
+    engine.handle(1, SessionEnd(handle=script.handle))
     return proposal
 
 
@@ -111,7 +111,7 @@ def test_many_sessions_in_one_batch_get_what_each_gets_alone(model: TargetModel)
         script = Script(f"s{i}", seed=i)
         engine.handle(1, script.start(plan=[CHAIN, TREE, CHAIN][i]))
         engine.handle(1, script.verdict(10 + i, with_features=False))
-    batched = {p.session_id: p for p in drain(engine)}
+    batched = {name_of(p): p for p in drain(engine)}
     engine.handle(1, ConnectionClosed())
     for i in range(3):
         script = Script(f"s{i}", seed=i)
@@ -138,12 +138,12 @@ def test_a_session_that_does_not_fit_is_drafted_once_there_is_room(model: Target
     for script in (first, second):
         engine.handle(1, script.start(plan=CHAIN, max_len=1600))
         engine.handle(1, script.verdict(10, with_features=False))
-    assert [p.session_id for p in drain(engine)] == ["first"]
+    assert [name_of(p) for p in drain(engine)] == ["first"]
     assert counted(engine, "outrider_drafter_no_proposal_total", method="model") == 1
-    engine.handle(1, SessionEnd(session_id=first.session_id))
+    engine.handle(1, SessionEnd(handle=first.handle))
     engine.handle(1, second.verdict(11, with_features=False))
-    assert [p.session_id for p in drain(engine)] == ["second"]
-    engine.handle(1, SessionEnd(session_id=second.session_id))
+    assert [name_of(p) for p in drain(engine)] == ["second"]
+    engine.handle(1, SessionEnd(handle=second.handle))
     assert model.pool.free_blocks == model.pool.total_blocks
 
 

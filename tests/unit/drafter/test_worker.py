@@ -15,7 +15,7 @@ from outrider_drafter.worker import DraftWorker
 
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.wire.messages import SessionStart
-from tests.unit.drafter.helpers import Script, make_engine
+from tests.unit.drafter.helpers import Script, make_engine, name_of
 
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
 
@@ -29,11 +29,12 @@ def test_verdicts_that_wait_together_are_drafted_once_at_the_newest() -> None:
     for end in (10, 12, 15):
         worker.submit(7, script.verdict(end))
     worker.start()
-    ((connection, proposal),) = found.get(timeout=10)
+    ((connection, message),) = found.get(timeout=10)
+    (proposal,) = message.entries()
     worker.stop()
     assert (connection, proposal.prefix_len) == (7, 15)
     assert found.empty()
-    assert worker.backlog == 0 and not worker.alive
+    assert worker.backlog(7) == 0 and not worker.alive
 
 
 def test_an_error_while_delivering_does_not_end_the_thread(
@@ -44,7 +45,8 @@ def test_an_error_while_delivering_does_not_end_the_thread(
     found: queue.Queue[int] = queue.Queue()
 
     def deliver(answers: Answers) -> None:
-        ((_, proposal),) = answers
+        ((_, message),) = answers
+        (proposal,) = message.entries()
         if proposal.prefix_len == 10:
             raise RuntimeError("broken delivery")
         found.put_nowait(proposal.prefix_len)
@@ -91,7 +93,7 @@ def test_verdicts_submitted_together_are_drafted_and_delivered_together() -> Non
     for end in (10, 12):
         worker.submit(1, *[script.verdict(end) for script in scripts])
         answers = found.get(timeout=10)
-        assert [(c, p.session_id, p.prefix_len) for c, p in answers] == [
+        assert [(c, name_of(p), p.prefix_len) for c, m in answers for p in m.entries()] == [
             (1, name, end) for name in "abc"
         ]
     worker.stop()
@@ -120,7 +122,10 @@ def test_a_draft_that_is_ready_early_leaves_early() -> None:
     worker.start()
     drafts = [found.get(timeout=10) for _ in scripts]
     worker.stop()
-    assert [[len(p.tree) for _, p in answers] for answers in drafts] == [[3], [3]]
+    assert [[len(p.tree) for _, m in answers for p in m.entries()] for answers in drafts] == [
+        [3],
+        [3],
+    ]
 
 
 def test_a_message_that_breaks_the_engine_costs_only_itself(
@@ -139,11 +144,12 @@ def test_a_message_that_breaks_the_engine_costs_only_itself(
     found: queue.Queue[Answers] = queue.Queue()
     worker = DraftWorker(engine, found.put_nowait, on_lost=_never)
     worker.submit(1, bad.start(plan=NGRAM), good.start(plan=NGRAM), good.verdict(10))
-    assert worker.backlog == 3
+    assert worker.backlog(1) == 3 and worker.backlog(2) == 0
     worker.start()
-    ((_, proposal),) = found.get(timeout=10)
+    ((_, message),) = found.get(timeout=10)
+    (proposal,) = message.entries()
     worker.stop()
-    assert proposal.session_id == "good" and worker.backlog == 0
+    assert name_of(proposal) == "good" and worker.backlog(1) == 0
     assert "unexpected error" in caplog.text
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outrider.engine.noise import extend_digests as torch_extend_digests
 from outrider.engine.noise import mix64_
-from outrider.spec.digest import EMPTY_DIGEST, extend_digest, extend_digests
+from outrider.spec.digest import EMPTY_DIGEST, extend_digest, extend_digests, extend_ragged
 from outrider.spec.mixing import GOLDEN64, MASK64, mix64, mix64_array
 
 WORDS = st.integers(0, MASK64)
@@ -58,3 +58,27 @@ def test_order_length_and_every_token_matter() -> None:
 def test_the_chain_is_pinned() -> None:
     """Both sides of a wire compute this; a change needs a new protocol version."""
     assert extend_digest(EMPTY_DIGEST, [1, 2, 3]) == 0xC71093E826F7C624
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2**64 - 1),
+            st.lists(st.integers(0, 2**24), max_size=5) | st.just(list(range(100))),
+        ),
+        max_size=8,
+    )
+)
+def test_prefixes_of_many_sessions_are_extended_at_once(
+    sessions: list[tuple[int, list[int]]],
+) -> None:
+    digests = np.array([digest for digest, _ in sessions], dtype=np.uint64)
+    counts = np.array([len(tokens) for _, tokens in sessions], dtype=np.int64)
+    tokens = np.array([t for _, part in sessions for t in part], dtype=np.int32)
+    expected = [extend_digest(digest, part) for digest, part in sessions]
+    assert extend_ragged(digests, counts, tokens).tolist() == expected
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=50))
+def test_an_array_has_the_digest_of_its_ids(tokens: list[int]) -> None:
+    assert extend_digest(5, np.array(tokens, dtype=np.int32)) == extend_digest(5, tokens)

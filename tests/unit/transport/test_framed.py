@@ -85,7 +85,7 @@ async def test_what_is_too_large_for_a_frame_takes_several_of_them() -> None:
     assert [len(split(frame)) for frame in frames] == [3, 3, 3, 1]
     assert loop.offer(*frames)
     received: list[Any] = [await connection.receive(), *connection.ready()]
-    assert [verdict.prefix_digest for verdict in received] == list(range(10))
+    assert [int(verdicts.digests[0]) for verdicts in received] == list(range(10))
 
 
 async def test_a_full_connection_takes_all_or_none() -> None:

@@ -7,7 +7,7 @@ import pytest
 from outrider.errors import AlreadyExistsError, UnavailableError
 from outrider.transport.base import VerifierConnection
 from outrider.transport.inproc import InprocNetwork
-from outrider.wire.messages import DrafterMessage, Proposal, Verdict
+from outrider.wire.messages import DrafterMessage, Proposals, Verdicts
 from tests.integration.fake_endpoints import FakeDrafter, FakeVerifier, proposal
 
 
@@ -34,7 +34,7 @@ async def test_unencoded_messages_are_handed_over_as_they_are(encoded: bool) -> 
     await connection.send(sent)
     await asyncio.sleep(0.05)
     (arrived,) = recorder.messages
-    assert isinstance(arrived, Proposal) and arrived.prefix_digest == 3
+    assert isinstance(arrived, Proposals) and arrived.digests.tolist() == [3]
     assert (arrived is sent) is not encoded
     await connection.close()
     await network.withdraw("v")
@@ -46,7 +46,7 @@ async def test_an_unencoded_exchange_answers() -> None:
     connection = await network.dialer().exchange("v")
     await connection.send(proposal(5))
     verdict = await asyncio.wait_for(connection.receive(), 1)
-    assert isinstance(verdict, Verdict) and verdict.prefix_digest == 5
+    assert isinstance(verdict, Verdicts) and verdict.digests.tolist() == [5]
     await connection.close()
     await network.withdraw("v")
 
@@ -80,6 +80,6 @@ async def test_messages_offered_together_are_ready_together(encoded: bool) -> No
     connection = await network.dialer().exchange("v")
     assert connection.offer(*map(proposal, range(5)))
     await asyncio.sleep(0.05)
-    assert [getattr(m, "prefix_digest", None) for m in recorder.messages] == list(range(5))
+    assert [m.digests[0] for m in recorder.messages if isinstance(m, Proposals)] == list(range(5))
     await connection.close()
     await network.withdraw("v")

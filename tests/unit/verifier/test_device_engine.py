@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from outrider_verifier.handover import Told
 from outrider_verifier.service import VerifierService
-from outrider_verifier.sessions import Session
 from torch import Tensor
 
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.kernels.warp import warp_drafts
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider.wire.messages import TensorDtype, Verdict, WireTensor
+from outrider.wire.messages import TensorDtype, Verdicts, WireTensor
 from tests.unit.verifier.device_serving import (
     OWN,
     PROMPTS,
@@ -203,14 +204,18 @@ async def told_features(
     async with serving(target_dir, head_dir, **options) as service:
         advance = service._core.handover.advance
 
-        def spy(session: Session, *args: Any, **options: Any) -> Verdict:
-            verdict = advance(session, *args, **options)
-            assert verdict.features is not None
-            if session.round_id > 0:
-                told.setdefault(session.session_id, []).append(verdict.features)
-            return verdict
+        def spy(rows: Sequence[Told]) -> list[tuple[int, Verdicts]]:
+            result = advance(rows)
+            by_handle = {row.session.handle: row.session for row in rows}
+            for _, verdicts in result:
+                for verdict in verdicts.entries():
+                    assert verdict.features is not None
+                    session = by_handle[verdict.handle]
+                    if session.round_id > 0:
+                        told.setdefault(session.session_id, []).append(verdict.features)
+            return result
 
-        service._core.handover.advance = spy  # type: ignore[method-assign]
+        service._core.handover.advance = spy  # type: ignore[method-assign, assignment]
         # Wrong now and then, so that there are many rounds, of all lengths.
         drafted = [[t if i % 3 else (t + 1) % 384 for i, t in enumerate(text)] for text in known]
         texts = dict(zip(PROMPTS, drafted, strict=True))

@@ -35,7 +35,7 @@ def row(
     )
     draft = None
     if parents is not None:
-        draft = Draft(tree=make_tree(range(len(parents)), parents), law=None, kept=None)
+        draft = Draft(tree=make_tree(range(len(parents)), parents), law=None)
     return VerifyRow(session=session, draft=draft, own_depth=own_depth)
 
 

@@ -15,7 +15,8 @@ from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.transport.framed import FramedConnection
 from outrider.transport.heartbeat import HeartbeatConfig
-from outrider.wire.messages import FeatureLayout, SessionEnd, Verdict
+from outrider.wire.codec import decode_verifier_message
+from outrider.wire.messages import Encoded, FeatureLayout, SessionEnd, SessionsLost, Verdicts
 from tests.fakes.scripted_drafter import Draft, Followed, ScriptedDrafter
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import (
@@ -104,23 +105,6 @@ async def test_features_follow_the_accepted_nodes_of_a_tree() -> None:
         assert result.last.stats.accepted > 4
         check_features(rig.target, seen[-1])
         assert len(seen[-1].features) > 15
-
-
-async def test_a_verdict_names_the_nodes_that_stood() -> None:
-    seen: list[Followed] = []
-    async with verifier() as rig:
-        chain = good_chain(rig.target, depth=3)
-
-        def propose(followed: Followed) -> Draft:
-            seen.append(followed)
-            return chain(followed)
-
-        await rig.attach(propose)
-        await rig.run(make_spec(max_new_tokens=9))
-    verdicts = seen[-1].verdicts
-    assert verdicts[0].proposal_digest == 0
-    assert verdicts[1].accepted_nodes == (0, 1, 2)
-    assert verdicts[1].proposal_digest == verdicts[0].prefix_digest
 
 
 async def test_a_lost_drafter_leaves_the_stream_going_at_once() -> None:
@@ -290,7 +274,7 @@ async def test_a_drafter_that_does_not_read_is_disconnected() -> None:
         await drafter.stall()
         link = rig.service._hub.links[0].link_id
         for _ in range(8000):
-            rig.service._hub.tell(link, SessionEnd(session_id=SessionId("x")))
+            rig.service._hub.tell(link, SessionEnd(handle=7))
         await until(lambda: not rig.service._hub.links)
         assert rig.service._hub.counters["drafters_overflowed"] == 1
 
@@ -318,28 +302,55 @@ async def test_what_a_round_says_to_a_drafter_leaves_at_once_and_in_order(
         monkeypatch.setattr(
             rig.service._hub, "tell", lambda link, *messages: told.append((link, *messages))
         )
-        a, b, c, d = (SessionEnd(session_id=SessionId(name)) for name in "abcd")
+        a, b, c, d = (SessionEnd(handle=number) for number in range(4))
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         rig.service._dispatch([Tell(7, a), Answer(answer), Tell(2, b), Tell(7, c), Tell(7, d)])
         assert told == [(7, a, c, d), (2, b)]
         assert answer.done()
 
 
-async def test_verdicts_of_sessions_that_share_a_round_are_offered_together(
+async def test_verdicts_of_sessions_that_share_a_round_are_one_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     offered: list[int] = []
     offer = FramedConnection.offer
 
     def counting(connection: FramedConnection[Any, Any], *messages: Any) -> bool:
-        offered.append(sum(isinstance(message, Verdict) for message in messages))
+        for message in messages:
+            if isinstance(message, Encoded):
+                told = decode_verifier_message(message.data)
+                assert isinstance(told, Verdicts)
+                offered.append(len(told))
         return offer(connection, *messages)
 
     monkeypatch.setattr(FramedConnection, "offer", counting)
-    async with verifier() as rig:
+    async with verifier(gather_ms=50.0) as rig:
         rig.target.forward_s = 0.01
         await rig.attach(good_chain(rig.target))
         specs = [make_spec(f"s{number}", max_new_tokens=30) for number in range(4)]
         results = await rig.run_all(specs)
         assert all(r.tokens == rig.reference(s) for r, s in zip(results, specs, strict=True))
     assert max(offered) == 4
+
+
+async def test_a_session_that_its_drafter_lost_is_announced_again_a_few_times() -> None:
+    async with verifier() as rig:
+        rig.target.forward_s = 0.005
+        drafter = await rig.attach(good_chain(rig.target))
+        assert drafter.connection is not None
+        spec = make_spec(max_new_tokens=400)
+        running = asyncio.create_task(rig.run(spec))
+        await mid_stream(rig)
+        session = rig.service._core.sessions[SessionId("s")]
+        for number in range(1, 5):
+            told = len(drafter.ended)
+            await drafter.connection.send(SessionsLost((0, 9999)))
+            await until(lambda told=told: len(drafter.ended) > told)  # type: ignore[misc]
+            if number < 4:
+                await until(lambda number=number: drafter.starts == 1 + number)  # type: ignore[misc]
+                accepted = session.stats.accepted
+                await until(lambda accepted=accepted: session.stats.accepted > accepted)  # type: ignore[misc]
+        assert drafter.starts == 4 and session.link_id is None
+        result = await running
+        assert result.tokens == rig.reference(spec)
+        assert rig.service._core.counters["sessions_lost_by_drafters"] == 4

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.wire.bundles import join
 from outrider.wire.codec import encode_drafter_message
-from outrider.wire.messages import Proposal
-from tests.fakes.scripted_drafter import ProposeFn, make_tree
+from outrider.wire.messages import Proposal, Proposals
+from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, make_tree
 from tests.unit.verifier.harness import (
     good_chain,
     half_good_chain,
@@ -74,11 +73,7 @@ async def test_a_proposal_that_was_never_used_goes_with_its_session() -> None:
         drafter = await rig.attach(half_good_chain(rig.target))
         running = asyncio.create_task(rig.run(make_spec(max_new_tokens=60)))
         await mid_stream(rig)
-        await drafter.send(
-            Proposal(
-                session_id=SessionId("s"), prefix_digest=5, prefix_len=999, tree=make_tree([1])
-            )
-        )
+        await drafter.send(Proposal(handle=0, prefix_digest=5, prefix_len=999, tree=make_tree([1])))
         await until(lambda: rig.service._core.num_proposals > 0)
         await running
         await rig.idle()
@@ -87,11 +82,11 @@ async def test_a_proposal_that_was_never_used_goes_with_its_session() -> None:
 async def test_proposals_nobody_asked_for_are_counted_and_ignored() -> None:
     async with verifier() as rig:
         drafter = await rig.attach(good_chain(rig.target))
-        for name, digest in (("nobody", 5), ("s", 5)):
+        for handle in (0, 1 << 19):
             await drafter.send(
                 Proposal(
-                    session_id=SessionId(name),
-                    prefix_digest=digest,
+                    handle=handle,
+                    prefix_digest=5,
                     prefix_len=3,
                     tree=make_tree([1]),
                 )
@@ -107,11 +102,11 @@ async def test_malformed_proposals_of_a_bundle_cost_only_themselves() -> None:
     async with verifier() as rig:
         drafter = await rig.attach(good_chain(rig.target))
         frames: Any = drafter.connection
-        stray = Proposal(
-            session_id=SessionId("nobody"), prefix_digest=1, prefix_len=1, tree=make_tree([1])
-        )
+        stray = Proposal(handle=9, prefix_digest=1, prefix_len=1, tree=make_tree([1]))
         beyond = replace(stray, tree=make_tree([rig.target.vocab_size]))
-        encoded = [encode_drafter_message(message) for message in (stray, beyond, stray)]
+        encoded = [
+            encode_drafter_message(Proposals.of([draft])) for draft in (stray, beyond, stray)
+        ]
         (frame,) = join([encoded[0], b"\xff\xff", *encoded[1:], b"", join(encoded)[0]])
         assert frames.inner.frames.offer(frame)
         counters, core = rig.service._hub.counters, rig.service._core.counters
@@ -119,3 +114,40 @@ async def test_malformed_proposals_of_a_bundle_cost_only_themselves() -> None:
         await until(lambda: core["proposals_unknown"] == 2)
         spec = make_spec()
         assert (await rig.run(spec)).tokens == rig.reference(spec)
+
+
+async def test_a_bad_entry_costs_its_own_session_alone() -> None:
+    async with verifier() as rig:
+        chain = good_chain(rig.target)
+        wrong = make_tree([rig.target.vocab_size])
+        await rig.attach(lambda f: wrong if f.start.session_id == "bad" else chain(f))
+        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)
+        rig.target.forward_s = 0.005
+        specs = [make_spec(name, max_new_tokens=30, plan=plan) for name in ("bad", "good")]
+        async with asyncio.timeout(10.0):
+            bad, good = await rig.run_all(specs)
+        assert bad.tokens == rig.reference(specs[0]) and good.tokens == rig.reference(specs[1])
+        assert bad.last.stats.accepted == 0
+        assert good.last.stats.accepted > 10
+
+
+async def test_a_drafter_cannot_propose_for_the_sessions_of_another() -> None:
+    async with verifier() as rig:
+        rig.target.forward_s = 0.01
+        seen: list[int] = []
+
+        def propose(followed: Followed) -> Draft:
+            seen.append(followed.digest)
+            return None
+
+        await rig.attach(propose)
+        stranger = await rig.attach(lambda _f: None, drafter_id="stranger")
+        patient = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=300)
+        running = asyncio.create_task(rig.run(make_spec(max_new_tokens=4, plan=patient)))
+        await until(lambda: bool(seen))
+        await stranger.send(
+            Proposal(handle=0, prefix_digest=seen[0], prefix_len=6, tree=make_tree([1]))
+        )
+        counters = rig.service._core.counters
+        await until(lambda: counters["proposals_unknown"] == 1)
+        assert (await running).last.stats.proposed == 0

@@ -19,15 +19,13 @@ def test_a_tree_that_fits_is_left_alone() -> None:
     tree = make_tree([1, 2, 3], [-1, -1, 0])
     draft = trim(tree, None, 2)
     assert draft.tree is tree
-    assert draft.original((0, 2)) == (0, 2)
 
 
-def test_trimming_renumbers_parents_and_remembers_the_originals() -> None:
+def test_trimming_renumbers_parents() -> None:
     tree = make_tree([1, 2, 3, 4, 5], [-1, 0, 1, -1, 3])
     draft = trim(tree, None, 1)
     assert draft.tree.tokens.tolist() == [1, 4]
     assert draft.tree.parents.tolist() == [-1, -1]
-    assert draft.original((1,)) == (3,)
 
 
 def test_trimming_to_depth_zero_leaves_no_nodes() -> None:
@@ -61,7 +59,6 @@ def test_a_trimmed_tree_and_its_law_are_valid_and_as_deep_as_allowed(
     assert draft.depths.tolist() == depths(draft.tree.parents).tolist()
     expected = [i for i, d in enumerate(depths(parents).tolist()) if d <= limit]
     assert draft.tree.tokens.tolist() == expected
-    assert list(draft.original(range(len(draft.tree)))) == expected
 
 
 def test_a_chain_needs_no_mask() -> None:

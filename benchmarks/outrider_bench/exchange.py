@@ -1,0 +1,369 @@
+"""Round trips of the exchange between two processes, without models, by way of transport.
+
+A working thread encodes a round's verdicts, the other process's working thread decodes them and
+answers with proposals, which the first one decodes: what a round waits for beside the models.
+`grpc.aio` is what the services use, with its event loop on either side; `grpc` has the working
+threads read and write a synchronous stream themselves, `socket` a Unix socket; `socket.aio` leaves
+the socket to the loops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import queue
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+import numpy as np
+
+from outrider.spec.tree import DraftTree
+from outrider.wire.codec import (
+    decode_drafter_messages,
+    decode_verifier_messages,
+    encode_drafter_message,
+    encode_verifier_message,
+)
+from outrider.wire.limits import MAX_MESSAGE_BYTES
+from outrider.wire.messages import (
+    FeatureRows,
+    Proposal,
+    Proposals,
+    TensorDtype,
+    Verdicts,
+)
+
+WIDTH = 4096
+ROWS = 4
+"""Tokens and features of a session in a round."""
+_METHOD = "/bench/Exchange"
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+_WAIT_S = 30.0
+
+
+class Channel(Protocol):
+    """Frames between two working threads."""
+
+    def send(self, frame: bytes) -> None:
+        """Hand a frame to the other end."""
+        ...
+
+    def receive(self) -> bytes:
+        """Wait for a frame."""
+        ...
+
+
+def verdicts(sessions: int) -> Verdicts:
+    """A round of this many sessions."""
+    rng = np.random.default_rng(sessions)
+    counts = np.full(sessions, ROWS)
+    pieces = tuple(
+        rng.integers(0, 1 << 14, (ROWS, WIDTH)).astype(np.uint16) for _ in range(sessions)
+    )
+    return Verdicts(
+        handles=np.arange(sessions),
+        starts=counts * 9,
+        token_counts=counts,
+        tokens=rng.integers(0, 1 << 15, ROWS * sessions).astype(np.int32),
+        digests=rng.integers(0, 1 << 63, sessions).astype(np.uint64),
+        feature_starts=counts * 9,
+        feature_counts=counts,
+        draft_wanted=np.ones(sessions, dtype=np.bool_),
+        features=FeatureRows(dtype=TensorDtype.BFLOAT16, pieces=pieces),
+    )
+
+
+def answer(channel: Channel) -> None:
+    """The drafter's working thread: a chain of four for every session, for ever."""
+    made: dict[int, Proposals] = {}
+    while True:
+        (told,) = decode_verifier_messages(channel.receive())
+        assert isinstance(told, Verdicts)
+        count = len(told)
+        if count not in made:
+            tree = DraftTree.chain(np.arange(ROWS, dtype=np.int32))
+            made[count] = Proposals.of(
+                [
+                    Proposal(handle=handle, prefix_digest=handle, prefix_len=9, tree=tree)
+                    for handle in range(count)
+                ]
+            )
+        channel.send(encode_drafter_message(made[count]))
+
+
+def measure(channel: Channel, sessions: int, *, rounds: int, idle_s: float) -> list[float]:
+    """The verifier's working thread: microseconds of each round trip."""
+    told = verdicts(sessions)
+    taken: list[float] = []
+    for _ in range(rounds):
+        time.sleep(idle_s)
+        began = time.perf_counter()
+        channel.send(encode_verifier_message(told))
+        (drafts,) = decode_drafter_messages(channel.receive())
+        taken.append((time.perf_counter() - began) * 1e6)
+        assert isinstance(drafts, Proposals) and len(drafts) == sessions
+    return taken[rounds // 10 :]
+
+
+class LoopChannel:
+    """A working thread beside an event loop that owns the stream."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._write: Callable[[bytes], Any] | None = None
+
+    async def serve(self, stream: Any) -> None:
+        """Run the stream on the event loop until it ends."""
+        self._write = stream.write
+        while (frame := await stream.read()) is not grpc.aio.EOF:
+            self._arrived.put(frame)
+
+    def send(self, frame: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._begin, frame)
+
+    def receive(self) -> bytes:
+        return self._arrived.get(timeout=_WAIT_S)
+
+    def _begin(self, frame: bytes) -> None:
+        assert self._write is not None
+        self._writing = asyncio.ensure_future(self._write(frame))
+
+
+class StreamChannel:
+    """The working thread reads and writes a synchronous stream."""
+
+    def __init__(self) -> None:
+        self._leaving: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.incoming: Iterator[bytes] = iter(())
+
+    def outgoing(self) -> Iterator[bytes]:
+        """What gRPC's own thread writes."""
+        while True:
+            yield self._leaving.get()
+
+    def send(self, frame: bytes) -> None:
+        self._leaving.put(frame)
+
+    def receive(self) -> bytes:
+        return next(self.incoming)
+
+
+class SocketChannel:
+    """The working thread reads and writes a Unix socket; a length goes before each frame."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+
+    def send(self, frame: bytes) -> None:
+        self._socket.sendall(struct.pack("<I", len(frame)))
+        self._socket.sendall(frame)
+
+    def receive(self) -> bytes:
+        (size,) = struct.unpack("<I", self._read(4))
+        return self._read(size)
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        while len(view):
+            view = view[self._socket.recv_into(view) :]
+        return bytes(data)
+
+
+class LoopSocket:
+    """Frames of a Unix socket that an event loop reads and writes."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+
+    async def read(self) -> bytes:
+        """The next frame."""
+        (size,) = struct.unpack("<I", await self._read(4))
+        return await self._read(size)
+
+    async def write(self, frame: bytes) -> None:
+        """Send a frame."""
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self._socket, struct.pack("<I", len(frame)))
+        await loop.sock_sendall(self._socket, frame)
+
+    async def _read(self, size: int) -> bytes:
+        data, loop = bytearray(size), asyncio.get_running_loop()
+        view = memoryview(data)
+        while len(view):
+            view = view[await loop.sock_recv_into(self._socket, view) :]
+        return bytes(data)
+
+
+def _serve_aio(address: str) -> None:
+    async def serve() -> None:
+        async def exchange(_requests: object, context: Any) -> None:
+            channel = LoopChannel(asyncio.get_running_loop())
+            threading.Thread(target=answer, args=(channel,), daemon=True).start()
+            await channel.serve(context)
+
+        handlers: dict[str, Any] = {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)}
+        server = grpc.aio.server(options=_OPTIONS)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
+        server.add_insecure_port(address)
+        await server.start()
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+def _serve_grpc(address: str) -> None:
+    def exchange(requests: Iterator[bytes], _context: object) -> Iterator[bytes]:
+        channel = StreamChannel()
+        channel.incoming = requests
+        threading.Thread(target=answer, args=(channel,), daemon=True).start()
+        yield from channel.outgoing()
+
+    handlers: dict[str, Any] = {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)}
+    server = grpc.server(ThreadPoolExecutor(4), options=_OPTIONS)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
+    server.add_insecure_port(address)
+    server.start()
+    server.wait_for_termination()
+
+
+def _serve_socket(address: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen()
+        connected, _ = listening.accept()
+        answer(SocketChannel(connected))
+
+
+def _serve_socket_aio(address: str) -> None:
+    async def serve(connected: socket.socket) -> None:
+        channel = LoopChannel(asyncio.get_running_loop())
+        threading.Thread(target=answer, args=(channel,), daemon=True).start()
+        await channel.serve(LoopSocket(connected))
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen()
+        asyncio.run(serve(listening.accept()[0]))
+
+
+def _through_aio(address: str, work: Callable[[Channel], None]) -> None:
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(address, options=_OPTIONS) as remote:
+            await asyncio.wait_for(remote.channel_ready(), _WAIT_S)
+            call: Any = remote.stream_stream(_METHOD)()
+            channel = LoopChannel(asyncio.get_running_loop())
+            serving = asyncio.ensure_future(channel.serve(call))
+            await asyncio.sleep(0)
+            await asyncio.to_thread(work, channel)
+            serving.cancel()
+            call.cancel()
+
+    asyncio.run(run())
+
+
+def _through_grpc(address: str, work: Callable[[Channel], None]) -> None:
+    with grpc.insecure_channel(address, options=_OPTIONS) as remote:
+        grpc.channel_ready_future(remote).result(_WAIT_S)
+        channel = StreamChannel()
+        method: Any = remote.stream_stream(_METHOD)
+        call = method(channel.outgoing())
+        channel.incoming = call
+        work(channel)
+        call.cancel()
+
+
+def _connect(address: str) -> socket.socket:
+    deadline = time.monotonic() + _WAIT_S
+    while not Path(address).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect(address)
+    return connected
+
+
+def _through_socket(address: str, work: Callable[[Channel], None]) -> None:
+    with _connect(address) as connected:
+        work(SocketChannel(connected))
+
+
+def _through_socket_aio(address: str, work: Callable[[Channel], None]) -> None:
+    async def run(connected: socket.socket) -> None:
+        channel = LoopChannel(asyncio.get_running_loop())
+        serving = asyncio.ensure_future(channel.serve(LoopSocket(connected)))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(work, channel)
+        serving.cancel()
+
+    with _connect(address) as connected:
+        asyncio.run(run(connected))
+
+
+WAYS: dict[str, tuple[Callable[[str], None], Callable[[str, Callable[[Channel], None]], None]]] = {
+    "grpc.aio": (_serve_aio, _through_aio),
+    "grpc": (_serve_grpc, _through_grpc),
+    "socket.aio": (_serve_socket_aio, _through_socket_aio),
+    "socket": (_serve_socket, _through_socket),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("--sessions", default="1,64", help="sessions a round, several with commas")
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--idle-ms", default="0,4", help="pauses before a round, with commas")
+    parser.add_argument("--ways", default=",".join(WAYS), help="ways of transport, with commas")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print a table of medians in microseconds."""
+    cases = [
+        (int(sessions), float(idle))
+        for sessions in args.sessions.split(",")
+        for idle in args.idle_ms.split(",")
+    ]
+    titles = [f"{sessions} sessions, idle {idle:g} ms" for sessions, idle in cases]
+    print("| way | " + " | ".join(titles) + " |")
+    print("|---|" + "---|" * len(cases))
+    for way in args.ways.split(","):
+        medians = [f"{np.median(taken):.0f}" for taken in run_way(way, cases, args.rounds)]
+        print(f"| {way} | " + " | ".join(medians) + " |")
+
+
+def run_way(way: str, cases: list[tuple[int, float]], rounds: int) -> list[list[float]]:
+    """Round trips of every (sessions, idle ms), microseconds, in a process pair of their own."""
+    serve, through = WAYS[way]
+    results: list[list[float]] = []
+
+    def work(channel: Channel) -> None:
+        for sessions, idle_ms in cases:
+            measure(channel, sessions, rounds=20, idle_s=0.0)
+            results.append(measure(channel, sessions, rounds=rounds, idle_s=idle_ms / 1e3))
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "bench.sock")
+        address = f"unix:{path}" if way.startswith("grpc") else path
+        drafter = multiprocessing.get_context("spawn").Process(
+            target=serve, args=(address,), daemon=True
+        )
+        drafter.start()
+        try:
+            through(address, work)
+        finally:
+            drafter.terminate()
+            drafter.join()
+    return results

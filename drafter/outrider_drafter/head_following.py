@@ -1,0 +1,163 @@
+"""What every source with a head does, wherever its K/V is: follow sessions by their features.
+
+Row i of a session pairs feature f_i with token t_{i+1}. Rows are stable once they were made from
+real features; the live row is the newest that a draft begins with. H feature width.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.health import device_works
+from outrider.engine.heads import DraftHead
+from outrider.errors import ResourceExhaustedError
+from outrider.spec.plan import MAX_DRAFT_TOKENS
+from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
+from outrider_drafter.sessions import Session
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS_PER_WRITE = 1024
+"""Bounds the temporary memory of a long prompt's catch-up."""
+_WIRE_DTYPES: Final = {
+    torch.float32: TensorDtype.FLOAT32,
+    torch.float16: TensorDtype.FLOAT16,
+    torch.bfloat16: TensorDtype.BFLOAT16,
+}
+
+
+class HeadFollower(ABC):
+    """Takes in what is new of a session and stops following one that finds no room."""
+
+    feature_layout = FeatureLayout.PROJECTED
+
+    def __init__(
+        self,
+        head: DraftHead,
+        *,
+        max_context: int,
+        rows_with_draft: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """`max_context` (0: the head's own) bounds the draft positions of a session; up to
+        `rows_with_draft` new rows are left to the draft that follows them."""
+        self.head = head
+        self.feature_size = head.config.hidden_size
+        self.feature_fingerprint = head.fingerprint
+        self._max_context = max_context or head.config.max_position_embeddings
+        self._rows_with_draft = rows_with_draft
+        self._dtype, self._device = dtype, torch.device(device)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the device still works; waits for all that was launched."""
+        return device_works(self._device)
+
+    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+        """Rows [F, H] as `raw_array` of this source's element type."""
+        if wire.dtype is _WIRE_DTYPES.get(self._dtype):
+            return wire.data.view(np.int16) if self._dtype is torch.bfloat16 else wire.data
+        data = np.require(wire.data, requirements=("C", "W"))
+        if wire.dtype is TensorDtype.BFLOAT16:
+            rows = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
+        else:
+            rows = torch.from_numpy(data)
+        return raw_array(rows.to(self._dtype))
+
+    @torch.inference_mode()
+    def catch_up(self, sessions: Sequence[Session]) -> None:
+        """Write the K/V of all rows that the sessions' features allow."""
+        for session in sessions:
+            if self._follows(session):
+                self._write_ahead(session, keep=0)
+
+    def _write_ahead(self, session: Session, *, keep: int) -> None:
+        """Write rows whose prediction nobody wants, but for the newest `keep`."""
+        while True:
+            start = self._stable(session)
+            known = min(session.feature_end, len(session.tokens) - 1) - start
+            count = min(known - keep, MAX_ROWS_PER_WRITE)
+            if count <= 0 or (keep and known <= self._rows_with_draft):
+                return
+            stop = start + count
+            if stop > self._max_context:
+                self._shut(session, "context")
+                return
+            if not self._reserve(session, stop):
+                return
+            held = session.table.features
+            rows = held.read(session.slot, start, stop)
+            self._write(session, start, session.tokens.view[start + 1 : stop + 1], rows)
+            held.use(session.slot, stop, rows[-1])
+
+    def _live_row(self, session: Session, depth: int) -> int | None:
+        """The row that a draft of `depth` levels begins with; None if there can be none."""
+        live = len(session.tokens) - 2
+        if live < 0 or session.feature_end != live + 1 or live + depth > self._max_context:
+            return None
+        return live
+
+    def _reserve(self, session: Session, rows: int) -> bool:
+        """Make room for `rows` of a session in all; where there is none, it is shut."""
+        try:
+            self._make_room(session, rows, session.max_len + MAX_DRAFT_TOKENS)
+        except ResourceExhaustedError as error:
+            self._shut(session, error.reason)
+            return False
+        return True
+
+    def _shut(self, session: Session, why: str) -> None:
+        """The session is not followed any more."""
+        logger.info("session not drafted", extra={"session": session.session_id, "why": why})
+        session.table.features.drop(session.slot)
+        self._give_up(session)
+
+    def _tensor(self, rows: NDArray[np.generic]) -> Tensor:
+        """`raw_array` rows on the device."""
+        owned = rows if rows.flags.writeable else rows.copy()
+        tensor = torch.from_numpy(owned)
+        if self._dtype is torch.bfloat16:
+            tensor = tensor.view(torch.bfloat16)
+        return tensor.to(self._device)
+
+    @abstractmethod
+    def _follows(self, session: Session) -> bool:
+        """Whether the session has K/V here; begins it if it is new."""
+
+    @abstractmethod
+    def _stable(self, session: Session) -> int:
+        """Stable rows of a session."""
+
+    @abstractmethod
+    def _make_room(self, session: Session, rows: int, ceiling: int) -> None:
+        """Room for `rows`, of at most `ceiling` ever. Raises ResourceExhaustedError."""
+
+    @abstractmethod
+    def _write(
+        self,
+        session: Session,
+        start: int,
+        tokens: NDArray[np.int32],
+        features: NDArray[np.generic],
+    ) -> None:
+        """Write rows from `start` on and declare them stable; tokens [m], features [m, H]."""
+
+    @abstractmethod
+    def _give_up(self, session: Session) -> None:
+        """Free a session's K/V; it has none from here on."""
+
+
+def raw_array(tensor: Tensor) -> NDArray[np.generic]:
+    """A view of a tensor on the host; numpy holds bfloat16 as its bits."""
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return np.asarray(tensor.numpy())

@@ -1,0 +1,158 @@
+"""Features that arrived and were not used yet, where they lie in the messages that brought them.
+
+X session slots; H feature width. A draft batch reads its rows straight from the messages; a message
+is let go when all its rows were used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.wire.messages import WireTensor
+from outrider.wire.rounds import parts
+
+Indices = NDArray[np.int64]
+Convert = Callable[[WireTensor], NDArray[np.generic]]
+"""Rows [F, H] as their reader holds them; a view where that is how they came."""
+_NOBODY: Final = 1 << 62
+"""In the place of how far a session's features were used: it needs none any more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    """Rows of one message; entry e has counts[e] of them from offsets[e] on."""
+
+    rows: NDArray[np.generic]
+    slots: Indices
+    firsts: Indices
+    """Position of each entry's first row in its session."""
+    counts: Indices
+    offsets: Indices
+
+
+class HeldFeatures:
+    """Features by session and position, each position once and in order."""
+
+    def __init__(self, *, max_sessions: int, width: int, convert: Convert) -> None:
+        self.width = width
+        """H"""
+        self._convert = convert
+        self._used = np.full(max_sessions, _NOBODY, dtype=np.int64)
+        """[X]: positions below were used."""
+        self._last: NDArray[np.generic] | None = None
+        """[X, H]: the newest used one of each session, for a draft that is made again."""
+        self._messages: list[_Message] = []
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def open(self, slot: int) -> None:
+        """A session begins."""
+        self._used[slot] = 0
+
+    def drop(self, slot: int) -> None:
+        """A session needs no features any more."""
+        self._used[slot] = _NOBODY
+        for message in self._messages:
+            message.counts[message.slots == slot] = 0
+        self._tidy()
+
+    def add(
+        self, wire: WireTensor, slots: Indices, firsts: Indices, counts: Indices, offsets: Indices
+    ) -> None:
+        """Keep a message's rows: entry e brings counts[e] of them, from row offsets[e] on, for
+        the positions from firsts[e] on of the session in slots[e]; all [E]."""
+        wanted = (self._used[slots] < _NOBODY) & (counts > 0)
+        if not bool(wanted.any()):
+            return
+        rows = self._convert(wire)
+        if self._last is None:
+            shape = (len(self._used), self.width)
+            # Address space only: the system backs what is written.
+            self._last = np.empty(shape, dtype=rows.dtype)
+        self._messages.append(
+            _Message(rows, slots[wanted], firsts[wanted], counts[wanted], offsets[wanted])
+        )
+
+    def read(self, slot: int, start: int, stop: int) -> NDArray[np.generic]:
+        """Rows [stop - start, H] of a session; they must be held, from the last used one on."""
+        used = int(self._used[slot])
+        assert used - 1 <= start <= stop, (used, start, stop)
+        pieces: list[NDArray[np.generic]] = []
+        if start < used:
+            assert self._last is not None
+            pieces.append(self._last[slot][None])
+        for message in self._messages:
+            for entry in np.flatnonzero(message.slots == slot).tolist():
+                first, offset = int(message.firsts[entry]), int(message.offsets[entry])
+                begin = max(start, used, first)
+                end = min(stop, first + int(message.counts[entry]))
+                if begin < end:
+                    pieces.append(message.rows[offset + begin - first : offset + end - first])
+        rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        assert len(rows) == stop - start, (slot, start, stop)
+        return rows
+
+    def use(self, slot: int, stop: int, last: NDArray[np.generic]) -> None:
+        """Positions below `stop` of a session were used; `last` [H] is the newest of them."""
+        assert self._last is not None
+        self._last[slot] = last
+        self._used[slot] = stop
+        self._tidy()
+
+    def gather(
+        self, slots: Indices, starts: Indices, counts: Indices, out: NDArray[np.generic]
+    ) -> None:
+        """Write counts[i] rows of the session in slots[i], from position starts[i] on, into
+        out[i]; slots, starts and counts [B], out [B, R, H]. What lies behind them in out[i] is
+        some feature of the same session, or what it was."""
+        size, most, width = out.shape
+        flat = out.reshape(size * most, width)
+        row_of = np.full(len(self._used), -1, dtype=np.int64)
+        row_of[slots] = np.arange(size)
+        for message in self._messages:
+            rows = row_of[message.slots]
+            owners, places = parts(np.where(rows >= 0, message.counts, 0))
+            into = rows[owners]
+            within = message.firsts[owners] + places - starts[into]
+            fits = (within >= 0) & (within < counts[into])
+            target = (into * most + within)[fits]
+            source = (message.offsets[owners] + places)[fits]
+            if len(target) == int(counts.sum()) and bool((counts > 0).all()):
+                # All of the batch came in this message: one pass over its memory.
+                lead = np.empty(size, dtype=np.int64)
+                lead[target // most] = source
+                spread = np.repeat(lead, most)
+                spread[target] = source
+                np.take(message.rows, spread, axis=0, out=flat, mode="clip")
+            else:
+                flat[target] = message.rows[source]
+        again = np.flatnonzero(starts < self._used[slots])
+        if len(again):
+            assert self._last is not None
+            flat[again * most] = self._last[slots[again]]
+
+    def use_batch(
+        self, slots: Indices, counts: Indices, stops: Indices, out: NDArray[np.generic]
+    ) -> None:
+        """What `gather` wrote into `out` was used: positions below stops[i] of each session."""
+        assert self._last is not None
+        self._last[slots] = out[np.arange(len(slots)), counts - 1]
+        self._used[slots] = stops
+        self._tidy()
+
+    def _tidy(self) -> None:
+        self._messages = [
+            message
+            for message in self._messages
+            if bool(
+                (message.firsts + message.counts > self._used[message.slots])[
+                    message.counts > 0
+                ].any()
+            )
+        ]

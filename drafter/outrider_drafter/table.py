@@ -1,0 +1,349 @@
+"""All followed sessions in columns, and the checks that every message of verdicts must pass.
+
+X session slots; S entries of a message, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.spec.digest import EMPTY_DIGEST, extend_ragged
+from outrider.wire.messages import FeatureRows, SessionStart, Verdicts, WireTensor
+from outrider.wire.rounds import last_of_each, parts
+from outrider_drafter.held_features import Convert, HeldFeatures
+from outrider_drafter.sessions import Limits, Session, SessionKey, TokenRow
+
+Indices = NDArray[np.int64]
+
+REASONS: Final = (
+    "",
+    "repeated",
+    "token_gap",
+    "too_long",
+    "token_range",
+    "token_conflict",
+    "digest",
+    "feature_shape",
+    "feature_gap",
+    "feature_range",
+)
+"""Why a session cannot be followed any more, by number; the first one that holds is it."""
+
+
+class Taken(NamedTuple):
+    """What became of a message."""
+
+    slots: Indices
+    """Sessions that were moved on."""
+    lost: list[tuple[Session, str]]
+    """Sessions whose entry cannot be followed, and why."""
+    unknown: int
+    """Entries for nobody."""
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """The sessions that one connection announced."""
+
+    slots: Indices = field(default_factory=lambda: np.full(64, -1, dtype=np.int64))
+    """By handle; -1: none."""
+    count: int = 0
+
+    def find(self, handles: Indices) -> Indices:
+        """The slots of these handles, any numbers >= 0; -1 for those without."""
+        known = handles < len(self.slots)
+        return np.where(known, self.slots[np.where(known, handles, 0)], -1)
+
+    def put(self, handle: int, slot: int) -> None:
+        """Note the session of a handle."""
+        if handle >= len(self.slots):
+            grown = np.full(max(handle + 1, 2 * len(self.slots)), -1, dtype=np.int64)
+            grown[: len(self.slots)] = self.slots
+            self.slots = grown
+        self.slots[handle] = slot
+        self.count += 1
+
+
+class SessionTable:
+    """At most `max_sessions` sessions. When all slots are taken, the connection that holds most of
+    them gives up the one it has not used for longest: no verifier takes another's."""
+
+    def __init__(self, max_sessions: int, limits: Limits, convert: Convert) -> None:
+        """`convert` is how the reader of features holds them."""
+        self._limits = limits
+        self._sessions: list[Session | None] = [None] * max_sessions
+        self._free = list(range(max_sessions - 1, -1, -1))
+        self._connections: dict[int, _Connection] = {}
+        self._ticks = 0
+        self._used_at = np.zeros(max_sessions, dtype=np.int64)
+        self.features = HeldFeatures(
+            max_sessions=max_sessions, width=limits.feature_size, convert=convert
+        )
+        # Address space only: the system backs what is written.
+        self.tokens = np.empty((max_sessions, limits.max_context), dtype=np.int32)
+        """[X, max_context]"""
+        self.lengths = np.zeros(max_sessions, dtype=np.int64)
+        """[X]: known tokens."""
+        self.digests = np.zeros(max_sessions, dtype=np.uint64)
+        self.feature_ends = np.zeros(max_sessions, dtype=np.int64)
+        """[X]: positions whose feature was received."""
+        self.max_lens = np.zeros(max_sessions, dtype=np.int64)
+        self.followed = np.zeros(max_sessions, dtype=np.bool_)
+        """[X]: False for free slots and lost sessions."""
+        self.wanting = np.zeros(max_sessions, dtype=np.bool_)
+        """[X]: whether a draft is wanted."""
+        self.behind = np.zeros(max_sessions, dtype=np.bool_)
+        """[X]: whether there is news that no source has taken in."""
+
+    def __len__(self) -> int:
+        return len(self._sessions) - len(self._free)
+
+    def session(self, slot: int) -> Session:
+        """The session in a taken slot."""
+        session = self._sessions[slot]
+        assert session is not None, slot
+        return session
+
+    def get(self, key: SessionKey) -> Session | None:
+        """A session by its name."""
+        connection = self._connections.get(key.connection)
+        if connection is None or key.handle >= len(connection.slots):
+            return None
+        slot = int(connection.slots[key.handle])
+        return None if slot < 0 else self._sessions[slot]
+
+    def crowded_out(self, connection: int) -> Session | None:
+        """Who must go before a connection can have another session; None if there is room."""
+        if self._free:
+            return None
+        mine = self._connections.get(connection)
+        most, at_most = connection, 0 if mine is None else mine.count
+        for number, other in self._connections.items():
+            if other.count > at_most:
+                most, at_most = number, other.count
+        slots = self._connections[most].slots
+        held = slots[slots >= 0]
+        return self.session(int(held[self._used_at[held].argmin()]))
+
+    def add(self, connection: int, start: SessionStart) -> Session:
+        """Begin a session; there must be room, and none with its handle."""
+        slot = self._free.pop()
+        session = Session(
+            key=SessionKey(connection, start.handle),
+            session_id=start.session_id,
+            table=self,
+            slot=slot,
+            plan=start.plan,
+            sampling=start.sampling,
+            max_len=start.max_len,
+            prompt_len=start.prompt_len,
+            tokens=TokenRow(self, slot),
+        )
+        self._sessions[slot] = session
+        self._connections.setdefault(connection, _Connection()).put(start.handle, slot)
+        self.lengths[slot] = self.feature_ends[slot] = 0
+        self.digests[slot] = EMPTY_DIGEST
+        self.max_lens[slot] = start.max_len
+        self.followed[slot] = True
+        self.wanting[slot] = self.behind[slot] = False
+        self._touch(np.array([slot]))
+        self.features.open(slot)
+        return session
+
+    def forget(self, session: Session) -> None:
+        """Stop following a session: its slot stays taken, and nothing is taken in any more."""
+        slot = session.slot
+        self.followed[slot] = self.wanting[slot] = self.behind[slot] = False
+        self.features.drop(slot)
+
+    def remove(self, session: Session) -> None:
+        """Give a session's slot back; it must be the one that is there."""
+        assert self._sessions[session.slot] is session
+        self.forget(session)
+        connection = self._connections[session.key.connection]
+        connection.slots[session.key.handle] = -1
+        connection.count -= 1
+        if not connection.count:
+            del self._connections[session.key.connection]
+        self._sessions[session.slot] = None
+        self._free.append(session.slot)
+
+    def of_connection(self, connection: int) -> list[Session]:
+        """The sessions that one connection announced."""
+        found = self._connections.get(connection)
+        return [] if found is None else [self.session(s) for s in found.slots[found.slots >= 0]]
+
+    def take_in(self, connection: int, verdicts: Verdicts) -> Taken:
+        """Move sessions on by a message, as far as its entries make sense.
+
+        A repeated verdict is no error as long as it says the same; a gap or a contradiction is.
+        """
+        found = self._connections.get(connection)
+        if found is None:
+            return Taken(np.empty(0, dtype=np.int64), [], len(verdicts))
+        slots = found.find(verdicts.handles)
+        self._touch(slots[slots >= 0])
+        entries = np.flatnonzero(self.followed[slots] & (slots >= 0))
+        step = _Step.of(self, verdicts, slots, entries, self._limits)
+        good = step.reasons == 0
+        self._apply(verdicts, step, good)
+        lost = {
+            int(slot): REASONS[reason]
+            for slot, reason in zip(
+                step.slots[~good].tolist(), step.reasons[~good].tolist(), strict=True
+            )
+        }
+        return Taken(
+            slots=step.slots[good],
+            lost=[(self.session(slot), reason) for slot, reason in lost.items()],
+            unknown=int(np.count_nonzero(slots < 0)),
+        )
+
+    def _touch(self, slots: Indices) -> None:
+        self._ticks += 1
+        self._used_at[slots] = self._ticks
+
+    def _apply(self, verdicts: Verdicts, step: _Step, good: NDArray[np.bool_]) -> None:
+        slots, fresh = step.slots[good], step.fresh[good]
+        chosen = good[step.token_owners] & step.token_fresh
+        owners = step.token_owners[chosen]
+        self.tokens[step.slots[owners], step.token_places[chosen]] = step.tokens[chosen]
+        self.lengths[slots] += fresh
+        self.digests[slots] = step.digests[good]
+        if verdicts.features is not None and step.takes_features:
+            rows = step.feature_rows[good]
+            wire = WireTensor(dtype=verdicts.features.dtype, data=verdicts.features.joined())
+            firsts = self.feature_ends[slots]
+            self.features.add(wire, slots, firsts, rows, step.feature_offsets[good])
+            self.feature_ends[slots] = firsts + rows
+        wanted = step.wanted[good]
+        told = wanted | (fresh > 0)
+        self.wanting[slots[told]] = wanted[told]
+        self.behind[slots] = True
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """The news in a message, checked; columns over the entries that are for followed sessions."""
+
+    slots: Indices
+    reasons: Indices
+    fresh: Indices
+    """Tokens that are new."""
+    digests: NDArray[np.uint64]
+    """After them."""
+    wanted: NDArray[np.bool_]
+    tokens: NDArray[np.int32]
+    """[T] of these entries."""
+    token_owners: Indices
+    """[T]: entry."""
+    token_places: Indices
+    """[T]: index in the session's prefix."""
+    token_fresh: NDArray[np.bool_]
+    takes_features: bool
+    feature_rows: Indices
+    """Rows that are new."""
+    feature_offsets: Indices
+    """Where they begin in the message."""
+
+    @classmethod
+    def of(
+        cls,
+        table: SessionTable,
+        verdicts: Verdicts,
+        all_slots: Indices,
+        entries: Indices,
+        limits: Limits,
+    ) -> _Step:
+        """Check a message against what is known; see `REASONS`."""
+        slots = all_slots[entries]
+        starts, counts = verdicts.starts[entries], verdicts.token_counts[entries]
+        owners, within = parts(counts)
+        begins = (np.cumsum(verdicts.token_counts) - verdicts.token_counts)[entries]
+        step = cls(
+            slots=slots,
+            reasons=np.zeros(len(entries), dtype=np.int64),
+            fresh=np.zeros(len(entries), dtype=np.int64),
+            digests=table.digests[slots],
+            wanted=verdicts.draft_wanted[entries],
+            tokens=verdicts.tokens[begins[owners] + within],
+            token_owners=owners,
+            token_places=starts[owners] + within,
+            token_fresh=np.zeros(len(owners), dtype=np.bool_),
+            takes_features=bool(limits.feature_size),
+            feature_rows=np.zeros(len(entries), dtype=np.int64),
+            feature_offsets=np.zeros(len(entries), dtype=np.int64),
+        )
+        step._bound(table, starts, counts, limits)
+        step._follow(table, starts, counts, verdicts.digests[entries])
+        if verdicts.features is not None and limits.feature_size:
+            wishes = verdicts.draft_wanted[entries]
+            step._take_features(table, verdicts, verdicts.features, entries, wishes)
+        return step
+
+    def _refuse(self, bad: NDArray[np.bool_], reason: str) -> None:
+        self.reasons[bad & (self.reasons == 0)] = REASONS.index(reason)
+
+    def _owned_by(self, tokens: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Entries that own one of these tokens at least."""
+        found = np.zeros(len(self.slots), dtype=np.bool_)
+        found[self.token_owners[tokens]] = True
+        return found
+
+    def _bound(self, table: SessionTable, starts: Indices, counts: Indices, limits: Limits) -> None:
+        """What needs no token of before."""
+        if not bool(last_of_each(self.slots).all()):
+            again = self.slots[~last_of_each(self.slots)]
+            self._refuse(np.isin(self.slots, again), "repeated")
+        self._refuse(starts > table.lengths[self.slots], "token_gap")
+        self._refuse(starts + counts > table.max_lens[self.slots], "too_long")
+        outside = (self.tokens < 0) | (self.tokens >= limits.vocab_size)
+        self._refuse(self._owned_by(outside), "token_range")
+
+    def _follow(
+        self,
+        table: SessionTable,
+        starts: Indices,
+        counts: Indices,
+        digests: NDArray[np.uint64],
+    ) -> None:
+        """Tell what is new from what is repeated; entries that were refused count as empty."""
+        good = self.reasons == 0
+        overlap = np.where(good, table.lengths[self.slots] - starts, 0)
+        self.fresh = np.where(good, np.maximum(counts - overlap, 0), 0)
+        owners = self.token_owners
+        told_before = self.token_places < table.lengths[self.slots[owners]]
+        self.token_fresh = ~told_before & good[owners]
+        repeated = told_before & good[owners]
+        if bool(repeated.any()):
+            known = table.tokens[self.slots[owners[repeated]], self.token_places[repeated]]
+            differs = repeated.copy()
+            differs[repeated] = known != self.tokens[repeated]
+            self._refuse(self._owned_by(differs), "token_conflict")
+        self.digests = extend_ragged(self.digests, self.fresh, self.tokens[self.token_fresh])
+        whole = counts >= overlap
+        self._refuse(whole & (self.digests != digests), "digest")
+        self.wanted = self.wanted & whole
+
+    def _take_features(
+        self,
+        table: SessionTable,
+        verdicts: Verdicts,
+        features: FeatureRows,
+        entries: Indices,
+        wishes: NDArray[np.bool_],
+    ) -> None:
+        rows, firsts = verdicts.feature_counts[entries], verdicts.feature_starts[entries]
+        some, ends = rows > 0, table.feature_ends[self.slots]
+        last = table.lengths[self.slots] + self.fresh - wishes
+        self._refuse(some & (features.width != table.features.width), "feature_shape")
+        self._refuse(some & (firsts > ends), "feature_gap")
+        self._refuse(some & (firsts + rows > last), "feature_range")
+        skipped = np.minimum(np.maximum(ends - firsts, 0), rows)
+        offsets = (np.cumsum(verdicts.feature_counts) - verdicts.feature_counts)[entries]
+        self.feature_rows = rows - skipped
+        self.feature_offsets = offsets + skipped

@@ -1,0 +1,302 @@
+"""`Verdicts` and `Proposals` to bytes and back, by protobuf's outermost layers alone.
+
+They are protobuf messages (`exchange.proto`) whose arrays are `bytes` fields. Written and read here
+field by field: an array is copied once on its way out, and what arrives is looked at where it lies.
+S entries. Decoding checks that all lengths agree, nothing else: what single entries say is for
+their reader, who knows its vocabulary, and who knows the session that an entry costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.spec.mixing import MASK64
+from outrider.wire.bundles import Encoded, fields, varint
+from outrider.wire.checks import fail, number
+from outrider.wire.limits import (
+    MAX_FEATURE_WIDTH,
+    MAX_LAW_ENTRIES,
+    MAX_MESSAGE_BYTES,
+    MAX_NODES,
+    MAX_ROUND_SESSIONS,
+)
+from outrider.wire.rounds import (
+    FeatureRows,
+    Indices,
+    Laws,
+    Proposals,
+    TensorDtype,
+    Verdicts,
+    parts,
+)
+from outrider.wire.tensors import DTYPES_FROM_PB, DTYPES_TO_PB, NUMPY_DTYPES
+from outrider.wire.v1 import exchange_pb2 as pb
+
+VERDICTS_FIELD: Final = pb.ExchangeResponse.VERDICTS_FIELD_NUMBER
+PROPOSALS_FIELD: Final = pb.ExchangeRequest.PROPOSALS_FIELD_NUMBER
+_FEATURE_DTYPES = (TensorDtype.FLOAT32, TensorDtype.FLOAT16, TensorDtype.BFLOAT16)
+_UINT8, _UINT16, _UINT32, _UINT64 = (np.dtype(f"<u{size}") for size in (1, 2, 4, 8))
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+
+Buffer = bytes | memoryview
+ArrayT = TypeVar("ArrayT", bound=NDArray[np.generic])
+
+
+class _Field(NamedTuple):
+    """A field that is present."""
+
+    number: int
+    content: int | tuple[Buffer, ...]
+    """A varint, or the pieces of a length-delimited value."""
+
+
+def encode_verdicts(verdicts: Verdicts) -> bytes:
+    """An ExchangeResponse with these verdicts; their arrays are copied once."""
+    written = [
+        _array(pb.Verdicts.HANDLES_FIELD_NUMBER, verdicts.handles, _UINT32),
+        _array(pb.Verdicts.STARTS_FIELD_NUMBER, verdicts.starts, _UINT32),
+        _array(pb.Verdicts.TOKEN_COUNTS_FIELD_NUMBER, verdicts.token_counts, _UINT32),
+        _array(pb.Verdicts.TOKENS_FIELD_NUMBER, verdicts.tokens, _INT32),
+        _array(pb.Verdicts.DIGESTS_FIELD_NUMBER, verdicts.digests, _UINT64),
+        _array(pb.Verdicts.FEATURE_STARTS_FIELD_NUMBER, verdicts.feature_starts, _UINT32),
+        _array(pb.Verdicts.FEATURE_COUNTS_FIELD_NUMBER, verdicts.feature_counts, _UINT32),
+        _array(pb.Verdicts.DRAFT_WANTED_FIELD_NUMBER, verdicts.draft_wanted, _UINT8),
+    ]
+    rows = verdicts.features
+    if rows is not None:
+        expected = NUMPY_DTYPES[rows.dtype]
+        if any(piece.dtype != expected for piece in rows.pieces):
+            raise TypeError(f"{rows.dtype} must be held as {expected}")
+        pieces = tuple(_raw(piece) for piece in rows.pieces)
+        written += [
+            _Field(pb.Verdicts.FEATURE_DTYPE_FIELD_NUMBER, int(DTYPES_TO_PB[rows.dtype])),
+            _Field(pb.Verdicts.FEATURE_WIDTH_FIELD_NUMBER, rows.width),
+            _Field(pb.Verdicts.FEATURES_FIELD_NUMBER, pieces),
+        ]
+    return _message(VERDICTS_FIELD, written)
+
+
+def encode_proposals(proposals: Proposals) -> bytes:
+    """An ExchangeRequest with these proposals; chains, and scores of 0, need no arrays."""
+    _, places = parts(proposals.node_counts)
+    chains = bool((proposals.parents == places - 1).all())
+    written = [
+        _array(pb.Proposals.HANDLES_FIELD_NUMBER, proposals.handles, _UINT32),
+        _array(pb.Proposals.DIGESTS_FIELD_NUMBER, proposals.digests, _UINT64),
+        _array(pb.Proposals.PREFIX_LENS_FIELD_NUMBER, proposals.prefix_lens, _UINT32),
+        _array(pb.Proposals.NODE_COUNTS_FIELD_NUMBER, proposals.node_counts, _UINT32),
+        _array(pb.Proposals.TOKENS_FIELD_NUMBER, proposals.tokens, _INT32),
+    ]
+    if not chains:
+        written.append(_array(pb.Proposals.PARENTS_FIELD_NUMBER, proposals.parents, _INT32))
+    # The sign of a zero counts.
+    if np.ascontiguousarray(proposals.logprobs).view(np.uint32).any():
+        written.append(_array(pb.Proposals.LOGPROBS_FIELD_NUMBER, proposals.logprobs, _FLOAT32))
+    laws = proposals.laws
+    if laws is not None:
+        written += [
+            _array(pb.Proposals.WITH_LAW_FIELD_NUMBER, laws.given, _UINT8),
+            _array(pb.Proposals.LAW_SIZES_FIELD_NUMBER, laws.sizes, _UINT32),
+            _array(pb.Proposals.LAW_IDS_FIELD_NUMBER, laws.ids, _INT32),
+            _array(pb.Proposals.LAW_COUNTS_FIELD_NUMBER, laws.counts, _UINT16),
+        ]
+    written.append(_Field(pb.Proposals.DRAFT_US_FIELD_NUMBER, proposals.draft_us))
+    return _message(PROPOSALS_FIELD, written)
+
+
+def only_member(data: Encoded, field: int) -> memoryview | None:
+    """The content of a frame's `field` if that is the message it holds; None for another message.
+
+    Raises InvalidMessageError for a frame with that message and another one.
+    """
+    found: list[memoryview] = []
+    others = 0
+    for name, content in fields(memoryview(data)):
+        if name == field and isinstance(content, memoryview):
+            found.append(content)
+        elif name <= _LAST_MESSAGE:
+            others += 1
+    if not found:
+        return None
+    if len(found) + others > 1:
+        fail("a frame must hold exactly one message")
+    return found[0]
+
+
+def decode_verdicts(data: memoryview) -> Verdicts:
+    """Verdicts out of their submessage. Raises InvalidMessageError unless all lengths agree."""
+    content = _contents(data)
+    handles = _indices(content, pb.Verdicts.HANDLES_FIELD_NUMBER, "handles")
+    count = len(handles)
+    number(count, "verdicts", low=1, high=MAX_ROUND_SESSIONS)
+
+    def column(field: int, name: str) -> Indices:
+        return _sized(_indices(content, field, name), count, name)
+
+    token_counts = column(pb.Verdicts.TOKEN_COUNTS_FIELD_NUMBER, "token_counts")
+    feature_counts = column(pb.Verdicts.FEATURE_COUNTS_FIELD_NUMBER, "feature_counts")
+    wanted = _read(content, pb.Verdicts.DRAFT_WANTED_FIELD_NUMBER, _UINT8, "draft_wanted")
+    digests = _read(content, pb.Verdicts.DIGESTS_FIELD_NUMBER, _UINT64, "digests")
+    tokens = _read(content, pb.Verdicts.TOKENS_FIELD_NUMBER, _INT32, "tokens")
+    return Verdicts(
+        handles=handles,
+        starts=column(pb.Verdicts.STARTS_FIELD_NUMBER, "starts"),
+        token_counts=token_counts,
+        tokens=cast("NDArray[np.int32]", _sized(tokens, int(token_counts.sum()), "tokens")),
+        digests=cast("NDArray[np.uint64]", _sized(digests, count, "digests")),
+        feature_starts=column(pb.Verdicts.FEATURE_STARTS_FIELD_NUMBER, "feature_starts"),
+        feature_counts=feature_counts,
+        draft_wanted=_flags(_sized(wanted, count, "draft_wanted"), "draft_wanted"),
+        features=_features(content, int(feature_counts.sum())),
+    )
+
+
+def decode_proposals(data: memoryview) -> Proposals:
+    """Proposals out of their submessage. Raises InvalidMessageError unless all lengths agree.
+
+    They are copied: drafts are small, may be kept for long, and torch wants arrays that can be
+    written to.
+    """
+    content = _contents(data)
+    handles = _indices(content, pb.Proposals.HANDLES_FIELD_NUMBER, "handles")
+    count = len(handles)
+    number(count, "proposals", low=1, high=MAX_ROUND_SESSIONS)
+    digests = _read(content, pb.Proposals.DIGESTS_FIELD_NUMBER, _UINT64, "digests").copy()
+    prefix_lens = _indices(content, pb.Proposals.PREFIX_LENS_FIELD_NUMBER, "prefix_lens")
+    node_counts = _indices(content, pb.Proposals.NODE_COUNTS_FIELD_NUMBER, "node_counts")
+    _sized(node_counts, count, "node_counts")
+    nodes = number(int(node_counts.sum()), "nodes", high=MAX_NODES * count)
+    tokens = _read(content, pb.Proposals.TOKENS_FIELD_NUMBER, _INT32, "tokens").copy()
+    draft_us = content.get(pb.Proposals.DRAFT_US_FIELD_NUMBER, 0)
+    return Proposals(
+        handles=handles,
+        digests=cast("NDArray[np.uint64]", _sized(digests, count, "digests")),
+        prefix_lens=_sized(prefix_lens, count, "prefix_lens"),
+        node_counts=node_counts,
+        tokens=cast("NDArray[np.int32]", _sized(tokens, nodes, "tokens")),
+        parents=_parents(content, node_counts, nodes),
+        logprobs=_logprobs(content, nodes),
+        laws=_laws(content, node_counts),
+        draft_us=draft_us & MASK64 if isinstance(draft_us, int) else 0,
+    )
+
+
+_LAST_MESSAGE: Final = pb.ExchangeRequest.BUNDLE_FIELD_NUMBER - 1
+"""Field numbers up to here are messages."""
+_Contents = Mapping[int, int | memoryview]
+
+
+def _parents(content: _Contents, node_counts: Indices, nodes: int) -> NDArray[np.int32]:
+    parents = _read(content, pb.Proposals.PARENTS_FIELD_NUMBER, _INT32, "parents")
+    if not len(parents):
+        return (parts(node_counts)[1] - 1).astype(np.int32)
+    return cast("NDArray[np.int32]", _sized(parents, nodes, "parents").copy())
+
+
+def _logprobs(content: _Contents, nodes: int) -> NDArray[np.float32]:
+    logprobs = _read(content, pb.Proposals.LOGPROBS_FIELD_NUMBER, _FLOAT32, "logprobs")
+    if not len(logprobs):
+        return np.zeros(nodes, dtype=np.float32)
+    return cast("NDArray[np.float32]", _sized(logprobs, nodes, "logprobs").copy())
+
+
+def _laws(content: _Contents, node_counts: Indices) -> Laws | None:
+    raw = _read(content, pb.Proposals.WITH_LAW_FIELD_NUMBER, _UINT8, "with_law")
+    sizes = _indices(content, pb.Proposals.LAW_SIZES_FIELD_NUMBER, "law_sizes")
+    ids = _read(content, pb.Proposals.LAW_IDS_FIELD_NUMBER, _INT32, "law_ids")
+    counts = _read(content, pb.Proposals.LAW_COUNTS_FIELD_NUMBER, _UINT16, "law_counts")
+    if not len(raw):
+        for array, name in ((sizes, "law_sizes"), (ids, "law_ids"), (counts, "law_counts")):
+            _sized(array, 0, name)
+        return None
+    given = _flags(_sized(raw, len(node_counts), "with_law").copy(), "with_law")
+    _sized(sizes, int((node_counts[given] + 1).sum()), "law_sizes")
+    entries = number(int(sizes.sum()), "law entries", high=MAX_LAW_ENTRIES)
+    return Laws(
+        given=given,
+        sizes=sizes,
+        ids=cast("NDArray[np.int32]", _sized(ids, entries, "law_ids").copy()),
+        counts=cast("NDArray[np.uint16]", _sized(counts, entries, "law_counts").copy()),
+    )
+
+
+def _features(content: _Contents, rows: int) -> FeatureRows | None:
+    data = content.get(pb.Verdicts.FEATURES_FIELD_NUMBER, b"")
+    width = content.get(pb.Verdicts.FEATURE_WIDTH_FIELD_NUMBER, 0)
+    tag = content.get(pb.Verdicts.FEATURE_DTYPE_FIELD_NUMBER, 0)
+    if isinstance(data, int) or not isinstance(width, int) or not isinstance(tag, int):
+        fail("features must be bytes with a width and an element type")
+    if not rows and not len(data):
+        return None
+    dtype = DTYPES_FROM_PB.get(tag)
+    if dtype is None or dtype not in _FEATURE_DTYPES:
+        fail(f"features must be floating point, got element type {tag}")
+    number(width, "feature_width", low=1, high=MAX_FEATURE_WIDTH)
+    held = NUMPY_DTYPES[dtype]
+    if rows * width * held.itemsize != len(data):
+        fail(f"{rows} rows of {width} {dtype} features are not {len(data)} bytes")
+    array = np.frombuffer(data, dtype=held).reshape(rows, width)
+    return FeatureRows(dtype=dtype, pieces=(array,))
+
+
+def _flags(values: NDArray[np.generic], name: str) -> NDArray[np.bool_]:
+    if len(values) and int(values.max()) > 1:
+        fail(f"{name} must be 0 or 1")
+    return values.view(np.bool_)
+
+
+def _sized(array: ArrayT, expected: int, name: str) -> ArrayT:
+    if len(array) != expected:
+        fail(f"{name} must have {expected} entries, got {len(array)}")
+    return array
+
+
+def _indices(content: _Contents, field: int, name: str) -> Indices:
+    return _read(content, field, _UINT32, name).astype(np.int64)
+
+
+def _read(
+    content: _Contents, field: int, dtype: np.dtype[np.generic], name: str
+) -> NDArray[np.generic]:
+    data = content.get(field, b"")
+    if isinstance(data, int):
+        fail(f"{name} must be bytes")
+    if len(data) % dtype.itemsize:
+        fail(f"{name}: {len(data)} bytes are not a multiple of {dtype.itemsize}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def _contents(data: memoryview) -> _Contents:
+    """Field contents by number; as ever in protobuf, the last of a number counts."""
+    return {name: content for name, content in fields(data) if content is not None}
+
+
+def _array(field: int, values: NDArray[np.generic], dtype: np.dtype[np.generic]) -> _Field:
+    return _Field(field, (_raw(values.astype(dtype, copy=False)),))
+
+
+def _raw(values: NDArray[np.generic]) -> memoryview:
+    # An empty array has no bytes to cast.
+    flat: Any = np.ascontiguousarray(values).reshape(-1)
+    return memoryview(flat.view(np.uint8)) if flat.size else memoryview(b"")
+
+
+def _message(field: int, written: Iterable[_Field]) -> bytes:
+    """A frame whose only field is the submessage of these; empty values are left out."""
+    chunks: list[Buffer] = []
+    for name, content in written:
+        if isinstance(content, int):
+            if content:
+                chunks += (varint(name << 3), varint(content))
+            continue
+        size = sum(len(piece) for piece in content)
+        if size:
+            chunks += (varint(name << 3 | 2), varint(size), *content)
+    size = sum(len(chunk) for chunk in chunks)
+    if size > MAX_MESSAGE_BYTES:
+        fail(f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+    return b"".join((varint(field << 3 | 2), varint(size), *chunks))

@@ -1,0 +1,377 @@
+"""Messages of a whole round or draft batch: columns with one entry a session.
+
+S entries; T tokens, N nodes, F feature rows of all entries together; H feature width. An entry
+owns a consecutive part of each flat array, in the order of the entries. Decoded arrays are views
+of the bytes that arrived and cannot be written to. `Verdict` and `Proposal` are one entry alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.spec.flat_trees import sound_laws, sound_trees
+from outrider.spec.law import DraftLaw
+from outrider.spec.tree import DraftTree
+from outrider.wire.limits import MAX_HANDLES
+
+Indices = NDArray[np.int64]
+ScalarT = TypeVar("ScalarT", bound=np.generic)
+
+
+class TensorDtype(StrEnum):
+    """Element types that may cross the wire."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT32 = "int32"
+    INT64 = "int64"
+    UINT16 = "uint16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WireTensor:
+    """A dense array with its wire dtype; bfloat16 data is held as uint16 bit patterns."""
+
+    dtype: TensorDtype
+    data: NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FeatureRows:
+    """Features of a round, [F, H] in pieces: they are joined where they become bytes."""
+
+    dtype: TensorDtype
+    pieces: tuple[NDArray[np.generic], ...]
+    """[m, H] each, at least one."""
+
+    @property
+    def width(self) -> int:
+        """Values a row."""
+        return int(self.pieces[0].shape[1])
+
+    @property
+    def count(self) -> int:
+        """Rows of all pieces."""
+        return sum(len(piece) for piece in self.pieces)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def joined(self) -> NDArray[np.generic]:
+        """All rows [F, H]; a view if they are one piece."""
+        return self.pieces[0] if len(self.pieces) == 1 else np.concatenate(self.pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Verdict:
+    """What became committed of one session: tokens, and features of positions with written K/V.
+
+    Prefill is a verdict too: its tokens are the prompt and the first sampled token. A chunked
+    prefill is told chunk by chunk; only the last one has `draft_wanted`. Invariant after each
+    verdict with features: num_features == num_tokens - 1 (the root's K/V is unwritten) once
+    prefill is complete.
+    """
+
+    handle: int
+    start: int
+    """Index of the first token of `tokens` in the session's prefix."""
+    tokens: NDArray[np.int32]
+    """[n] newly committed ids; the last one is the new root when `draft_wanted`."""
+    prefix_digest: int
+    """Digest of the prefix after `tokens`."""
+    feature_start: int
+    """Index of the first position covered by `features`."""
+    features: WireTensor | None
+    """[m, H] projected features of positions feature_start .. feature_start + m - 1."""
+    draft_wanted: bool
+    """Whether a proposal for the new prefix is expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Verdicts:
+    """What became committed in a round, for one drafter; int64 columns [S] unless noted."""
+
+    handles: Indices
+    starts: Indices
+    token_counts: Indices
+    tokens: NDArray[np.int32]
+    """[T]"""
+    digests: NDArray[np.uint64]
+    """Prefix digests after the tokens."""
+    feature_starts: Indices
+    feature_counts: Indices
+    draft_wanted: NDArray[np.bool_]
+    features: FeatureRows | None
+    """[F, H]; None if no entry has any."""
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    @property
+    def nbytes(self) -> int:
+        """About the size of the message."""
+        features = 0 if self.features is None else self.features.nbytes
+        return 64 + 40 * len(self) + self.tokens.nbytes + features
+
+    @classmethod
+    def of(cls, verdicts: Sequence[Verdict]) -> Verdicts:
+        """One message of several sessions' verdicts; their features must be of one kind."""
+        features = [v.features for v in verdicts if v.features is not None]
+        pieces = tuple(wire.data for wire in features)
+        rows = FeatureRows(dtype=features[0].dtype, pieces=pieces) if features else None
+        return cls(
+            handles=_column([v.handle for v in verdicts]),
+            starts=_column([v.start for v in verdicts]),
+            token_counts=_column([len(v.tokens) for v in verdicts]),
+            tokens=_joined([v.tokens for v in verdicts], np.int32),
+            digests=np.array([v.prefix_digest for v in verdicts], dtype=np.uint64),
+            feature_starts=_column([v.feature_start for v in verdicts]),
+            feature_counts=_column(
+                [0 if v.features is None else len(v.features.data) for v in verdicts]
+            ),
+            draft_wanted=np.array([v.draft_wanted for v in verdicts], dtype=np.bool_),
+            features=rows,
+        )
+
+    def entries(self) -> list[Verdict]:
+        """Each session's verdict alone; features are None where there are no rows."""
+        ends, feature_ends = np.cumsum(self.token_counts), np.cumsum(self.feature_counts)
+        rows = None if self.features is None else self.features.joined()
+        result: list[Verdict] = []
+        for i in range(len(self)):
+            count, end = int(self.feature_counts[i]), int(feature_ends[i])
+            wire = None
+            if count and rows is not None and self.features is not None:
+                wire = WireTensor(dtype=self.features.dtype, data=rows[end - count : end])
+            result.append(
+                Verdict(
+                    handle=int(self.handles[i]),
+                    start=int(self.starts[i]),
+                    tokens=self.tokens[int(ends[i] - self.token_counts[i]) : int(ends[i])],
+                    prefix_digest=int(self.digests[i]),
+                    feature_start=int(self.feature_starts[i]),
+                    features=wire,
+                    draft_wanted=bool(self.draft_wanted[i]),
+                )
+            )
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Proposal:
+    """A draft tree of one session, usable iff `prefix_digest` is the session's current one.
+
+    A tree without nodes says that there is no draft for this prefix: the verifier decodes it
+    plainly at once instead of waiting for its patience to end.
+    """
+
+    handle: int
+    prefix_digest: int
+    """64-bit digest of the committed prefix (root included) that the tree continues."""
+    prefix_len: int
+    """Number of tokens in that prefix, prompt and root included."""
+    tree: DraftTree
+    law: DraftLaw | None = None
+    """Draft probabilities by expanded node; None unless the rule needs them."""
+    draft_us: int = 0
+    """Time spent drafting the batch, microseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Laws:
+    """Draft laws of the entries that have one. Such an entry with n nodes owns n + 1 slots."""
+
+    given: NDArray[np.bool_]
+    """[S]: whether an entry has a law."""
+    sizes: Indices
+    """[L]: (id, count) pairs of each slot."""
+    ids: NDArray[np.int32]
+    """[M]"""
+    counts: NDArray[np.uint16]
+    """[M]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Proposals:
+    """The drafts of a batch; int64 columns [S] unless noted."""
+
+    handles: Indices
+    digests: NDArray[np.uint64]
+    """Digest of the prefix that each tree continues."""
+    prefix_lens: Indices
+    node_counts: Indices
+    tokens: NDArray[np.int32]
+    """[N]"""
+    parents: NDArray[np.int32]
+    """[N], within the same tree."""
+    logprobs: NDArray[np.float32]
+    """[N]"""
+    laws: Laws | None = None
+    draft_us: int = 0
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    @property
+    def nbytes(self) -> int:
+        """About the size of the message."""
+        laws = self.laws
+        size = 64 + 32 * len(self) + 3 * self.tokens.nbytes
+        return size if laws is None else size + laws.sizes.nbytes + 2 * laws.ids.nbytes
+
+    def only(self, chosen: Indices) -> Proposals:
+        """The entries at `chosen`, in that order."""
+        if self.laws is not None:
+            return Proposals.of([self.entry(index) for index in chosen.tolist()])
+        counts = self.node_counts[chosen]
+        owners, places = parts(counts)
+        firsts = (np.cumsum(self.node_counts) - self.node_counts)[chosen]
+        nodes = firsts[owners] + places
+        return Proposals(
+            handles=self.handles[chosen],
+            digests=self.digests[chosen],
+            prefix_lens=self.prefix_lens[chosen],
+            node_counts=counts,
+            tokens=self.tokens[nodes],
+            parents=self.parents[nodes],
+            logprobs=self.logprobs[nodes],
+            draft_us=self.draft_us,
+        )
+
+    def copied(self) -> Proposals:
+        """The same in memory of its own."""
+        laws = self.laws
+        return replace(
+            self,
+            tokens=self.tokens.copy(),
+            parents=self.parents.copy(),
+            logprobs=self.logprobs.copy(),
+            laws=None
+            if laws is None
+            else replace(laws, ids=laws.ids.copy(), counts=laws.counts.copy()),
+        )
+
+    @classmethod
+    def of(cls, proposals: Sequence[Proposal], *, draft_us: int | None = None) -> Proposals:
+        """One message of several sessions' drafts; the longest `draft_us` unless one is given."""
+        return cls(
+            handles=_column([p.handle for p in proposals]),
+            digests=np.array([p.prefix_digest for p in proposals], dtype=np.uint64),
+            prefix_lens=_column([p.prefix_len for p in proposals]),
+            node_counts=_column([len(p.tree) for p in proposals]),
+            tokens=_joined([p.tree.tokens for p in proposals], np.int32),
+            parents=_joined([p.tree.parents for p in proposals], np.int32),
+            logprobs=_joined([p.tree.logprobs for p in proposals], np.float32),
+            laws=_laws_of(proposals),
+            draft_us=max([p.draft_us for p in proposals], default=0)
+            if draft_us is None
+            else draft_us,
+        )
+
+    def entry(self, index: int) -> Proposal:
+        """One session's draft; its arrays are views."""
+        count = int(self.node_counts[index])
+        begin = int(self.node_counts[:index].sum())
+        part = slice(begin, begin + count)
+        return Proposal(
+            handle=int(self.handles[index]),
+            prefix_digest=int(self.digests[index]),
+            prefix_len=int(self.prefix_lens[index]),
+            tree=DraftTree(self.tokens[part], self.parents[part], self.logprobs[part]),
+            law=self._law(index),
+            draft_us=self.draft_us,
+        )
+
+    def entries(self) -> list[Proposal]:
+        """Every session's draft."""
+        return [self.entry(index) for index in range(len(self))]
+
+    def _law(self, index: int) -> DraftLaw | None:
+        laws = self.laws
+        if laws is None or not laws.given[index]:
+            return None
+        slots = self.node_counts + 1
+        first = int(slots[:index][laws.given[:index]].sum())
+        sizes = laws.sizes[first : first + int(slots[index])]
+        begin = int(laws.sizes[:first].sum())
+        end = begin + int(sizes.sum())
+        offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
+        np.cumsum(sizes, out=offsets[1:])
+        return DraftLaw(offsets=offsets, ids=laws.ids[begin:end], counts=laws.counts[begin:end])
+
+
+def sound_proposals(proposals: Proposals, *, vocab_size: int, max_nodes: int) -> NDArray[np.bool_]:
+    """[S]: which entries keep every rule of trees and laws, for a reader with these bounds; of
+    entries with one handle only the last. Never raises for anything that was decoded."""
+    drafts = proposals
+    sound = sound_trees(
+        drafts.node_counts,
+        drafts.tokens,
+        drafts.parents,
+        drafts.logprobs,
+        vocab_size=vocab_size,
+        max_nodes=max_nodes,
+    )
+    if drafts.laws is not None:
+        laws = drafts.laws
+        sound &= sound_laws(
+            drafts.node_counts,
+            drafts.tokens,
+            drafts.parents,
+            laws.given,
+            laws.sizes,
+            laws.ids,
+            laws.counts,
+            trees=sound,
+            vocab_size=vocab_size,
+        )
+    sound &= (drafts.prefix_lens >= 1) & (drafts.handles < MAX_HANDLES)
+    return sound & last_of_each(drafts.handles)
+
+
+def last_of_each(values: Indices) -> NDArray[np.bool_]:
+    """[S]: False where the same value comes again later."""
+    result = np.ones(len(values), dtype=np.bool_)
+    if len(values) < 2:
+        return result
+    order = np.argsort(values, kind="stable")
+    result[order[:-1]] = np.diff(values[order]) != 0
+    return result
+
+
+def parts(counts: Indices) -> tuple[Indices, Indices]:
+    """Of each element of flat arrays that entries own in turn: its entry, and its place there."""
+    owners = np.repeat(np.arange(len(counts)), counts)
+    firsts = np.cumsum(counts) - counts
+    return owners, np.arange(len(owners)) - firsts[owners]
+
+
+def _laws_of(proposals: Sequence[Proposal]) -> Laws | None:
+    laws = [p.law for p in proposals if p.law is not None]
+    if not laws:
+        return None
+    return Laws(
+        given=np.array([p.law is not None for p in proposals], dtype=np.bool_),
+        sizes=np.concatenate([np.diff(law.offsets) for law in laws]).astype(np.int64),
+        ids=_joined([law.ids for law in laws], np.int32),
+        counts=_joined([law.counts for law in laws], np.uint16),
+    )
+
+
+def _column(values: Sequence[int]) -> Indices:
+    return np.array(values, dtype=np.int64)
+
+
+def _joined(pieces: Sequence[NDArray[ScalarT]], dtype: type[ScalarT]) -> NDArray[ScalarT]:
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.empty(0, dtype)

@@ -1,0 +1,120 @@
+"""A drafter that falls behind finds its way back: it drafts for the newest prefix alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from outrider_drafter.config import DrafterConfig
+from outrider_drafter.growth import Draft
+from outrider_drafter.service import DrafterService, Identity
+from outrider_drafter.sessions import Session
+from outrider_drafter.source import Drafted
+
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.tree import DraftTree
+from outrider.wire.messages import FeatureLayout, SpecStats, WireTensor
+from tests.fakes.target import FakeTarget
+from tests.unit.drafter.running import FAST
+from tests.unit.verifier.harness import ADDRESS, DRAFTER, Rig, make_spec, until, verifier
+
+FORWARD_S = 0.003
+
+
+class SlowSource:
+    """Drafts what the target will say, after a time that a test sets."""
+
+    method = DraftMethod.NGRAM
+    feature_layout = FeatureLayout.NONE
+    feature_size = 0
+    feature_fingerprint = ""
+    usable = True
+
+    def __init__(self, target: FakeTarget, draft_s: float) -> None:
+        self.draft_s = draft_s
+        self.stall_s = 0.0
+        """Once, at the next draft."""
+        self.behind: list[int] = []
+        """Tokens that were new to each draft."""
+        self._target = target
+        self._seen: dict[int, int] = {}
+
+    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+        return wire.data
+
+    def catch_up(self, sessions: Sequence[Session]) -> None:
+        """Nothing to do."""
+
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+        drafts: list[tuple[Session, Draft]] = []
+        for session in sessions:
+            self.behind.append(len(session.tokens) - self._seen.get(session.slot, 0))
+            self._seen[session.slot] = len(session.tokens)
+            count = min(session.plan.draft_tokens, session.room)
+            tokens = self._target.decode(session.tokens.view.tolist(), count, session.sampling)
+            drafts.append((session, Draft(tree=DraftTree.chain(np.array(tokens, np.int32)))))
+        stall, self.stall_s = self.stall_s, 0.0
+        time.sleep(stall or self.draft_s)
+        yield Drafted.of([(s, d) for s, d in drafts if len(d.tree)])
+
+    def release(self, session: Session) -> None:
+        self._seen.pop(session.slot, None)
+
+
+@asynccontextmanager
+async def drafted(rig: Rig, source: SlowSource) -> AsyncIterator[None]:
+    """The verifier with a drafter service over a source attached."""
+    service = DrafterService(
+        DrafterConfig(drafter_id=DRAFTER, methods=(DraftMethod.NGRAM,), reconnect=FAST),
+        [source],
+        rig.network.dialer(),
+        identity=Identity(vocab_size=rig.target.vocab_size),
+    )
+    await service.attach(ADDRESS)
+    await until(lambda: bool(rig.service._hub.links))
+    try:
+        yield
+    finally:
+        await service.close()
+
+
+async def stats_after_stall(
+    rig: Rig, source: SlowSource, *, sessions: int, patience_ms: int
+) -> tuple[SpecStats, SpecStats]:
+    """Counters of the first session when the stall began, and at its end."""
+    plan = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=patience_ms)
+    specs = [make_spec(f"s{n}", max_new_tokens=400, plan=plan) for n in range(sessions)]
+    running = asyncio.create_task(rig.run_all(specs))
+    served = rig.service._core.sessions
+    await until(lambda: len(served) == sessions)
+    first = served[specs[0].session_id]
+    await until(lambda: first.round_id >= 5)
+    before = first.stats
+    source.stall_s = 0.4
+    results = await running
+    for result, spec in zip(results, specs, strict=True):
+        assert result.tokens == rig.reference(spec)
+    return before, results[0].last.stats
+
+
+@pytest.mark.parametrize("draft_s", [0.001, 0.006], ids=["faster than a round", "slower"])
+@pytest.mark.parametrize("sessions", [1, 4])
+async def test_fallback_ends_when_the_drafter_is_well_again(sessions: int, draft_s: float) -> None:
+    async with verifier(target=FakeTarget(num_blocks=1024)) as rig:
+        rig.target.forward_s = FORWARD_S
+        source = SlowSource(rig.target, draft_s)
+        async with drafted(rig, source):
+            before, after = await stats_after_stall(rig, source, sessions=sessions, patience_ms=40)
+    stalled = 0.4 / FORWARD_S
+    assert before.fallback_rounds <= 2
+    missed = after.fallback_rounds - before.fallback_rounds
+    # Plain rounds while it stalls, and at most 20 until its drafts are used again.
+    assert 5 < missed <= stalled + 20
+    drafted_rounds = after.rounds - after.fallback_rounds
+    assert drafted_rounds > 15
+    assert max(source.behind) > 20, "it was told of every round and skipped ahead"

@@ -1,0 +1,100 @@
+"""Features are read where they lie, each once, and messages that were used up are let go."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from outrider_drafter.held_features import HeldFeatures
+
+from outrider.wire.messages import TensorDtype, WireTensor
+
+SESSIONS, WIDTH, MOST = 3, 2, 4
+
+
+def feature(slot: int, position: int) -> list[float]:
+    """What tells every row apart."""
+    return [float(slot), float(position)]
+
+
+class Scripted:
+    """Held features beside what they should be."""
+
+    def __init__(self) -> None:
+        self.held = HeldFeatures(max_sessions=SESSIONS, width=WIDTH, convert=lambda wire: wire.data)
+        self.ends = [0] * SESSIONS
+        self.used = [0] * SESSIONS
+        for slot in range(SESSIONS):
+            self.held.open(slot)
+
+    def tell(self, counts: list[int]) -> None:
+        """One message with counts[s] new rows of each session."""
+        rows = [
+            feature(slot, self.ends[slot] + place)
+            for slot, count in enumerate(counts)
+            for place in range(count)
+        ]
+        data = np.array(rows, dtype=np.float32).reshape(len(rows), WIDTH)
+        sizes = np.array(counts)
+        self.held.add(
+            WireTensor(dtype=TensorDtype.FLOAT32, data=data),
+            np.arange(SESSIONS),
+            np.array(self.ends),
+            sizes,
+            np.cumsum(sizes) - sizes,
+        )
+        self.ends = [end + count for end, count in zip(self.ends, counts, strict=True)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.integers(0, MOST), min_size=SESSIONS, max_size=SESSIONS)
+        | st.sampled_from(["read", "batch", "again"]),
+        max_size=20,
+    )
+)
+def test_every_row_is_read_at_its_place(steps: list[list[int] | str]) -> None:
+    script = Scripted()
+    held = script.held
+    for step in steps:
+        if isinstance(step, list):
+            script.tell(step)
+            continue
+        slots = [s for s in range(SESSIONS) if script.ends[s] > script.used[s]]
+        if step == "again":
+            slots = [s for s in range(SESSIONS) if script.used[s]]
+        starts = [script.used[s] - (step == "again") for s in slots]
+        stops = [min(script.ends[s], start + MOST) for s, start in zip(slots, starts, strict=True)]
+        if step == "read":
+            for slot, start, stop in zip(slots, starts, stops, strict=True):
+                rows = held.read(slot, start, stop)
+                assert rows.tolist() == [feature(slot, p) for p in range(start, stop)]
+                held.use(slot, stop, rows[-1])
+        elif slots:
+            counts = np.array(stops) - np.array(starts)
+            out = np.full((len(slots), MOST, WIDTH), -1, dtype=np.float32)
+            held.gather(np.array(slots), np.array(starts), counts, out)
+            for index, (slot, start, stop) in enumerate(zip(slots, starts, stops, strict=True)):
+                found = out[index, : stop - start].tolist()
+                assert found == [feature(slot, p) for p in range(start, stop)]
+                spare = out[index, stop - start :].tolist()
+                assert all(row == [-1.0, -1.0] or row[0] == slot for row in spare)
+            held.use_batch(np.array(slots), counts, np.array(stops), out)
+        for slot, stop in zip(slots, stops, strict=True):
+            script.used[slot] = stop
+    assert len(held) == 0 or script.used != script.ends
+    if script.used == script.ends:
+        assert len(held) == 0
+
+
+def test_a_message_is_let_go_when_its_last_session_needs_it_no_more() -> None:
+    script = Scripted()
+    script.tell([2, 0, 1])
+    rows = script.held.read(0, 0, 2)
+    script.held.use(0, 2, rows[-1])
+    assert len(script.held) == 1
+    script.held.drop(2)
+    assert len(script.held) == 0
+    script.tell([0, 0, 3])
+    assert len(script.held) == 0, "nobody reads them"
