@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.draft import NewRows
-from outrider.engine.device.shapes import ROW_BUCKETS, bucket
 from outrider.wire.rounds import parts
 from outrider_drafter.device_rows import DeviceRows
 from outrider_drafter.head_following import raw_array
@@ -72,7 +71,7 @@ class DraftBatch:
     def __init__(
         self, rows: DeviceRows, hidden: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        most = bucket(MAX_BATCH, ROW_BUCKETS)
+        most = MAX_BATCH
         cells = most * NEW_ROW_BUCKETS[-1]
         self._rows, self._hidden, self._dtype = rows, hidden, dtype
         self._border = -(-4 * (3 * most + cells) // _ALIGNMENT) * _ALIGNMENT
