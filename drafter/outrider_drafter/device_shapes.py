@@ -27,13 +27,15 @@ class Shape(NamedTuple):
         return min(self.top_k, self.num_nodes) * (self.depth - 1)
 
 
-CHAIN_LENGTHS: Final = (2, 3, 4, 5, 7)
+CHAIN_LENGTHS: Final = (3, 4, 5, 7)
 """A chain is drafted in the next of these lengths and cut; longer ones get the longest."""
 TREES: Final = {8: 4, 16: 4, 32: 8, 64: 8}
 """Nodes of a tree, and children of a node: a plan gets the most nodes that are not more than its
 own, or the fewest."""
-BATCH_SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
+BATCH_SIZES: Final = (1, 4, 8, 16, 32, 64)
 """Sessions of one launch."""
+MOST_NODES: Final = 1024
+"""Nodes of all trees of one launch."""
 
 
 def family() -> Iterator[tuple[Shape, bool]]:
@@ -45,6 +47,13 @@ def family() -> Iterator[tuple[Shape, bool]]:
     for nodes, top_k in TREES.items():
         for general in (False, True):
             yield Shape(nodes, top_k, default_depth(nodes)), general
+
+
+def most_sessions(shape: Shape) -> int:
+    """Sessions that one launch may draft for."""
+    if shape.top_k == 1:
+        return BATCH_SIZES[-1]
+    return max(size for size in BATCH_SIZES if size == 1 or size * shape.num_nodes <= MOST_NODES)
 
 
 def fitted(shape: Shape) -> Shape:

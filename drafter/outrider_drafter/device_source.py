@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.buffers import Downloader
-from outrider.engine.device.draft import DraftProgram, NewRows
+from outrider.engine.device.draft import DraftProgram
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.shapes import bucket
@@ -35,7 +35,7 @@ from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule
 from outrider.wire.rounds import parts
-from outrider_drafter.device_batch import MAX_BATCH, NEW_ROW_BUCKETS, DraftBatch, Ready
+from outrider_drafter.device_batch import NEW_ROW_BUCKETS, DraftBatch, Ready
 from outrider_drafter.device_laws import chains_with_laws
 from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
 from outrider_drafter.device_shapes import (
@@ -44,8 +44,10 @@ from outrider_drafter.device_shapes import (
     covers,
     family,
     fitted,
+    most_sessions,
     shape_of,
 )
+from outrider_drafter.device_writes import RowWriter
 from outrider_drafter.head_following import HeadFollower
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.sessions import Session, SessionKey
@@ -133,6 +135,14 @@ class DeviceHeadSource(HeadFollower):
         )
         self.graphs = GraphCache(self._device, enabled=cuda_graphs)
         self._batch = DraftBatch(self._rows, self.feature_size, dtype, self._device)
+        self._writer = RowWriter(
+            self._program,
+            self._rows,
+            self.graphs,
+            hidden=self.feature_size,
+            dtype=dtype,
+            device=self._device,
+        )
         self._downloads = Downloader(self._device)
         self._seats = _Seats()
         self._known: dict[SessionKey, int] = {}
@@ -158,8 +168,10 @@ class DeviceHeadSource(HeadFollower):
         """Compile the kernels and capture the graphs of the whole family, so that no session waits
         for it; what is not in it runs launch by launch from here on."""
         began = time.monotonic()
+        self._writer.warm_up()
         for shape, general in family():
-            for size, num_rows in itertools.product(BATCH_SIZES, NEW_ROW_BUCKETS):
+            sizes = [size for size in BATCH_SIZES if size <= most_sessions(shape)]
+            for size, num_rows in itertools.product(sizes, NEW_ROW_BUCKETS):
                 result, _ = self._launch(shape, None, size, num_rows, general=general)
                 self._downloads.start(result).wait()
         self.graphs.sealed = True
@@ -190,8 +202,9 @@ class DeviceHeadSource(HeadFollower):
                 groups.setdefault(shape, []).append(session)
         for shape, members in groups.items():
             ready = self._prepare(members, shape)
-            for first in range(0, len(ready), MAX_BATCH):
-                yield self._draft(shape, ready.part(first, first + MAX_BATCH))
+            most = most_sessions(shape)
+            for first in range(0, len(ready), most):
+                yield self._draft(shape, ready.part(first, first + most))
         if hosted:
             yield from self._host_source().drafts(hosted)
 
@@ -379,20 +392,8 @@ class DeviceHeadSource(HeadFollower):
         tokens: NDArray[np.int32],
         features: NDArray[np.generic],
     ) -> None:
-        # From pageable memory: prompts come in many pieces, and no buffer must outlive a piece.
-        count, seat = len(tokens), self._seats.seats[session.slot]
-        words = np.concatenate((np.array([seat, count, start], np.int32), tokens))
-        staged = torch.from_numpy(words).to(self._device)
-        rows = NewRows(
-            slots=staged[0:1],
-            tables=self._rows.tables,
-            tokens=staged[3:].view(1, count),
-            features=self._tensor(features)[None],
-            counts=staged[1:2],
-            starts=staged[2:3],
-        )
-        self._program.write(rows)
-        self._seats.stable[session.slot] = start + count
+        self._writer.write(int(self._seats.seats[session.slot]), start, tokens, features)
+        self._seats.stable[session.slot] = start + len(tokens)
 
     def _give_up(self, session: Session) -> None:
         self._rows.close(int(self._seats.seats[session.slot]))
