@@ -29,15 +29,15 @@ from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.shapes import bucket
 from outrider.engine.draft_sampling import law_limits_for
 from outrider.engine.heads import DraftHead
-from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.engine.warper import has_penalties
 from outrider.errors import ResourceExhaustedError
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
-from outrider.wire.rounds import parts
 from outrider_drafter.device_batch import NEW_ROW_BUCKETS, DraftBatch, Ready
+from outrider_drafter.device_drafts import chains, lengths, rooms, trees
 from outrider_drafter.device_laws import chains_with_laws
 from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
+from outrider_drafter.device_seats import UNSEATED, Seats
 from outrider_drafter.device_shapes import (
     BATCH_SIZES,
     Shape,
@@ -57,33 +57,6 @@ logger = logging.getLogger(__name__)
 
 _TREE_ROWS: Final = 2048
 """Draft rows beyond its context that a session's table has room for."""
-_UNSEATED: Final = -1
-
-
-class _Seats:
-    """What the device holds of each session; columns by slot of the session table."""
-
-    def __init__(self) -> None:
-        self.seats = np.empty(0, dtype=np.int64)
-        """[X]: slot of `DeviceRows`; -1 without one."""
-        self.stable = np.empty(0, dtype=np.int64)
-        """[X]: K/V rows made from real features."""
-        self.room = np.empty(0, dtype=np.int64)
-        """[X]: rows that there are blocks for."""
-        self.counted = np.empty(0, dtype=np.int64)
-        """[X]: tokens that the device's penalties know of."""
-        self.shapes: list[tuple[Plan, Shape] | None] = []
-        """[X]: what is grown while the plan is this one and there is room for it."""
-
-    def cover(self, slots: int) -> None:
-        """Have columns for this many slots."""
-        more = slots - len(self.seats)
-        if more > 0:
-            self.seats = np.concatenate((self.seats, np.full(more, _UNSEATED)))
-            self.stable = np.concatenate((self.stable, np.zeros(more, dtype=np.int64)))
-            self.room = np.concatenate((self.room, np.zeros(more, dtype=np.int64)))
-            self.counted = np.concatenate((self.counted, np.zeros(more, dtype=np.int64)))
-            self.shapes += [None] * more
 
 
 class DeviceHeadSource(HeadFollower):
@@ -144,7 +117,7 @@ class DeviceHeadSource(HeadFollower):
             device=self._device,
         )
         self._downloads = Downloader(self._device)
-        self._seats = _Seats()
+        self._seats = Seats()
         self._known: dict[SessionKey, int] = {}
         """Sessions that began on the device, and their slots of the session table."""
         self._on_host: set[SessionKey] = set()
@@ -191,7 +164,7 @@ class DeviceHeadSource(HeadFollower):
         """Catch up and draft: one launch for all sessions of a shape."""
         groups: dict[Shape, list[Session]] = {}
         hosted: list[Session] = []
-        for session, room in zip(sessions, _rooms(sessions).tolist(), strict=True):
+        for session, room in zip(sessions, rooms(sessions).tolist(), strict=True):
             shape = self._known_shape(session, room)
             if shape is None and self._is_on_host(session):
                 hosted.append(session)
@@ -212,7 +185,7 @@ class DeviceHeadSource(HeadFollower):
         """Free what is kept of a session; idempotent."""
         if session.key in self._known:
             del self._known[session.key]
-            if self._seats.seats[session.slot] != _UNSEATED:
+            if self._seats.seats[session.slot] != UNSEATED:
                 self._give_up(session)
         if session.key in self._on_host:
             self._on_host.discard(session.key)
@@ -271,9 +244,9 @@ class DeviceHeadSource(HeadFollower):
         rows = live + 1 + drafted
         for index in np.flatnonzero(rows > seats.room[slots]).tolist():
             session = table.session(int(slots[index]))
-            if seats.seats[session.slot] != _UNSEATED:
+            if seats.seats[session.slot] != UNSEATED:
                 self._reserve(session, int(rows[index]))
-        seated = seats.seats[slots] != _UNSEATED
+        seated = seats.seats[slots] != UNSEATED
         slots, live = slots[seated], live[seated]
         starts = np.minimum(seats.stable[slots], live)
         return Ready(table, slots, seats.seats[slots], starts, live + 1 - starts)
@@ -293,12 +266,12 @@ class DeviceHeadSource(HeadFollower):
         sessions = [ready.table.session(slot) for slot in ready.slots.tolist()]
         words = download.wait().numpy()[: len(ready)]
         if entries is not None:
-            lengths = _lengths(sessions, shape).tolist()
+            cut = lengths(sessions, shape).tolist()
             ids = self._target_ids
             # Their entries come by another download, which may take this one's memory.
-            drafts = chains_with_laws(words.copy(), entries, lengths, ids, self._downloads)
+            drafts = chains_with_laws(words.copy(), entries, cut, ids, self._downloads)
             return Drafted.of(list(zip(sessions, drafts, strict=True)))
-        return _chains(sessions, shape, words) if shape.top_k == 1 else _trees(sessions, words)
+        return chains(sessions, shape, words) if shape.top_k == 1 else trees(sessions, words)
 
     def _is_general(self, shape: Shape, ready: Ready) -> bool:
         """Whether any session warps its logits, or grows its tree by shared noise."""
@@ -365,7 +338,7 @@ class DeviceHeadSource(HeadFollower):
             self._seats.cover(session.slot + 1)
             self._seats.stable[session.slot] = self._seats.room[session.slot] = 0
             self._seats.counted[session.slot] = 0
-            self._seats.seats[session.slot] = _UNSEATED
+            self._seats.seats[session.slot] = UNSEATED
             self._seats.shapes[session.slot] = None
             try:
                 self._seats.seats[session.slot] = self._rows.open(session.sampling)
@@ -375,7 +348,7 @@ class DeviceHeadSource(HeadFollower):
                     extra={"session": session.session_id, "why": error.reason},
                 )
                 session.table.features.drop(session.slot)
-        return bool(self._seats.seats[session.slot] != _UNSEATED)
+        return bool(self._seats.seats[session.slot] != UNSEATED)
 
     def _stable(self, session: Session) -> int:
         return int(self._seats.stable[session.slot])
@@ -397,44 +370,6 @@ class DeviceHeadSource(HeadFollower):
 
     def _give_up(self, session: Session) -> None:
         self._rows.close(int(self._seats.seats[session.slot]))
-        self._seats.seats[session.slot] = _UNSEATED
+        self._seats.seats[session.slot] = UNSEATED
         self._seats.stable[session.slot] = self._seats.room[session.slot] = 0
         self._seats.shapes[session.slot] = None
-
-
-def _rooms(sessions: Sequence[Session]) -> NDArray[np.int64]:
-    """[B]: levels that each session has room for."""
-    table, slots = sessions[0].table, [session.slot for session in sessions]
-    rooms: NDArray[np.int64] = table.max_lens[slots] - table.lengths[slots] - 1
-    return rooms
-
-
-def _lengths(sessions: Sequence[Session], shape: Shape) -> NDArray[np.int64]:
-    """[B]: how much of a chain each session has room and use for."""
-    wanted = np.array([session.plan.draft_tokens for session in sessions])
-    lengths: NDArray[np.int64] = np.minimum(np.minimum(shape.depth, wanted), _rooms(sessions))
-    return lengths
-
-
-def _chains(sessions: Sequence[Session], shape: Shape, words: NDArray[np.int32]) -> Drafted:
-    counts = _lengths(sessions, shape)
-    owners, places = parts(counts)
-    return Drafted(
-        sessions=sessions,
-        node_counts=counts,
-        tokens=words[owners, places],
-        parents=(places - 1).astype(np.int32),
-        logprobs=np.zeros(len(places), dtype=np.float32),
-    )
-
-
-def _trees(sessions: Sequence[Session], words: NDArray[np.int32]) -> Drafted:
-    counts = np.count_nonzero(words[:, 1] != PADDING_NODE, axis=1)
-    owners, places = parts(counts)
-    return Drafted(
-        sessions=sessions,
-        node_counts=counts,
-        tokens=words[owners, 0, places],
-        parents=words[owners, 1, places],
-        logprobs=words[owners, 2, places].view(np.float32),
-    )

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.draft import _law
+from outrider.engine.device.own_law import own_law
 from outrider.engine.kernels.coins import ChainLaw, accept_sampled
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.state import NUM_STREAMS, RULE_NUMBERS, SamplingState
@@ -53,7 +53,7 @@ def _drafted(state: SamplingState, slots: Tensor, table: Tensor = DRAFT) -> tupl
         logits = table[newest]
         positions = torch.full((TRIALS,), POSITION + step, dtype=torch.int32)
         drawn = choose_tokens(logits, state, slots, positions, rows_per_slot=1, side="draft")
-        laws.append(_law(logits, state, slots))
+        laws.append(own_law(logits, state, slots))
         tokens.append(drawn)
         newest = drawn.long()
     return torch.stack(tokens, dim=1), torch.stack(laws, dim=1)

@@ -11,16 +11,15 @@ the newest one, the only one whose prediction is wanted.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.engine.device.head_weights import HeadWeights
+from outrider.engine.device.own_law import own_law
 from outrider.engine.draft_sampling import LawLimits
 from outrider.engine.kernels.attention import tree_attention
-from outrider.engine.kernels.coin_kernels import HUGE_SCORE
 from outrider.engine.kernels.coupled_topk import put_coupled_topk
 from outrider.engine.kernels.draft_inputs import (
     BlockInputs,
@@ -39,7 +38,7 @@ from outrider.engine.kernels.law_draw import ChainLaws, DrawnLaws, draw_from_law
 from outrider.engine.kernels.linear import SKINNY_ROWS, add_linear, fused_linear
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.rotary import rotary_table, rotary_write
-from outrider.engine.kernels.sampling import choose_tokens, scaled_scores
+from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.state import SamplingState, WarpState
 from outrider.engine.kernels.topk import log_softmax_topk
 from outrider.engine.kernels.tree_rank import TreeDraft, rank_tree
@@ -193,7 +192,7 @@ class DraftProgram:
                 )
             )
             if with_probs:
-                laws.append(_law(logits, state, rows.slots))
+                laws.append(own_law(logits, state, rows.slots))
         chosen = torch.stack(columns, dim=1)
         return ChainDraft(
             tokens=self.weights.target_ids[chosen.long()].int(),
@@ -396,16 +395,3 @@ class DraftProgram:
 
 def _at(places: _Places, rows: slice) -> _Places:
     return _Places(places.table[rows], places.write_slots[rows])
-
-
-def _law(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
-    """The law that `choose_tokens` draws from, float32 [B, Vd]; T = 0 counts as 1.
-
-    A row is zero where there is no such law: where no score is finite, or where several are so
-    large that noise does not tell them apart and always the first of them is drawn.
-    """
-    heat = state.temperatures[slots.long()]
-    scores = scaled_scores(logits, torch.where(heat > 0, heat, torch.ones_like(heat)))
-    law, tops = scores.softmax(dim=-1), scores.amax(dim=-1)
-    sound = (tops > -math.inf) & ((tops <= HUGE_SCORE) | (law.amax(dim=-1) == 1.0))
-    return law.where(sound[:, None], 0.0)

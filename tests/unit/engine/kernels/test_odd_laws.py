@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.acceptance import accept
-from outrider.engine.device.draft import _law
+from outrider.engine.device.own_law import own_law
 from outrider.engine.kernels.coins import (
     ChainLaw,
     DeviceLaw,
@@ -134,5 +134,5 @@ def test_own_laws_are_those_of_the_tamed_scores_or_none(name: str) -> None:
     slots = torch.zeros(1, dtype=torch.int32)
     state = sampling_state(params, slots, 2)
     assert int(state.rules[0]) == RULE_REJECTION
-    law: Tensor = _law(logits, state, slots)
+    law: Tensor = own_law(logits, state, slots)
     torch.testing.assert_close(law, expected)
