@@ -47,7 +47,7 @@ class VerifierConfig:
     device: str = "cpu"
     """torch device of the target."""
     threads: int = 0
-    """Compute threads of torch; 0 leaves its default."""
+    """Compute threads of torch; 0 measures which number is fastest, where it computes on a CPU."""
     awake_cores: int = 0
     """Cores kept from going idle while sessions are served, for threads that wake at once; with an
     accelerator only. A process that does rounds with others over gRPC uses 3."""
