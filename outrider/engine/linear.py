@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.products import Choice, Single, measured
+from outrider.engine.products import Single, measured
 from outrider.errors import FailedPreconditionError
 
 MIN_ROWS: Final = 4
@@ -98,22 +98,16 @@ class PackedLinear:
 def make_linear(
     weight: Tensor, bias: Tensor | None = None, *, packed: bool = True, keep_plain: bool = True
 ) -> Linear:
-    """A linear layer over `weight` [out, in]: packed where this machine can and gains, else plain.
+    """A linear layer over `weight` [out, in]: packed where this machine can, else plain.
 
-    Which products it takes is measured at the first weight of a shape. The packed layer keeps
+    What single rows take is measured at the first weight of a shape. The packed layer keeps
     `weight` only if `keep_plain` allows it and single rows are clearly faster over it.
     """
     if not (packed and can_pack(weight.dtype, weight.device)):
         return PlainLinear(weight, bias)
     shape = (weight.shape[0], weight.shape[1])
-    choice = measured(shape, weight.dtype, _MAKERS, keep_plain=keep_plain)
-    return _as_chosen(weight, bias, choice)
-
-
-def _as_chosen(weight: Tensor, bias: Tensor | None, choice: Choice) -> Linear:
-    if not choice.packed:
-        return PlainLinear(weight, bias)
-    return PackedLinear(weight, bias, single=choice.single)
+    single = measured(shape, weight.dtype, _MAKERS, keep_plain=keep_plain)
+    return PackedLinear(weight, bias, single=single)
 
 
 def min_rows(linears: Iterable[Linear]) -> int:

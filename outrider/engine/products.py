@@ -2,8 +2,8 @@
 
 What wins differs between processors: on an AMD EPYC oneDNN's packed layout takes half the time of
 a plain product even for one row, if that is padded to four; on an Intel Xeon a plain product of
-one row is a third faster than that. So a weight's products are chosen where it is loaded, by shape
-and for one row and for several apart. The measurement takes some tens of milliseconds a shape.
+one row is a third faster than that. So what single rows take is chosen where a weight is loaded, by
+its shape; several rows take the packed product, which won wherever it was measured. The measurement takes some tens of milliseconds a shape.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -30,9 +30,7 @@ BUDGET_S: Final = 0.1
 MARGIN: Final = 0.93
 """What replaces the habit must take at most this share of its time: noise decides nothing."""
 STRONG_MARGIN: Final = 0.8
-"""The same for choices that a later round pays dearly for if they are wrong."""
-SEVERAL_ROWS: Final = 5
-"""Rows that stand for a round with drafts."""
+"""The same for fewer threads than there are cores, which is rarely right."""
 MEMORY_SHARE: Final = 0.25
 """Of the memory available, what the plain copies of a model may take beside its packed ones."""
 
@@ -50,46 +48,36 @@ class Single(StrEnum):
     """Over a plain copy of the weight, kept beside the packed one."""
 
 
-class Choice(NamedTuple):
-    """The products of one shape."""
-
-    single: Single = Single.PADDED
-    """For fewer rows than a packed product likes."""
-    packed: bool = True
-    """Whether several rows take the packed product; if not, the weight is not packed at all."""
-
-
 Timings = Mapping[str, float]
-_timings: dict[tuple[tuple[int, int], torch.dtype], tuple[Timings, Timings]] = {}
+_timings: dict[tuple[tuple[int, int], torch.dtype], Timings] = {}
 _chosen: dict[str, str] = {}
 
 
 def choices() -> dict[str, str]:
-    """What was measured so far in this process: "OUTxIN float32" -> "single/several"."""
+    """What was measured so far in this process: "OUTxIN float32" -> how single rows
+    are multiplied."""
     return dict(_chosen)
 
 
-def choose(single: Timings, several: Timings, *, keep_plain: bool) -> Choice:
-    """The choice for measured seconds: `single` by Single's values, `several` "packed", "plain".
+def choose(seconds: Timings, *, keep_plain: bool) -> Single:
+    """The product for single rows, by the `seconds` it takes under each of Single's values.
 
-    The habit (padded and packed) stands unless something else is clearly faster. A plain copy
-    beside the packed one is taken only where `keep_plain` allows it.
+    The habit, padding, stands unless something else is clearly faster. A plain copy beside the
+    packed one is taken only where `keep_plain` allows it.
     """
-    if several["plain"] < STRONG_MARGIN * several["packed"] and single["plain"] <= single["padded"]:
-        return Choice(Single.PLAIN, packed=False)
     best = Single.PADDED
     for other in (Single.PACKED, Single.PLAIN):
         if other is Single.PLAIN and not keep_plain:
             continue
-        if single[other] < MARGIN * single[best]:
+        if seconds[other] < MARGIN * seconds[best]:
             best = other
-    return Choice(best)
+    return best
 
 
 def measure(
     shape: tuple[int, int], dtype: torch.dtype, make: Mapping[str, MakeProduct]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds a product of `shape` [out, in] takes for one row and for several, by name of `make`.
+) -> dict[str, float]:
+    """Seconds that a product of one row and `shape` [out, in] takes, by name of `make`.
 
     The makers run in turn, several times, over weights that no cache of a core holds together;
     each weight's least time counts, for what disturbs a measurement only makes it longer.
@@ -99,10 +87,7 @@ def measure(
     copies = max(1, SAMPLE_BYTES // (out * width * dtype.itemsize))
     weight = torch.full((out, width), 0.5, dtype=dtype)
     layers = {name: [maker(weight.clone()) for _ in range(copies)] for name, maker in make.items()}
-    single, several = (
-        _least_seconds(layers, torch.ones((rows, width), dtype=dtype)) for rows in (1, SEVERAL_ROWS)
-    )
-    return single, several
+    return _least_seconds(layers, torch.ones((1, width), dtype=dtype))
 
 
 def _least_seconds(layers: Mapping[str, list[Product]], x: Tensor) -> dict[str, float]:
@@ -128,20 +113,20 @@ def _seconds(products: list[Product], x: Tensor) -> list[float]:
 
 def measured(
     shape: tuple[int, int], dtype: torch.dtype, make: Mapping[str, MakeProduct], *, keep_plain: bool
-) -> Choice:
+) -> Single:
     """The choice for a weight of `shape`: measured once a process, the habit for small ones.
 
     Only float32 is measured. In bfloat16 another order of summation flips many near ties; there
     plain and speculative decoding should see the very same products.
     """
     if dtype != torch.float32 or shape[0] * shape[1] * dtype.itemsize < WORTH_BYTES:
-        return Choice()
+        return Single.PADDED
     name = f"{shape[0]}x{shape[1]} float32"
     if (shape, dtype) not in _timings:
         with torch.inference_mode():
             _timings[shape, dtype] = measure(shape, dtype, make)
-    choice = choose(*_timings[shape, dtype], keep_plain=keep_plain)
-    _chosen[name] = f"{choice.single}/{'packed' if choice.packed else 'plain'}"
+    choice = choose(_timings[shape, dtype], keep_plain=keep_plain)
+    _chosen[name] = str(choice)
     return choice
 
 
