@@ -1,9 +1,10 @@
-"""Which matrix products this processor is fastest with, found by a short measurement.
+"""How single rows are multiplied fastest on this processor, found by a short measurement.
 
 What wins differs between processors: on an AMD EPYC oneDNN's packed layout takes half the time of
 a plain product even for one row, if that is padded to four; on an Intel Xeon a plain product of
-one row is a third faster than that. So what single rows take is chosen where a weight is loaded, by
-its shape; several rows take the packed product, which won wherever it was measured. The measurement takes some tens of milliseconds a shape.
+one row is a third faster than that. So what single rows take is chosen where a weight is loaded,
+by its shape; several rows take the packed product, which won wherever it was measured. The
+measurement takes some tens of milliseconds a shape.
 """
 
 from __future__ import annotations

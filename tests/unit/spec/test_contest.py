@@ -1,0 +1,137 @@
+"""Whatever drafts cost and however many stand, a contest never ends far below plain decoding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.spec.contest import Contest, Mode, Reason
+
+PLAIN_S = 0.001
+ROUNDS = 2000
+DRAFT = 4
+
+
+class World:
+    """Rounds of one session: what they take and emit."""
+
+    def __init__(self, cost: float, rate: float, *, noise: float = 0.08, seed: int = 0) -> None:
+        """A round with drafts takes `cost` plain ones; a draft token stands with P = `rate`."""
+        self.cost, self.rate, self.noise = cost, rate, noise
+        self.rng = np.random.default_rng(seed)
+        self.tokens = 0
+        self.seconds = 0.0
+        self.drafted = 0
+        self.before: Mode | None = None
+
+    def round(self, contest: Contest) -> Mode:
+        """One round in the mode in force. A change of mode costs four more."""
+        mode = contest.mode
+        drafts = mode is Mode.SPECULATE
+        stood = self.rng.random(DRAFT) < self.rate
+        tokens = 1 + (int(np.argmin(stood)) if not stood.all() else DRAFT) * drafts
+        seconds = PLAIN_S * (self.cost if drafts else 1.0)
+        seconds *= math.exp(self.rng.normal(0.0, self.noise))
+        settled = mode is self.before
+        if not settled and self.before is not None:
+            seconds += 4.0 * PLAIN_S
+        contest.observe(mode, tokens, seconds, 1.0, settled=settled)
+        self.before = mode
+        self.tokens += tokens
+        self.seconds += seconds
+        self.drafted += drafts
+        return mode
+
+    @property
+    def over_plain(self) -> float:
+        """Speed relative to plain decoding, whose rounds are as noisy."""
+        return self.tokens * PLAIN_S * math.exp(self.noise**2 / 2.0) / self.seconds
+
+    @property
+    def gain(self) -> float:
+        """What speculation is worth when it settled."""
+        emitted = sum(self.rate**d for d in range(DRAFT + 1))
+        return emitted / self.cost
+
+
+@pytest.mark.parametrize("cost", [1.05, 1.5, 2.5, 5.0, 12.0, 40.0])
+@pytest.mark.parametrize("rate", [0.0, 0.2, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("table", [False, True])
+def test_no_cell_falls_below_plain_and_gains_are_had(cost: float, rate: float, table: bool) -> None:
+    for seed in range(4):
+        world = World(cost, rate, seed=seed)
+        contest = Contest(PLAIN_S if table else math.nan)
+        for _ in range(ROUNDS):
+            world.round(contest)
+        assert world.over_plain >= 0.97, (seed, world.drafted)
+        if world.gain > 1.4:
+            assert world.over_plain >= 0.9 * world.gain, (seed, world.drafted)
+        if world.gain < 0.7:
+            assert world.drafted < 0.05 * ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("cost", "rate", "mode"), [(1.2, 0.8, Mode.SPECULATE), (10, 0.2, Mode.PLAIN)]
+)
+def test_it_settles_within_a_few_rounds(cost: float, rate: float, mode: Mode) -> None:
+    contest, world = Contest(), World(cost, rate)
+    for _ in range(36):
+        world.round(contest)
+    assert contest.mode is mode
+    assert contest.reason is Reason.FASTER
+
+
+def test_speculation_that_recovers_is_used_again_and_one_that_fails_is_left() -> None:
+    contest, world = Contest(), World(1.3, 0.0)
+    for _ in range(300):
+        world.round(contest)
+    assert contest.mode is Mode.PLAIN or contest.reason is Reason.PROBE
+    world.rate = 0.9
+    assert _rounds_until(contest, world, Mode.SPECULATE) < 1500
+    world.rate = 0.0
+    assert _rounds_until(contest, world, Mode.PLAIN) < 60
+
+
+def _rounds_until(contest: Contest, world: World, mode: Mode) -> int:
+    for count in range(5000):
+        world.round(contest)
+        if contest.mode is mode and contest.reason is Reason.FASTER:
+            return count
+    return 5000
+
+
+def test_what_another_load_found_is_begun_with() -> None:
+    assert Contest(begin_with=Mode.PLAIN).mode is Mode.PLAIN
+    assert Contest(begin_with=Mode.SPECULATE).reason is Reason.FASTER
+    assert Contest().mode is Mode.PLAIN
+    assert Contest(0.01).mode is Mode.SPECULATE
+    assert Contest(0.01).reason is Reason.MEASURING
+
+
+def test_observations_without_time_are_ignored() -> None:
+    contest = Contest()
+    for rounds, seconds in ((0.0, 1.0), (1.0, 0.0), (1.0, math.nan)):
+        contest.observe(Mode.PLAIN, 1.0, seconds, rounds)
+    assert math.isnan(contest.gain)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cost=st.floats(1.0, 60.0),
+    rate=st.floats(0.0, 1.0),
+    noise=st.floats(0.0, 0.15),
+    seed=st.integers(0, 1 << 30),
+    start=st.sampled_from([Contest, lambda: Contest(PLAIN_S), lambda: Contest(3 * PLAIN_S)]),
+)
+def test_never_slower_than_plain(
+    cost: float, rate: float, noise: float, seed: int, start: Callable[[], Contest]
+) -> None:
+    world, contest = World(cost, rate, noise=noise, seed=seed), start()
+    for _ in range(ROUNDS):
+        world.round(contest)
+    assert world.over_plain >= 0.96
