@@ -14,13 +14,16 @@ def add_round(
     emitted: int,
     fallback: bool,
     target_only: bool = False,
+    paused: bool = False,
+    decision: str = "",
 ) -> SpecStats:
     """The statistics after one more round.
 
     proposed: nodes verified; accepted_len: nodes accepted (<= proposed); emitted: tokens that
     reached the stream, usually accepted_len + 1, fewer when a stop cut the round short;
     fallback: the plan is speculative but there was no proposal; target_only: the rejection rule
-    was asked for and judged without its draft law.
+    was asked for and judged without its draft law; paused: the planner had it decode plainly;
+    decision: what the planner had in force and why, "" where it decides nothing.
     """
     assert 0 <= accepted_len <= proposed, (accepted_len, proposed)
     per_depth = list(stats.accepted_per_depth)
@@ -35,5 +38,7 @@ def add_round(
         accepted=stats.accepted + accepted_len,
         fallback_rounds=stats.fallback_rounds + int(fallback),
         target_only_rounds=stats.target_only_rounds + int(target_only),
+        paused_rounds=stats.paused_rounds + int(paused),
+        decision=decision,
         accepted_per_depth=tuple(per_depth),
     )

@@ -131,6 +131,11 @@ class Contest:
         return self._mode if self._probe is None else self._probe.mode
 
     @property
+    def settled_mode(self) -> Mode | None:
+        """The mode found faster; None while too little is known."""
+        return None if self._measuring else self._mode
+
+    @property
     def reason(self) -> Reason:
         """Why."""
         if self._measuring:

@@ -64,7 +64,8 @@ class CostTable:
         place = float(np.interp(rows, ROW_STEPS, np.arange(len(ROW_STEPS))))
         low = int(place)
         high = min(low + 1, len(ROW_STEPS) - 1)
-        return column[low] + (place - low) * (column[high] - column[low])
+        between: NDArray[np.float64] = column[low] + (place - low) * (column[high] - column[low])
+        return between
 
 
 def _nearest(steps: tuple[int, ...], value: float) -> int:
@@ -73,12 +74,14 @@ def _nearest(steps: tuple[int, ...], value: float) -> int:
 
 def _fill(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     """The table without gaps, not falling in either direction."""
-    rows, nodes = np.nonzero(np.isfinite(seconds))
-    grid_rows, grid_nodes = np.indices(seconds.shape)
-    # A step along the rows is farther than all steps along the nodes.
-    distance = np.abs(grid_rows[..., None] - rows) * len(NODE_STEPS)
-    distance = distance + np.abs(grid_nodes[..., None] - nodes)
-    nearest = np.argmin(distance, axis=-1)
-    filled: NDArray[np.float64] = seconds[rows[nearest], nodes[nearest]]
-    filled = np.maximum.accumulate(np.maximum.accumulate(filled, axis=1), axis=0)
-    return filled
+    rows = np.flatnonzero(np.isfinite(seconds).any(axis=1))
+    steps = np.asarray(NODE_STEPS, dtype=np.float64)
+    known = np.empty((len(rows), len(steps)))
+    for place, row in enumerate(rows):
+        seen = np.isfinite(seconds[row])
+        known[place] = np.interp(steps, steps[seen], seconds[row][seen])
+    sessions = np.asarray(ROW_STEPS, dtype=np.float64)
+    filled = np.stack(
+        [np.interp(sessions, sessions[rows], column) for column in known.T], axis=1, dtype=float
+    )
+    return np.maximum.accumulate(np.maximum.accumulate(filled, axis=1), axis=0)

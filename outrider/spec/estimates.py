@@ -68,7 +68,8 @@ class AcceptanceEstimate:
     def reached(self, depth: int) -> NDArray[np.float64]:
         """float64 [depth]: P(the token of depth d stands); their sum, plus one, is the number of
         tokens that a round is expected to emit."""
-        return np.cumprod(self.rates(depth))
+        reached: NDArray[np.float64] = np.cumprod(self.rates(depth), dtype=np.float64)
+        return reached
 
 
 class ArrivalEstimate:

@@ -226,6 +226,11 @@ class SpecStats:
     """Rejection rounds judged target-only because the draft law was missing."""
     accepted_per_depth: tuple[int, ...] = ()
     """How often a draft token at depth d (1-based, index d-1) stood."""
+    paused_rounds: int = 0
+    """Rounds decoded plainly because the verifier's planner had found that faster."""
+    decision: str = ""
+    """What its planner had in force for the newest round and why: "speculate/faster"; empty: the
+    plan was carried out as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +292,8 @@ class VerifierInfo:
     """Draft tokens a round of these sources; 0 without any."""
     simulated_acceptance: str = ""
     """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
+    planner: str = ""
+    """What the planner has in force, by kind of session; empty: nothing is being decided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,8 @@ STATS = m.SpecStats(
     fallback_rounds=1,
     target_only_rounds=2,
     accepted_per_depth=(9, 7, 5),
+    paused_rounds=4,
+    decision="speculate/faster",
 )
 TREE = DraftTree(
     tokens=np.array([11, 12, 49151], dtype=np.int32),
@@ -199,6 +201,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             own_methods=(DraftMethod.EAGLE3,),
             own_draft_length=3,
             simulated_acceptance="2.6",
+            planner="eagle3 chain of 4: plain (probe)",
         ),
     ),
     "drafter_info": (

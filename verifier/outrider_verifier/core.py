@@ -47,6 +47,7 @@ from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import FEATURE_FED, Handover
 from outrider_verifier.inbox import Inbox, Offer
+from outrider_verifier.policy import Policy
 from outrider_verifier.sessions import Session, check_plan, check_spec
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Core:
         max_context_len: int,
         max_tree_nodes: int,
         max_sessions: int,
+        policy: Policy,
         post: Post,
     ) -> None:
         self._pool = pool
@@ -84,6 +86,7 @@ class Core:
         self._max_context_len = max_context_len
         self._max_tree_nodes = max_tree_nodes
         self._max_sessions = max_sessions
+        self.policy = policy
         self._post = post
         self.sessions: dict[SessionId, Session] = {}
         """Sessions being served, in order of opening."""
@@ -185,6 +188,7 @@ class Core:
             raise
         self.sessions[spec.session_id] = session
         self.counters["sessions"] += 1
+        self.policy.follow(session)
         self._announce(session)
 
     def _own_draft(self, spec: SessionSpec, plan: Plan) -> int:
@@ -207,6 +211,11 @@ class Core:
         session.plan = plan
         session.own_draft = self._own_draft(session.spec, plan)
         session.suspect = False
+        self.policy.follow(session)
+        if session.paused:
+            # Its drafter was told of the old plan and lags behind: it starts anew.
+            session.paused = False
+            self._withdraw(session)
         if session.link_id is None:
             self._announce(session)
         elif plan.speculative and same_method:
@@ -238,8 +247,9 @@ class Core:
             return
         result = self.inbox.offer(proposal, digest=session.digest, prefix_len=session.length)
         self.counters[_COUNTER_OF[result]] += 1
-        session.suspect = False
-        if proposal.prefix_digest == session.digest:
+        usable = proposal.prefix_digest == session.digest
+        self.policy.arrived(session, prefix_len=proposal.prefix_len, usable=usable, now=now)
+        if usable:
             session.proposal_at = now
 
     def _refuse(self, command: Refused) -> None:
@@ -282,6 +292,25 @@ class Core:
             session.link_id = None
         self.handover.forget(session)
 
+    def pause(self, session: Session) -> None:
+        """Have a session decode plainly; its drafter is told nothing until `resume`."""
+        self.policy.turn(session, paused=True)
+        self.counters["speculation_paused"] += 1
+
+    def resume(self, session: Session, now: float) -> None:
+        """Let a paused session speculate again; no round with it may be in flight."""
+        self.policy.turn(session, paused=False)
+        self.counters["speculation_resumed"] += 1
+        if session.link_id is None:
+            return
+        if not self.handover.can_catch_up(session):
+            self._withdraw(session)
+            return
+        # Its drafter hears of the root now, so the wait for it begins now.
+        session.since = now
+        for message in self.handover.catch_up(session):
+            self.tell(session, message)
+
     # ---- what rounds and commands share --------------------------------------------------------
 
     def emit(
@@ -314,6 +343,7 @@ class Core:
     def free(self, session: Session) -> None:
         """Forget a session and give back its blocks, proposals and features."""
         self._withdraw(session)
+        self.policy.leave(session)
         self.sessions.pop(session.session_id, None)
         self.inbox.drop_session(session.session_id)
         if self.store is not None:

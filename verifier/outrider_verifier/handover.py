@@ -71,8 +71,22 @@ class Handover:
             max_len=session.max_len,
             prompt_len=session.spec.prompt_len,
         )
+        yield from self._replay(session, sent)
+
+    def can_catch_up(self, session: Session) -> bool:
+        """Whether what the drafter was not told meanwhile is still held."""
+        sent = self._sent.get(session.ticket)
+        if sent is None or not sent.with_features:
+            return sent is not None
+        return self._store is not None and self._store.complete(session.session_id)
+
+    def catch_up(self, session: Session) -> Iterator[VerifierMessage]:
+        """All that an announced session committed since its drafter was last told, in chunks."""
+        return self._replay(session, self._sent[session.ticket])
+
+    def _replay(self, session: Session, sent: _Sent) -> Iterator[VerifierMessage]:
         written = session.kv.len
-        for start in range(0, written, self._chunk_tokens):
+        for start in range(sent.features, written, self._chunk_tokens):
             stop = min(start + self._chunk_tokens, written)
             features = None
             if sent.with_features:

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.spec.accounting import add_round
+from outrider.spec.tree import is_chain
 from outrider.wire.messages import FinishReason
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
 from outrider_verifier.engine import Flight, RoundOutcome, RoundRunner, RowOutcome
 from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.policy import Verified
 from outrider_verifier.rows import cut_emission, trim
 from outrider_verifier.schedule import (
     DecodeRow,
@@ -107,6 +109,7 @@ class Rounds:
 
     def plan(self, now: float) -> RoundPlan:
         """What to do now; while a round is in flight, an empty plan means to settle it."""
+        self._turn(now)
         rows = [self._row_state(session) for session in self._core.sessions.values()]
         if self._flying is not None:
             return plan_ahead(rows, self._flying.plan)
@@ -159,11 +162,19 @@ class Rounds:
             self.flush()
             if settled and all(row.session.link_id is not None for row in settled):
                 time.sleep(GIVE_WAY_S)
+            verified = [_verified(row) for row in settled if row.verified is not None]
             emitted = sum(map(self._follow_up, settled))
         except Exception as bug:
             self._fail(flying.sessions, bug)
             return
-        self._report(flying, outcome, emitted)
+        total_s = self._report(flying, outcome, emitted)
+        self._core.policy.observe_round(
+            verified,
+            seconds=total_s,
+            nodes=sum(row.nodes for row in verified),
+            prompts=bool(flying.prefill),
+            now=self._clock(),
+        )
 
     def check_device(self, bug: BaseException | None) -> None:
         """After a failure, `bug` if it is known: note whether the device is the reason."""
@@ -191,6 +202,22 @@ class Rounds:
             waited_s=waited_s,
         )
 
+    def _turn(self, now: float) -> None:
+        """Pause and resume speculation where the policy has changed its mind."""
+        policy = self._core.policy
+        if not policy.automatic:
+            return
+        policy.set_load(len(self._core.sessions))
+        for session in self._core.sessions.values():
+            pauses = policy.pauses(session)
+            # A drafter is told nothing while a round with the session is in flight.
+            if pauses == session.paused or (self._flying is not None and not session.own_draft):
+                continue
+            if pauses:
+                self._core.pause(session)
+            else:
+                self._core.resume(session, now)
+
     def _row_state(self, session: Session) -> RowState:
         proposal = None
         left = session.prefill_left
@@ -204,7 +231,7 @@ class Rounds:
             awaits_proposal=proposal is None and session.awaits_proposal,
             since=session.since,
             proposal_at=session.proposal_at,
-            patience_s=session.plan.patience_ms / 1000.0,
+            patience_s=self._core.policy.patience(session),
             runs_ahead=self._runs_ahead(session),
             remaining=session.remaining,
         )
@@ -218,13 +245,13 @@ class Rounds:
 
     def _runs_ahead(self, session: Session) -> bool:
         # A drafter that is told of every round could never catch up with one that runs ahead.
-        alone = session.link_id is None
+        alone = session.link_id is None or (session.paused and self._core.policy.pauses(session))
         return self._engine.run_ahead and alone and self._engine.can_run_ahead(session)
 
     def _verify_row(self, row: DecodeRow) -> VerifyRow:
         session = self._core.sessions[row.session_id]
         if row.missed:
-            session.suspect = True
+            self._core.policy.missed(session)
             self._core.counters["patience_over"] += 1
         if not session.draft_wanted:
             return VerifyRow(session=session, own_depth=session.own_depth)
@@ -279,7 +306,7 @@ class Rounds:
         return len(tokens)
 
     def _tell(self, session: Session, result: RowOutcome, row: VerifyRow | None = None) -> None:
-        if session.link_id is None:
+        if session.link_id is None or session.paused:
             return
         nodes: tuple[int, ...] = ()
         digest = 0
@@ -304,6 +331,7 @@ class Rounds:
         fallback = settled.missed or (row.own_depth > 0 and result.drafted == 0)
         counters = self._core.counters
         counters["fallback_rounds"] += int(fallback)
+        counters["paused_rounds"] += int(session.paused)
         counters["accepted_tokens"] += accepted_len
         counters["proposed_tokens"] += proposed
         counters["proposals_used"] += int(row.draft is not None)
@@ -314,6 +342,8 @@ class Rounds:
             emitted=len(settled.tokens),
             fallback=fallback,
             target_only=acceptance.used_target_only_fallback,
+            paused=session.paused,
+            decision=self._core.policy.decision(session),
         )
 
     def _fail(self, sessions: Sequence[Session], bug: Exception) -> None:
@@ -331,7 +361,8 @@ class Rounds:
             if not session.ended:
                 self._core.fail(session, error)
 
-    def _report(self, flying: _InFlight, outcome: RoundOutcome, emitted: int) -> None:
+    def _report(self, flying: _InFlight, outcome: RoundOutcome, emitted: int) -> float:
+        """Post what the round took; returns its seconds, without waiting."""
         proposals = [row.proposal for row in flying.verify if row.proposal is not None]
         drafted_s = max((proposal.draft_us for proposal in proposals), default=0) / 1e6
         now = time.perf_counter()
@@ -356,3 +387,19 @@ class Rounds:
                 emitted=emitted,
             )
         )
+        return total_s
+
+
+def _verified(settled: _Settled) -> Verified:
+    row, result = settled.verified, settled.result
+    assert row is not None
+    assert result.acceptance is not None
+    nodes = result.drafted if row.draft is None else len(row.draft.tree)
+    chain = row.draft is None or nodes < 2 or is_chain(row.draft.tree.parents)
+    return Verified(
+        session=settled.session,
+        emitted=len(settled.tokens),
+        nodes=nodes,
+        depth=nodes if chain or row.draft is None else int(row.draft.depths.max()),
+        accepted_len=len(result.acceptance.accepted_nodes),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,12 @@ from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from outrider.spec.plan import Plan
 from outrider.wire.messages import SessionSpec, SpecStats
 from outrider_verifier.rows import max_draft_depth
+
+if TYPE_CHECKING:
+    from outrider_verifier.policy import Pace
+
+NO_LIMIT: Final = 1 << 20
+"""A draft limit that no draft reaches."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +59,12 @@ class Session:
     """When the newest usable proposal arrived."""
     own_draft: int = 0
     """Draft length of the head in this process, which drafts for the session; 0: it does not."""
+    pace: Pace | None = None
+    """What the policy keeps of it; None: its plan does not speculate."""
+    paused: bool = False
+    """Whether the policy has it decode plainly; its drafter is told nothing meanwhile."""
+    draft_limit: int = NO_LIMIT
+    """Draft levels that the policy finds worth verifying."""
     ended: bool = False
     """Whether everything it held was given back; a round in flight may still name it."""
 
@@ -118,16 +131,18 @@ class Session:
     @property
     def max_draft_depth(self) -> int:
         """How deep a draft may reach in the next round; 0: none is wanted."""
-        return max_draft_depth(
+        deepest = max_draft_depth(
             remaining=self.remaining,
             emitted=self.total_emitted,
             min_new=self.spec.min_new_tokens,
         )
+        return min(deepest, self.draft_limit)
 
     @property
     def draft_wanted(self) -> bool:
         """Whether a drafter's proposal for the current prefix could help."""
-        return self.plan.speculative and not self.own_draft and self.max_draft_depth > 0
+        drafted_for = self.plan.speculative and not self.own_draft and not self.paused
+        return drafted_for and self.max_draft_depth > 0
 
     @property
     def own_depth(self) -> int:
@@ -136,7 +151,9 @@ class Session:
         The token budget does not bound it: what exceeds that is cut off the emission, and a round
         may be submitted before the budget left is known.
         """
-        depth = min(self.own_draft, self.plan.draft_tokens)
+        if self.paused:
+            return 0
+        depth = min(self.own_draft, self.plan.draft_tokens, self.draft_limit)
         missing = self.spec.min_new_tokens - self.total_emitted
         return min(depth, missing - 1) if missing > 0 else depth
 

@@ -67,6 +67,7 @@ async def serving(
         prefill_tokens_per_round=16,
         max_sessions=8,
         device=place,
+        planner=settings.pop("planner", "fixed"),
         **settings,
     )
     runner = DeviceRoundEngine.build(config, target, projection, head) if device else None
