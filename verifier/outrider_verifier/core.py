@@ -260,6 +260,7 @@ class Core:
     def _attach(self, link: Link) -> None:
         self.counters["attached"] += 1
         self._links[link.drafter_id] = link
+        self.policy.attached(link.drafter_id)
         for session in self.sessions.values():
             if session.spec.drafter_id == link.drafter_id:
                 self.handover.forget(session)

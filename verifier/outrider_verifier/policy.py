@@ -30,6 +30,8 @@ HOLD_ROUNDS: Final = 16
 """Rounds without a wait after which a suspect drafter is waited for once more; doubles each time
 that this is in vain."""
 MAX_HOLD_ROUNDS: Final = 256
+MISS_ROUNDS: Final = 4.0
+"""Plain rounds that a miss counts as at most when drafts are judged."""
 MAX_KINDS: Final = 256
 """Kinds that are remembered; the oldest one is forgotten."""
 
@@ -55,6 +57,8 @@ class Verified(NamedTuple):
     depth: int
     """Levels of the draft that was verified; 0 without one."""
     accepted_len: int
+    missed: bool = False
+    """Whether a proposal was wanted and none was there."""
 
 
 @dataclass(slots=True)
@@ -144,6 +148,13 @@ class Policy:
             session.pace.settled = False
             session.pace.holding = not paused
 
+    def attached(self, drafter_id: DrafterId) -> None:
+        """A drafter has connected: what was found of its predecessor's speed is void."""
+        for kind, known in self._kinds.items():
+            if kind.drafter_id == drafter_id:
+                known.contests.clear()
+                known.latest, known.arrival = None, ArrivalEstimate()
+
     # ---- waiting -------------------------------------------------------------------------------
 
     def patience(self, session: Session) -> float:
@@ -203,10 +214,14 @@ class Policy:
             if pace is None or row.session.ended:
                 continue
             seconds_since, pace.last_at = now - pace.last_at, now
+            absent = row.missed and pace.unheard > 0
+            if row.missed and self._round_s:
+                # One drafter that stops is no reason to leave speculation; misses for ever are.
+                seconds_since = min(seconds_since, MISS_ROUNDS * self._round_s)
             self._learn(row, pace)
             # Without a drafter there was no choice, so nothing is learnt about it.
             chosen = row.session.link_id is not None or bool(row.session.own_draft)
-            if prompts or not (chosen and self._automatic):
+            if prompts or absent or not (chosen and self._automatic):
                 continue
             contest = self._contest(pace)
             contests[id(contest)] = contest, pace.known.sessions
@@ -226,7 +241,8 @@ class Policy:
         if session.suspect:
             pace.unheard += 1
             if pace.unheard >= pace.hold_after:
-                session.suspect, pace.unheard = False, 0
+                # Told of every round, a drafter that is well again needs no more than usual.
+                session.suspect, pace.holding, pace.unheard = False, False, 0
                 pace.hold_after = min(2 * pace.hold_after, MAX_HOLD_ROUNDS)
         if row.depth < 1:
             return

@@ -402,4 +402,5 @@ def _verified(settled: _Settled) -> Verified:
         nodes=nodes,
         depth=nodes if chain or row.draft is None else int(row.draft.depths.max()),
         accepted_len=len(result.acceptance.accepted_nodes),
+        missed=settled.missed,
     )
