@@ -196,7 +196,8 @@ class Contest:
         if broken and self._rates[probe.mode].rounds < 1.0:
             # Nothing but the change itself was seen, and that was bad enough.
             self._rates[probe.mode].observe(tokens, seconds, rounds)
-        cheap = usual.rounds > 0.0 and lost_rounds < SMALL_LOSS
+        # By a table alone no loss is small.
+        cheap = usual.rounds > 0.0 and not self._told and lost_rounds < SMALL_LOSS
         last = PROBE_ROUNDS - LONG_PROBE_ROUNDS if cheap else 0
         if broken or probe.rounds_left <= last:
             self._end(probe, broken)

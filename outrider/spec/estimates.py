@@ -36,27 +36,50 @@ class AcceptanceEstimate:
         self._prior = prior
         self._stood = np.zeros(0)
         self._tried = np.zeros(0)
-        self._decay = 0.5 ** (1.0 / HALF_LIFE)
+        # Every round of every session observes, estimates are read now and then: so rounds are
+        # counted in plain lists, and weighted when somebody asks.
+        self._new_stood: list[int] = []
+        self._new_tried: list[int] = []
 
     def observe(self, depth: int, accepted_len: int) -> None:
         """A round verified a draft of `depth` levels (>= 1), `accepted_len` of which stood."""
         depth = min(depth, MAX_DRAFT_TOKENS)
         accepted_len = min(accepted_len, depth)
-        if depth > len(self._tried):
-            grow = depth - len(self._tried)
-            self._stood = np.pad(self._stood, (0, grow))
-            self._tried = np.pad(self._tried, (0, grow))
         # What lies behind the first rejection was not tried.
         tried = min(accepted_len + 1, depth)
-        self._stood[:tried] *= self._decay
-        self._tried[:tried] *= self._decay
-        self._stood[:accepted_len] += 1.0
-        self._tried[:tried] += 1.0
+        if tried > len(self._new_tried):
+            missing = [0] * (tried - len(self._new_tried))
+            self._new_tried += missing
+            self._new_stood += missing
+        for level in range(tried):
+            self._new_tried[level] += 1
+        for level in range(accepted_len):
+            self._new_stood[level] += 1
         if self._prior is not None:
             self._prior.observe(depth, accepted_len)
 
+    def _fold(self) -> None:
+        """Weigh what is new against what is old."""
+        levels = len(self._new_tried)
+        if levels > len(self._tried):
+            grow = levels - len(self._tried)
+            self._stood, self._tried = (
+                np.pad(self._stood, (0, grow)),
+                np.pad(self._tried, (0, grow)),
+            )
+        tried = np.asarray(self._new_tried, dtype=np.float64)
+        keep = 0.5 ** (tried / HALF_LIFE)
+        # Of n new ones the i-th last counts for half a life's i-th part: their weights' mean.
+        weight = (1.0 - keep) / (np.maximum(tried, 1.0) * (1.0 - 0.5 ** (1.0 / HALF_LIFE)))
+        self._tried[:levels] = keep * self._tried[:levels] + weight * tried
+        stood = np.asarray(self._new_stood, dtype=np.float64)
+        self._stood[:levels] = keep * self._stood[:levels] + weight * stood
+        self._new_tried, self._new_stood = [], []
+
     def rates(self, depth: int) -> NDArray[np.float64]:
         """float64 [depth]: conditional acceptance by depth, in (0, 1)."""
+        if self._new_tried:
+            self._fold()
         prior = self._prior
         base = np.full(depth, PRIOR_RATE) if prior is None else prior.rates(depth)
         known = min(depth, len(self._tried))

@@ -107,6 +107,8 @@ class Policy:
         self._kinds: dict[Kind, Known] = {}
         self._load = 0
         self._round_s = 0.0
+        self.changed = False
+        """Whether `pauses` may answer differently than before; for the caller to reset."""
 
     # ---- sessions ------------------------------------------------------------------------------
 
@@ -119,6 +121,7 @@ class Policy:
         known = self._known(_kind_of(session))
         known.sessions += 1
         estimate = AcceptanceEstimate(prior=known.acceptance)
+        self.changed = self._automatic
         session.pace = Pace(known=known, acceptance=estimate, last_at=session.since)
 
     def leave(self, session: Session) -> None:
@@ -131,7 +134,7 @@ class Policy:
         """How many sessions are being served now."""
         load = sessions.bit_length()
         if load != self._load:
-            self._load = load
+            self._load, self.changed = load, self._automatic
             estimate = self.costs.estimate(max(1, sessions), 0)
             self._round_s = estimate if estimate > 0.0 else 0.0
 
@@ -150,6 +153,7 @@ class Policy:
 
     def attached(self, drafter_id: DrafterId) -> None:
         """A drafter has connected: what was found of its predecessor's speed is void."""
+        self.changed = self._automatic
         for kind, known in self._kinds.items():
             if kind.drafter_id == drafter_id:
                 known.contests.clear()
@@ -233,8 +237,9 @@ class Policy:
             pace.settled = True
         for (name, mode, settled), (tokens, spent_s, count) in sums.items():
             contest, sharing = contests[name]
-            share = 1.0 / max(1, sharing)
+            share, before = 1.0 / max(1, sharing), contest.mode
             contest.observe(mode, tokens * share, spent_s * share, count * share, settled=settled)
+            self.changed = self.changed or contest.mode is not before
 
     def _learn(self, row: Verified, pace: Pace) -> None:
         session = row.session

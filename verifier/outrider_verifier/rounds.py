@@ -205,15 +205,18 @@ class Rounds:
     def _turn(self, now: float) -> None:
         """Pause and resume speculation where the policy has changed its mind."""
         policy = self._core.policy
-        if not policy.automatic:
-            return
         policy.set_load(len(self._core.sessions))
+        if not policy.changed:
+            return
+        policy.changed = False
         for session in self._core.sessions.values():
             pauses = policy.pauses(session)
-            # A drafter is told nothing while a round with the session is in flight.
-            if pauses == session.paused or (self._flying is not None and not session.own_draft):
+            if pauses == session.paused:
                 continue
-            if pauses:
+            if self._flying is not None and not session.own_draft:
+                # What the drafter is told must not miss the round in flight: ask again then.
+                policy.changed = True
+            elif pauses:
                 self._core.pause(session)
             else:
                 self._core.resume(session, now)
@@ -223,15 +226,16 @@ class Rounds:
         left = session.prefill_left
         if left == 0 and session.draft_wanted:
             proposal = self._core.inbox.peek(session.session_id, session.digest)
+        awaits = proposal is None and session.awaits_proposal
         return RowState(
             session_id=session.session_id,
             prefill_left=left,
             nodes=None if proposal is None else len(proposal.tree),
             own_nodes=session.own_depth,
-            awaits_proposal=proposal is None and session.awaits_proposal,
+            awaits_proposal=awaits,
             since=session.since,
             proposal_at=session.proposal_at,
-            patience_s=self._core.policy.patience(session),
+            patience_s=self._core.policy.patience(session) if awaits else 0.0,
             runs_ahead=self._runs_ahead(session),
             remaining=session.remaining,
         )

@@ -16,9 +16,12 @@ from outrider.engine.kvcache import KVPool
 from outrider.spec.contest import Contest, Mode
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
+from tests.fakes.runner import FakeRunner
 from tests.fakes.scripted_drafter import Draft, Followed
+from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import (
     CHAIN,
+    DRAFTER,
     Rig,
     bushy_tree,
     garbage,
@@ -39,9 +42,17 @@ class Alternating(Policy):
         super().__init__(automatic=True, ceiling_s=5.0)
         self._turns = itertools.count()
 
+    @property
+    def changed(self) -> bool:
+        """Always."""
+        return True
+
+    @changed.setter
+    def changed(self, value: bool) -> None: ...
+
     def pauses(self, session: Session) -> bool:
         """Some rounds so, some rounds so; the very same question may get another answer."""
-        return next(self._turns) % 23 < 9
+        return next(self._turns) % 67 < 30
 
 
 @pytest.mark.parametrize(
@@ -69,10 +80,31 @@ async def test_pausing_and_resuming_changes_no_text_and_drafters_follow(
         for spec, result in zip(specs, results, strict=True):
             assert result.error is None
             assert result.tokens == rig.reference(spec)
-        assert rig.service._core.counters["speculation_resumed"] > 3
+        assert rig.service._core.counters["speculation_resumed"] > 2
         stats = [result.last.stats for result in results]
         assert sum(s.paused_rounds for s in stats) > 10
         assert sum(s.proposed for s in stats) > 10
+        await rig.idle()
+
+
+@pytest.mark.parametrize("own", [True, False])
+async def test_paused_sessions_run_ahead_and_come_back(own: bool) -> None:
+    target = FakeTarget(num_blocks=512)
+    runner = FakeRunner(target, drafts=3 if own else 0)
+    async with verifier(target=target, runner=runner, planner="automatic") as rig:
+        rig.service._core.policy = Alternating()
+        await rig.attach(good_chain(target))
+        specs = [
+            make_spec(f"s{i}", max_new_tokens=300, plan=LONG, drafter=None if own else DRAFTER)
+            for i in range(2)
+        ]
+        results = await rig.run_all(specs)
+        for spec, result in zip(specs, results, strict=True):
+            assert result.tokens == rig.reference(spec)
+        stats = [result.last.stats for result in results]
+        assert sum(s.paused_rounds for s in stats) > 20
+        assert sum(s.accepted for s in stats) > 20
+        assert runner.rounds_ahead > 0
         await rig.idle()
 
 
