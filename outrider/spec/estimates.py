@@ -6,6 +6,7 @@ Estimates are weighted exponentially: old observations count less with each new 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -37,7 +38,7 @@ class AcceptanceEstimate:
         self._stood = np.zeros(0)
         self._tried = np.zeros(0)
         # Every round of every session observes, estimates are read now and then: so rounds are
-        # counted in plain lists, and weighted when somebody asks.
+        # counted in plain lists, and weighted and passed on when somebody asks.
         self._new_stood: list[int] = []
         self._new_tried: list[int] = []
 
@@ -55,31 +56,38 @@ class AcceptanceEstimate:
             self._new_tried[level] += 1
         for level in range(accepted_len):
             self._new_stood[level] += 1
-        if self._prior is not None:
-            self._prior.observe(depth, accepted_len)
 
-    def _fold(self) -> None:
-        """Weigh what is new against what is old."""
+    def share(self) -> None:
+        """Weigh what is new against what is old, and let the prior have it too."""
         levels = len(self._new_tried)
+        if not levels:
+            return
+        if self._prior is not None:
+            self._prior.add(self._new_tried, self._new_stood)
         if levels > len(self._tried):
-            grow = levels - len(self._tried)
-            self._stood, self._tried = (
-                np.pad(self._stood, (0, grow)),
-                np.pad(self._tried, (0, grow)),
-            )
+            grow = (0, levels - len(self._tried))
+            self._stood, self._tried = np.pad(self._stood, grow), np.pad(self._tried, grow)
         tried = np.asarray(self._new_tried, dtype=np.float64)
         keep = 0.5 ** (tried / HALF_LIFE)
-        # Of n new ones the i-th last counts for half a life's i-th part: their weights' mean.
+        # The newest round counts fully and each one before it a little less: on average so much.
         weight = (1.0 - keep) / (np.maximum(tried, 1.0) * (1.0 - 0.5 ** (1.0 / HALF_LIFE)))
         self._tried[:levels] = keep * self._tried[:levels] + weight * tried
         stood = np.asarray(self._new_stood, dtype=np.float64)
         self._stood[:levels] = keep * self._stood[:levels] + weight * stood
         self._new_tried, self._new_stood = [], []
 
+    def add(self, tried: Sequence[int], stood: Sequence[int]) -> None:
+        """Several rounds at once: how often each depth was tried, and how often it stood."""
+        missing = [0] * max(0, len(tried) - len(self._new_tried))
+        self._new_tried += missing
+        self._new_stood += missing
+        for level, (more_tried, more_stood) in enumerate(zip(tried, stood, strict=True)):
+            self._new_tried[level] += more_tried
+            self._new_stood[level] += more_stood
+
     def rates(self, depth: int) -> NDArray[np.float64]:
         """float64 [depth]: conditional acceptance by depth, in (0, 1)."""
-        if self._new_tried:
-            self._fold()
+        self.share()
         prior = self._prior
         base = np.full(depth, PRIOR_RATE) if prior is None else prior.rates(depth)
         known = min(depth, len(self._tried))

@@ -24,7 +24,7 @@ from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider_verifier.sessions import NO_LIMIT, Session
 
-REVIEW_ROUNDS: Final = 16
+REVIEW_ROUNDS: Final = 48
 """Speculative rounds after which a session's draft length is chosen anew."""
 HOLD_ROUNDS: Final = 16
 """Rounds without a wait after which a suspect drafter is waited for once more; doubles each time
@@ -95,6 +95,17 @@ class Pace:
     """Speculative rounds until its draft length is chosen anew."""
 
 
+@dataclass(slots=True)
+class _Sum:
+    """What sessions of one kind and mode got in a round."""
+
+    pace: Pace
+    """Of one of them."""
+    tokens: int = 0
+    seconds: float = 0.0
+    rows: int = 0
+
+
 class Policy:
     """Decides for all sessions of a verifier; engine thread only, `summary` by any."""
 
@@ -127,6 +138,7 @@ class Policy:
     def leave(self, session: Session) -> None:
         """A session ends, or its plan is about to change; idempotent."""
         if session.pace is not None:
+            session.pace.acceptance.share()
             session.pace.known.sessions -= 1
             session.pace = None
 
@@ -211,35 +223,40 @@ class Policy:
             self.costs.observe(len(rows), nodes, seconds)
             if not nodes:
                 self._round_s += 0.125 * (seconds - self._round_s) if self._round_s else seconds
-        sums: dict[tuple[int, Mode, bool], list[float]] = {}
-        contests: dict[int, tuple[Contest, int]] = {}
+        sums: dict[tuple[int, bool, bool], _Sum] = {}
+        judges = self._automatic and not prompts
         for row in rows:
-            pace = row.session.pace
-            if pace is None or row.session.ended:
+            session, pace = row.session, row.session.pace
+            if pace is None or session.ended:
                 continue
-            seconds_since, pace.last_at = now - pace.last_at, now
+            spent_s, pace.last_at = now - pace.last_at, now
             absent = row.missed and pace.unheard > 0
             if row.missed and self._round_s:
                 # One drafter that stops is no reason to leave speculation; misses for ever are.
-                seconds_since = min(seconds_since, MISS_ROUNDS * self._round_s)
+                spent_s = min(spent_s, MISS_ROUNDS * self._round_s)
             self._learn(row, pace)
             # Without a drafter there was no choice, so nothing is learnt about it.
-            chosen = row.session.link_id is not None or bool(row.session.own_draft)
-            if prompts or absent or not (chosen and self._automatic):
+            if not judges or absent or (session.link_id is None and not session.own_draft):
                 continue
-            contest = self._contest(pace)
-            contests[id(contest)] = contest, pace.known.sessions
-            mode = Mode.PLAIN if row.session.paused else Mode.SPECULATE
-            entry = sums.setdefault((id(contest), mode, pace.settled), [0.0, 0.0, 0.0])
-            entry[0] += row.emitted
-            entry[1] += seconds_since
-            entry[2] += 1.0
+            key = id(pace.known), session.paused, pace.settled
+            total = sums.get(key)
+            if total is None:
+                total = sums[key] = _Sum(pace)
+            total.tokens += row.emitted
+            total.seconds += spent_s
+            total.rows += 1
             pace.settled = True
-        for (name, mode, settled), (tokens, spent_s, count) in sums.items():
-            contest, sharing = contests[name]
-            share, before = 1.0 / max(1, sharing), contest.mode
-            contest.observe(mode, tokens * share, spent_s * share, count * share, settled=settled)
-            self.changed = self.changed or contest.mode is not before
+        for (_, paused, settled), total in sums.items():
+            self._judge(total, Mode.PLAIN if paused else Mode.SPECULATE, settled)
+
+    def _judge(self, total: _Sum, mode: Mode, settled: bool) -> None:
+        """Let the contest of a kind see what the kind's sessions got."""
+        contest = self._contest(total.pace)
+        share, before = 1.0 / max(1, total.pace.known.sessions), contest.mode
+        contest.observe(
+            mode, total.tokens * share, total.seconds * share, total.rows * share, settled=settled
+        )
+        self.changed = self.changed or contest.mode is not before
 
     def _learn(self, row: Verified, pace: Pace) -> None:
         session = row.session

@@ -33,6 +33,7 @@ def test_a_session_begins_with_what_its_kind_knows_and_then_differs() -> None:
     other = AcceptanceEstimate(kind)
     for _ in range(60):
         other.observe(3, 0)
+    other.share()
     session = AcceptanceEstimate(kind)
     assert session.rates(1)[0] == kind.rates(1)[0] < 0.2
     for _ in range(30):
