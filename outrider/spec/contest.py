@@ -19,7 +19,7 @@ HALF_LIFE: Final = 48.0
 """Rounds after which an observation counts half."""
 STALE_ROUNDS: Final = 256.0
 """Rounds in the other mode after which what is known of a mode counts half."""
-FIRST_PLAIN: Final = 4
+FIRST_PLAIN: Final = 8
 """Plain rounds to begin with where nobody has told what they take."""
 PROBE_ROUNDS: Final = 6
 LONG_PROBE_ROUNDS: Final = 24
@@ -32,6 +32,8 @@ START_MARGIN: Final = 1.03
 """What speculation must gain to be begun."""
 DEFICIT_LIMIT: Final = 12.0
 """Plain rounds that speculation may fall behind, since it was last ahead, before it is left."""
+UNKNOWN_LOSS: Final = 2.0
+"""Rounds that a probe is thought to lose where none has been."""
 LOSS_LIMIT: Final = 8.0
 """Rounds of the mode in force that a probe may lose before it is broken off."""
 
@@ -168,18 +170,26 @@ class Contest:
             other = _other(mode)
             self._rates[other].fade(rounds / STALE_ROUNDS)
             self._credit_s += BUDGET * seconds
+            if mode is Mode.SPECULATE and self._plain_is_hearsay:
+                if self._rates[mode].rounds >= ENOUGH_ROUNDS:
+                    self._measure_plain()
+                return
             if mode is Mode.SPECULATE:
                 self._fall_behind(tokens, seconds)
             other = _other(self._mode)
             if self._credit_s >= self._price(other):
                 self._probe = _Probe(other, PROBE_ROUNDS)
 
+    @property
+    def _plain_is_hearsay(self) -> bool:
+        """Whether no plain round at this load was seen: drafts are not judged by that."""
+        return self._told or not self._rates[Mode.PLAIN].rounds
+
     def _price(self, mode: Mode) -> float:
         """Seconds that a probe of `mode` may be expected to lose."""
         usual = self._rates[self._mode]
         a_round = usual.seconds / usual.rounds if usual.rounds else math.inf
-        # Not known: as if the probe's rounds took twice as long and gave nothing more.
-        return max(self._cost_s.get(mode, PROBE_ROUNDS * a_round), 0.5 * a_round)
+        return max(self._cost_s.get(mode, UNKNOWN_LOSS * a_round), 0.5 * a_round)
 
     def _probed(
         self, probe: _Probe, tokens: float, seconds: float, rounds: float, settled: bool
@@ -213,14 +223,19 @@ class Contest:
             return
         if self._told and not broken:
             # Drafts were no worse than a table: plain rounds have yet to show what they are.
-            self._mode, self._probe = Mode.SPECULATE, _Probe(Mode.PLAIN, FIRST_PLAIN)
-            self._told = False
+            self._mode = Mode.SPECULATE
+            self._measure_plain()
             return
         if self._measuring and probe.mode is Mode.PLAIN:
             # Whatever began owes nothing to having begun.
             self._mode = Mode.PLAIN
         self._measuring = False
         self._judge(enough=0.0 if broken else ENOUGH_ROUNDS)
+
+    def _measure_plain(self) -> None:
+        """See what plain rounds are, and forget what was said of them."""
+        self._rates[Mode.PLAIN], self._told, self._measuring = Rate(), False, True
+        self._probe = _Probe(Mode.PLAIN, FIRST_PLAIN)
 
     def _judge(self, enough: float = ENOUGH_ROUNDS) -> None:
         """Leave plain decoding for drafts that were found faster."""
