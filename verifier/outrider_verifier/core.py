@@ -55,6 +55,7 @@ from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import FEATURE_FED, Handover, Told
 from outrider_verifier.inbox import Inbox, Offer
+from outrider_verifier.policy import Policy
 from outrider_verifier.sessions import Session, check_plan, check_spec
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Core:
         max_context_len: int,
         max_tree_nodes: int,
         max_sessions: int,
+        policy: Policy,
         post: Post,
     ) -> None:
         self._pool = pool
@@ -94,6 +96,7 @@ class Core:
         self._max_context_len = max_context_len
         self._max_tree_nodes = max_tree_nodes
         self._max_sessions = max_sessions
+        self.policy = policy
         self._post = post
         self._emits: Emits | None = None
         """Where the next event goes; None: what was posted is handed over."""
@@ -199,6 +202,7 @@ class Core:
             session.handle = self._free_handle()
             self._by_handle[session.handle] = session
             self.handover.open(session)
+            self.policy.follow(session)
             self._announce(session)
         except Exception:
             # From here on there is a session to be freed, its slot and its seat included.
@@ -242,6 +246,12 @@ class Core:
         session.plan = plan
         session.own_draft = self._own_draft(session.spec, plan)
         session.suspect = False
+        lags, session.paused = session.paused, False
+        self.policy.follow(session)
+        if lags:
+            # Its drafter was told of the old plan only, and starts anew.
+            self._withdraw(session)
+            self._follow_alone(session)
         if session.link_id is None:
             self._announce(session)
         elif plan.speculative and same_method:
@@ -275,10 +285,11 @@ class Core:
         current, results = self.inbox.offer(proposals, places)
         for offer, count in results.items():
             self.counters[_COUNTER_OF[offer]] += count
-        handles = proposals.handles[places].tolist()
-        for handle, usable in zip(handles, current.tolist(), strict=True):
+        handles, prefix_lens = proposals.handles[places], proposals.prefix_lens[places]
+        entries = zip(handles.tolist(), prefix_lens.tolist(), current.tolist(), strict=True)
+        for handle, prefix_len, usable in entries:
             session = self._of_handle(handle)
-            session.suspect = False
+            self.policy.arrived(session, prefix_len=prefix_len, usable=usable, now=now)
             if usable:
                 session.proposal_at = now
 
@@ -305,6 +316,7 @@ class Core:
     def _attach(self, link: Link) -> None:
         self.counters["attached"] += 1
         self._links[link.drafter_id] = link
+        self.policy.attached(link.drafter_id)
         for session in self.sessions.values():
             if session.spec.drafter_id == link.drafter_id:
                 self.handover.forget(session)
@@ -337,6 +349,29 @@ class Core:
             session.link_id = None
         self.handover.forget(session)
 
+    def _follow_alone(self, session: Session) -> None:
+        """Take in what a paused session committed; no drafter is told."""
+        if session.spec.drafter_id is not None:
+            self.handover.advance([Told(session, None)])
+
+    def pause(self, session: Session) -> None:
+        """Have a session decode plainly; its drafter is told nothing until `resume`."""
+        self.policy.turn(session, paused=True)
+        self.counters["speculation_paused"] += 1
+
+    def resume(self, session: Session, now: float) -> None:
+        """Let a paused session speculate again; no round with it may be in flight."""
+        self.policy.turn(session, paused=False)
+        self.counters["speculation_resumed"] += 1
+        if session.link_id is None or not self.handover.can_catch_up(session):
+            self._withdraw(session)
+            self._follow_alone(session)
+            return
+        # Its drafter hears of the root now, so the wait for it begins now.
+        session.since = now
+        for message in self.handover.catch_up(session):
+            self.tell(session, message)
+
     # ---- what rounds and commands share --------------------------------------------------------
 
     def emit(
@@ -356,6 +391,8 @@ class Core:
             flags |= FALLBACK
         if stats.target_only_rounds > told.target_only_rounds:
             flags |= TARGET_ONLY
+        if stats.rounds > told.rounds:
+            flags |= self.policy.planned(session)
         self._emits.add(
             session.ticket,
             session.round_id,
@@ -388,6 +425,7 @@ class Core:
     def free(self, session: Session) -> None:
         """Forget a session and give back its blocks, proposals and features."""
         self._withdraw(session)
+        self.policy.leave(session)
         self.sessions.pop(session.session_id, None)
         if session.handle >= 0:
             self.inbox.drop(session.handle)
