@@ -250,14 +250,14 @@ class Core:
         self.policy.follow(session)
         if lags:
             # Its drafter was told of the old plan only, and starts anew.
-            self._withdraw(session)
-            self._follow_alone(session)
+            self.withdraw(session)
+            self.follow_alone(session)
         if session.link_id is None:
             self._announce(session)
         elif plan.speculative and same_method:
             self.tell(session, PlanChange(handle=session.handle, plan=plan))
         else:
-            self._withdraw(session)
+            self.withdraw(session)
             self._announce(session)
 
     def _close(self, command: Close) -> None:
@@ -300,7 +300,7 @@ class Core:
             session = self._of_handle(handle)
             self.counters["sessions_lost_by_drafters"] += 1
             session.losses += 1
-            self._withdraw(session)
+            self.withdraw(session)
             if session.losses <= _MOST_LOSSES:
                 self._announce(session)
 
@@ -343,34 +343,17 @@ class Core:
         for message in self.handover.announce(session, link):
             self.tell(session, message)
 
-    def _withdraw(self, session: Session) -> None:
+    def withdraw(self, session: Session) -> None:
+        """End the session at its drafter, if it is announced to one."""
         if session.link_id is not None:
             self.tell(session, SessionEnd(handle=session.handle))
             session.link_id = None
         self.handover.forget(session)
 
-    def _follow_alone(self, session: Session) -> None:
+    def follow_alone(self, session: Session) -> None:
         """Take in what a paused session committed; no drafter is told."""
         if session.spec.drafter_id is not None:
             self.handover.advance([Told(session, None)])
-
-    def pause(self, session: Session) -> None:
-        """Have a session decode plainly; its drafter is told nothing until `resume`."""
-        self.policy.turn(session, paused=True)
-        self.counters["speculation_paused"] += 1
-
-    def resume(self, session: Session, now: float) -> None:
-        """Let a paused session speculate again; no round with it may be in flight."""
-        self.policy.turn(session, paused=False)
-        self.counters["speculation_resumed"] += 1
-        if session.link_id is None or not self.handover.can_catch_up(session):
-            self._withdraw(session)
-            self._follow_alone(session)
-            return
-        # Its drafter hears of the root now, so the wait for it begins now.
-        session.since = now
-        for message in self.handover.catch_up(session):
-            self.tell(session, message)
 
     # ---- what rounds and commands share --------------------------------------------------------
 
@@ -424,7 +407,7 @@ class Core:
 
     def free(self, session: Session) -> None:
         """Forget a session and give back its blocks, proposals and features."""
-        self._withdraw(session)
+        self.withdraw(session)
         self.policy.leave(session)
         self.sessions.pop(session.session_id, None)
         if session.handle >= 0:
