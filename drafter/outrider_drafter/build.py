@@ -17,7 +17,7 @@ from outrider.engine.loading import load_embedding, load_lm_head, load_target
 from outrider.engine.products import set_threads
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.models import resolve
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod
 from outrider.text.tokenizer import tokenizer_hash
 from outrider.transport.base import Dialer
 from outrider_drafter.config import DrafterConfig
@@ -109,8 +109,10 @@ def _head_source(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> 
         dtype=dtype,
         device=config.device,
         cuda_graphs=config.cuda_graphs,
+        bounded=config.cuda_graphs,
     )
-    source.warm_up([Plan(method=DraftMethod.EAGLE3)], max_batch=_WARM_BATCH)
+    if config.cuda_graphs:
+        source.warm_up()
     return source
 
 

@@ -13,16 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.draft import NewRows
-from outrider.engine.device.shapes import ROW_BUCKETS, bucket
 from outrider.wire.rounds import parts
 from outrider_drafter.device_rows import DeviceRows
+from outrider_drafter.device_shapes import BATCH_SIZES
 from outrider_drafter.head_following import raw_array
 from outrider_drafter.table import SessionTable
 
 NEW_ROW_BUCKETS: Final = (4, 8, 16)
 """Rows of a catch-up that is part of a draft; longer ones are written ahead."""
-MAX_BATCH: Final = 64
-"""Sessions of one launch."""
 _ALIGNMENT: Final = 256
 """Bytes; kernels read features in wide pieces."""
 
@@ -72,7 +70,7 @@ class DraftBatch:
     def __init__(
         self, rows: DeviceRows, hidden: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        most = bucket(MAX_BATCH, ROW_BUCKETS)
+        most = BATCH_SIZES[-1]
         cells = most * NEW_ROW_BUCKETS[-1]
         self._rows, self._hidden, self._dtype = rows, hidden, dtype
         self._border = -(-4 * (3 * most + cells) // _ALIGNMENT) * _ALIGNMENT

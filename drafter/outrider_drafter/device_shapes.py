@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
+from outrider.engine.device.shapes import bucket
 from outrider.spec.plan import Plan, default_depth
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider_drafter.sessions import Session
@@ -23,6 +25,44 @@ class Shape(NamedTuple):
     def draft_rows(self) -> int:
         """Draft rows that the steps write."""
         return min(self.top_k, self.num_nodes) * (self.depth - 1)
+
+
+CHAIN_LENGTHS: Final = (3, 4, 5, 7)
+"""A chain is drafted in the next of these lengths and cut; longer ones get the longest."""
+TREES: Final = {8: 4, 16: 4, 32: 8, 64: 8}
+"""Nodes of a tree, and children of a node: a plan gets the most nodes that are not more than its
+own, or the fewest."""
+BATCH_SIZES: Final = (1, 4, 8, 16, 32, 64)
+"""Sessions of one launch."""
+MOST_NODES: Final = 1024
+"""Nodes of all trees of one launch."""
+
+
+def family() -> Iterator[tuple[Shape, bool]]:
+    """What a drafter on a device captures at its start, and no plan can widen: shapes, each with
+    whether its sessions may warp their logits or share the target's noise in trees."""
+    for length in CHAIN_LENGTHS:
+        for with_law, general in ((False, False), (False, True), (True, True)):
+            yield Shape(length, 1, length, with_law), general
+    for nodes, top_k in TREES.items():
+        for general in (False, True):
+            yield Shape(nodes, top_k, default_depth(nodes)), general
+
+
+def most_sessions(shape: Shape) -> int:
+    """Sessions that one launch may draft for."""
+    if shape.top_k == 1:
+        return BATCH_SIZES[-1]
+    return max(size for size in BATCH_SIZES if size == 1 or size * shape.num_nodes <= MOST_NODES)
+
+
+def fitted(shape: Shape) -> Shape:
+    """The shape of the family that is drafted in the place of this one."""
+    if shape.top_k == 1:
+        length = min(bucket(shape.depth, CHAIN_LENGTHS), CHAIN_LENGTHS[-1])
+        return Shape(length, 1, length, shape.with_law)
+    nodes = max([size for size in TREES if size <= shape.num_nodes], default=min(TREES))
+    return Shape(nodes, TREES[nodes], default_depth(nodes))
 
 
 def covers(sampling: SamplingParams, plan: Plan) -> bool:

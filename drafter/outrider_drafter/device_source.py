@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -22,22 +23,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.buffers import Downloader
-from outrider.engine.device.draft import DraftProgram, NewRows
+from outrider.engine.device.draft import DraftProgram
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.head_weights import HeadWeights
-from outrider.engine.device.shapes import ROW_BUCKETS, bucket
+from outrider.engine.device.shapes import bucket
 from outrider.engine.draft_sampling import law_limits_for
 from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.layout import PADDING_NODE
 from outrider.engine.warper import has_penalties
 from outrider.errors import ResourceExhaustedError
-from outrider.spec.plan import DraftMethod, Plan, default_depth
+from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule
 from outrider.wire.rounds import parts
-from outrider_drafter.device_batch import MAX_BATCH, NEW_ROW_BUCKETS, DraftBatch, Ready
+from outrider_drafter.device_batch import NEW_ROW_BUCKETS, DraftBatch, Ready
 from outrider_drafter.device_laws import chains_with_laws
 from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
-from outrider_drafter.device_shapes import Shape, covers, shape_of
+from outrider_drafter.device_shapes import (
+    BATCH_SIZES,
+    Shape,
+    covers,
+    family,
+    fitted,
+    most_sessions,
+    shape_of,
+)
+from outrider_drafter.device_writes import RowWriter
 from outrider_drafter.head_following import HeadFollower
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.sessions import Session, SessionKey
@@ -91,10 +101,12 @@ class DeviceHeadSource(HeadFollower):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
         cuda_graphs: bool = True,
+        bounded: bool = False,
     ) -> None:
         """`max_rows` bounds the K/V rows of all sessions (of those on the host apart);
-        `max_context` (0: the head's own) the draft positions of one. Raises
-        FailedPreconditionError for heads without plain EAGLE-3 weights."""
+        `max_context` (0: the head's own) the draft positions of one. bounded: whether plans are
+        fitted into the shapes of `family`. Raises FailedPreconditionError for heads without plain
+        EAGLE-3 weights."""
         super().__init__(
             head,
             max_context=max_context,
@@ -103,6 +115,7 @@ class DeviceHeadSource(HeadFollower):
             device=device,
         )
         self._max_rows = max_rows
+        self._bounded = bounded
         weights = HeadWeights.from_head(head)
         self._target_ids: NDArray[np.int32] = weights.target_ids.cpu().numpy().astype(np.int32)
         self._rows = DeviceRows(
@@ -122,6 +135,14 @@ class DeviceHeadSource(HeadFollower):
         )
         self.graphs = GraphCache(self._device, enabled=cuda_graphs)
         self._batch = DraftBatch(self._rows, self.feature_size, dtype, self._device)
+        self._writer = RowWriter(
+            self._program,
+            self._rows,
+            self.graphs,
+            hidden=self.feature_size,
+            dtype=dtype,
+            device=self._device,
+        )
         self._downloads = Downloader(self._device)
         self._seats = _Seats()
         self._known: dict[SessionKey, int] = {}
@@ -143,19 +164,19 @@ class DeviceHeadSource(HeadFollower):
         return self._rows.view(int(self._seats.seats[slot]), int(self._seats.stable[slot]))
 
     @torch.inference_mode()
-    def warm_up(self, plans: Sequence[Plan], *, max_batch: int) -> None:
-        """Compile the kernels and capture the graphs of these plans' chains and trees for batches
-        of up to `max_batch` sessions, so that no session waits for it."""
-        for plan in plans:
-            depth = plan.draft_tokens if plan.top_k == 1 else plan.depth
-            depth = min(depth or default_depth(plan.draft_tokens), plan.draft_tokens)
-            plain = Shape(plan.draft_tokens, plan.top_k, depth)
-            shapes = [plain, plain._replace(with_law=True)] if plan.top_k == 1 else [plain]
-            sizes = [size for size in ROW_BUCKETS if size <= bucket(max_batch, ROW_BUCKETS)]
-            for found in itertools.product(shapes, sizes, NEW_ROW_BUCKETS, (False, True)):
-                shape, size, num_rows, general = found
+    def warm_up(self) -> None:
+        """Compile the kernels and capture the graphs of the whole family, so that no session waits
+        for it; what is not in it runs launch by launch from here on."""
+        began = time.monotonic()
+        self._writer.warm_up()
+        for shape, general in family():
+            sizes = [size for size in BATCH_SIZES if size <= most_sessions(shape)]
+            for size, num_rows in itertools.product(sizes, NEW_ROW_BUCKETS):
                 result, _ = self._launch(shape, None, size, num_rows, general=general)
                 self._downloads.start(result).wait()
+        self.graphs.sealed = True
+        seconds = round(time.monotonic() - began, 1)
+        logger.info("drafts captured", extra={"graphs": len(self.graphs), "seconds": seconds})
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[Session]) -> None:
@@ -181,8 +202,9 @@ class DeviceHeadSource(HeadFollower):
                 groups.setdefault(shape, []).append(session)
         for shape, members in groups.items():
             ready = self._prepare(members, shape)
-            for first in range(0, len(ready), MAX_BATCH):
-                yield self._draft(shape, ready.part(first, first + MAX_BATCH))
+            most = most_sessions(shape)
+            for first in range(0, len(ready), most):
+                yield self._draft(shape, ready.part(first, first + most))
         if hosted:
             yield from self._host_source().drafts(hosted)
 
@@ -226,6 +248,8 @@ class DeviceHeadSource(HeadFollower):
     def _new_shape(self, session: Session, room: int) -> Shape | None:
         """What to grow for a seated session, worked out from its plan and its room."""
         shape = shape_of(session)
+        if shape is not None and self._bounded:
+            shape = fitted(shape)
         if shape is not None and room >= shape.depth:
             self._seats.shapes[session.slot] = (session.plan, shape)
         return shape
@@ -256,7 +280,7 @@ class DeviceHeadSource(HeadFollower):
 
     def _draft(self, shape: Shape, ready: Ready) -> Drafted:
         most = int(ready.counts.max())
-        size, num_rows = bucket(len(ready), ROW_BUCKETS), bucket(most, NEW_ROW_BUCKETS)
+        size, num_rows = bucket(len(ready), BATCH_SIZES), bucket(most, NEW_ROW_BUCKETS)
         self._count(ready)
         general = self._is_general(shape, ready)
         result, entries = self._launch(shape, ready, size, num_rows, general=general)
@@ -269,7 +293,7 @@ class DeviceHeadSource(HeadFollower):
         sessions = [ready.table.session(slot) for slot in ready.slots.tolist()]
         words = download.wait().numpy()[: len(ready)]
         if entries is not None:
-            lengths = np.minimum(shape.depth, _rooms(sessions)).tolist()
+            lengths = _lengths(sessions, shape).tolist()
             ids = self._target_ids
             # Their entries come by another download, which may take this one's memory.
             drafts = chains_with_laws(words.copy(), entries, lengths, ids, self._downloads)
@@ -368,20 +392,8 @@ class DeviceHeadSource(HeadFollower):
         tokens: NDArray[np.int32],
         features: NDArray[np.generic],
     ) -> None:
-        # From pageable memory: prompts come in many pieces, and no buffer must outlive a piece.
-        count, seat = len(tokens), self._seats.seats[session.slot]
-        words = np.concatenate((np.array([seat, count, start], np.int32), tokens))
-        staged = torch.from_numpy(words).to(self._device)
-        rows = NewRows(
-            slots=staged[0:1],
-            tables=self._rows.tables,
-            tokens=staged[3:].view(1, count),
-            features=self._tensor(features)[None],
-            counts=staged[1:2],
-            starts=staged[2:3],
-        )
-        self._program.write(rows)
-        self._seats.stable[session.slot] = start + count
+        self._writer.write(int(self._seats.seats[session.slot]), start, tokens, features)
+        self._seats.stable[session.slot] = start + len(tokens)
 
     def _give_up(self, session: Session) -> None:
         self._rows.close(int(self._seats.seats[session.slot]))
@@ -397,8 +409,15 @@ def _rooms(sessions: Sequence[Session]) -> NDArray[np.int64]:
     return rooms
 
 
+def _lengths(sessions: Sequence[Session], shape: Shape) -> NDArray[np.int64]:
+    """[B]: how much of a chain each session has room and use for."""
+    wanted = np.array([session.plan.draft_tokens for session in sessions])
+    lengths: NDArray[np.int64] = np.minimum(np.minimum(shape.depth, wanted), _rooms(sessions))
+    return lengths
+
+
 def _chains(sessions: Sequence[Session], shape: Shape, words: NDArray[np.int32]) -> Drafted:
-    counts = np.minimum(shape.depth, _rooms(sessions))
+    counts = _lengths(sessions, shape)
     owners, places = parts(counts)
     return Drafted(
         sessions=sessions,

@@ -23,7 +23,7 @@ from outrider.engine.kernels.growth import (
 from outrider.engine.kernels.tree_rank import TreeDraft
 from outrider.spec.sampling import SamplingParams
 from tests.factories import make_eagle3_head
-from tests.unit.drafter.helpers import CHAIN, TREE, make_engine
+from tests.unit.drafter.helpers import make_engine
 from tests.unit.drafter.mixed_sessions import MIX, random_ends, told
 from tests.unit.engine.device.draft_sessions import (
     DETERMINISTIC,
@@ -223,7 +223,8 @@ def test_the_device_source_proposes_what_the_host_source_on_a_cpu_does(
         cuda_graphs=graphs,
     )
     if graphs:
-        device.warm_up([CHAIN, TREE], max_batch=4)
+        device.warm_up()
+        device.graphs.sealed = False
         assert len(device.graphs) > 0
     host = HeadSource(plain_head(checkpoint), max_rows=8192)
     found, expected = (

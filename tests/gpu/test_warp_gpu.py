@@ -119,4 +119,11 @@ def test_coupled_children_are_nearly_the_twins(dtype: torch.dtype, device: torch
         )
         found.append((logprobs.cpu(), columns.cpu()))
     torch.testing.assert_close(found[0][0], found[1][0], atol=5e-3, rtol=1e-4)
-    assert (found[0][1] == found[1][1]).float().mean() > 0.98
+    scores = found[1][0]
+    gaps = (scores[:, :-1] - scores[:, 1:]).abs()
+    # An id that differs has a neighbour about as good; what stands behind the last is not told.
+    near = torch.zeros_like(scores, dtype=torch.bool)
+    near[:, :-1] |= gaps < 1e-2
+    near[:, 1:] |= gaps < 1e-2
+    near[:, -1] = True
+    assert (near | (found[0][1] == found[1][1])).all()

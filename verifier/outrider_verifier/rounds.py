@@ -78,6 +78,9 @@ class Rounds:
         self._clock = clock
         self._flying: _InFlight | None = None
         self._settled_at = 0.0
+        """When the last round was reported, on the clock of `time.perf_counter`."""
+        self._idle_since = 0.0
+        """When the last round's outcome was there, on the clock of `plan`."""
         self._told: list[Told] = []
         """Of the round that is being settled: what drafters are to hear."""
         self.flush: Callable[[], None] = lambda: None
@@ -100,7 +103,7 @@ class Rounds:
         rows = [self._row_state(session) for session in self._core.sessions.values()]
         if self._flying is not None:
             return plan_ahead(rows, self._flying.plan, self._limits)
-        return plan_round(rows, now, self._limits)
+        return plan_round(rows, now, self._limits, idle_since=self._idle_since)
 
     def run(self, plan: RoundPlan, *, waited_s: float = 0.0, spent_s: float = 0.0) -> None:
         """Submit a round, then settle the one before it; the new one too unless the next round of
@@ -136,6 +139,7 @@ class Rounds:
         self._told.clear()
         try:
             outcome = self._engine.collect(flying.flight)
+            self._idle_since = self._clock()
             rows = [
                 self._settle_prefill(row, result)
                 for row, result in zip(flying.prefill, outcome.prefill, strict=True)

@@ -96,13 +96,17 @@ class _Ready:
     row: DecodeRow
 
 
-def plan_round(rows: Iterable[RowState], now: float, limits: Limits) -> RoundPlan:
+def plan_round(
+    rows: Iterable[RowState], now: float, limits: Limits, *, idle_since: float = 0.0
+) -> RoundPlan:
     """Choose the next round.
 
     A decoding row is ready when it has a proposal, when none is expected, or when its patience
     is over. Ready rows go oldest first within `decode_tokens`; prompts in order of opening
     within `prefill_tokens`. While other rows still await proposals, a round starts only
-    `gather_s` after its first row became ready, so that proposals of one draft batch share it.
+    `gather_s` after its first row became ready, so that proposals of one draft batch share it; or
+    after the last round ended, `idle_since`, if that was later: else the sessions of two rounds,
+    each ready while the other runs, would never share one.
     """
     prefilling: list[RowState] = []
     ready: list[_Ready] = []
@@ -124,6 +128,7 @@ def plan_round(rows: Iterable[RowState], now: float, limits: Limits) -> RoundPla
     if not ready and not prefilling:
         return RoundPlan(wait_until=min(deadlines, default=None))
     first = min([entry.at for entry in ready] + [row.since for row in prefilling])
+    first = max(first, idle_since)
     if deadlines and now < first + limits.gather_s:
         return RoundPlan(wait_until=min(first + limits.gather_s, *deadlines))
     return _round(prefilling, ready, limits)

@@ -40,7 +40,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> DraftHead:
     return plain_head(make_eagle3_head(tmp_path_factory.mktemp("device-head")))
 
 
-def on_device(head: DraftHead, *, max_rows: int = 8192, max_context: int = 256) -> DeviceHeadSource:
+def on_device(
+    head: DraftHead, *, max_rows: int = 8192, max_context: int = 256, bounded: bool = False
+) -> DeviceHeadSource:
     return DeviceHeadSource(
         head,
         max_rows=max_rows,
@@ -48,6 +50,7 @@ def on_device(head: DraftHead, *, max_rows: int = 8192, max_context: int = 256) 
         max_sessions=16,
         dtype=torch.float32,
         device="cpu",
+        bounded=bounded,
     )
 
 
@@ -142,7 +145,7 @@ def test_a_coupled_session_whose_plan_becomes_a_tree_gets_trees(head: DraftHead)
         engine.handle(1, script.verdict(12))
         (before,) = drain(engine)
         assert len(before.tree) == CHAIN.draft_tokens
-        engine.handle(1, PlanChange(session_id=script.session_id, plan=TREE))
+        engine.handle(1, PlanChange(handle=script.handle, plan=TREE))
         engine.handle(1, script.verdict(14))
         proposals += drain(engine)
     assert_same(*proposals)
@@ -235,7 +238,7 @@ def test_more_sessions_than_slots_and_freed_slots_are_used_again(head: DraftHead
 
 def test_warming_up_leaves_no_trace(head: DraftHead) -> None:
     source = on_device(head)
-    source.warm_up([CHAIN, TREE], max_batch=3)
+    source.warm_up()
     assert source.used_rows == 0
     assert not source._rows.storage.any()
     assert len(source.graphs) == 0, "a CPU captures nothing"
@@ -249,3 +252,19 @@ def test_a_cpu_gets_the_hosts_source_and_graphs_can_be_switched_off(
     assert config.cuda_graphs
     assert not parse_args([*plain, "--no-cuda-graphs"]).cuda_graphs
     assert type(_head_source(head, config, torch.float32)) is HeadSource
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), COUPLED])
+def test_a_bounded_source_cuts_its_longer_chains_to_what_was_asked(
+    head: DraftHead, sampling: SamplingParams
+) -> None:
+    plan = Plan(method=CHAIN.method, draft_tokens=6)
+    proposals = []
+    for bounded in (False, True):
+        source = on_device(head, bounded=bounded)
+        engine, script = make_engine([source]), Script(seed=13)
+        engine.handle(1, script.start(plan=plan, sampling=sampling))
+        engine.handle(1, script.verdict(12))
+        proposals += drain(engine)
+    assert len(proposals[1].tree) == 6
+    assert_same(*proposals)

@@ -234,3 +234,14 @@ def test_what_a_prompt_leaves_of_a_piece_free_counts_as_taken() -> None:
     limits = replace(LIMITS, prefill_tokens=12, piece_tokens=4)
     rows = [prompt("p", 5, since=1.0), prompt("q", 3, since=2.0), prompt("r", 1, since=3.0)]
     assert chunks(plan_round(rows, 9.0, limits)) == [("p", 5), ("q", 3)]
+
+
+def test_rows_that_were_ready_during_a_round_wait_for_those_that_it_held() -> None:
+    early = row("a", nodes=3, proposal_at=1.0)
+    late = waiting("b", since=2.0)
+    plan = plan_round([early, late], 2.0, LIMITS, idle_since=2.0)
+    assert plan.empty
+    assert plan.wait_until == 2.0 + LIMITS.gather_s
+    assert decoded(plan_round([early, late], 2.0 + LIMITS.gather_s, LIMITS, idle_since=2.0)) == [
+        "a"
+    ]
