@@ -21,7 +21,7 @@ GAIN: Final = 1.0 / 8.0
 class CostTable:
     """Seconds of a round by (sessions, nodes of all of them), on a grid of steps.
 
-    A session's draft time goes into a table of its own. Between steps it interpolates, outside of
+    Between steps it interpolates, outside of
     what was seen it takes the nearest step that was.
     """
 

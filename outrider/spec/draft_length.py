@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-HYSTERESIS: Final = 0.02
+HYSTERESIS: Final = 0.05
 """What another length must gain before it replaces the present one."""
 
 

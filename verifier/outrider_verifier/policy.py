@@ -19,7 +19,7 @@ import numpy as np
 from outrider.ids import DrafterId
 from outrider.spec.accounting import REASON_FLAGS
 from outrider.spec.contest import Contest, Mode, Reason
-from outrider.spec.costs import CostTable
+from outrider.spec.costs import GAIN, CostTable
 from outrider.spec.draft_length import choose_length
 from outrider.spec.estimates import ArrivalEstimate, patience_s
 from outrider.spec.own_drafts import OwnDrafts
@@ -64,13 +64,16 @@ class Policy:
         self._ceiling_s = ceiling_s
         self._times = times
         self.costs = CostTable()
-        """Rounds by shape, without waiting."""
+        """Forwards by the shape of their round."""
         self._kinds: dict[Kind, Known] = {}
         self._own: dict[int, OwnDrafts] = {}
         """By load, as `Known.contests`."""
         self._load = 0
         self._round = 0
         self._round_s = 0.0
+        """A plain round at this load; 0: not known."""
+        self._host_s = 0.0
+        """What rounds with drafts take outside the target's forward."""
         self._starved = 0
         self._now = 0.0
         self.changed = False
@@ -181,9 +184,16 @@ class Policy:
     # ---- what rounds were seen to give ---------------------------------------------------------
 
     def observe_round(
-        self, rows: Sequence[Settled], *, seconds: float, prompts: bool, now: float
+        self,
+        rows: Sequence[Settled],
+        *,
+        seconds: float,
+        forward_s: float,
+        prompts: bool,
+        now: float,
     ) -> None:
-        """A round ended that took `seconds` without waiting. Rounds with `prompts` in them say
+        """A round ended that took `seconds` without waiting, `forward_s` of them for the target's
+        forward. Rounds with `prompts` in them say
         nothing of what drafts cost, unless there are no others."""
         self._starved = self._starved + 1 if prompts else 0
         touched: list[Tally] = []
@@ -230,17 +240,20 @@ class Policy:
             clean_s = seconds if own_rows == decoded and not prompts else None
             self._judge_own(own_tokens, own_rows, clean_s, now)
         elif decoded and not prompts:
-            self._note_costs(decoded, nodes, seconds)
+            self._note_costs(decoded, nodes, seconds, forward_s)
         judges = self._automatic and (not prompts or self._starved > STARVED_ROUNDS)
         for tally in touched:
             if judges:
                 self._judge(tally)
             tally.clear()
 
-    def _note_costs(self, rows: int, nodes: int, seconds: float) -> None:
-        self.costs.observe(rows, nodes, seconds)
-        if not nodes:
-            self._round_s += 0.125 * (seconds - self._round_s) if self._round_s else seconds
+    def _note_costs(self, rows: int, nodes: int, seconds: float, forward_s: float) -> None:
+        # Plain rounds tell no drafter: the host's share is no matter of nodes.
+        self.costs.observe(rows, nodes, forward_s)
+        if nodes:
+            self._host_s += GAIN * (max(0.0, seconds - forward_s) - self._host_s)
+        else:
+            self._round_s += GAIN * (seconds - self._round_s) if self._round_s else seconds
 
     def _judge(self, tally: Tally) -> None:
         """Let the contest of a kind see what the kind's sessions got."""
@@ -293,7 +306,7 @@ class Policy:
         length = choose_length(
             known.acceptance.reached(longest),
             lambda lengths: self.costs.estimates(rows, lengths * np.float64(rows)),
-            extra_s=known.arrival.mean_s,
+            extra_s=known.arrival.mean_s + self._host_s,
             present=min(known.limit, longest),
         )
         return NO_LIMIT if length >= longest else max(1, length)

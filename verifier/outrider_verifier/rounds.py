@@ -157,7 +157,11 @@ class Rounds:
             emitted = sum(map(self._follow_up, settled))
             total_s = self._report(flying, outcome, emitted)
             self._core.policy.observe_round(
-                settled, seconds=total_s, prompts=bool(flying.prefill), now=self._clock()
+                settled,
+                seconds=total_s,
+                forward_s=outcome.forward_s,
+                prompts=bool(flying.prefill),
+                now=self._clock(),
             )
         except Exception as bug:
             self._fail(flying.sessions, bug)

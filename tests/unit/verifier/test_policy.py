@@ -12,6 +12,7 @@ import torch
 from outrider_verifier.engine import RowOutcome
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.policy import Policy
+from outrider_verifier.rows import trim
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Settled
 
@@ -22,7 +23,7 @@ from outrider.spec.contest import Contest, Mode
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from tests.fakes.runner import FakeRunner
-from tests.fakes.scripted_drafter import Draft, Followed
+from tests.fakes.scripted_drafter import Draft, Followed, make_tree
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import (
     CHAIN,
@@ -251,8 +252,36 @@ def test_slow_drafts_are_left_however_many_rounds_have_prompts_in_them(prompts: 
         took = 0.001 if pauses else 0.004
         now, paused = now + took, paused + pauses
         with_prompts = count % 100 < 100 * prompts
-        policy.observe_round([_row(session)], seconds=took, prompts=with_prompts, now=now)
+        policy.observe_round(
+            [_row(session)], seconds=took, forward_s=took, prompts=with_prompts, now=now
+        )
     assert paused > 300
+
+
+@pytest.mark.parametrize(
+    ("forward_s", "host_s", "stood", "shortened"),
+    [(0.0045, 0.003, 4, False), (0.0045, 0.003, 1, False), (0.02, 0.0, 1, True)],
+)
+def test_drafts_are_shortened_for_forwards_that_cost_not_for_what_the_host_takes(
+    forward_s: float, host_s: float, stood: int, shortened: bool
+) -> None:
+    policy = Policy(automatic=True, ceiling_s=0.04)
+    session = _session(policy)
+    draft = trim(make_tree([1, 2, 3, 4]), None, 4)
+    tokens, now = tuple(range(stood + 1)), 0.0
+    for count in range(120):
+        policy.begin_round(1, now)
+        if count % 4:
+            now += forward_s + host_s
+            row = _row(session, tokens, VerifyRow(session=session, draft=draft))
+            policy.observe_round(
+                [row], seconds=forward_s + host_s, forward_s=forward_s, prompts=False, now=now
+            )
+        else:
+            now += 0.004
+            plain = [_row(session)]
+            policy.observe_round(plain, seconds=0.004, forward_s=0.004, prompts=False, now=now)
+    assert (policy.limit(session) < 4) is shortened
 
 
 def test_a_round_of_64_sessions_is_observed_in_no_time() -> None:
@@ -262,7 +291,9 @@ def test_a_round_of_64_sessions_is_observed_in_no_time() -> None:
     for count in range(200):
         policy.begin_round(64, 0.01 * count)
         began = time.perf_counter()
-        policy.observe_round(rows, seconds=0.01, prompts=False, now=0.01 * count + 0.01)
+        policy.observe_round(
+            rows, seconds=0.01, forward_s=0.01, prompts=False, now=0.01 * count + 0.01
+        )
         took.append(time.perf_counter() - began)
     # A hundred microseconds on a machine that has nothing else to do.
     assert sorted(took)[len(took) // 2] < 0.0005
@@ -289,10 +320,15 @@ def _session(policy: Policy, temperature: float = 0.0) -> Session:
     return session
 
 
-def _row(session: Session) -> Settled:
-    result = RowOutcome(acceptance=STOOD, features=None)
-    return Settled(session, result, (1,), None, VerifyRow(session=session))
+def _row(
+    session: Session, tokens: tuple[int, ...] = (1,), verified: VerifyRow | None = None
+) -> Settled:
+    nodes = tuple(range(len(tokens) - 1))
+    result = RowOutcome(
+        acceptance=replace(STOOD, accepted_nodes=nodes, tokens=tokens), features=None
+    )
+    return Settled(session, result, tokens, None, verified or VerifyRow(session=session))
 
 
 def _round(policy: Policy, session: Session) -> None:
-    policy.observe_round([_row(session)], seconds=0.001, prompts=False, now=1.0)
+    policy.observe_round([_row(session)], seconds=0.001, forward_s=0.001, prompts=False, now=1.0)
