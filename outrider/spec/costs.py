@@ -1,4 +1,4 @@
-"""What a round costs by its shape: measured at warm-up, corrected in service (pure).
+"""What a forward costs by the shape of its round, as seen in service (pure).
 
 A shape is the number of sessions in a round and the draft nodes of all of them.
 """
@@ -19,10 +19,9 @@ GAIN: Final = 1.0 / 8.0
 
 
 class CostTable:
-    """Seconds of a round by (sessions, nodes of all of them), on a grid of steps.
+    """Seconds of a forward by (sessions, nodes of all of them), on a grid of steps.
 
-    Between steps it interpolates, outside of
-    what was seen it takes the nearest step that was.
+    Between steps it interpolates, outside of what was seen it takes the nearest step that was.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class CostTable:
         return bool(np.isfinite(self._seconds).any())
 
     def observe(self, rows: int, nodes: int, seconds: float) -> None:
-        """A round of `rows` sessions (>= 1) with `nodes` draft nodes in all took `seconds` > 0."""
+        """A forward of `rows` sessions (>= 1) with `nodes` draft nodes took `seconds` > 0."""
         if rows < 1 or not seconds > 0.0:
             return
         cell = _nearest(ROW_STEPS, rows), _nearest(NODE_STEPS, nodes / rows)
@@ -49,7 +48,7 @@ class CostTable:
         self._filled = None
 
     def estimate(self, rows: int, nodes: float) -> float:
-        """Seconds of such a round; nan while nothing is known. Never less than a smaller one's."""
+        """Seconds of such a forward; nan while unknown. Never less than a smaller one's."""
         if not self.known:
             return float("nan")
         return float(self.estimates(rows, np.asarray([nodes], dtype=np.float64))[0])
