@@ -54,6 +54,8 @@ def local_config(
         dtype=args.dtype or "",
         **placing_of(args),
         threads=args.threads,
+        # What is measured is the shape that was asked for, not what a planner makes of it.
+        planner="fixed",
         max_sessions=max_sessions,
         queue_limit=queue_limit,
     )

@@ -14,6 +14,7 @@ from outrider.engine.device.head_weights import can_extract
 from outrider.engine.heads import DraftHead, load_head, load_head_config
 from outrider.engine.linear import make_linear
 from outrider.engine.loading import load_embedding, load_lm_head, load_target
+from outrider.engine.products import set_threads
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.models import resolve
 from outrider.spec.plan import DraftMethod
@@ -38,8 +39,7 @@ def build_service(
     Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
     together.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    set_threads(config.threads, config.device)
     make_current(config.device)
     config = with_paths(config)
     identity = load_identity(config)

@@ -69,7 +69,7 @@ class DrafterConfig:
     cuda_graphs: bool = True
     """Whether a CUDA device runs a head's drafts as captured graphs; off, kernel by kernel."""
     threads: int = 0
-    """Threads of torch's CPU operators; 0 leaves torch's own choice."""
+    """Threads of torch's CPU operators; 0 measures which number is fastest, on a CPU."""
     awake_cores: int = 0
     """Cores kept from going idle while sessions are served, for threads that wake at once; with an
     accelerator only. A process that does rounds with others over gRPC uses 3."""

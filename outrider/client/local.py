@@ -66,6 +66,9 @@ class LocalConfig:
     """Draft tokens a round of a head in the verifier; None takes its default."""
     draft_topk: int | None = None
     """Children that a head in the verifier tries of a node; None takes its default."""
+    planner: str | None = None
+    """automatic, where the verifier decides whether and how far sessions speculate, or fixed, where
+    it does what they ask for; None takes its default, automatic."""
     cuda_graphs: bool = True
     simulated_acceptance: str = ""
     """Benchmarks with random weights only: see the verifier's option of this name."""
@@ -291,6 +294,7 @@ def verifier_args(config: LocalConfig, gpus: int = 0) -> list[str]:
         placement=config.placement,
         draft_length=config.draft_length,
         draft_topk=config.draft_topk if config.placement != SEPARATE else None,
+        planner=config.planner,
         simulated_acceptance=config.simulated_acceptance or None,
         kv_tokens=config.kv_tokens,
         memory_fraction=SHARED_MEMORY_FRACTION if shares else None,

@@ -60,6 +60,8 @@ def _verifier(verifier: VerifierSummary) -> str:
         parts.append(f"drafts itself ({', '.join(verifier.own_methods)})")
     if verifier.simulated_acceptance:
         parts.append(f"SIMULATED ACCEPTANCE {verifier.simulated_acceptance}")
+    if verifier.planner:
+        parts.append(f"speculation: {verifier.planner}")
     return ", ".join(part for part in parts if part)
 
 

@@ -3,24 +3,26 @@
 On a CPU the time of a matrix product with few rows is the time of reading the weights, but a plain
 product with 2 to 64 rows takes several times that. oneDNN's prepacked layout keeps 4 to 8 rows at
 the price of one. It also computes every row alike whatever the number of rows, as long as there
-are at least two: speculative and plain decoding then see the same products, bit for bit. Fewer
-than MIN_ROWS rows are padded, which was measured to be faster than oneDNN's own single-row path.
+are at least two. Which product one row takes, a padded packed one or another, is measured where
+the weight is loaded (`products`): a row alone is then summed in another order than one of several,
+which differs in the last bits as attention does.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outrider.engine.products import Single, measured
 from outrider.errors import FailedPreconditionError
 
 MIN_ROWS: Final = 4
-"""Packed products of fewer rows are padded to this many."""
+"""What a packed product of fewer rows is padded to, where that is faster."""
 _PACK_ROWS_HINT: Final = 16
 
 
@@ -54,9 +56,11 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """Holds only the packed copy of the weight."""
+    """Holds the packed copy of the weight, and a plain one where single rows take that."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, single: Single = Single.PADDED
+    ) -> None:
         ops: Any = torch.ops.mkldnn
         with torch.inference_mode():
             self._packed: Tensor = ops._reorder_linear_weight(weight.contiguous(), _PACK_ROWS_HINT)
@@ -64,33 +68,51 @@ class PackedLinear:
         self._out_features = weight.shape[0]
         self._unary: Callable[..., Tensor] = ops._linear_pointwise.default
         self._binary: Callable[..., Tensor] = ops._linear_pointwise.binary
+        self._alone = PlainLinear(weight, bias) if single is Single.PLAIN else None
+        self.min_rows = MIN_ROWS if single is Single.PADDED else 1
+        """Fewer rows are padded to this many."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """[..., in] -> [..., out]."""
         if x.dim() != 2:
             return self(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self._out_features)
         rows = x.shape[0]
-        if rows >= MIN_ROWS:
+        if rows == 1 and self._alone is not None:
+            return self._alone(x)
+        if rows >= self.min_rows:
             return self._unary(x, self._packed, self._bias, "none", [], "")
         if rows == 0:
             return x.new_empty((0, self._out_features))
-        return self(F.pad(x, (0, 0, 0, MIN_ROWS - rows)))[:rows]
+        return self(F.pad(x, (0, 0, 0, self.min_rows - rows)))[:rows]
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual + self(x)`, in one call when there are enough rows."""
-        if x.dim() == 2 and x.shape[0] >= MIN_ROWS:
-            return self._binary(x, residual, self._packed, self._bias, "add")
+        if x.dim() == 2:
+            if x.shape[0] == 1 and self._alone is not None:
+                return self._alone.add(x, residual)
+            if x.shape[0] >= self.min_rows:
+                return self._binary(x, residual, self._packed, self._bias, "add")
         return residual + self(x)
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None, *, packed: bool = True) -> Linear:
+def make_linear(
+    weight: Tensor, bias: Tensor | None = None, *, packed: bool = True, keep_plain: bool = True
+) -> Linear:
     """A linear layer over `weight` [out, in]: packed where this machine can, else plain.
 
-    The packed layer keeps no reference to `weight`.
+    What single rows take is measured at the first weight of a shape. The packed layer keeps
+    `weight` only if `keep_plain` allows it and single rows are clearly faster over it.
     """
-    if packed and can_pack(weight.dtype, weight.device):
-        return PackedLinear(weight, bias)
-    return PlainLinear(weight, bias)
+    if not (packed and can_pack(weight.dtype, weight.device)):
+        return PlainLinear(weight, bias)
+    shape = (weight.shape[0], weight.shape[1])
+    single = measured(shape, weight.dtype, _MAKERS, keep_plain=keep_plain)
+    return PackedLinear(weight, bias, single=single)
+
+
+def min_rows(linears: Iterable[Linear]) -> int:
+    """What a batch is padded to, so that no layer needs to: MIN_ROWS if all of them would."""
+    return min((getattr(linear, "min_rows", 1) for linear in linears), default=1)
 
 
 def plain_weights(linear: object) -> PlainLinear:
@@ -123,3 +145,10 @@ def _cpu_packs(dtype: torch.dtype) -> bool:
     except (RuntimeError, AttributeError):
         # The operators are not part of torch's stable interface: a build may lack them.
         return False
+
+
+_MAKERS: Final[Mapping[str, Callable[[Tensor], Linear]]] = {
+    Single.PADDED: PackedLinear,
+    Single.PACKED: functools.partial(PackedLinear, single=Single.PACKED),
+    Single.PLAIN: PlainLinear,
+}

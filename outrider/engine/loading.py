@@ -8,6 +8,7 @@ looked up; when the output projection is tied to it, that is a second, packed co
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from outrider.engine.config import ModelConfig, load_model_config
 from outrider.engine.kvcache import KVPool
 from outrider.engine.layers import LayerWeights, interleave_pairs
 from outrider.engine.linear import Linear, make_linear
+from outrider.engine.products import room_for_copies
 from outrider.engine.target import ModelWeights, TargetModel
 from outrider.errors import InvalidRequestError
 
@@ -61,6 +63,14 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
+def _weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of all weights that products are taken with."""
+    heads = 2 * (config.num_heads + config.num_kv_heads)
+    a_layer = heads * config.head_dim + 3 * config.intermediate_size
+    rows = config.num_layers * a_layer + config.vocab_size
+    return rows * config.hidden_size * dtype.itemsize
+
+
 def load_embedding(
     path: str | Path,
     *,
@@ -102,7 +112,8 @@ class WeightLoader:
         self._config = config
         self._dtype = dtype
         self._device = device
-        self._packed = packed
+        size = _weight_bytes(config, dtype) if packed else 0
+        self._make = partial(make_linear, packed=packed, keep_plain=room_for_copies(size))
 
     def load(self) -> ModelWeights:
         """Everything, layer by layer. Raises InvalidRequestError for shapes that do not fit."""
@@ -117,7 +128,7 @@ class WeightLoader:
             embedding=embedding,
             layers=layers,
             final_norm=final_norm,
-            lm_head=make_linear(self._convert(head), packed=self._packed),
+            lm_head=self._make(self._convert(head), None),
         )
 
     def _layer(self, prefix: str) -> LayerWeights:
@@ -150,7 +161,7 @@ class WeightLoader:
             weights.append(parts[0])
             biases.extend(parts[1:])
         bias = torch.cat(biases) if biases else None
-        return make_linear(torch.cat(weights), bias, packed=self._packed)
+        return self._make(torch.cat(weights), bias)
 
     def _qk_norms(self, prefix: str) -> Tensor:
         config = self._config
@@ -168,7 +179,7 @@ class WeightLoader:
         bias = None
         if has_bias:
             bias = torch.cat([self._vector(f"{name}.bias", size) for name, size in parts])
-        return make_linear(weight, bias, packed=self._packed)
+        return self._make(weight, bias)
 
     def _matrix(self, name: str, rows: int, width: int) -> Tensor:
         tensor = self._source.get(name)

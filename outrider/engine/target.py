@@ -19,7 +19,7 @@ from outrider.engine.heads.config import FINAL_NORM
 from outrider.engine.heads.layers import rms_norm, scaled_inverse_frequencies
 from outrider.engine.kvcache import KVPool, KVSequence
 from outrider.engine.layers import LayerContext, LayerWeights, rotations, run_layer
-from outrider.engine.linear import MIN_ROWS, Linear
+from outrider.engine.linear import Linear, min_rows
 
 __all__ = [
     "FINAL_NORM",
@@ -86,6 +86,11 @@ class TargetModel:
         self.config = config
         self.pool = pool
         self.weights = weights
+        self._min_rows = min_rows(
+            linear
+            for layer in weights.layers
+            for linear in (layer.qkv, layer.o_proj, layer.gate_up, layer.down)
+        )
         self.inverse_frequencies = scaled_inverse_frequencies(
             config.head_dim,
             config.rope_theta,
@@ -157,7 +162,7 @@ class TargetModel:
             start += segment.num_rows
         positions = torch.cat([segment.positions for segment in batch.segments])
         # Rows that pad the batch belong to no segment: they attend to nothing and are dropped.
-        padding = max(0, MIN_ROWS - num_rows)
+        padding = max(0, self._min_rows - num_rows)
         if padding:
             positions = F.pad(positions, (0, padding))
         width = config.num_heads * config.head_dim

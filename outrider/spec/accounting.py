@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
-from outrider.wire.messages import SpecStats
+from outrider.spec.contest import Mode, Reason
+from outrider.wire.messages import DECISION_SHIFT, PAUSED, SpecStats
+
+_REASONS: Final = ("", *Reason)
+REASON_FLAGS: Final = {why: code << DECISION_SHIFT for code, why in enumerate(_REASONS)}
+"""Why the mode of a round is in force, as flags of its event."""
+
+
+def decision_of(flags: int) -> str:
+    """What a planner had in force for a round and why: "speculate/faster"; "" where it decides
+    nothing. `flags` as in `SessionEvents`."""
+    why = _REASONS[flags >> DECISION_SHIFT & 3]
+    return f"{Mode.PLAIN if flags & PAUSED else Mode.SPECULATE}/{why}" if why else ""
 
 
 def add_round(
@@ -14,13 +27,15 @@ def add_round(
     emitted: int,
     fallback: bool,
     target_only: bool = False,
+    planned: int = 0,
 ) -> SpecStats:
     """The statistics after one more round.
 
     proposed: nodes verified; accepted_len: nodes accepted (<= proposed); emitted: tokens that
     reached the stream, usually accepted_len + 1, fewer when a stop cut the round short;
     fallback: the plan is speculative but there was no proposal; target_only: the rejection rule
-    was asked for and judged without its draft law.
+    was asked for and judged without its draft law; planned: flags of what the planner had in
+    force, 0 where it decides nothing.
     """
     assert 0 <= accepted_len <= proposed, (accepted_len, proposed)
     per_depth = list(stats.accepted_per_depth)
@@ -35,5 +50,7 @@ def add_round(
         accepted=stats.accepted + accepted_len,
         fallback_rounds=stats.fallback_rounds + int(fallback),
         target_only_rounds=stats.target_only_rounds + int(target_only),
+        paused_rounds=stats.paused_rounds + int(planned & PAUSED > 0),
+        decision=decision_of(planned),
         accepted_per_depth=tuple(per_depth),
     )

@@ -25,6 +25,7 @@ from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     FALLBACK,
     MALFORMED_ROW,
+    PLANNED,
     REASONS,
     TARGET_ONLY,
     SessionEvent,
@@ -298,6 +299,7 @@ def _event(
             emitted=len(tokens),
             fallback=bool(flags & FALLBACK),
             target_only=bool(flags & TARGET_ONLY),
+            planned=flags & PLANNED,
         )
     return SessionEvent(
         session_id=followed.spec.session_id,

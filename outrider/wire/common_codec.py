@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
 from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIASED_IDS, Rule, SamplingParams
-from outrider.wire.checks import count, fail, reading, token_ids
-from outrider.wire.limits import MAX_METHODS
+from outrider.wire.checks import count, fail, reading, text, token_ids
+from outrider.wire.limits import MAX_DECISION_BYTES, MAX_METHODS
 from outrider.wire.messages import FeatureLayout, FinishReason, SpecStats
 from outrider.wire.v1 import common_pb2 as pb
 
@@ -182,6 +182,8 @@ def stats_to_pb(stats: SpecStats) -> pb.SpecDecodeStats:
         target_only_rounds=stats.target_only_rounds,
         accepted_per_depth=stats.accepted_per_depth,
         mean_emitted_per_round=stats.emitted / stats.rounds if stats.rounds else 0.0,
+        paused_rounds=stats.paused_rounds,
+        decision=stats.decision,
     )
 
 
@@ -196,4 +198,6 @@ def stats_from_pb(message: pb.SpecDecodeStats) -> SpecStats:
         fallback_rounds=message.fallback_rounds,
         target_only_rounds=message.target_only_rounds,
         accepted_per_depth=tuple(message.accepted_per_depth),
+        paused_rounds=message.paused_rounds,
+        decision=text(message.decision, "decision", limit=MAX_DECISION_BYTES, empty=True),
     )

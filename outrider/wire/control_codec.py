@@ -19,6 +19,7 @@ from outrider.wire.common_codec import (
 from outrider.wire.limits import (
     MAX_ADDRESS_BYTES,
     MAX_PEERS,
+    MAX_PLANNER_BYTES,
     MAX_SEQUENCE_LEN,
     MAX_VOCAB_SIZE,
 )
@@ -102,6 +103,7 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
         own_methods=[METHODS[method] for method in info.own_methods],
         own_draft_length=info.own_draft_length,
         simulated_acceptance=info.simulated_acceptance,
+        planner=info.planner,
     ).SerializeToString(deterministic=True)
 
 
@@ -149,6 +151,7 @@ def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
             message.own_draft_length, "own_draft_length", high=MAX_DRAFT_TOKENS
         ),
         simulated_acceptance=text(message.simulated_acceptance, "simulated_acceptance", empty=True),
+        planner=text(message.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True),
     )
 
 

@@ -200,6 +200,8 @@ class VerifierSummary:
     """Draft sources within the verifier itself."""
     simulated_acceptance: str = ""
     """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
+    planner: str = ""
+    """What the planner has in force, by kind of session; empty: nothing is being decided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

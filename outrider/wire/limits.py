@@ -29,6 +29,10 @@ MAX_PEERS = 4096
 """Drafters or verifiers listed in an info message."""
 MAX_NAME_BYTES = 256
 """Ids, names, hashes and fingerprints."""
+MAX_DECISION_BYTES = 64
+"""A planner's decision in a session's statistics."""
+MAX_PLANNER_BYTES = 4096
+"""What a verifier says of its planner."""
 MAX_ADDRESS_BYTES = 1024
 MAX_EVENT_ROWS = 1 << 16
 """Sessions of one message of events."""

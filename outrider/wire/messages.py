@@ -186,6 +186,11 @@ class SpecStats:
     """Rejection rounds judged target-only because the draft law was missing."""
     accepted_per_depth: tuple[int, ...] = ()
     """How often a draft token at depth d (1-based, index d-1) stood."""
+    paused_rounds: int = 0
+    """Rounds decoded plainly because the verifier's planner had found that faster."""
+    decision: str = ""
+    """What its planner had in force for the newest round and why: "speculate/faster"; empty: the
+    plan was carried out as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +228,12 @@ FALLBACK = 2
 """Flag of an event: the plan is speculative but there was no proposal."""
 TARGET_ONLY = 4
 """Flag of an event: a rejection round judged target-only, because the draft law was missing."""
+PAUSED = 8
+"""Flag of an event: the planner had the session decode plainly."""
+DECISION_SHIFT = 4
+"""From this bit on a flag of two bits: why the planner did so, or not; 0: it decides nothing."""
+PLANNED = PAUSED | 3 << DECISION_SHIFT
+"""All flags of the planner."""
 REASON_CODES = {
     FinishReason.STOP_TOKEN: 1,
     FinishReason.STOP_STRING: 2,
@@ -251,7 +262,7 @@ class SessionEvents:
     finish_reasons: NDArray[np.uint8]
     """[n] codes of `REASON_CODES`, 0 unless the row is its session's last."""
     flags: NDArray[np.uint8]
-    """[n] DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY."""
+    """[n] DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | flags of PLANNED."""
     proposed: NDArray[np.uint16]
     """[n] draft nodes verified in the round."""
     accepted: NDArray[np.uint16]
@@ -336,6 +347,8 @@ class VerifierInfo:
     """Draft tokens a round of these sources; 0 without any."""
     simulated_acceptance: str = ""
     """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
+    planner: str = ""
+    """What the planner has in force, by kind of session; empty: nothing is being decided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from outrider.wire.inference import (
     ServerInfo,
     VerifierSummary,
 )
-from outrider.wire.limits import MAX_ADDRESS_BYTES, MAX_PEERS
+from outrider.wire.limits import MAX_ADDRESS_BYTES, MAX_PEERS, MAX_PLANNER_BYTES
 from outrider.wire.v1 import inference_pb2 as pb
 
 
@@ -63,6 +63,7 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 kv_total_blocks=verifier.kv_total_blocks,
                 own_methods=[METHODS[method] for method in verifier.own_methods],
                 simulated_acceptance=verifier.simulated_acceptance,
+                planner=verifier.planner,
             )
             for verifier in info.verifiers
         ],
@@ -103,6 +104,7 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 simulated_acceptance=text(
                     verifier.simulated_acceptance, "simulated_acceptance", empty=True
                 ),
+                planner=text(verifier.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True),
             )
             for verifier in message.verifiers
         ),

@@ -53,6 +53,7 @@ def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
         kv_total_blocks=info.kv_total_blocks if info is not None else 0,
         own_methods=info.own_methods if info is not None else (),
         simulated_acceptance=info.simulated_acceptance if info is not None else "",
+        planner=info.planner if info is not None else "",
     )
 
 

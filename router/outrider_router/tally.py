@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from outrider.wire.messages import FALLBACK, TARGET_ONLY, SpecStats
+from outrider.spec.accounting import decision_of
+from outrider.wire.messages import FALLBACK, PAUSED, PLANNED, TARGET_ONLY, SpecStats
 
 
 class Tally:
     """`SpecStats` while they grow: adding a round makes no object."""
 
-    __slots__ = ("_by_accepted", "emitted", "fallback_rounds", "proposed", "rounds", "target_only")
+    __slots__ = (
+        "_by_accepted",
+        "emitted",
+        "fallback_rounds",
+        "paused_rounds",
+        "planned",
+        "proposed",
+        "rounds",
+        "target_only",
+    )
 
     def __init__(self) -> None:
         self.rounds = 0
@@ -18,6 +28,9 @@ class Tally:
         self.proposed = 0
         self.fallback_rounds = 0
         self.target_only = 0
+        self.paused_rounds = 0
+        self.planned = 0
+        """What the planner had in force for the newest round."""
         self._by_accepted: list[int] = []
         """Rounds by the number of draft nodes that they accepted."""
 
@@ -29,6 +42,9 @@ class Tally:
             self.fallback_rounds += 1
         if flags & TARGET_ONLY:
             self.target_only += 1
+        if flags & PAUSED:
+            self.paused_rounds += 1
+        self.planned = flags & PLANNED
         if proposed:
             self.proposed += proposed
             missing = accepted + 1 - len(self._by_accepted)
@@ -48,5 +64,7 @@ class Tally:
             accepted=sum(per_depth),
             fallback_rounds=self.fallback_rounds,
             target_only_rounds=self.target_only,
+            paused_rounds=self.paused_rounds,
+            decision=decision_of(self.planned),
             accepted_per_depth=per_depth,
         )

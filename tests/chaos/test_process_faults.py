@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import time
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +83,32 @@ def test_a_frozen_drafter_that_wakes_up_does_no_harm(stack: Stack) -> None:
         wait_until(lambda: all(d.healthy for d in client.server_info().drafters), what="drafter")
         again = client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
         assert result.token_ids == again.token_ids == plain.token_ids
+
+
+def test_with_a_planner_a_frozen_drafter_costs_a_short_gap_and_no_token(
+    tiny_target: Path, tiny_head: Path, tmp_path: Path
+) -> None:
+    model, head = str(tiny_target), str(tiny_head)
+    automatic = ["--planner", "automatic"]
+    with (
+        Stack(tmp_path, model=model, head=head, verifier=automatic) as stack,
+        connect(stack) as client,
+    ):
+        plain = client.generate(
+            PROMPT, max_tokens=TOKENS, ignore_eos=True, drafter="none", temperature=0.0
+        )
+        times: list[float] = []
+        with client.stream(PROMPT, max_tokens=TOKENS, ignore_eos=True) as stream:
+            for count, _ in enumerate(stream):
+                times.append(time.monotonic())
+                if count == 10:
+                    stack.drafter.freeze()
+            result = stream.result()
+        stack.drafter.thaw()
+        assert result.token_ids == plain.token_ids
+        # The plan would have waited for a second; a planner on a CPU does for a quarter.
+        assert max(b - a for a, b in itertools.pairwise(times)) < 0.9
+        assert result.finish.stats.decision
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])

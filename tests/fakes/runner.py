@@ -58,6 +58,8 @@ class FakeRunner:
         self.before_collect: Callable[[FakeFlight], None] | None = None
         """May raise or wait."""
         self.usable = True
+        self.times: tuple[float, float] | None = None
+        """Seconds of a round without and with own drafts."""
         """Set it to False for a device that is lost."""
         self._slots = slots
 
@@ -68,6 +70,10 @@ class FakeRunner:
 
     def enter_thread(self) -> None:
         """Nothing to do."""
+
+    def round_s(self, rows: int, *, own: bool) -> float | None:
+        """As set."""
+        return None if self.times is None else self.times[own]
 
     @staticmethod
     def prompt_tokens_beside(rows: int) -> int | None:

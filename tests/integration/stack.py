@@ -119,7 +119,7 @@ class Stack:
         self.verifier = Process(
             "verifier",
             "outrider_verifier",
-            ["--model", model, *taps, *(verifier or [])],
+            ["--model", model, *taps, "--planner", "fixed", *(verifier or [])],
             directory / "verifier.log",
         )
         self.drafter = Process(

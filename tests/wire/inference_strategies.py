@@ -115,6 +115,7 @@ SERVER_INFOS = st.builds(
             kv_total_blocks=UINT32,
             own_methods=METHODS,
             simulated_acceptance=MAYBE_NAMES,
+            planner=MAYBE_NAMES,
         ),
         max_size=2,
     ).map(tuple),

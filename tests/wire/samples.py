@@ -47,6 +47,8 @@ STATS = m.SpecStats(
     fallback_rounds=1,
     target_only_rounds=2,
     accepted_per_depth=(9, 7, 5),
+    paused_rounds=4,
+    decision="speculate/faster",
 )
 TREE = DraftTree(
     tokens=np.array([11, 12, 49151], dtype=np.int32),
@@ -163,7 +165,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             counts=np.array([3, 1], np.uint32),
             tokens=np.array([11, 49151, 7, 5], np.int32),
             finish_reasons=np.array([m.REASON_CODES[m.FinishReason.LENGTH], 0], np.uint8),
-            flags=np.array([m.DRAFTER_ATTACHED | m.TARGET_ONLY, m.FALLBACK], np.uint8),
+            flags=np.array([m.DRAFTER_ATTACHED | m.TARGET_ONLY, m.FALLBACK | m.PLANNED], np.uint8),
             proposed=np.array([256, 0], np.uint16),
             accepted=np.array([2, 0], np.uint16),
         ),
@@ -233,6 +235,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             own_methods=(DraftMethod.EAGLE3,),
             own_draft_length=3,
             simulated_acceptance="2.6",
+            planner="eagle3 chain of 4: plain (probe)",
         ),
     ),
     "drafter_info": (

@@ -64,6 +64,8 @@ STATS = st.builds(
     fallback_rounds=UINT64,
     target_only_rounds=UINT64,
     accepted_per_depth=st.lists(UINT64, max_size=8).map(tuple),
+    paused_rounds=UINT64,
+    decision=st.text("abc/é", max_size=32),
 )
 
 
@@ -279,6 +281,7 @@ VERIFIER_INFOS = st.builds(
     own_methods=METHODS,
     own_draft_length=st.integers(0, 256),
     simulated_acceptance=MAYBE_NAMES,
+    planner=MAYBE_NAMES,
 )
 DRAFTER_INFOS = st.builds(
     messages.DrafterInfo,

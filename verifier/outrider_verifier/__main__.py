@@ -20,7 +20,7 @@ from outrider.config import load_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import run, tune_interpreter
-from outrider_verifier.config import DTYPES, PLACEMENTS, VerifierConfig
+from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
 
 if TYPE_CHECKING:
     from outrider_verifier.service import VerifierService
@@ -43,6 +43,7 @@ def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
     parser.add_argument("--dtype", choices=DTYPES, help="element type of the target")
     parser.add_argument("--device", help="torch device")
     parser.add_argument("--placement", choices=PLACEMENTS, help="where drafts are made")
+    parser.add_argument("--planner", choices=PLANNERS, help="whether plans follow measurements")
     parser.add_argument("--draft-length", type=int, help="draft tokens a round of an own head")
     parser.add_argument("--draft-topk", type=int, help="children an own head tries of a node")
     parser.add_argument(

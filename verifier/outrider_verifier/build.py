@@ -22,6 +22,7 @@ from outrider.engine.heads import (
 )
 from outrider.engine.linear import make_linear
 from outrider.engine.loading import kv_bytes_per_token, load_lm_head, load_target
+from outrider.engine.products import choices, set_threads
 from outrider.engine.target import TargetModel
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.models import resolve
@@ -42,8 +43,7 @@ def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> Ve
     """
     if not config.model:
         raise InvalidRequestError("`model` must be given", reason="INVALID_CONFIG")
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    set_threads(config.threads, config.device)
     make_current(config.device)
     began = time.monotonic()
     path = resolve(config.model)
@@ -56,6 +56,10 @@ def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> Ve
     kv_tokens = target.pool.total_blocks * target.pool.block_tokens
     facts = {"model": str(path), "seconds": seconds, "kv_tokens": kv_tokens}
     logger.info("target loaded", extra=facts)
+    if products := choices():
+        logger.info(
+            "products measured", extra={"threads": torch.get_num_threads(), "products": products}
+        )
     if config.simulated_acceptance:
         logger.warning(
             "SIMULATED ACCEPTANCE: drafts stand by chance, the text is not the model's",

@@ -14,8 +14,10 @@ MAX_OWN_DRAFT_LENGTH = 64
 """Most draft tokens a round of a head in this process."""
 DEFAULT_KV_TOKENS = 32768
 """KV budget where none is given and the size of the device's memory does not set one."""
+PLANNERS = AUTOMATIC_PLANNER, FIXED_PLANNER = ("automatic", "fixed")
 
 AUTOMATIC = -1.0
+CPU_CEILING_S, CUDA_CEILING_S = 0.25, 0.04
 CPU_GATHER_S, CUDA_GATHER_S = 0.001, 0.005
 CPU_PREFILL, CUDA_PREFILL = 256, 2048
 
@@ -51,7 +53,7 @@ class VerifierConfig:
     device: str = "cpu"
     """torch device of the target."""
     threads: int = 0
-    """Compute threads of torch; 0 leaves its default."""
+    """Compute threads of torch; 0 measures which number is fastest, where it computes on a CPU."""
     awake_cores: int = 0
     """Cores kept from going idle while sessions are served, for threads that wake at once; with an
     accelerator only. A process that does rounds with others over gRPC uses 3."""
@@ -79,6 +81,9 @@ class VerifierConfig:
     gather_ms: float = -1.0
     """How long a ready row waits for other rows' proposals, so that they share a forward; -1: 1 ms
     on a CPU, 5 ms on a CUDA device, where a round of more rows takes hardly longer."""
+    planner: str = AUTOMATIC_PLANNER
+    """Whether sessions speculate, how long their drafts are and how long they wait for them:
+    automatic follows what is measured, within their plans; fixed carries plans out as they are."""
     inbox_per_session: int = 16
     """Proposals kept per session for prefixes that may come about later."""
     inbox_total: int = 2048
@@ -133,6 +138,7 @@ class VerifierConfig:
         _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")
         _require(self.silence_ms > self.heartbeat_ms, "silence_ms must exceed heartbeat_ms")
         _require(bool(self.verifier_id), "verifier_id must not be empty")
+        _require(self.planner in PLANNERS, f"planner must be one of {', '.join(PLANNERS)}")
 
     @property
     def gather_s(self) -> float:
@@ -140,6 +146,12 @@ class VerifierConfig:
         if self.gather_ms != AUTOMATIC:
             return self.gather_ms / 1000.0
         return CUDA_GATHER_S if self.device.startswith("cuda") else CPU_GATHER_S
+
+    @property
+    def ceiling_s(self) -> float:
+        """The longest wait for a proposal where the planner chooses it, unless four rounds take
+        longer: what a stopped drafter costs."""
+        return CUDA_CEILING_S if self.device.startswith("cuda") else CPU_CEILING_S
 
     @property
     def prefill_tokens(self) -> int:

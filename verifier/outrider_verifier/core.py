@@ -55,6 +55,7 @@ from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import FEATURE_FED, Handover, Told
 from outrider_verifier.inbox import Inbox, Offer
+from outrider_verifier.policy import Policy
 from outrider_verifier.sessions import Session, check_plan, check_spec
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Core:
         max_context_len: int,
         max_tree_nodes: int,
         max_sessions: int,
+        policy: Policy,
         post: Post,
     ) -> None:
         self._pool = pool
@@ -94,6 +96,7 @@ class Core:
         self._max_context_len = max_context_len
         self._max_tree_nodes = max_tree_nodes
         self._max_sessions = max_sessions
+        self.policy = policy
         self._post = post
         self._emits: Emits | None = None
         """Where the next event goes; None: what was posted is handed over."""
@@ -199,6 +202,7 @@ class Core:
             session.handle = self._free_handle()
             self._by_handle[session.handle] = session
             self.handover.open(session)
+            self.policy.follow(session)
             self._announce(session)
         except Exception:
             # From here on there is a session to be freed, its slot and its seat included.
@@ -242,12 +246,18 @@ class Core:
         session.plan = plan
         session.own_draft = self._own_draft(session.spec, plan)
         session.suspect = False
+        lags, session.paused = session.paused, False
+        self.policy.follow(session)
+        if lags:
+            # Its drafter was told of the old plan only, and starts anew.
+            self.withdraw(session)
+            self.follow_alone(session)
         if session.link_id is None:
             self._announce(session)
         elif plan.speculative and same_method:
             self.tell(session, PlanChange(handle=session.handle, plan=plan))
         else:
-            self._withdraw(session)
+            self.withdraw(session)
             self._announce(session)
 
     def _close(self, command: Close) -> None:
@@ -275,10 +285,11 @@ class Core:
         current, results = self.inbox.offer(proposals, places)
         for offer, count in results.items():
             self.counters[_COUNTER_OF[offer]] += count
-        handles = proposals.handles[places].tolist()
-        for handle, usable in zip(handles, current.tolist(), strict=True):
+        handles, prefix_lens = proposals.handles[places], proposals.prefix_lens[places]
+        entries = zip(handles.tolist(), prefix_lens.tolist(), current.tolist(), strict=True)
+        for handle, prefix_len, usable in entries:
             session = self._of_handle(handle)
-            session.suspect = False
+            self.policy.arrived(session, prefix_len=prefix_len, usable=usable, now=now)
             if usable:
                 session.proposal_at = now
 
@@ -289,7 +300,7 @@ class Core:
             session = self._of_handle(handle)
             self.counters["sessions_lost_by_drafters"] += 1
             session.losses += 1
-            self._withdraw(session)
+            self.withdraw(session)
             if session.losses <= _MOST_LOSSES:
                 self._announce(session)
 
@@ -305,6 +316,7 @@ class Core:
     def _attach(self, link: Link) -> None:
         self.counters["attached"] += 1
         self._links[link.drafter_id] = link
+        self.policy.attached(link.drafter_id)
         for session in self.sessions.values():
             if session.spec.drafter_id == link.drafter_id:
                 self.handover.forget(session)
@@ -331,11 +343,17 @@ class Core:
         for message in self.handover.announce(session, link):
             self.tell(session, message)
 
-    def _withdraw(self, session: Session) -> None:
+    def withdraw(self, session: Session) -> None:
+        """End the session at its drafter, if it is announced to one."""
         if session.link_id is not None:
             self.tell(session, SessionEnd(handle=session.handle))
             session.link_id = None
         self.handover.forget(session)
+
+    def follow_alone(self, session: Session) -> None:
+        """Take in what a paused session committed; no drafter is told."""
+        if session.spec.drafter_id is not None:
+            self.handover.advance([Told(session, None)])
 
     # ---- what rounds and commands share --------------------------------------------------------
 
@@ -356,6 +374,8 @@ class Core:
             flags |= FALLBACK
         if stats.target_only_rounds > told.target_only_rounds:
             flags |= TARGET_ONLY
+        if stats.rounds > told.rounds:
+            flags |= self.policy.planned(session)
         self._emits.add(
             session.ticket,
             session.round_id,
@@ -387,7 +407,8 @@ class Core:
 
     def free(self, session: Session) -> None:
         """Forget a session and give back its blocks, proposals and features."""
-        self._withdraw(session)
+        self.withdraw(session)
+        self.policy.leave(session)
         self.sessions.pop(session.session_id, None)
         if session.handle >= 0:
             self.inbox.drop(session.handle)

@@ -23,7 +23,7 @@ class Emits:
     reasons: list[int] = field(default_factory=list)
     """Codes of finish reasons, 0: the session goes on."""
     flags: list[int] = field(default_factory=list)
-    """DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY."""
+    """DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | flags of PLANNED."""
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 

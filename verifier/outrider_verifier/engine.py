@@ -120,6 +120,11 @@ class RoundRunner(Protocol):
         """The same for a round in which `rows` sessions decode."""
         ...
 
+    def round_s(self, rows: int, *, own: bool) -> float | None:
+        """Seconds of the device for a round in which so many sessions decode, with or without
+        drafts of the head in this process; None: not measured."""
+        ...
+
     @property
     def usable(self) -> bool:
         """Whether the device still works; asked after a failure only. False is final: nothing
@@ -180,6 +185,11 @@ class RoundEngine:
     @staticmethod
     def prompt_tokens_beside(rows: int) -> int | None:
         """No bound."""
+        return None
+
+    @staticmethod
+    def round_s(rows: int, *, own: bool) -> float | None:
+        """Not measured."""
         return None
 
     def open(self, session: Session) -> None:

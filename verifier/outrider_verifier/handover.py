@@ -65,7 +65,7 @@ class Handover:
         """[X]: where a session is announced."""
         self._with_features = np.zeros(max_sessions, dtype=np.bool_)
         self._tokens = np.zeros(max_sessions, dtype=np.int64)
-        """[X]: tokens that `_digests` covers; an announced session was told as many."""
+        """[X]: tokens that `_digests` covers; an announced session's drafter was told as many."""
         self._features = np.zeros(max_sessions, dtype=np.int64)
         """[X]: positions whose K/V was written when the session was last looked at."""
         self._digests = np.zeros(max_sessions, dtype=np.uint64)
@@ -101,6 +101,8 @@ class Handover:
         with_features = _with_features(session, link)
         self._links[handle] = link.link_id
         self._with_features[handle] = with_features
+        self._tokens[handle] = self._features[handle] = 0
+        self._digests[handle] = EMPTY_DIGEST
         yield SessionStart(
             handle=handle,
             session_id=session.session_id,
@@ -110,11 +112,25 @@ class Handover:
             max_len=session.max_len,
             prompt_len=session.spec.prompt_len,
         )
-        written, told, digest = session.kv.len, 0, EMPTY_DIGEST
-        for start in range(0, written, self._chunk_tokens):
+        yield from self._replay(session)
+
+    def can_catch_up(self, session: Session) -> bool:
+        """Whether what the drafter was not told meanwhile is still held."""
+        if not self._with_features[session.handle]:
+            return True
+        return self._store is not None and self._store.complete(session.session_id)
+
+    def catch_up(self, session: Session) -> Iterator[VerifierMessage]:
+        """All that an announced session committed since its drafter was last told, in chunks."""
+        return self._replay(session)
+
+    def _replay(self, session: Session) -> Iterator[VerifierMessage]:
+        handle, written = session.handle, session.kv.len
+        told, digest = int(self._tokens[handle]), int(self._digests[handle])
+        for start in range(int(self._features[handle]), written, self._chunk_tokens):
             stop = min(start + self._chunk_tokens, written)
             wire = None
-            if with_features:
+            if self._with_features[handle]:
                 assert self._store is not None
                 rows = self._store.read(session.session_id, start, stop)
                 wire = WireTensor(dtype=self._dtype, data=rows)
@@ -133,9 +149,15 @@ class Handover:
             )
             yield Verdicts.of([verdict])
             told = upto
+            self._tokens[handle], self._features[handle] = told, stop
+            self._digests[handle] = digest
+            if whole:
+                place = np.array([handle])
+                self._inbox.move(place, self._digests[place], self._tokens[place])
 
     def advance(self, round_: Sequence[Told]) -> list[tuple[int, Verdicts]]:
-        """Take in what a round committed; (link, verdicts) for each drafter that is concerned."""
+        """Take in what a round committed, sessions of which their drafters are to hear nothing yet
+        left out; (link, verdicts) for each drafter that is concerned."""
         if not round_:
             return []
         handles = np.array([told.session.handle for told in round_])

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.spec.accounting import add_round
-from outrider.wire.messages import FinishReason
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
 from outrider_verifier.engine import Flight, RoundOutcome, RoundRunner, RowOutcome
 from outrider_verifier.handover import Told
 from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.planning import turn
 from outrider_verifier.rows import cut_emission, trim
 from outrider_verifier.schedule import (
     DecodeRow,
@@ -30,6 +30,7 @@ from outrider_verifier.schedule import (
     plan_round,
 )
 from outrider_verifier.sessions import Session
+from outrider_verifier.settled import Settled
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +54,6 @@ class _InFlight:
     def sessions(self) -> list[Session]:
         """All sessions of the round."""
         return [row.session for row in self.prefill] + [row.session for row in self.verify]
-
-
-@dataclass(slots=True, eq=False)
-class _Settled:
-    """A row whose tokens are committed and whose drafter is told; the rest is to be done."""
-
-    session: Session
-    result: RowOutcome
-    tokens: tuple[int, ...] = ()
-    reason: FinishReason | None = None
-    verified: VerifyRow | None = None
-    missed: bool = False
-    """Whether a proposal was wanted and none was there."""
 
 
 def device_lost_error() -> UnavailableError:
@@ -111,6 +99,7 @@ class Rounds:
 
     def plan(self, now: float) -> RoundPlan:
         """What to do now; while a round is in flight, an empty plan means to settle it."""
+        turn(self._core, now, flying=self._flying is not None)
         rows = [self._row_state(session) for session in self._core.sessions.values()]
         if self._flying is not None:
             return plan_ahead(rows, self._flying.plan, self._limits)
@@ -163,13 +152,19 @@ class Rounds:
             self._core.tell_round(told)
             settled = [row for row in rows if row is not None]
             self.flush()
-            if settled and all(row.session.link_id is not None for row in settled):
+            if settled and all(map(_awaits_a_draft, settled)):
                 time.sleep(GIVE_WAY_S)
             emitted = sum(map(self._follow_up, settled))
+            total_s = self._report(flying, outcome, emitted)
+            self._core.policy.observe_round(
+                settled,
+                seconds=total_s,
+                forward_s=outcome.forward_s,
+                prompts=bool(flying.prefill),
+                now=self._clock(),
+            )
         except Exception as bug:
             self._fail(flying.sessions, bug)
-            return
-        self._report(flying, outcome, emitted)
 
     def check_device(self, bug: BaseException | None) -> None:
         """After a failure, `bug` if it is known: note whether the device is the reason."""
@@ -202,15 +197,16 @@ class Rounds:
         left = session.prefill_left
         if left == 0 and session.draft_wanted:
             nodes = self._core.inbox.peek(session.handle)
+        awaits = nodes is None and session.awaits_proposal
         return RowState(
             session_id=session.session_id,
             prefill_left=left,
             nodes=nodes,
             own_nodes=session.own_depth,
-            awaits_proposal=nodes is None and session.awaits_proposal,
+            awaits_proposal=awaits,
             since=session.since,
             proposal_at=session.proposal_at,
-            patience_s=session.plan.patience_ms / 1000.0,
+            patience_s=self._core.policy.patience(session) if awaits else 0.0,
             runs_ahead=self._runs_ahead(session),
             remaining=session.remaining,
         )
@@ -223,12 +219,13 @@ class Rounds:
 
     def _runs_ahead(self, session: Session) -> bool:
         # A drafter that is told of every round could never catch up with one that runs ahead.
-        return self._engine.run_ahead and session.link_id is None
+        alone = session.link_id is None or (session.paused and self._core.policy.pauses(session))
+        return self._engine.run_ahead and alone
 
     def _verify_row(self, row: DecodeRow) -> VerifyRow:
         session = self._core.sessions[row.session_id]
         if row.missed:
-            session.suspect = True
+            self._core.policy.missed(session)
             self._core.counters["patience_over"] += 1
         if not session.draft_wanted:
             return VerifyRow(session=session, own_depth=session.own_depth)
@@ -238,7 +235,7 @@ class Rounds:
         draft = trim(proposal.tree, proposal.law, session.max_draft_depth)
         return VerifyRow(session=session, proposal=proposal, draft=draft)
 
-    def _settle_prefill(self, row: PrefillRow, result: RowOutcome) -> _Settled | None:
+    def _settle_prefill(self, row: PrefillRow, result: RowOutcome) -> Settled | None:
         """Commit the first token if the prompt is complete, tell the drafter."""
         session = row.session
         self._core.counters["prefill_tokens"] += row.num_tokens
@@ -246,16 +243,16 @@ class Rounds:
             return None
         if not row.last:
             self._tell(session, result)
-            return _Settled(session, result)
+            return Settled(session, result)
         return self._commit(session, result)
 
-    def _settle_verify(self, row: VerifyRow, result: RowOutcome) -> _Settled | None:
+    def _settle_verify(self, row: VerifyRow, result: RowOutcome) -> Settled | None:
         """Commit what stands, tell the drafter."""
         return None if row.session.ended else self._commit(row.session, result, row)
 
     def _commit(
         self, session: Session, result: RowOutcome, row: VerifyRow | None = None
-    ) -> _Settled:
+    ) -> Settled:
         assert result.acceptance is not None
         tokens, reason = cut_emission(
             result.acceptance.tokens, stop_ids=session.stop_ids, remaining=session.remaining
@@ -265,9 +262,9 @@ class Rounds:
         session.round_id += int(row is not None)
         if reason is None:
             self._tell(session, result)
-        return _Settled(session, result, tokens, reason, row, missed)
+        return Settled(session, result, tokens, reason, row, missed)
 
-    def _follow_up(self, settled: _Settled) -> int:
+    def _follow_up(self, settled: Settled) -> int:
         """Keep the features, count, emit; finish the session if that was its end."""
         session, result, tokens = settled.session, settled.result, settled.tokens
         if settled.verified is not None:
@@ -282,14 +279,14 @@ class Rounds:
         return len(tokens)
 
     def _tell(self, session: Session, result: RowOutcome) -> None:
-        if session.spec.drafter_id is not None:
+        if session.spec.drafter_id is not None and not session.paused:
             self._told.append(Told(session, result.features))
 
     def _finish(self, session: Session) -> None:
         self._core.counters["finished"] += 1
         self._core.free(session)
 
-    def _count(self, settled: _Settled, row: VerifyRow) -> None:
+    def _count(self, settled: Settled, row: VerifyRow) -> None:
         session, result, acceptance = settled.session, settled.result, settled.result.acceptance
         assert acceptance is not None
         proposed = result.drafted if row.draft is None else len(row.draft.tree)
@@ -297,6 +294,7 @@ class Rounds:
         fallback = settled.missed or (row.own_depth > 0 and result.drafted == 0)
         counters = self._core.counters
         counters["fallback_rounds"] += int(fallback)
+        counters["paused_rounds"] += int(session.paused)
         counters["accepted_tokens"] += accepted_len
         counters["proposed_tokens"] += proposed
         counters["proposals_used"] += int(row.draft is not None)
@@ -307,6 +305,7 @@ class Rounds:
             emitted=len(settled.tokens),
             fallback=fallback,
             target_only=acceptance.used_target_only_fallback,
+            planned=self._core.policy.planned(session),
         )
 
     def _fail(self, sessions: Sequence[Session], bug: Exception) -> None:
@@ -324,7 +323,8 @@ class Rounds:
             if not session.ended:
                 self._core.fail(session, error)
 
-    def _report(self, flying: _InFlight, outcome: RoundOutcome, emitted: int) -> None:
+    def _report(self, flying: _InFlight, outcome: RoundOutcome, emitted: int) -> float:
+        """Post what the round took; returns its seconds, without waiting."""
         proposals = [row.proposal for row in flying.verify if row.proposal is not None]
         drafted_s = max((proposal.draft_us for proposal in proposals), default=0) / 1e6
         now = time.perf_counter()
@@ -349,3 +349,8 @@ class Rounds:
                 emitted=emitted,
             )
         )
+        return total_s
+
+
+def _awaits_a_draft(row: Settled) -> bool:
+    return row.session.link_id is not None and not row.session.paused

@@ -16,7 +16,7 @@ from outrider.spec.plan import Plan
 from outrider.transport.base import RouterConnection, ServingConnection, VerifierConnection
 from outrider.transport.inproc import local_sessions
 from outrider.transport.sessions import SessionIterators
-from outrider.wire.limits import MAX_SEQUENCE_LEN
+from outrider.wire.limits import MAX_PLANNER_BYTES, MAX_SEQUENCE_LEN
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     AttachedDrafter,
@@ -25,7 +25,7 @@ from outrider.wire.messages import (
     Welcome,
 )
 from outrider_verifier.commands import Close, Command, Offered, Open, SetPlan
-from outrider_verifier.config import VerifierConfig
+from outrider_verifier.config import AUTOMATIC_PLANNER, VerifierConfig
 from outrider_verifier.core import OWN_METHODS, Core
 from outrider_verifier.drafters import DrafterHub, Identity
 from outrider_verifier.effects import Answer, Effect, Emits, Fail, RoundReport, Tell, told_by_link
@@ -35,6 +35,7 @@ from outrider_verifier.handover import Handover
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.loop import EngineLoop
 from outrider_verifier.metrics import Metrics
+from outrider_verifier.policy import Policy
 from outrider_verifier.rounds import Rounds, device_lost_error
 from outrider_verifier.routers import RouterHub
 from outrider_verifier.schedule import Limits
@@ -186,6 +187,7 @@ class VerifierService(SessionIterators):
             own_methods=OWN_METHODS if self._own_draft_length else (),
             own_draft_length=self._own_draft_length,
             simulated_acceptance=self._config.simulated_acceptance,
+            planner=self._core.policy.summary()[:MAX_PLANNER_BYTES],
         )
 
     async def sessions(self) -> RouterConnection:
@@ -361,6 +363,11 @@ def _assemble(
         max_context_len=max_context_len,
         max_tree_nodes=config.max_tree_nodes,
         max_sessions=config.max_sessions,
+        policy=Policy(
+            automatic=config.planner == AUTOMATIC_PLANNER,
+            ceiling_s=config.ceiling_s,
+            times=runner.round_s,
+        ),
         post=outbox.append,
     )
     limits = Limits(

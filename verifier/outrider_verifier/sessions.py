@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,12 @@ from outrider.errors import InvalidRequestError
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
 from outrider.wire.messages import SessionSpec, SpecStats
+
+if TYPE_CHECKING:
+    from outrider_verifier.known import Pace
+
+NO_LIMIT: Final = 1 << 20
+"""A draft limit that no draft reaches."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +63,12 @@ class Session:
     """When the newest usable proposal arrived."""
     own_draft: int = 0
     """Draft length of the head in this process, which drafts for the session; 0: it does not."""
+    pace: Pace | None = None
+    """What the policy keeps of it; None: its plan does not speculate."""
+    paused: bool = False
+    """Whether the policy has it decode plainly; its drafter is told nothing meanwhile."""
+    draft_limit: int = NO_LIMIT
+    """Draft levels that the policy finds worth verifying."""
     ended: bool = False
     """Whether everything it held was given back; a round in flight may still name it."""
 
@@ -130,12 +143,13 @@ class Session:
 
         A round emits one token beyond its draft.
         """
-        return self.remaining - 1
+        return min(self.remaining - 1, self.draft_limit)
 
     @property
     def draft_wanted(self) -> bool:
         """Whether a drafter's proposal for the current prefix could help."""
-        return self.plan.speculative and not self.own_draft and self.max_draft_depth > 0
+        drafted_for = self.plan.speculative and not self.own_draft and not self.paused
+        return drafted_for and self.max_draft_depth > 0
 
     @property
     def own_depth(self) -> int:
@@ -144,7 +158,7 @@ class Session:
         The token budget does not bound it: what exceeds that is cut off the emission, and a round
         may be submitted before the budget left is known.
         """
-        return min(self.own_draft, self.plan.draft_tokens)
+        return 0 if self.paused else min(self.own_draft, self.plan.draft_tokens)
 
     @property
     def awaits_proposal(self) -> bool:

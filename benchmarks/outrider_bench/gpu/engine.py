@@ -193,6 +193,7 @@ def verifier_config(models: Models, setup: Setup) -> VerifierConfig:
         draft_length=setup.draft_length if own else 3,
         simulated_acceptance=setup.simulated if own else "",
         cuda_graphs=setup.cuda_graphs,
+        planner="fixed",
         dtype=str(models.target.dtype).removeprefix("torch."),
         device=str(models.target.device),
         kv_tokens=models.target.pool.total_blocks * models.target.pool.block_tokens,

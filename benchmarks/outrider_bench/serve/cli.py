@@ -26,6 +26,7 @@ from outrider_bench.serve.cells import PLACEMENTS, SETS
 from outrider_bench.serve.picture import write_picture
 from outrider_bench.serve.run import Run
 
+PLANNERS: Final = ("automatic", "fixed")
 DRAFTERS: Final = ("eagle3", "ngram", "model")
 HEADERS: Final = (
     *("placement", "drafts", "T", "rule", "load", "tokens/s", "steady", "over plain"),
@@ -54,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least(0),
         help=f"that each model process keeps awake; default: {AWAKE_CORES} for separate drafters "
         "where there are cores to spare",
+    )
+    add(
+        "--planner",
+        choices=PLANNERS,
+        help="fixed: sessions speculate as asked, whatever that gives; default: automatic",
     )
     _add_drafts(parser)
     _add_load(parser)

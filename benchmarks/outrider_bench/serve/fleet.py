@@ -36,6 +36,8 @@ class Machine:
     sessions: int = 64
     max_tokens: int = 256
     threads: int | None = None
+    planner: str | None = None
+    """automatic or fixed; None: what users run, automatic."""
     log_dir: Path | None = None
 
 
@@ -134,6 +136,7 @@ def local_config(machine: Machine, service: Service) -> LocalConfig:
         max_sessions=machine.sessions,
         queue_limit=QUEUE,
         threads=machine.threads,
+        planner=machine.planner,
         awake_cores=service.awake_cores or None,
         log_dir=None if machine.log_dir is None else machine.log_dir / service.placement,
     )

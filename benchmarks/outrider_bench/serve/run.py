@@ -118,6 +118,7 @@ class Run:
             sessions=OPEN_SESSIONS if args.rate is not None else max(self._sessions),
             max_tokens=self._max_tokens,
             threads=args.threads,
+            planner=args.planner,
             log_dir=args.log_dir,
         )
 

@@ -129,7 +129,7 @@ class Plan(_message.Message):
     def __init__(self, method: _Optional[_Union[DraftMethod, str]] = ..., draft_tokens: _Optional[int] = ..., top_k: _Optional[int] = ..., depth: _Optional[int] = ..., look_ahead: _Optional[int] = ..., fan_out: _Optional[int] = ..., patience_ms: _Optional[int] = ...) -> None: ...
 
 class SpecDecodeStats(_message.Message):
-    __slots__ = ("rounds", "emitted", "proposed", "accepted", "fallback_rounds", "target_only_rounds", "accepted_per_depth", "mean_emitted_per_round")
+    __slots__ = ("rounds", "emitted", "proposed", "accepted", "fallback_rounds", "target_only_rounds", "accepted_per_depth", "mean_emitted_per_round", "paused_rounds", "decision")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,8 @@ class SpecDecodeStats(_message.Message):
     TARGET_ONLY_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PER_DEPTH_FIELD_NUMBER: _ClassVar[int]
     MEAN_EMITTED_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     emitted: int
     proposed: int
@@ -146,7 +148,9 @@ class SpecDecodeStats(_message.Message):
     target_only_rounds: int
     accepted_per_depth: _containers.RepeatedScalarFieldContainer[int]
     mean_emitted_per_round: float
-    def __init__(self, rounds: _Optional[int] = ..., emitted: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., target_only_rounds: _Optional[int] = ..., accepted_per_depth: _Optional[_Iterable[int]] = ..., mean_emitted_per_round: _Optional[float] = ...) -> None: ...
+    paused_rounds: int
+    decision: str
+    def __init__(self, rounds: _Optional[int] = ..., emitted: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., target_only_rounds: _Optional[int] = ..., accepted_per_depth: _Optional[_Iterable[int]] = ..., mean_emitted_per_round: _Optional[float] = ..., paused_rounds: _Optional[int] = ..., decision: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("sequence",)

@@ -49,7 +49,7 @@ def test_other_leading_dimensions_are_kept() -> None:
 def test_a_packed_row_does_not_depend_on_how_many_rows_there_are(dtype: torch.dtype) -> None:
     if not can_pack(dtype, CPU):
         return
-    layer = make_linear(weight(576, 1536).to(dtype))
+    layer = PackedLinear(weight(576, 1536).to(dtype))
     x = inputs(33, 1536).to(dtype)
     with torch.inference_mode():
         everything = layer(x)

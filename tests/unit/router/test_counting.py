@@ -10,36 +10,38 @@ from outrider_router.metrics import RouterMetrics
 from outrider_router.tally import Tally
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from outrider.spec.accounting import add_round
-from outrider.wire.messages import FALLBACK, TARGET_ONLY, SessionEvents, SpecStats
+from outrider.spec.accounting import REASON_FLAGS, add_round, decision_of
+from outrider.spec.contest import Reason
+from outrider.wire.messages import FALLBACK, PAUSED, TARGET_ONLY, SessionEvents, SpecStats
 
+PLANNED = (0, PAUSED | REASON_FLAGS[Reason.PROBE], REASON_FLAGS[Reason.FASTER])
 ROUNDS = st.lists(
-    st.tuples(st.integers(0, 6), st.integers(0, 6), st.booleans(), st.booleans()).map(
-        lambda r: (max(r[0], r[1]), min(r[0], r[1]), r[2], r[3])
-    ),
+    st.tuples(
+        st.integers(0, 6), st.integers(0, 6), st.booleans(), st.booleans(), st.sampled_from(PLANNED)
+    ).map(lambda r: (max(r[0], r[1]), min(r[0], r[1]), r[2], r[3], r[4])),
     max_size=12,
 )
-Rounds = list[tuple[int, int, bool, bool]]
+Rounds = list[tuple[int, int, bool, bool, int]]
 
 
 def expected(rounds: Rounds) -> SpecStats:
     stats = SpecStats()
-    for proposed, accepted, fallback, target_only in rounds:
-        stats = add_round(stats, proposed, accepted, accepted + 1, fallback, target_only)
+    for proposed, accepted, fallback, target_only, planned in rounds:
+        stats = add_round(stats, proposed, accepted, accepted + 1, fallback, target_only, planned)
     return stats
 
 
-def flags_of(fallback: bool, target_only: bool) -> int:
-    return FALLBACK * fallback | TARGET_ONLY * target_only
+def flags_of(fallback: bool, target_only: bool, planned: int) -> int:
+    return FALLBACK * fallback | TARGET_ONLY * target_only | planned
 
 
 @given(ROUNDS)
 def test_a_tally_counts_what_add_round_counts(rounds: Rounds) -> None:
     tally = Tally()
-    for proposed, accepted, fallback, target_only in rounds:
+    for proposed, accepted, fallback, target_only, planned in rounds:
         tally.add_round(
             emitted=accepted + 1,
-            flags=flags_of(fallback, target_only),
+            flags=flags_of(fallback, target_only, planned),
             proposed=proposed,
             accepted=accepted,
         )
@@ -59,7 +61,7 @@ def test_a_message_of_events_counts_what_its_rounds_count(rounds: Rounds) -> Non
             counts=counts,
             tokens=np.zeros(int(counts.sum()), np.int32),
             finish_reasons=np.zeros(rows + 1, np.uint8),
-            flags=np.array([flags_of(r[2], r[3]) for r in rounds] + [0], np.uint8),
+            flags=np.array([flags_of(*r[2:]) for r in rounds] + [0], np.uint8),
             proposed=np.array([r[0] for r in rounds] + [0], np.uint16),
             accepted=np.array([r[1] for r in rounds] + [0], np.uint16),
         )
@@ -94,3 +96,9 @@ def test_a_batch_histogram_says_what_prometheus_own_says() -> None:
     text = generate_latest(theirs).decode()
     kept = [line for line in text.splitlines() if "created" not in line]
     assert generate_latest(mine).decode().splitlines() == kept
+
+
+def test_decisions_are_told_in_words() -> None:
+    assert decision_of(0) == decision_of(PAUSED) == ""
+    assert decision_of(FALLBACK | REASON_FLAGS[Reason.FASTER]) == "speculate/faster"
+    assert decision_of(PAUSED | REASON_FLAGS[Reason.MEASURING]) == "plain/measuring"

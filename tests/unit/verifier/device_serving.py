@@ -73,7 +73,11 @@ async def serving(
                 make_linear=PlainLinear,
             )
             settings["features_from"] = str(head_dir)
-    defaults: dict[str, Any] = {"max_tree_nodes": 16, "prefill_tokens_per_round": 16}
+    defaults: dict[str, Any] = {
+        "max_tree_nodes": 16,
+        "prefill_tokens_per_round": 16,
+        "planner": "fixed",
+    }
     config = VerifierConfig(model="tiny", max_sessions=8, device=place, **(defaults | settings))
     runner = DeviceRoundEngine.build(config, target, projection, head) if device else None
     held = target.pool.free_blocks

@@ -138,6 +138,8 @@ async def verifier(
     """A running verifier; everything is stopped at the end."""
     target = target or FakeTarget(num_blocks=256)
     settings.setdefault("max_tree_nodes", 16)
+    # What a planner decides depends on time; tests that are about it ask for it.
+    settings.setdefault("planner", "fixed")
     settings.setdefault("prefill_tokens_per_round", 8)
     service = VerifierService(
         VerifierConfig(model="fake", **settings),

@@ -49,6 +49,7 @@ async def serving(checkpoints: tuple[Path, Path]) -> AsyncIterator[VerifierServi
         kv_tokens=4096,
         max_tree_nodes=16,
         prefill_tokens_per_round=8,
+        planner="fixed",
     )
     service = build_service(config)
     try:

@@ -1,0 +1,179 @@
+"""Whatever drafts cost and however many stand, a contest never ends far below plain decoding."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.spec.contest import Contest, Mode, Reason
+
+PLAIN_S = 0.001
+ROUNDS = 2000
+DRAFT = 4
+
+
+class World:
+    """Rounds of one session: what they take and emit."""
+
+    def __init__(self, cost: float, rate: float, *, noise: float = 0.08, seed: int = 0) -> None:
+        """A round with drafts takes `cost` plain ones; a draft token stands with P = `rate`."""
+        self.cost, self.rate, self.noise = cost, rate, noise
+        self.rng = np.random.default_rng(seed)
+        self.tokens = 0
+        self.seconds = 0.0
+        self.drafted = 0
+        self.before: Mode | None = None
+
+    def round(self, contest: Contest) -> Mode:
+        """One round in the mode in force. A change of mode costs four more."""
+        mode = contest.mode
+        drafts = mode is Mode.SPECULATE
+        stood = self.rng.random(DRAFT) < self.rate
+        tokens = 1 + (int(np.argmin(stood)) if not stood.all() else DRAFT) * drafts
+        seconds = PLAIN_S * (self.cost if drafts else 1.0)
+        seconds *= math.exp(self.rng.normal(0.0, self.noise))
+        settled = mode is self.before
+        if not settled and self.before is not None:
+            seconds += 4.0 * PLAIN_S
+        contest.observe(mode, tokens, seconds, 1.0, settled=settled)
+        self.before = mode
+        self.tokens += tokens
+        self.seconds += seconds
+        self.drafted += drafts
+        return mode
+
+    @property
+    def over_plain(self) -> float:
+        """Speed relative to plain decoding, whose rounds are as noisy."""
+        return self.tokens * PLAIN_S * math.exp(self.noise**2 / 2.0) / self.seconds
+
+    @property
+    def gain(self) -> float:
+        """What speculation is worth when it settled."""
+        emitted = sum(self.rate**d for d in range(DRAFT + 1))
+        return emitted / self.cost
+
+
+START = 64
+"""Rounds after which a contest has found out: what drafts cost until then is bounded by rounds."""
+
+
+@pytest.mark.parametrize("cost", [1.05, 1.5, 2.5, 5.0, 12.0, 40.0])
+@pytest.mark.parametrize("rate", [0.0, 0.2, 0.5, 0.7, 0.9, 1.0])
+def test_no_cell_falls_below_plain_and_gains_are_had(cost: float, rate: float) -> None:
+    for seed in range(4):
+        world, contest = World(cost, rate, seed=seed), Contest()
+        for _ in range(START):
+            world.round(contest)
+        if world.gain < 0.7:
+            assert world.drafted < 30
+        world.tokens, world.seconds, world.drafted = 0, 0.0, 0
+        for _ in range(ROUNDS):
+            world.round(contest)
+        assert world.over_plain >= 0.97, (seed, world.drafted)
+        if world.gain > 1.4:
+            assert world.over_plain >= 0.97 * world.gain, (seed, world.drafted)
+        if world.gain < 0.7:
+            assert world.drafted < 0.05 * ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("cost", "rate", "mode"), [(1.2, 0.8, Mode.SPECULATE), (10, 0.2, Mode.PLAIN)]
+)
+def test_it_begins_with_speculation_and_settles_within_a_few_rounds(
+    cost: float, rate: float, mode: Mode
+) -> None:
+    contest, world = Contest(), World(cost, rate)
+    for _ in range(16):
+        assert contest.mode is Mode.SPECULATE
+        assert contest.reason is Reason.MEASURING
+        world.round(contest)
+    for _ in range(28):
+        world.round(contest)
+    assert contest.mode is mode
+    assert contest.reason is Reason.FASTER
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_speculation_that_wins_clearly_is_never_left_but_for_probes(seed: int) -> None:
+    # Drafts that win 2.2 times, noisy rounds, and stalls of up to a second.
+    world, contest = World(1.2, 0.66, noise=0.3, seed=seed), Contest()
+    paused = longest = 0
+    for _ in range(3 * ROUNDS):
+        if world.rng.random() < 0.002:
+            contest.observe(contest.mode, 1.0, world.rng.uniform(0.01, 1.0), 1.0)
+        plain = world.round(contest) is Mode.PLAIN
+        longest = longest + 1 if plain else 0
+        assert longest <= 17
+        paused += plain
+    assert paused < 0.02 * 3 * ROUNDS
+
+
+def test_speculation_that_recovers_is_used_again_and_one_that_fails_is_left() -> None:
+    contest, world = Contest(), World(1.3, 0.0)
+    for _ in range(300):
+        world.round(contest)
+    assert contest.mode is Mode.PLAIN or contest.reason is Reason.PROBE
+    world.rate = 0.9
+    assert _rounds_until(contest, world, Mode.SPECULATE) < 3000
+    world.rate = 0.0
+    assert _rounds_until(contest, world, Mode.PLAIN) < 120
+
+
+def _rounds_until(contest: Contest, world: World, mode: Mode) -> int:
+    for count in range(5000):
+        world.round(contest)
+        if contest.mode is mode and contest.reason is Reason.FASTER:
+            return count
+    return 5000
+
+
+def test_where_speculation_wins_by_far_another_load_need_not_hurry_to_measure() -> None:
+    world, contest = World(1.2, 0.7), Contest(sure=True)
+    assert contest.reason is Reason.FASTER
+    for _ in range(200):
+        assert world.round(contest) is Mode.SPECULATE
+    for _ in range(800):
+        world.round(contest)
+    assert contest.wins
+    world.rate = 0.0
+    assert _rounds_until(contest, world, Mode.PLAIN) < 120
+
+
+@pytest.mark.parametrize(("cost", "rate"), [(1.2, 0.8), (4.0, 0.3), (1.05, 0.0)])
+def test_what_another_load_found_is_only_a_beginning(cost: float, rate: float) -> None:
+    world, contest = World(cost, rate), Contest(sure=True)
+    for _ in range(600):
+        world.round(contest)
+    world.tokens, world.seconds = 0, 0.0
+    for _ in range(ROUNDS):
+        world.round(contest)
+    assert world.over_plain >= max(0.97, 0.95 * world.gain)
+
+
+def test_observations_without_time_are_ignored() -> None:
+    contest = Contest()
+    for rounds, seconds in ((0.0, 1.0), (1.0, 0.0), (1.0, math.nan)):
+        contest.observe(Mode.PLAIN, 1.0, seconds, rounds)
+    assert math.isnan(contest.gain)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cost=st.floats(1.0, 60.0),
+    rate=st.floats(0.0, 1.0),
+    noise=st.floats(0.0, 0.15),
+    seed=st.integers(0, 1 << 30),
+)
+def test_never_slower_than_plain(cost: float, rate: float, noise: float, seed: int) -> None:
+    world, contest = World(cost, rate, noise=noise, seed=seed), Contest()
+    for _ in range(START):
+        world.round(contest)
+    world.tokens, world.seconds = 0, 0.0
+    for _ in range(ROUNDS):
+        world.round(contest)
+    assert world.over_plain >= 0.96

@@ -1,0 +1,334 @@
+"""The planner pauses and resumes speculation, bounds waits, and never changes a text."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from outrider_verifier.engine import RowOutcome
+from outrider_verifier.packing import VerifyRow
+from outrider_verifier.policy import Policy
+from outrider_verifier.rows import trim
+from outrider_verifier.sessions import Session
+from outrider_verifier.settled import Settled
+
+from outrider.engine.acceptance import Acceptance
+from outrider.engine.kvcache import KVPool
+from outrider.ids import SessionId
+from outrider.spec.contest import Contest, Mode
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import SamplingParams
+from tests.fakes.runner import FakeRunner
+from tests.fakes.scripted_drafter import Draft, Followed, make_tree
+from tests.fakes.target import FakeTarget
+from tests.unit.verifier.harness import (
+    CHAIN,
+    Rig,
+    bushy_tree,
+    garbage,
+    good_chain,
+    half_good_chain,
+    make_spec,
+    mid_stream,
+    verifier,
+)
+
+STOOD = Acceptance(accepted_nodes=(), tokens=(1,), resampled=False, used_target_only_fallback=False)
+LONG = replace(CHAIN, patience_ms=20_000)
+
+
+class Alternating(Policy):
+    """Changes its mind all the time."""
+
+    def __init__(self) -> None:
+        super().__init__(automatic=True, ceiling_s=5.0)
+        self._turns = itertools.count()
+
+    @property
+    def changed(self) -> bool:
+        """Always."""
+        return True
+
+    @changed.setter
+    def changed(self, value: bool) -> None: ...
+
+    def pauses(self, session: Session) -> bool:
+        """Some rounds so, some rounds so; the very same question may get another answer."""
+        return next(self._turns) % 67 < 30
+
+
+@pytest.mark.parametrize(
+    "drafts", [good_chain, half_good_chain, bushy_tree, garbage], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("method", [DraftMethod.EAGLE3, DraftMethod.NGRAM])
+async def test_pausing_and_resuming_changes_no_text_and_drafters_follow(
+    drafts: object, method: DraftMethod
+) -> None:
+    async with verifier(planner="automatic") as rig:
+        rig.service._core.policy = Alternating()
+        await rig.attach(drafts(rig.target))  # type: ignore[operator]
+        plan = replace(LONG, method=method, draft_tokens=16)
+        specs = [
+            make_spec(
+                f"s{i}",
+                prompt=tuple(range(3, 9 + 7 * i)),
+                max_new_tokens=60,
+                plan=plan,
+                sampling=SamplingParams(temperature=0.5 * i, seed=i),
+            )
+            for i in range(3)
+        ]
+        results = await rig.run_all(specs)
+        for spec, result in zip(specs, results, strict=True):
+            assert result.error is None
+            assert result.tokens == rig.reference(spec)
+        assert rig.service._core.counters["speculation_resumed"] > 2
+        stats = [result.last.stats for result in results]
+        assert sum(s.paused_rounds for s in stats) > 10
+        assert sum(s.proposed for s in stats) > 10
+        await rig.idle()
+
+
+async def test_paused_sessions_run_ahead_and_come_back() -> None:
+    target = FakeTarget(num_blocks=512)
+    runner = FakeRunner(target, drafts=0)
+    async with verifier(target=target, runner=runner, planner="automatic") as rig:
+        rig.service._core.policy = Alternating()
+        await rig.attach(good_chain(target))
+        specs = [make_spec(f"s{i}", max_new_tokens=300, plan=LONG) for i in range(2)]
+        results = await rig.run_all(specs)
+        for spec, result in zip(specs, results, strict=True):
+            assert result.tokens == rig.reference(spec)
+        stats = [result.last.stats for result in results]
+        assert sum(s.paused_rounds for s in stats) > 20
+        assert sum(s.accepted for s in stats) > 20
+        assert runner.rounds_ahead > 0
+        await rig.idle()
+
+
+async def test_own_drafts_that_lose_are_given_up_by_all_and_those_that_win_are_kept() -> None:
+    for times, given_up in (((0.001, 0.1), True), ((0.001, 0.0011), False), (None, False)):
+        target = FakeTarget(num_blocks=512)
+        runner = FakeRunner(target, drafts=3)
+        runner.times = times
+        async with verifier(target=target, runner=runner, planner="automatic") as rig:
+            plan = replace(LONG, draft_tokens=3)
+            specs = [
+                make_spec(f"s{i}", max_new_tokens=300, plan=plan, drafter=None) for i in range(4)
+            ]
+            results = await rig.run_all(specs)
+            for spec, result in zip(specs, results, strict=True):
+                assert result.tokens == rig.reference(spec)
+            stats = [result.last.stats for result in results]
+            assert all((s.paused_rounds > 0.5 * s.rounds) is given_up for s in stats)
+            later = [replace(spec, session_id=SessionId(f"t{i}")) for i, spec in enumerate(specs)]
+            stats = [result.last.stats for result in await rig.run_all(later)]
+            assert all((s.paused_rounds == s.rounds) is given_up for s in stats)
+            decision = "plain/faster" if given_up else "speculate/faster"
+            assert {s.decision for s in stats} == {decision}
+            await rig.idle()
+
+
+async def test_a_plan_that_changes_while_paused_starts_the_drafter_anew() -> None:
+    async with verifier(planner="automatic") as rig:
+        rig.target.forward_s = 0.002
+        policy = Alternating()
+        rig.service._core.policy = policy
+        await rig.attach(half_good_chain(rig.target))
+        spec = make_spec(max_new_tokens=150, plan=LONG)
+        running = asyncio.create_task(rig.run(spec))
+        await mid_stream(rig)
+        for plan in (replace(LONG, draft_tokens=2), Plan(), LONG) * 3:
+            await rig.service.set_plan(spec.session_id, plan)
+            await asyncio.sleep(0.015)
+        assert (await running).tokens == rig.reference(spec)
+        await rig.idle()
+
+
+def slow(rig: Rig, seconds: float, good: bool) -> object:
+    """A drafter that takes its time."""
+    make = good_chain(rig.target) if good else garbage(rig.target)
+
+    def propose(followed: Followed) -> Draft:
+        time.sleep(seconds)
+        return make(followed)
+
+    return propose
+
+
+async def test_drafts_that_do_not_pay_are_given_up_for_nearly_all_rounds() -> None:
+    async with verifier(planner="automatic") as rig:
+        rig.target.forward_s = 0.001
+        await rig.attach(slow(rig, 0.008, good=False))  # type: ignore[arg-type]
+        spec = make_spec(max_new_tokens=300, plan=LONG)
+        result = await rig.run(spec)
+        assert result.tokens == rig.reference(spec)
+        stats = result.last.stats
+        assert stats.paused_rounds > 0.85 * stats.rounds
+        assert stats.decision.startswith("plain/")
+        assert "plain" in (await rig.service.info()).planner or not rig.service._core.sessions
+
+
+async def test_drafts_that_pay_are_kept() -> None:
+    async with verifier(planner="automatic") as rig:
+        rig.target.forward_s = 0.004
+        await rig.attach(good_chain(rig.target))
+        result = await rig.run(make_spec(max_new_tokens=300, plan=LONG))
+        assert result.last.stats.emitted / result.last.stats.rounds > 3.5
+        assert result.last.stats.decision.startswith("speculate/")
+
+
+async def test_a_drafter_that_stops_costs_its_ceiling_and_one_that_recovers_is_used_again() -> None:
+    async with verifier(planner="automatic") as rig:
+        rig.target.forward_s = 0.004
+        drafter = await rig.attach(good_chain(rig.target))
+        spec = make_spec(max_new_tokens=900, plan=LONG)
+        arrivals: list[tuple[float, int]] = []
+        stopped = recovered = None
+        async for event in rig.service.open_session(spec):
+            arrivals.append((time.monotonic(), event.stats.accepted))
+            if event.round_id == 60:
+                drafter.muted, stopped = True, len(arrivals)
+            # Counted from the first plain round that follows, however long the wait was.
+            if event.round_id == 90:
+                drafter.muted, recovered = False, len(arrivals)
+        assert stopped is not None
+        assert recovered is not None
+        times = [at for at, _ in arrivals]
+        gaps = [b - a for a, b in itertools.pairwise(times[stopped - 1 : recovered])]
+        # On a CPU the ceiling is .25 s; the plan would have waited for 20.
+        assert max(gaps) < 0.5
+        accepted = [count for _, count in arrivals]
+        again = next(i for i in range(recovered, len(arrivals)) if accepted[i] > accepted[i - 1])
+        assert again - recovered <= 20
+
+
+def test_a_suspect_drafter_is_waited_for_again_after_some_rounds() -> None:
+    policy = Policy(automatic=False, ceiling_s=0.04)
+    session = _session(policy)
+    waits = []
+    policy.missed(session)
+    for count in range(100):
+        _round(policy, session)
+        if not session.suspect:
+            waits.append(count)
+            policy.missed(session)
+    assert waits == [15, 47]
+
+
+def test_kinds_are_told_apart_and_their_sessions_counted() -> None:
+    policy = Policy(automatic=True, ceiling_s=0.04)
+    policy.begin_round(3, 0.0)
+    cold = [_session(policy), _session(policy)]
+    warm = _session(policy, temperature=1.5)
+    assert cold[0].pace is not None
+    assert cold[1].pace is not None
+    assert warm.pace is not None
+    assert cold[0].pace.known is cold[1].pace.known is not warm.pace.known
+    cold[0].pace.known.contests[2] = Contest()
+    warm.pace.known.contests[2] = Contest(_mode=Mode.PLAIN)
+    assert [policy.pauses(s) for s in (*cold, warm)] == [False, False, True]
+    assert policy.summary().count(";") == 1
+    for session in (*cold, warm):
+        policy.leave(session)
+        policy.leave(session)
+    assert policy.summary() == ""
+
+
+@pytest.mark.parametrize("prompts", [0.0, 0.5, 1.0])
+def test_slow_drafts_are_left_however_many_rounds_have_prompts_in_them(prompts: float) -> None:
+    policy = Policy(automatic=True, ceiling_s=0.04)
+    session = _session(policy)
+    now, paused = 0.0, 0
+    for count in range(600):
+        policy.begin_round(1, now)
+        pauses = policy.pauses(session)
+        if pauses != session.paused:
+            policy.turn(session, paused=pauses)
+        took = 0.001 if pauses else 0.004
+        now, paused = now + took, paused + pauses
+        with_prompts = count % 100 < 100 * prompts
+        policy.observe_round(
+            [_row(session)], seconds=took, forward_s=took, prompts=with_prompts, now=now
+        )
+    assert paused > 300
+
+
+@pytest.mark.parametrize(
+    ("forward_s", "host_s", "stood", "shortened"),
+    [(0.0045, 0.003, 4, False), (0.0045, 0.003, 1, False), (0.02, 0.0, 1, True)],
+)
+def test_drafts_are_shortened_for_forwards_that_cost_not_for_what_the_host_takes(
+    forward_s: float, host_s: float, stood: int, shortened: bool
+) -> None:
+    policy = Policy(automatic=True, ceiling_s=0.04)
+    session = _session(policy)
+    draft = trim(make_tree([1, 2, 3, 4]), None, 4)
+    tokens, now = tuple(range(stood + 1)), 0.0
+    for count in range(120):
+        policy.begin_round(1, now)
+        if count % 4:
+            now += forward_s + host_s
+            row = _row(session, tokens, VerifyRow(session=session, draft=draft))
+            policy.observe_round(
+                [row], seconds=forward_s + host_s, forward_s=forward_s, prompts=False, now=now
+            )
+        else:
+            now += 0.004
+            plain = [_row(session)]
+            policy.observe_round(plain, seconds=0.004, forward_s=0.004, prompts=False, now=now)
+    assert (policy.limit(session) < 4) is shortened
+
+
+def test_a_round_of_64_sessions_is_observed_in_no_time() -> None:
+    policy = Policy(automatic=True, ceiling_s=0.04)
+    rows = [_row(_session(policy)) for _ in range(64)]
+    took = []
+    for count in range(200):
+        policy.begin_round(64, 0.01 * count)
+        began = time.perf_counter()
+        policy.observe_round(
+            rows, seconds=0.01, forward_s=0.01, prompts=False, now=0.01 * count + 0.01
+        )
+        took.append(time.perf_counter() - began)
+    # A hundred microseconds on a machine that has nothing else to do.
+    assert sorted(took)[len(took) // 2] < 0.0005
+
+
+def test_a_fixed_planner_carries_plans_out() -> None:
+    policy = Policy(automatic=False, ceiling_s=0.04)
+    session = _session(policy)
+    for _ in range(50):
+        _round(policy, session)
+        assert not policy.pauses(session)
+    assert policy.patience(session) == LONG.patience_ms / 1000.0
+    assert policy.planned(session) == 0
+
+
+def _session(policy: Policy, temperature: float = 0.0) -> Session:
+    pool = KVPool(
+        num_layers=1, num_kv_heads=1, head_dim=2, num_blocks=4, block_tokens=16, dtype=torch.float32
+    )
+    spec = make_spec(plan=LONG, sampling=SamplingParams(temperature=temperature))
+    session = Session.create(spec, ticket=1, kv=pool.allocate(20), now=0.0, keeps_features=False)
+    session.link_id = 1
+    policy.follow(session)
+    return session
+
+
+def _row(
+    session: Session, tokens: tuple[int, ...] = (1,), verified: VerifyRow | None = None
+) -> Settled:
+    nodes = tuple(range(len(tokens) - 1))
+    result = RowOutcome(
+        acceptance=replace(STOOD, accepted_nodes=nodes, tokens=tokens), features=None
+    )
+    return Settled(session, result, tokens, None, verified or VerifyRow(session=session))
+
+
+def _round(policy: Policy, session: Session) -> None:
+    policy.observe_round([_row(session)], seconds=0.001, forward_s=0.001, prompts=False, now=1.0)
