@@ -25,7 +25,7 @@ from outrider.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.spec.plan import DraftMethod
 from outrider.wire.inference import ServerInfo
 
-START_S = 180.0
+START_S = 600.0
 """Longest wait for a process to load its model and serve."""
 CPU, CUDA = DEVICES = ("cpu", "cuda")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")

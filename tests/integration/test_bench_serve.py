@@ -38,6 +38,7 @@ def test_the_file_has_every_cell_with_every_figure(
         "requests": 4,
         "waves": 2,
         "clients": 2,
+        "planner": "fixed",
         "device": "cpu",
         "threads": 1,
         "out": out,
