@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=at_least(0), default=50050, help="of the router; default: 50050")
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
     add_placing_arguments(parser)
+    add("--planner", choices=("automatic", "fixed"), help="whether plans follow measurements")
     add("--draft-topk", type=at_least(1), metavar="K", help="children that head tries of a node")
     add("--kv-tokens", type=at_least(1), metavar="N", help="KV budget of the verifier")
     add("--max-sessions", type=at_least(1), metavar="N", help="sessions served at once")
@@ -81,6 +82,7 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         kv_tokens=args.kv_tokens,
         max_sessions=args.max_sessions,
         queue_limit=args.queue_limit,
+        planner=args.planner,
         threads=args.threads,
         metrics_port=args.metrics_port,
         inherit_logs=True,
@@ -139,6 +141,7 @@ def ray_args(config: LocalConfig) -> list[str]:
         "placement": config.placement,
         "draft-length": config.draft_length,
         "draft-topk": config.draft_topk,
+        "planner": config.planner,
         "simulated-acceptance": config.simulated_acceptance or None,
         "gpus-per-actor": 1 if config.device == CUDA else None,
         "listen": config.listen,

@@ -58,7 +58,9 @@ class Launcher(Process):
 def launcher(
     tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Launcher]:
+    # The drafts of a random head never pay: they are to be made all the same.
     arguments = ["--model", str(tiny_target), "--head", str(tiny_head), "--threads", "1"]
+    arguments += ["--planner", "fixed"]
     process = Launcher(tmp_path_factory.mktemp("ray"), *arguments, "--metrics-port", "0")
     try:
         process.start().wait_ready()

@@ -41,6 +41,7 @@ def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
     add("--placement", metavar="WHERE", help="of the head: separate, colocated or fused")
     add("--draft-length", type=int, metavar="K", help="of a head in the verifier")
     add("--draft-topk", type=int, metavar="K", help="children it tries of a node")
+    add("--planner", help="automatic (default) or fixed: who decides whether drafts pay")
     add(
         "--no-cuda-graphs",
         dest="cuda_graphs",

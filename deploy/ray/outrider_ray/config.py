@@ -39,8 +39,11 @@ class LaunchConfig:
     placement: str = SEPARATE
     """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
     draft_length: int | None = None
-    draft_topk: int | None = None
     """Draft tokens a round of a head in the verifier; None takes its default."""
+    draft_topk: int | None = None
+    """Children that such a head tries of a node; None takes its default."""
+    planner: str | None = None
+    """Who decides whether drafts pay, automatic or fixed; None takes the verifier's default."""
     cuda_graphs: bool = True
     """Whether GPUs replay rounds from CUDA graphs."""
     simulated_acceptance: str = ""
@@ -141,6 +144,7 @@ def verifier_config(config: LaunchConfig) -> VerifierConfig:
             "placement": config.placement,
             "draft_length": config.draft_length,
             "draft_topk": config.draft_topk,
+            "planner": config.planner,
             "cuda_graphs": config.cuda_graphs,
             "simulated_acceptance": config.simulated_acceptance,
             "threads": config.actor_threads,
