@@ -325,7 +325,8 @@ class RoundProgram:
             tokens=tokens,
             features=own,
             counts=pieces.ends,
-            starts=pieces.next_positions() - 1,
+            # An absent piece has no token at all.
+            starts=(pieces.next_positions() - 1).clamp(min=0),
         )
         if rows is None:
             return added

@@ -196,6 +196,21 @@ async def test_prompts_of_many_pieces_give_the_hosts_text(
     assert (sum(accepted[0]) > 0) == bool(head)
 
 
+@pytest.mark.parametrize("placement", ["colocated", "fused"])
+async def test_a_bucket_of_pieces_that_is_not_full_harms_nothing(
+    placement: str,
+    tiny_target: Path,
+    tiny_head: Path,
+    texts: dict[str, list[list[int]]],
+) -> None:
+    async with serving(
+        tiny_target, tiny_head, placement=placement, prefill_tokens_per_round=1024
+    ) as service:
+        # Three prompts at once: three pieces in a bucket of four, in some round.
+        results = await run_all(service, OWN, SAMPLINGS["greedy"])
+    assert [tokens for tokens, _ in results] == texts["greedy"]
+
+
 async def told_features(
     target_dir: Path, head_dir: Path, known: list[list[int]], plan: Plan, **options: Any
 ) -> dict[str, list[WireTensor]]:
