@@ -208,10 +208,6 @@ class KVSequence:
             raise ValueError(f"{count} slots after {self._len} of {self.capacity}")
         self._len, self._pending = self._len + count, 0
 
-    def keep_written(self, rows: Sequence[int]) -> None:
-        """As `commit`, for rows that a device wrote without `begin`."""
-        self._keep(self._len, rows)
-
     def retain(self, start: int, rows: Sequence[int]) -> None:
         """Keep committed slots below `start`, then `start + row` for each row (ascending),
         compacted; drop all others. For a tree whose levels were committed one by one."""

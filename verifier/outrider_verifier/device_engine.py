@@ -74,23 +74,20 @@ class DeviceRoundEngine:
 
     def __init__(
         self,
-        target: TargetModel,
         slots: SessionSlots,
         rounds: DeviceRounds,
         *,
-        projection: FeatureProjection | None,
+        device: torch.device,
         own_head: OwnHead | None,
         feature_dtype: TensorDtype,
-        prompt_stretch: float = 2.0,
+        prompt_stretch: float,
     ) -> None:
-        self._target = target
         self._slots = slots
         self.rounds = rounds
-        self._projection = projection
         self._own_head = own_head
         self._feature_dtype = feature_dtype
         self._wire_dtype = wire_array(torch.empty(0), feature_dtype).dtype
-        self._device = target.device
+        self._device = device
         self._warps = [slots.warp] if own_head is None else [slots.warp, own_head.warp]
         self._seats: dict[int, Seat] = {}
         """By the session's ticket."""
@@ -143,10 +140,9 @@ class DeviceRoundEngine:
         )
         bfloat16 = config.dtype == "bfloat16"
         return cls(
-            target,
             slots,
             rounds,
-            projection=projection,
+            device=target.device,
             own_head=own_head,
             feature_dtype=TensorDtype.BFLOAT16 if bfloat16 else TensorDtype.FLOAT32,
             prompt_stretch=config.prompt_stretch,

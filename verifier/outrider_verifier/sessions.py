@@ -128,11 +128,6 @@ class Session:
         return self.spec.max_new_tokens - self.emitted
 
     @property
-    def total_emitted(self) -> int:
-        """Tokens emitted since the prompt, former incarnations included."""
-        return self.length - self.spec.prompt_len
-
-    @property
     def stops_from(self) -> int:
         """The first position at which a stop token may be emitted."""
         return self.spec.prompt_len + self.spec.min_new_tokens

@@ -20,6 +20,7 @@ from outrider.engine.device.shapes import (
     Judge,
     RoundShape,
     bucket,
+    up_to,
 )
 
 
@@ -81,7 +82,7 @@ class ShapeFamily:
         )
 
     def shapes(self) -> Iterator[RoundShape]:
-        """All shapes, the cheapest first within each kind; no two are equal."""
+        """All shapes; no two are equal."""
         seen: set[RoundShape] = set()
         for shape in self._every():
             if shape not in seen:
@@ -94,7 +95,7 @@ class ShapeFamily:
                 for rows in self._row_sizes(drafts, nodes):
                     yield self._fit(rows, nodes, drafts, judge, False, 0)
                     yield self._fit(rows, nodes, drafts, judge, True, 0)
-                    for pieces in _up_to(PIECE_BUCKETS, MOST_MIXED_PIECES):
+                    for pieces in up_to(PIECE_BUCKETS, MOST_MIXED_PIECES):
                         yield self._fit(rows, nodes, drafts, judge, False, pieces)
                 for pieces in PIECE_BUCKETS:
                     yield self._fit(0, nodes, drafts, judge, False, pieces)
@@ -105,9 +106,9 @@ class ShapeFamily:
         if self._own_nodes:
             yield Drafts.OWN, self._own_nodes
         if self._max_nodes > 1:
-            for nodes in _up_to(CHAIN_BUCKETS, min(self._max_nodes, CHAIN_BUCKETS[-1])):
+            for nodes in up_to(CHAIN_BUCKETS, min(self._max_nodes, CHAIN_BUCKETS[-1])):
                 yield Drafts.CHAIN, nodes
-            for nodes in _up_to(TREE_BUCKETS, self._max_nodes):
+            for nodes in up_to(TREE_BUCKETS, self._max_nodes):
                 yield Drafts.TREE, nodes
 
     def _drafted(self, drafts: Drafts, nodes: int, *, mixed: bool) -> tuple[Drafts, int]:
@@ -124,10 +125,4 @@ class ShapeFamily:
 
     def _row_sizes(self, drafts: Drafts = Drafts.NONE, nodes: int = 1) -> tuple[int, ...]:
         most = self.most_rows(nodes) if drafts is Drafts.TREE else self._max_rows
-        return _up_to(ROW_BUCKETS, most)
-
-
-def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """The buckets that up to `most` run in."""
-    smaller = [size for size in sizes if size < most]
-    return (*smaller, bucket(most, sizes))
+        return up_to(ROW_BUCKETS, most)

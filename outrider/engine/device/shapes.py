@@ -89,12 +89,7 @@ def bucket(value: int, sizes: tuple[int, ...]) -> int:
     return sizes[place] if place < len(sizes) else value
 
 
-def row_buckets(max_rows: int, sizes: tuple[int, ...] = ROW_BUCKETS) -> tuple[int, ...]:
-    """The row buckets that rounds of up to `max_rows` sessions run in."""
-    smaller = [size for size in sizes if size < max_rows]
-    return (*smaller, bucket(max_rows, sizes))
-
-
-def num_pieces(tokens: int) -> int:
-    """Pieces that so many consecutive prompt tokens of a session take."""
-    return -(-tokens // PIECE_TOKENS)
+def up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """The buckets that everything up to `most` runs in."""
+    smaller = [size for size in sizes if size < most]
+    return (*smaller, bucket(most, sizes))
