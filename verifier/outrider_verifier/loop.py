@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +17,11 @@ from collections.abc import Callable
 import torch
 
 from outrider.errors import InternalError, OutriderError
-from outrider_verifier.commands import Command, Stop
+from outrider.transport.letterbox import Letterbox
+from outrider_verifier.commands import Attached, Command, Detached, Stop
 from outrider_verifier.core import Core
-from outrider_verifier.effects import Answer, Effect
+from outrider_verifier.effects import Answer, Effect, Tell, told_by_link
+from outrider_verifier.lanes import Lanes
 from outrider_verifier.rounds import Rounds, device_lost_error
 from outrider_verifier.schedule import RoundPlan
 
@@ -37,6 +38,7 @@ class EngineLoop:
         core: Core,
         rounds: Rounds,
         outbox: list[Effect],
+        lanes: Lanes,
         *,
         loop: asyncio.AbstractEventLoop,
         dispatch: Dispatch,
@@ -47,11 +49,12 @@ class EngineLoop:
         self._core = core
         self._rounds = rounds
         self._outbox = outbox
+        self._lanes = lanes
         self._loop = loop
         self._dispatch = dispatch
         self._on_lost = on_lost
         rounds.flush = self._flush
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands: Letterbox[Command] = Letterbox()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
@@ -66,7 +69,7 @@ class EngineLoop:
     @property
     def backlog(self) -> int:
         """Commands that the thread has not taken yet; any thread."""
-        return self._commands.qsize()
+        return len(self._commands)
 
     def stop(self, timeout_s: float) -> None:
         """Fail all sessions and end the thread; waits for the rounds in flight."""
@@ -75,7 +78,7 @@ class EngineLoop:
 
     def left_over(self) -> list[Command]:
         """Commands that the thread will never take; to be asked once it has ended."""
-        return [self._commands.get_nowait() for _ in range(self._commands.qsize())]
+        return self._commands.take()
 
     def _run(self) -> None:
         # Entered once for all: without it every copy passes through autograd.
@@ -106,6 +109,7 @@ class EngineLoop:
             self._flush()
         # Nothing may be left running on a device when the thread is gone.
         self._rounds.settle()
+        self._lanes.close()
         if self._rounds.device_lost:
             self._drop_all(device_lost_error())
         self._flush()
@@ -114,22 +118,29 @@ class EngineLoop:
                 self._loop.call_soon_threadsafe(self._on_lost)
 
     def _take_commands(self, wait_until: float | None, *, block: bool) -> None:
-        """Handle every queued command; if `block`, wait for one until `wait_until`."""
-        try:
-            if block:
-                timeout = None if wait_until is None else max(0.0, wait_until - time.monotonic())
-                command = self._commands.get(timeout=timeout)
-            else:
-                command = self._commands.get_nowait()
-        except queue.Empty:
-            return
-        self._guarded_handle(command)
-        # Nobody else takes commands, so one that is there stays.
-        while not self._commands.empty():
-            self._guarded_handle(self._commands.get_nowait())
+        """Handle every command that is there; if `block`, wait for one until `wait_until`."""
+        timeout: float | None = 0.0
+        if block:
+            timeout = None if wait_until is None else max(0.0, wait_until - time.monotonic())
+        lanes = self._lanes
+        readers = lanes.readers
+        ready: set[int] = set()
+        if block or readers:
+            ready = self._commands.wait(timeout, readers, lanes.writers)
+            lanes.flush()
+        for command in self._commands.take():
+            self._guarded_handle(command)
+        for command in lanes.receive(ready):
+            self._guarded_handle(command)
 
     def _guarded_handle(self, command: Command) -> None:
-        self._stopping = self._stopping or isinstance(command, Stop)
+        match command:
+            case Stop():
+                self._stopping = True
+            case Attached(link=link, lane=lane) if lane is not None:
+                self._lanes.attach(link.link_id, lane)
+            case Detached(link_id=link_id):
+                self._lanes.detach(link_id)
         told = len(self._outbox)
         try:
             self._core.handle(command, time.monotonic())
@@ -168,14 +179,26 @@ class EngineLoop:
                 session.ended = True
             self._core.sessions.clear()
 
-    def _flush(self) -> None:
+    def _flush(self) -> bool:
+        """Hand over what was posted; whether the asyncio thread has a part in it."""
         if not self._outbox:
-            return
+            return False
         self._core.seal()
-        effects = self._outbox.copy()
+        effects = self._by_lane(self._outbox)
         self._outbox.clear()
+        if not effects:
+            return False
         try:
             self._loop.call_soon_threadsafe(self._dispatch, effects)
         except RuntimeError:
             # The asyncio loop is closed: nobody is left to tell, and no command will come.
             self._stopping = True
+        return True
+
+    def _by_lane(self, effects: list[Effect]) -> list[Effect]:
+        """Tell the drafters that have lanes; returns the other effects."""
+        lanes = self._lanes
+        mine = [e for e in effects if isinstance(e, Tell) and lanes.carries(e.link_id)]
+        for link_id, messages in told_by_link(mine).items():
+            lanes.tell(link_id, messages)
+        return [e for e in effects if not (isinstance(e, Tell) and lanes.carries(e.link_id))]

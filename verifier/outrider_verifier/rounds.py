@@ -83,8 +83,9 @@ class Rounds:
         """When the last round's outcome was there, on the clock of `plan`."""
         self._told: list[Told] = []
         """Of the round that is being settled: what drafters are to hear."""
-        self.flush: Callable[[], None] = lambda: None
-        """Called when the verdicts of a round are posted, before anything that can follow them."""
+        self.flush: Callable[[], bool] = lambda: False
+        """Called when the verdicts of a round are posted, before anything that can follow them;
+        whether another thread has them now."""
         self.device_lost = False
         """Whether the device was found not to work after a failure; no round can follow."""
 
@@ -151,8 +152,7 @@ class Rounds:
             told, self._told = self._told, []
             self._core.tell_round(told)
             settled = [row for row in rows if row is not None]
-            self.flush()
-            if settled and all(map(_awaits_a_draft, settled)):
+            if self.flush() and settled and all(map(_awaits_a_draft, settled)):
                 time.sleep(GIVE_WAY_S)
             emitted = sum(map(self._follow_up, settled))
             total_s = self._report(flying, outcome, emitted)

@@ -8,18 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("hello", "proposals", "heartbeat", "sessions_lost", "bundle")
+    __slots__ = ("hello", "proposals", "heartbeat", "sessions_lost", "lane_answer", "bundle")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_LOST_FIELD_NUMBER: _ClassVar[int]
+    LANE_ANSWER_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     proposals: Proposals
     heartbeat: _common_pb2.Heartbeat
     sessions_lost: SessionsLost
+    lane_answer: LaneAnswer
     bundle: _containers.RepeatedCompositeFieldContainer[ExchangeRequest]
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., sessions_lost: _Optional[_Union[SessionsLost, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeRequest, _Mapping]]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., sessions_lost: _Optional[_Union[SessionsLost, _Mapping]] = ..., lane_answer: _Optional[_Union[LaneAnswer, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeRequest, _Mapping]]] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
     __slots__ = ("welcome", "session_start", "verdicts", "plan_change", "session_end", "heartbeat", "bundle")
@@ -40,7 +42,7 @@ class ExchangeResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., session_start: _Optional[_Union[SessionStart, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., plan_change: _Optional[_Union[PlanChange, _Mapping]] = ..., session_end: _Optional[_Union[SessionEnd, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeResponse, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint")
+    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "lanes")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +51,7 @@ class Hello(_message.Message):
     METHODS_FIELD_NUMBER: _ClassVar[int]
     FEATURE_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     FEATURE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     drafter_id: str
     incarnation: str
@@ -57,7 +60,8 @@ class Hello(_message.Message):
     methods: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftMethod]
     feature_layout: _common_pb2.FeatureLayout
     feature_fingerprint: str
-    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ...) -> None: ...
+    lanes: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., lanes: bool = ...) -> None: ...
 
 class Proposals(_message.Message):
     __slots__ = ("handles", "digests", "prefix_lens", "node_counts", "tokens", "parents", "logprobs", "with_law", "law_sizes", "law_ids", "law_counts", "draft_us")
@@ -94,14 +98,30 @@ class SessionsLost(_message.Message):
     def __init__(self, handles: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "verifier_id", "incarnation")
+    __slots__ = ("protocol_version", "verifier_id", "incarnation", "lane")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     verifier_id: str
     incarnation: str
-    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    lane: LaneOffer
+    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., lane: _Optional[_Union[LaneOffer, _Mapping]] = ...) -> None: ...
+
+class LaneOffer(_message.Message):
+    __slots__ = ("name", "token")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    token: bytes
+    def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class LaneAnswer(_message.Message):
+    __slots__ = ("joined",)
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    joined: bool
+    def __init__(self, joined: bool = ...) -> None: ...
 
 class SessionStart(_message.Message):
     __slots__ = ("session_id", "epoch", "plan", "sampling", "max_len", "prompt_len", "handle")
