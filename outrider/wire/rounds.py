@@ -343,6 +343,9 @@ def last_of_each(values: Indices) -> NDArray[np.bool_]:
     result = np.ones(len(values), dtype=np.bool_)
     if len(values) < 2:
         return result
+    ascending = np.sort(values)
+    if (ascending[1:] != ascending[:-1]).all():
+        return result
     order = np.argsort(values, kind="stable")
     result[order[:-1]] = np.diff(values[order]) != 0
     return result
