@@ -252,7 +252,9 @@ class VerifierSide:
         self._outbox.clear()
         self._core.seal()
         return [
-            bytes(message.data) if isinstance(message, Encoded) else encode_verifier_message(message)
+            bytes(message.data)
+            if isinstance(message, Encoded)
+            else encode_verifier_message(message)
             for message in messages
         ]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome
+from outrider_verifier.engine import Decoded, Flight, RoundOutcome, RowOutcome
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.sessions import Session
 
@@ -114,7 +114,7 @@ class FakeRunner:
             verify=list(verify),
             outcome=RoundOutcome(
                 prefill=outcomes[: len(prefill)],
-                verify=outcomes[len(prefill) :],
+                decoded=Decoded.of(outcomes[len(prefill) :]),
                 rows=sum(written),
                 forward_s=0.0,
                 accept_s=0.0,

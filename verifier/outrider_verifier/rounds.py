@@ -30,7 +30,7 @@ from outrider_verifier.schedule import (
     plan_round,
 )
 from outrider_verifier.sessions import Session
-from outrider_verifier.settled import Settled
+from outrider_verifier.settled import Settled, Sheet, is_told
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,6 @@ class Rounds:
         """When the last round was reported, on the clock of `time.perf_counter`."""
         self._idle_since = 0.0
         """When the last round's outcome was there, on the clock of `plan`."""
-        self._told: list[Told] = []
-        """Of the round that is being settled: what drafters are to hear."""
         self.flush: Callable[[], None] = lambda: None
         """Called when the verdicts of a round are posted, before anything that can follow them."""
         self.device_lost = False
@@ -136,24 +134,22 @@ class Rounds:
         flying, self._flying = self._flying, None
         if flying is None or self.device_lost:
             return
-        self._told.clear()
         try:
+            # While the device works.
+            sheet = Sheet.of([row.session for row in flying.verify])
             outcome = self._engine.collect(flying.flight)
             self._idle_since = self._clock()
-            rows = [
-                self._settle_prefill(row, result)
-                for row, result in zip(flying.prefill, outcome.prefill, strict=True)
-            ]
-            rows += [
-                self._settle_verify(row, result)
-                for row, result in zip(flying.verify, outcome.verify, strict=True)
-            ]
-            told, self._told = self._told, []
-            self._core.tell_round(told)
-            settled = [row for row in rows if row is not None]
+            prompts = self._settle_prompts(flying.prefill, outcome.prefill)
+            self._core.tell_round(self._with_prompts(prompts, sheet.verdicts(outcome.decoded)))
             self.flush()
-            if settled and all(map(_awaits_a_draft, settled)):
+            if _await_drafts(flying):
                 time.sleep(GIVE_WAY_S)
+            rows = zip(flying.verify, outcome.decoded.rows(), strict=True)
+            settled = prompts + [
+                self._commit(row.session, result, row)
+                for row, result in rows
+                if not row.session.ended
+            ]
             emitted = sum(map(self._follow_up, settled))
             total_s = self._report(flying, outcome, emitted)
             self._core.policy.observe_round(
@@ -235,34 +231,41 @@ class Rounds:
         draft = trim(proposal.tree, proposal.law, session.max_draft_depth)
         return VerifyRow(session=session, proposal=proposal, draft=draft)
 
-    def _settle_prefill(self, row: PrefillRow, result: RowOutcome) -> Settled | None:
-        """Commit the first token if the prompt is complete, tell the drafter."""
-        session = row.session
-        self._core.counters["prefill_tokens"] += row.num_tokens
-        if session.ended:
-            return None
-        if not row.last:
-            self._tell(session, result)
-            return Settled(session, result)
-        return self._commit(session, result)
-
-    def _settle_verify(self, row: VerifyRow, result: RowOutcome) -> Settled | None:
-        """Commit what stands, tell the drafter."""
-        return None if row.session.ended else self._commit(row.session, result, row)
+    def _settle_prompts(
+        self, rows: Sequence[PrefillRow], results: Sequence[RowOutcome]
+    ) -> list[Settled]:
+        """Commit the first tokens of the prompts that are complete."""
+        settled: list[Settled] = []
+        for row, result in zip(rows, results, strict=True):
+            self._core.counters["prefill_tokens"] += row.num_tokens
+            if not row.session.ended:
+                found = self._commit(row.session, result) if row.last else None
+                settled.append(found or Settled(row.session, result))
+        return settled
 
     def _commit(
         self, session: Session, result: RowOutcome, row: VerifyRow | None = None
     ) -> Settled:
+        """Commit what stands; nobody is told."""
         assert result.acceptance is not None
         tokens, reason = cut_emission(
             result.acceptance.tokens, stop_ids=session.stop_ids, remaining=session.remaining
         )
         missed = row is not None and row.proposal is None and session.draft_wanted
-        session.append(tokens, self._clock())
+        session.append(tokens, self._idle_since)
         session.round_id += int(row is not None)
-        if reason is None:
-            self._tell(session, result)
         return Settled(session, result, tokens, reason, row, missed)
+
+    @staticmethod
+    def _with_prompts(prompts: Sequence[Settled], told: Told) -> Told:
+        """What drafters hear of prompts too, which are settled already."""
+        rows = [row for row in prompts if row.reason is None and is_told(row.session)]
+        if not rows:
+            return told
+        prompted = Told.present(
+            [row.session for row in rows], [row.result.features for row in rows]
+        )
+        return prompted.with_(told)
 
     def _follow_up(self, settled: Settled) -> int:
         """Keep the features, count, emit; finish the session if that was its end."""
@@ -277,10 +280,6 @@ class Rounds:
         if self._core.store is not None and result.features is not None:
             self._core.store.append(session.session_id, result.features)
         return len(tokens)
-
-    def _tell(self, session: Session, result: RowOutcome) -> None:
-        if session.spec.drafter_id is not None and not session.paused:
-            self._told.append(Told(session, result.features))
 
     def _finish(self, session: Session) -> None:
         self._core.counters["finished"] += 1
@@ -352,5 +351,7 @@ class Rounds:
         return total_s
 
 
-def _awaits_a_draft(row: Settled) -> bool:
-    return row.session.link_id is not None and not row.session.paused
+def _await_drafts(flying: _InFlight) -> bool:
+    """Whether no session of the round can go on without a draft."""
+    sessions = [session for session in flying.sessions if not session.ended]
+    return bool(sessions) and all(s.link_id is not None and not s.paused for s in sessions)

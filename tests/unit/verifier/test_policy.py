@@ -325,7 +325,7 @@ def _row(
 ) -> Settled:
     nodes = tuple(range(len(tokens) - 1))
     result = RowOutcome(
-        acceptance=replace(STOOD, accepted_nodes=nodes, tokens=tokens), features=None
+        acceptance=STOOD._replace(accepted_nodes=nodes, tokens=tokens), features=None
     )
     return Settled(session, result, tokens, None, verified or VerifyRow(session=session))
 
