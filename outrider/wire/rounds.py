@@ -230,6 +230,8 @@ class Proposals:
 
     def only(self, chosen: Indices) -> Proposals:
         """The entries at `chosen`, in that order."""
+        if len(chosen) == len(self) and bool((chosen == np.arange(len(self))).all()):
+            return self
         if self.laws is not None:
             return Proposals.of([self.entry(index) for index in chosen.tolist()])
         counts = self.node_counts[chosen]

@@ -98,7 +98,7 @@ class FakeRunner:
         if self.before_submit is not None:
             self.before_submit(verify)
         if self.in_flight:
-            assert all(row.proposal is None for row in verify)
+            assert all(row.held is None for row in verify)
         written: list[int] = []
         outcomes: list[RowOutcome] = []
         for chunk in prefill:

@@ -46,7 +46,6 @@ from outrider_verifier.device_groups import (
     Seat,
     add_prompts,
     group_rows,
-    row_input,
 )
 from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, wire_array
 from outrider_verifier.judged import Judged, decoded
@@ -268,7 +267,7 @@ class DeviceRoundEngine:
         submitted = time.perf_counter()
         for group in groups:
             group.launched = self.rounds.launch(
-                [row_input(row, seat) for row, seat in zip(group.rows, group.seats, strict=True)],
+                group.inputs,
                 drafts=group.drafts,
                 judge=group.judge,
                 features=group.keeps_features,
