@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.spec.flat_trees import chain_parents
 from outrider.spec.mixing import MASK64
 from outrider.wire.bundles import Encoded, fields, varint
 from outrider.wire.checks import fail, number
@@ -31,7 +32,6 @@ from outrider.wire.rounds import (
     Proposals,
     TensorDtype,
     Verdicts,
-    parts,
 )
 from outrider.wire.tensors import DTYPES_FROM_PB, DTYPES_TO_PB, NUMPY_DTYPES
 from outrider.wire.v1 import exchange_pb2 as pb
@@ -50,8 +50,8 @@ class _Field(NamedTuple):
     """A field that is present."""
 
     number: int
-    content: int | tuple[Buffer, ...]
-    """A varint, or the pieces of a length-delimited value."""
+    content: int | bytes | tuple[Buffer, ...]
+    """A varint, or a length-delimited value or its pieces."""
 
 
 def encode_verdicts(verdicts: Verdicts) -> bytes:
@@ -82,8 +82,7 @@ def encode_verdicts(verdicts: Verdicts) -> bytes:
 
 def encode_proposals(proposals: Proposals) -> bytes:
     """An ExchangeRequest with these proposals; chains, and scores of 0, need no arrays."""
-    _, places = parts(proposals.node_counts)
-    chains = bool((proposals.parents == places - 1).all())
+    chains = bool((proposals.parents == chain_parents(proposals.node_counts)).all())
     written = [
         _array(pb.Proposals.HANDLES_FIELD_NUMBER, proposals.handles, _UINT32),
         _array(pb.Proposals.DIGESTS_FIELD_NUMBER, proposals.digests, _UINT64),
@@ -193,7 +192,7 @@ _Contents = Mapping[int, int | memoryview]
 def _parents(content: _Contents, node_counts: Indices, nodes: int) -> NDArray[np.int32]:
     parents = _read(content, pb.Proposals.PARENTS_FIELD_NUMBER, _INT32, "parents")
     if not len(parents):
-        return (parts(node_counts)[1] - 1).astype(np.int32)
+        return chain_parents(node_counts)
     return cast("NDArray[np.int32]", _sized(parents, nodes, "parents").copy())
 
 
@@ -276,13 +275,16 @@ def _contents(data: memoryview) -> _Contents:
 
 
 def _array(field: int, values: NDArray[np.generic], dtype: np.dtype[np.generic]) -> _Field:
-    return _Field(field, (_raw(values.astype(dtype, copy=False)),))
+    return _Field(field, values.astype(dtype, copy=False).tobytes())
 
 
-def _raw(values: NDArray[np.generic]) -> memoryview:
+def _raw(values: NDArray[np.generic]) -> Buffer:
+    """The bytes of an array, where they lie."""
     # An empty array has no bytes to cast.
-    flat: Any = np.ascontiguousarray(values).reshape(-1)
-    return memoryview(flat.view(np.uint8)) if flat.size else memoryview(b"")
+    if not values.size:
+        return b""
+    held: Any = values if values.flags.c_contiguous else values.copy()
+    return memoryview(held).cast("B")
 
 
 def _message(field: int, written: Iterable[_Field]) -> bytes:
@@ -293,10 +295,14 @@ def _message(field: int, written: Iterable[_Field]) -> bytes:
             if content:
                 chunks += (varint(name << 3), varint(content))
             continue
-        size = sum(len(piece) for piece in content)
+        if isinstance(content, bytes):
+            if content:
+                chunks += (varint(name << 3 | 2), varint(len(content)), content)
+            continue
+        size = sum(map(len, content))
         if size:
             chunks += (varint(name << 3 | 2), varint(size), *content)
-    size = sum(len(chunk) for chunk in chunks)
+    size = sum(map(len, chunks))
     if size > MAX_MESSAGE_BYTES:
         fail(f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
     return b"".join((varint(field << 3 | 2), varint(size), *chunks))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome
+from outrider_verifier.engine import Decoded, Flight, RoundOutcome, RowOutcome
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.sessions import Session
 
@@ -98,7 +98,7 @@ class FakeRunner:
         if self.before_submit is not None:
             self.before_submit(verify)
         if self.in_flight:
-            assert all(row.proposal is None for row in verify)
+            assert all(row.held is None for row in verify)
         written: list[int] = []
         outcomes: list[RowOutcome] = []
         for chunk in prefill:
@@ -114,7 +114,7 @@ class FakeRunner:
             verify=list(verify),
             outcome=RoundOutcome(
                 prefill=outcomes[: len(prefill)],
-                verify=outcomes[len(prefill) :],
+                decoded=Decoded.of(outcomes[len(prefill) :]),
                 rows=sum(written),
                 forward_s=0.0,
                 accept_s=0.0,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from typing import assert_never
 
 import numpy as np
@@ -353,7 +352,7 @@ class Core:
     def follow_alone(self, session: Session) -> None:
         """Take in what a paused session committed; no drafter is told."""
         if session.spec.drafter_id is not None:
-            self.handover.advance([Told(session, None)])
+            self.handover.advance(Told.present([session], [None]))
 
     # ---- what rounds and commands share --------------------------------------------------------
 
@@ -390,10 +389,10 @@ class Core:
         """What was posted is about to be handed over: no event may join it any more."""
         self._emits = None
 
-    def tell_round(self, rows: Sequence[Told]) -> None:
+    def tell_round(self, told: Told) -> None:
         """Say to each drafter what a round committed of its sessions. Encoded here and now: so the
         features may lie in memory that the next round writes to."""
-        for link_id, verdicts in self.handover.advance(rows):
+        for link_id, verdicts in self.handover.advance(told):
             self.post(Tell(link_id, Encoded(encode_verifier_message(verdicts))))
 
     def tell(self, session: Session, message: VerifierMessage) -> None:

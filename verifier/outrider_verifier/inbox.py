@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +38,19 @@ class Offer(StrEnum):
 def expected_accepted_len(proposal: Proposal) -> float:
     """Sum of the path probabilities: the draft tokens that the drafter expects to stand."""
     return sum(map(math.exp, proposal.tree.logprobs.tolist()))
+
+
+class Held(NamedTuple):
+    """A proposal where it lies."""
+
+    proposals: Proposals
+    entry: int
+    nodes: int
+
+    @property
+    def proposal(self) -> Proposal:
+        """The proposal alone."""
+        return self.proposals.entry(self.entry)
 
 
 class Inbox:
@@ -109,20 +124,24 @@ class Inbox:
             results[decide(proposal)] += 1
         return current, results
 
-    def peek(self, handle: int) -> int | None:
-        """Nodes of the draft that `take` would return; None if there is none."""
-        nodes = int(self._nodes[handle])
-        return None if nodes < 0 else nodes
+    def nodes(self, handles: Sequence[int]) -> list[int]:
+        """Nodes of the drafts that `take` would return; -1 where there is none."""
+        found: list[int] = self._nodes[_places(handles)].tolist()
+        return found
 
-    def take(self, handle: int) -> Proposal | None:
-        """Remove and return the proposal for the session's current prefix, if there is one."""
-        if self._nodes[handle] < 0:
-            return None
-        held: Proposals = self._held[handle]
-        proposal = held.entry(int(self._entries[handle]))
-        self._nodes[handle] = -1
-        self._held[handle] = None
-        return proposal
+    def take(self, handles: Sequence[int]) -> list[Held]:
+        """Remove and return the proposals for these sessions' current prefixes; all must have
+        one."""
+        places = _places(handles)
+        found = zip(
+            self._held[places].tolist(),
+            self._entries[places].tolist(),
+            self._nodes[places].tolist(),
+            strict=True,
+        )
+        self._nodes[places] = -1
+        self._held[places] = None
+        return [Held(*each) for each in found]
 
     def drop(self, handle: int) -> None:
         """Forget everything of a session."""
@@ -187,6 +206,10 @@ class Inbox:
         del held[digest], self._order[handle, digest]
         if not held:
             del self._later[handle]
+
+
+def _places(handles: Sequence[int]) -> NDArray[np.int64]:
+    return np.array(handles, dtype=np.int64)
 
 
 def _better(offered: Proposal, held: Proposal) -> bool:

@@ -18,6 +18,7 @@ from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
 from outrider_verifier.engine import Flight, RoundOutcome, RoundRunner, RowOutcome
 from outrider_verifier.handover import Told
+from outrider_verifier.inbox import Held
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.planning import turn
 from outrider_verifier.rows import cut_emission, trim
@@ -30,7 +31,7 @@ from outrider_verifier.schedule import (
     plan_round,
 )
 from outrider_verifier.sessions import Session
-from outrider_verifier.settled import Settled
+from outrider_verifier.settled import Settled, Sheet, is_told
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +82,6 @@ class Rounds:
         """When the last round was reported, on the clock of `time.perf_counter`."""
         self._idle_since = 0.0
         """When the last round's outcome was there, on the clock of `plan`."""
-        self._told: list[Told] = []
-        """Of the round that is being settled: what drafters are to hear."""
         self.flush: Callable[[], bool] = lambda: False
         """Called when the verdicts of a round are posted, before anything that can follow them;
         whether another thread has them now."""
@@ -101,7 +100,9 @@ class Rounds:
     def plan(self, now: float) -> RoundPlan:
         """What to do now; while a round is in flight, an empty plan means to settle it."""
         turn(self._core, now, flying=self._flying is not None)
-        rows = [self._row_state(session) for session in self._core.sessions.values()]
+        sessions = list(self._core.sessions.values())
+        held = self._core.inbox.nodes([session.handle for session in sessions])
+        rows = list(map(self._row_state, sessions, held))
         if self._flying is not None:
             return plan_ahead(rows, self._flying.plan, self._limits)
         return plan_round(rows, now, self._limits, idle_since=self._idle_since)
@@ -137,23 +138,21 @@ class Rounds:
         flying, self._flying = self._flying, None
         if flying is None or self.device_lost:
             return
-        self._told.clear()
         try:
+            # While the device works.
+            sheet = Sheet.of([row.session for row in flying.verify])
             outcome = self._engine.collect(flying.flight)
             self._idle_since = self._clock()
-            rows = [
-                self._settle_prefill(row, result)
-                for row, result in zip(flying.prefill, outcome.prefill, strict=True)
-            ]
-            rows += [
-                self._settle_verify(row, result)
-                for row, result in zip(flying.verify, outcome.verify, strict=True)
-            ]
-            told, self._told = self._told, []
-            self._core.tell_round(told)
-            settled = [row for row in rows if row is not None]
-            if self.flush() and settled and all(map(_awaits_a_draft, settled)):
+            prompts = self._settle_prompts(flying.prefill, outcome.prefill)
+            self._core.tell_round(self._with_prompts(prompts, sheet.verdicts(outcome.decoded)))
+            if self.flush() and _await_drafts(flying):
                 time.sleep(GIVE_WAY_S)
+            rows = zip(flying.verify, outcome.decoded.rows(), strict=True)
+            settled = prompts + [
+                self._commit(row.session, result, row)
+                for row, result in rows
+                if not row.session.ended
+            ]
             emitted = sum(map(self._follow_up, settled))
             total_s = self._report(flying, outcome, emitted)
             self._core.policy.observe_round(
@@ -179,7 +178,7 @@ class Rounds:
             PrefillRow.next_of(self._core.sessions[chunk.session_id], chunk.num_tokens)
             for chunk in plan.prefill
         ]
-        verify = [self._verify_row(row) for row in plan.decode]
+        verify = self._verify_rows(plan.decode)
         flight = self._engine.submit(prefill, verify)
         for row in prefill:
             row.session.prefill_sent = row.end
@@ -192,28 +191,30 @@ class Rounds:
             waited_s=waited_s,
         )
 
-    def _row_state(self, session: Session) -> RowState:
-        nodes = None
-        left = session.prefill_left
-        if left == 0 and session.draft_wanted:
-            nodes = self._core.inbox.peek(session.handle)
+    def _row_state(self, session: Session, held: int) -> RowState:
+        """What the schedule must know of a session; `held`: nodes of its proposal, -1 if there is
+        none."""
+        left, remaining = session.prefill_left, session.remaining
+        # What `draft_wanted` says, with the budget at hand.
+        wanted = session.wishes_drafts and min(remaining - 1, session.draft_limit) > 0
+        nodes = held if held >= 0 and wanted and left == 0 else None
         awaits = nodes is None and session.awaits_proposal
         return RowState(
-            session_id=session.session_id,
+            session_id=session.spec.session_id,
             prefill_left=left,
             nodes=nodes,
-            own_nodes=session.own_depth,
+            own_nodes=session.own_depth if session.own_draft else 0,
             awaits_proposal=awaits,
             since=session.since,
             proposal_at=session.proposal_at,
             patience_s=self._core.policy.patience(session) if awaits else 0.0,
             runs_ahead=self._runs_ahead(session),
-            remaining=session.remaining,
+            remaining=remaining,
         )
 
     def _may_stay_in_flight(self, flying: _InFlight) -> bool:
         # Proposals need the host after their round; so no command can come between.
-        return all(row.session.ended or row.proposal is None for row in flying.verify) and all(
+        return all(row.session.ended or row.held is None for row in flying.verify) and all(
             session.ended or self._runs_ahead(session) for session in flying.sessions
         )
 
@@ -222,47 +223,57 @@ class Rounds:
         alone = session.link_id is None or (session.paused and self._core.policy.pauses(session))
         return self._engine.run_ahead and alone
 
-    def _verify_row(self, row: DecodeRow) -> VerifyRow:
-        session = self._core.sessions[row.session_id]
-        if row.missed:
-            self._core.policy.missed(session)
-            self._core.counters["patience_over"] += 1
-        if not session.draft_wanted:
-            return VerifyRow(session=session, own_depth=session.own_depth)
-        proposal = self._core.inbox.take(session.handle)
-        if proposal is None:
-            return VerifyRow(session=session)
-        draft = trim(proposal.tree, proposal.law, session.max_draft_depth)
-        return VerifyRow(session=session, proposal=proposal, draft=draft)
+    def _verify_rows(self, decode: Sequence[DecodeRow]) -> list[VerifyRow]:
+        """The rows of a plan, with their proposals taken out of the inbox."""
+        sessions = [self._core.sessions[row.session_id] for row in decode]
+        drafted = [s.handle for s, row in zip(sessions, decode, strict=True) if row.drafted]
+        taken = iter(self._core.inbox.take(drafted) if drafted else ())
+        rows: list[VerifyRow] = []
+        for session, row in zip(sessions, decode, strict=True):
+            if row.drafted:
+                rows.append(_drafted_row(session, next(taken)))
+                continue
+            if row.missed:
+                self._core.policy.missed(session)
+                self._core.counters["patience_over"] += 1
+            rows.append(VerifyRow(session, own_depth=session.own_depth))
+        return rows
 
-    def _settle_prefill(self, row: PrefillRow, result: RowOutcome) -> Settled | None:
-        """Commit the first token if the prompt is complete, tell the drafter."""
-        session = row.session
-        self._core.counters["prefill_tokens"] += row.num_tokens
-        if session.ended:
-            return None
-        if not row.last:
-            self._tell(session, result)
-            return Settled(session, result)
-        return self._commit(session, result)
-
-    def _settle_verify(self, row: VerifyRow, result: RowOutcome) -> Settled | None:
-        """Commit what stands, tell the drafter."""
-        return None if row.session.ended else self._commit(row.session, result, row)
+    def _settle_prompts(
+        self, rows: Sequence[PrefillRow], results: Sequence[RowOutcome]
+    ) -> list[Settled]:
+        """Commit the first tokens of the prompts that are complete."""
+        settled: list[Settled] = []
+        for row, result in zip(rows, results, strict=True):
+            self._core.counters["prefill_tokens"] += row.num_tokens
+            if not row.session.ended:
+                found = self._commit(row.session, result) if row.last else None
+                settled.append(found or Settled(row.session, result))
+        return settled
 
     def _commit(
         self, session: Session, result: RowOutcome, row: VerifyRow | None = None
     ) -> Settled:
+        """Commit what stands; nobody is told."""
         assert result.acceptance is not None
         tokens, reason = cut_emission(
             result.acceptance.tokens, stop_ids=session.stop_ids, remaining=session.remaining
         )
-        missed = row is not None and row.proposal is None and session.draft_wanted
-        session.append(tokens, self._clock())
+        missed = row is not None and row.held is None and session.draft_wanted
+        session.append(tokens, self._idle_since)
         session.round_id += int(row is not None)
-        if reason is None:
-            self._tell(session, result)
         return Settled(session, result, tokens, reason, row, missed)
+
+    @staticmethod
+    def _with_prompts(prompts: Sequence[Settled], told: Told) -> Told:
+        """What drafters hear of prompts too, which are settled already."""
+        rows = [row for row in prompts if row.reason is None and is_told(row.session)]
+        if not rows:
+            return told
+        prompted = Told.present(
+            [row.session for row in rows], [row.result.features for row in rows]
+        )
+        return prompted.with_(told)
 
     def _follow_up(self, settled: Settled) -> int:
         """Keep the features, count, emit; finish the session if that was its end."""
@@ -278,10 +289,6 @@ class Rounds:
             self._core.store.append(session.session_id, result.features)
         return len(tokens)
 
-    def _tell(self, session: Session, result: RowOutcome) -> None:
-        if session.spec.drafter_id is not None and not session.paused:
-            self._told.append(Told(session, result.features))
-
     def _finish(self, session: Session) -> None:
         self._core.counters["finished"] += 1
         self._core.free(session)
@@ -289,7 +296,7 @@ class Rounds:
     def _count(self, settled: Settled, row: VerifyRow) -> None:
         session, result, acceptance = settled.session, settled.result, settled.result.acceptance
         assert acceptance is not None
-        proposed = result.drafted if row.draft is None else len(row.draft.tree)
+        proposed = result.drafted if row.held is None else row.nodes
         accepted_len = len(acceptance.accepted_nodes)
         fallback = settled.missed or (row.own_depth > 0 and result.drafted == 0)
         counters = self._core.counters
@@ -297,7 +304,7 @@ class Rounds:
         counters["paused_rounds"] += int(session.paused)
         counters["accepted_tokens"] += accepted_len
         counters["proposed_tokens"] += proposed
-        counters["proposals_used"] += int(row.draft is not None)
+        counters["proposals_used"] += int(row.held is not None)
         session.stats = add_round(
             session.stats,
             proposed=proposed,
@@ -325,8 +332,8 @@ class Rounds:
 
     def _report(self, flying: _InFlight, outcome: RoundOutcome, emitted: int) -> float:
         """Post what the round took; returns its seconds, without waiting."""
-        proposals = [row.proposal for row in flying.verify if row.proposal is not None]
-        drafted_s = max((proposal.draft_us for proposal in proposals), default=0) / 1e6
+        messages = {id(row.held.proposals): row.held.proposals for row in flying.verify if row.held}
+        drafted_s = max((message.draft_us for message in messages.values()), default=0) / 1e6
         now = time.perf_counter()
         # A round that ran ahead began while the one before it was in flight: its share of the
         # time is what passed since that one was settled.
@@ -352,5 +359,17 @@ class Rounds:
         return total_s
 
 
-def _awaits_a_draft(row: Settled) -> bool:
-    return row.session.link_id is not None and not row.session.paused
+def _drafted_row(session: Session, held: Held) -> VerifyRow:
+    """A row with what of a proposal may stand."""
+    most = session.max_draft_depth
+    # No node is deeper than there are nodes.
+    if held.nodes <= most:
+        return VerifyRow(session, held=held)
+    proposal = held.proposal
+    return VerifyRow(session, held=held, draft=trim(proposal.tree, proposal.law, most))
+
+
+def _await_drafts(flying: _InFlight) -> bool:
+    """Whether no session of the round can go on without a draft."""
+    sessions = [session for session in flying.sessions if not session.ended]
+    return bool(sessions) and all(s.link_id is not None and not s.paused for s in sessions)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from outrider.ids import SessionId
 
@@ -60,11 +62,12 @@ class PrefillChunk:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """A session's root, with its proposal if it has one."""
 
     session_id: SessionId
+    drafted: bool = False
+    """Whether there is a usable proposal."""
     missed: bool = False
     """Whether the row goes without a proposal because its patience is over."""
 
@@ -89,11 +92,13 @@ class RoundPlan:
         return not self.prefill and not self.decode
 
 
-@dataclass(slots=True)
-class _Ready:
+class _Ready(NamedTuple):
     at: float
     cost: int
     row: DecodeRow
+
+
+_at = attrgetter("at")
 
 
 def plan_round(
@@ -116,7 +121,7 @@ def plan_round(
             prefilling.append(row)
         elif row.nodes is not None:
             at = max(row.since, row.proposal_at)
-            ready.append(_Ready(at, 1 + row.nodes, DecodeRow(session_id=row.session_id)))
+            ready.append(_Ready(at, 1 + row.nodes, DecodeRow(row.session_id, drafted=True)))
         elif not row.awaits_proposal:
             own = DecodeRow(session_id=row.session_id)
             ready.append(_Ready(row.since, 1 + row.own_nodes, own))
@@ -127,10 +132,11 @@ def plan_round(
             deadlines.append(row.since + row.patience_s)
     if not ready and not prefilling:
         return RoundPlan(wait_until=min(deadlines, default=None))
-    first = min([entry.at for entry in ready] + [row.since for row in prefilling])
-    first = max(first, idle_since)
-    if deadlines and now < first + limits.gather_s:
-        return RoundPlan(wait_until=min(first + limits.gather_s, *deadlines))
+    if deadlines:
+        first = min([entry.at for entry in ready] + [row.since for row in prefilling])
+        first = max(first, idle_since)
+        if now < first + limits.gather_s:
+            return RoundPlan(wait_until=min(first + limits.gather_s, *deadlines))
     return _round(prefilling, ready, limits)
 
 
@@ -163,7 +169,7 @@ def _round(prefilling: list[RowState], ready: list[_Ready], limits: Limits) -> R
         budget = min(budget, beside)
     return RoundPlan(
         prefill=_fill(sorted(prefilling, key=lambda row: row.since), budget, limits.piece_tokens),
-        decode=_fit(sorted(ready, key=lambda entry: entry.at), limits.decode_tokens),
+        decode=_fit(sorted(ready, key=_at), limits.decode_tokens),
     )
 
 

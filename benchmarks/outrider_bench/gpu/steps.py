@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.engine.device.draft import ChainDraft, DraftProgram, NewRows
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.own_head import OwnHead
-from outrider.engine.device.rounds import RowInput
+from outrider.engine.device.round_rows import RoundRows, RowInput
 from outrider.engine.device.shapes import Drafts, Judge
 from outrider.engine.kernels.tree_rank import TreeDraft
 from outrider.engine.kvcache import KVSequence
@@ -129,7 +129,9 @@ class VerifyBench:
                 drafts = Drafts.TREE
 
             def launch() -> None:
-                rounds.launch(inputs, drafts=drafts, judge=Judge.MATCH, features=False)
+                rounds.launch(
+                    RoundRows.of(inputs), drafts=drafts, judge=Judge.MATCH, features=False
+                )
 
             launch()
             launch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from outrider_verifier.device_groups import Seat, drafts_of, group_rows
+from outrider_verifier.device_groups import Seat, group_rows, round_rows
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.rows import Draft
 from outrider_verifier.sessions import Session
@@ -36,7 +36,7 @@ def row(
     draft = None
     if parents is not None:
         draft = Draft(tree=make_tree(range(len(parents)), parents), law=None)
-    return VerifyRow(session=session, draft=draft, own_depth=own_depth)
+    return VerifyRow(session, draft=draft, own_depth=own_depth)
 
 
 def any_number(nodes: int) -> int:
@@ -95,4 +95,5 @@ def test_rows_are_split_by_judge_and_by_whose_drafts_they_verify() -> None:
 def test_one_branch_makes_trees_of_a_groups_drafts(
     forms: list[Sequence[int] | None], drafts: Drafts
 ) -> None:
-    assert drafts_of([row(parents=form) for form in forms]) is drafts
+    rows = [row(parents=form) for form in forms]
+    assert round_rows(rows, seats(rows)).drafts is drafts
