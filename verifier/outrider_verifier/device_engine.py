@@ -189,11 +189,17 @@ class DeviceRoundEngine:
 
     def round_s(self, rows: int, *, own: bool) -> float | None:
         """Seconds of a round without prompts, as measured at the start; None without graphs."""
-        drafts = Drafts.OWN if own else Drafts.NONE
+        return self._time_of(rows, 1, Drafts.OWN if own else Drafts.NONE)
+
+    def verify_s(self, rows: int, nodes: int) -> float | None:
+        """As `round_s`, of rows with drafts from outside."""
+        return self._time_of(rows, nodes, Drafts.CHAIN)
+
+    def _time_of(self, rows: int, nodes: int, drafts: Drafts) -> float | None:
         if not self._times:
             return None
         shape = self.rounds.family.fit(
-            rows=rows, nodes=1, drafts=drafts, judge=Judge.MATCH, features=False, pieces=0
+            rows=rows, nodes=nodes, drafts=drafts, judge=Judge.MATCH, features=False, pieces=0
         )
         return self._times.get(shape)
 
@@ -287,6 +293,12 @@ class DeviceRoundEngine:
                 self._seats[session.ticket].drafted = True
 
     # ---- collecting ----------------------------------------------------------------------------
+
+    def landed(self, flight: Flight) -> bool:
+        """Whether all launches of the round have ended."""
+        assert isinstance(flight, DeviceFlight)
+        groups = (group.launched for group in flight.groups)
+        return all(launched is None or launched.result.arrived for launched in groups)
 
     def collect(self, flight: Flight) -> RoundOutcome:
         """Wait for the launches, move the host's view on."""

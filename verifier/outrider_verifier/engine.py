@@ -151,6 +151,11 @@ class RoundRunner(Protocol):
         drafts of the head in this process; None: not measured."""
         ...
 
+    def verify_s(self, rows: int, nodes: int) -> float | None:
+        """Seconds of the device for a round of so many sessions with drafts from outside, `nodes`
+        each, the root included; None: not measured."""
+        ...
+
     @property
     def usable(self) -> bool:
         """Whether the device still works; asked after a failure only. False is final: nothing
@@ -171,6 +176,10 @@ class RoundRunner(Protocol):
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
         """Start a round. On an exception no row of it was started."""
+        ...
+
+    def landed(self, flight: Flight) -> bool:
+        """Whether `collect` need not wait."""
         ...
 
     def collect(self, flight: Flight) -> RoundOutcome:
@@ -218,6 +227,11 @@ class RoundEngine:
         """Not measured."""
         return None
 
+    @staticmethod
+    def verify_s(rows: int, nodes: int) -> float | None:
+        """Not measured."""
+        return None
+
     def open(self, session: Session) -> None:
         """Nothing to do."""
 
@@ -227,6 +241,10 @@ class RoundEngine:
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
         """Run the round, K/V commit included."""
         return self.run(prefill, verify)
+
+    def landed(self, flight: Flight) -> bool:
+        """Always: `submit` ran it."""
+        return True
 
     def collect(self, flight: Flight) -> RoundOutcome:
         """What the round gave."""

@@ -27,6 +27,9 @@ from outrider_verifier.schedule import RoundPlan
 
 logger = logging.getLogger(__name__)
 
+_LANDING_S = 0.00005
+"""How often a round in flight is looked after while something else may come before its end."""
+
 Dispatch = Callable[[list[Effect]], None]
 
 
@@ -92,7 +95,7 @@ class EngineLoop:
         while not (self._stopping or self._rounds.device_lost):
             awaited = wait_until is not None
             idle = awaited or not self._core.sessions
-            self._take_commands(wait_until, block=idle and not self._rounds.flying)
+            self._take_commands(wait_until, block=idle)
             if self._rounds.device_lost:
                 break
             woken = time.monotonic()
@@ -103,9 +106,9 @@ class EngineLoop:
                 waited_s = woken - idle_since if awaited else 0.0
                 self._rounds.run(plan, waited_s=waited_s, spent_s=time.monotonic() - woken)
                 idle_since = time.monotonic()
-            elif self._rounds.flying:
+            elif self._rounds.flying and (wait_until is None or self._rounds.landed):
                 self._rounds.settle()
-                idle_since = time.monotonic()
+                wait_until, idle_since = None, time.monotonic()
             self._flush()
         # Nothing may be left running on a device when the thread is gone.
         self._rounds.settle()
@@ -119,19 +122,27 @@ class EngineLoop:
 
     def _take_commands(self, wait_until: float | None, *, block: bool) -> None:
         """Handle every command that is there; if `block`, wait for one until `wait_until`."""
-        timeout: float | None = 0.0
-        if block:
-            timeout = None if wait_until is None else max(0.0, wait_until - time.monotonic())
         lanes = self._lanes
         readers = lanes.readers
         ready: set[int] = set()
         if block or readers:
+            timeout = self._timeout(wait_until) if block else 0.0
             ready = self._commands.wait(timeout, readers, lanes.writers)
+            while block and self._rounds.flying and not (ready or len(self._commands)):
+                if self._rounds.landed or wait_until is None or time.monotonic() >= wait_until:
+                    break
+                ready = self._commands.wait(_LANDING_S, readers, lanes.writers)
             lanes.flush()
         for command in self._commands.take():
             self._guarded_handle(command)
         for command in lanes.receive(ready):
             self._guarded_handle(command)
+
+    def _timeout(self, wait_until: float | None) -> float | None:
+        """How long to wait at first; a device says nothing when a round in flight has ended."""
+        if self._rounds.flying:
+            return 0.0
+        return None if wait_until is None else max(0.0, wait_until - time.monotonic())
 
     def _guarded_handle(self, command: Command) -> None:
         match command:

@@ -143,6 +143,11 @@ class Policy:
                 known.contests.clear()
                 known.arrival = ArrivalEstimate()
 
+    def answer_s(self) -> float:
+        """From a round's end to its proposals, of the slowest drafts in use; 0 while unknown."""
+        served = (known.arrival.mean_s for known in self._kinds.values() if known.sessions)
+        return max(served, default=0.0)
+
     # ---- waiting -------------------------------------------------------------------------------
 
     def patience(self, session: Session) -> float:

@@ -17,6 +17,7 @@ from outrider.spec.accounting import add_round
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
 from outrider_verifier.engine import Flight, RoundOutcome, RoundRunner, RowOutcome
+from outrider_verifier.halves import Halves
 from outrider_verifier.handover import Told
 from outrider_verifier.inbox import Held
 from outrider_verifier.packing import PrefillRow, VerifyRow
@@ -28,6 +29,7 @@ from outrider_verifier.schedule import (
     RoundPlan,
     RowState,
     plan_ahead,
+    plan_beside,
     plan_round,
 )
 from outrider_verifier.sessions import Session
@@ -80,6 +82,9 @@ class Rounds:
         self._flying: _InFlight | None = None
         self._settled_at = 0.0
         """When the last round was reported, on the clock of `time.perf_counter`."""
+        self._halves = Halves(engine.verify_s)
+        self._half: int | None = None
+        """Rows of a half, by the last plan; None: all sessions share a round."""
         self._idle_since = 0.0
         """When the last round's outcome was there, on the clock of `plan`."""
         self.flush: Callable[[], bool] = lambda: False
@@ -98,14 +103,36 @@ class Rounds:
         self._engine.enter_thread()
 
     def plan(self, now: float) -> RoundPlan:
-        """What to do now; while a round is in flight, an empty plan means to settle it."""
-        turn(self._core, now, flying=self._flying is not None)
+        """What to do now; while a round is in flight, an empty plan means to settle it, at once or,
+        if the plan says when to look again, once it has `landed`."""
+        flying = self._flying
+        turn(self._core, now, flying=() if flying is None else set(flying.plan.session_ids))
+        half = self._half = self._most_rows()
         sessions = list(self._core.sessions.values())
         held = self._core.inbox.nodes([session.handle for session in sessions])
         rows = list(map(self._row_state, sessions, held))
-        if self._flying is not None:
-            return plan_ahead(rows, self._flying.plan, self._limits)
-        return plan_round(rows, now, self._limits, idle_since=self._idle_since)
+        if flying is None:
+            idle_since = self._idle_since
+            return plan_round(rows, now, self._limits, idle_since=idle_since, most_rows=half)
+        if half is None:
+            return plan_ahead(rows, flying.plan, self._limits)
+        return plan_beside(rows, now, flying.plan, self._limits, most_rows=half)
+
+    @property
+    def landed(self) -> bool:
+        """Whether the round in flight can be settled without waiting."""
+        return self._flying is None or self._engine.landed(self._flying.flight)
+
+    def _most_rows(self) -> int | None:
+        """Rows of a half, if drafted sessions take turns; None: they share a round."""
+        policy = self._core.policy
+        if not (self._engine.run_ahead and policy.automatic):
+            return None
+        drafted = [s for s in self._core.sessions.values() if _is_drafted(s)]
+        if not drafted:
+            return None
+        nodes = 1 + max(min(s.plan.draft_tokens, s.draft_limit) for s in drafted)
+        return self._halves.most_rows(len(drafted), nodes, policy.answer_s())
 
     def run(self, plan: RoundPlan, *, waited_s: float = 0.0, spent_s: float = 0.0) -> None:
         """Submit a round, then settle the one before it; the new one too unless the next round of
@@ -213,6 +240,8 @@ class Rounds:
         )
 
     def _may_stay_in_flight(self, flying: _InFlight) -> bool:
+        if self._half is not None and len(flying.sessions) < len(self._core.sessions):
+            return True
         # Proposals need the host after their round; so no command can come between.
         return all(row.session.ended or row.held is None for row in flying.verify) and all(
             session.ended or self._runs_ahead(session) for session in flying.sessions
@@ -373,3 +402,8 @@ def _await_drafts(flying: _InFlight) -> bool:
     """Whether no session of the round can go on without a draft."""
     sessions = [session for session in flying.sessions if not session.ended]
     return bool(sessions) and all(s.link_id is not None and not s.paused for s in sessions)
+
+
+def _is_drafted(session: Session) -> bool:
+    """Whether a drafter outside makes drafts for the session's rounds."""
+    return session.link_id is not None and not session.paused and session.prefill_left == 0

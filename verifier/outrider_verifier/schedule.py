@@ -102,7 +102,12 @@ _at = attrgetter("at")
 
 
 def plan_round(
-    rows: Iterable[RowState], now: float, limits: Limits, *, idle_since: float = 0.0
+    rows: Iterable[RowState],
+    now: float,
+    limits: Limits,
+    *,
+    idle_since: float = 0.0,
+    most_rows: int | None = None,
 ) -> RoundPlan:
     """Choose the next round.
 
@@ -111,8 +116,41 @@ def plan_round(
     within `prefill_tokens`. While other rows still await proposals, a round starts only
     `gather_s` after its first row became ready, so that proposals of one draft batch share it; or
     after the last round ended, `idle_since`, if that was later: else the sessions of two rounds,
-    each ready while the other runs, would never share one.
+    each ready while the other runs, would never share one. `most_rows`: of a half, where sessions
+    take turns (`halves`); nothing is gathered beyond half of one.
     """
+    prefilling, ready, deadlines = _sorted_out(rows, now)
+    if not ready and not prefilling:
+        return RoundPlan(wait_until=min(deadlines, default=None))
+    if deadlines and not _fill_a_half(ready, most_rows):
+        first = min([entry.at for entry in ready] + [row.since for row in prefilling])
+        first = max(first, idle_since)
+        if now < first + limits.gather_s:
+            return RoundPlan(wait_until=min(first + limits.gather_s, *deadlines))
+    return _round(prefilling, ready, limits, most_rows)
+
+
+def plan_beside(
+    rows: Iterable[RowState], now: float, flying: RoundPlan, limits: Limits, *, most_rows: int
+) -> RoundPlan:
+    """The round of the other half to submit behind `flying`; an empty one: none yet, and if its
+    `wait_until` is set, a proposal may still make one before `flying` ends."""
+    under_way = set(flying.session_ids)
+    others = (row for row in rows if row.prefill_left > 0 or row.session_id not in under_way)
+    prefilling, ready, deadlines = _sorted_out(others, now)
+    if _fill_a_half(ready, most_rows):
+        return _round(prefilling, ready, limits, most_rows)
+    return RoundPlan(wait_until=min(deadlines, default=None))
+
+
+def _fill_a_half(ready: list[_Ready], most_rows: int | None) -> bool:
+    return most_rows is not None and 2 * len(ready) >= most_rows
+
+
+def _sorted_out(
+    rows: Iterable[RowState], now: float
+) -> tuple[list[RowState], list[_Ready], list[float]]:
+    """Rows with prompt tokens left, rows that are ready, and the ends of the others' patience."""
     prefilling: list[RowState] = []
     ready: list[_Ready] = []
     deadlines: list[float] = []
@@ -130,14 +168,7 @@ def plan_round(
             ready.append(_Ready(row.since + row.patience_s, 1, missed))
         else:
             deadlines.append(row.since + row.patience_s)
-    if not ready and not prefilling:
-        return RoundPlan(wait_until=min(deadlines, default=None))
-    if deadlines:
-        first = min([entry.at for entry in ready] + [row.since for row in prefilling])
-        first = max(first, idle_since)
-        if now < first + limits.gather_s:
-            return RoundPlan(wait_until=min(first + limits.gather_s, *deadlines))
-    return _round(prefilling, ready, limits)
+    return prefilling, ready, deadlines
 
 
 def plan_ahead(rows: Iterable[RowState], flying: RoundPlan, limits: Limits) -> RoundPlan:
@@ -161,15 +192,21 @@ def plan_ahead(rows: Iterable[RowState], flying: RoundPlan, limits: Limits) -> R
     return _round(prefilling, ready, limits)
 
 
-def _round(prefilling: list[RowState], ready: list[_Ready], limits: Limits) -> RoundPlan:
+def _round(
+    prefilling: list[RowState],
+    ready: list[_Ready],
+    limits: Limits,
+    most_rows: int | None = None,
+) -> RoundPlan:
     """Oldest rows first, within the limits."""
+    ready = sorted(ready, key=_at)[:most_rows]
     budget = limits.prefill_tokens
     beside = limits.prefill_beside(len(ready)) if ready else None
     if beside is not None:
         budget = min(budget, beside)
     return RoundPlan(
         prefill=_fill(sorted(prefilling, key=lambda row: row.since), budget, limits.piece_tokens),
-        decode=_fit(sorted(ready, key=_at), limits.decode_tokens),
+        decode=_fit(ready, limits.decode_tokens),
     )
 
 
