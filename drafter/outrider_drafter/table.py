@@ -98,9 +98,16 @@ class SessionTable:
         """[X]: whether a draft is wanted."""
         self.behind = np.zeros(max_sessions, dtype=np.bool_)
         """[X]: whether there is news that no source has taken in."""
+        self.version = 0
+        """Counts what changes which sessions there are, or what is drafted for one."""
 
     def __len__(self) -> int:
         return len(self._sessions) - len(self._free)
+
+    def rooms(self, slots: Indices) -> Indices:
+        """Draft levels that these sessions have room for: see `Session.room`."""
+        found: Indices = self.max_lens[slots] - self.lengths[slots] - 1
+        return found
 
     def session(self, slot: int) -> Session:
         """The session in a taken slot."""
@@ -131,6 +138,7 @@ class SessionTable:
 
     def add(self, connection: int, start: SessionStart) -> Session:
         """Begin a session; there must be room, and none with its handle."""
+        self.version += 1
         slot = self._free.pop()
         session = Session(
             key=SessionKey(connection, start.handle),
@@ -156,6 +164,7 @@ class SessionTable:
 
     def forget(self, session: Session) -> None:
         """Stop following a session: its slot stays taken, and nothing is taken in any more."""
+        self.version += 1
         slot = session.slot
         self.followed[slot] = self.wanting[slot] = self.behind[slot] = False
         self.features.drop(slot)
@@ -186,6 +195,8 @@ class SessionTable:
         if found is None:
             return Taken(np.empty(0, dtype=np.int64), [], len(verdicts))
         slots = found.find(verdicts.handles)
+        if self._take_in_whole(verdicts, slots):
+            return Taken(slots, [], 0)
         self._touch(slots[slots >= 0])
         entries = np.flatnonzero(self.followed[slots] & (slots >= 0))
         step = _Step.of(self, verdicts, slots, entries, self._limits)
@@ -202,6 +213,54 @@ class SessionTable:
             lost=[(self.session(slot), reason) for slot, reason in lost.items()],
             unknown=int(np.count_nonzero(slots < 0)),
         )
+
+    def _take_in_whole(self, verdicts: Verdicts, slots: Indices) -> bool:
+        """Move sessions on by a message that says of each of them exactly what comes next, as
+        nearly all do. False, and nothing has changed, where any entry does not: then entries are
+        looked at one by one."""
+        starts, counts, tokens = verdicts.starts, verdicts.token_counts, verdicts.tokens
+        if int(slots.min()) < 0 or not bool(self.followed[slots].all()):
+            return False
+        ends = starts + counts
+        if not bool(((starts == self.lengths[slots]) & (ends <= self.max_lens[slots])).all()):
+            return False
+        # One comparison for both bounds.
+        if bool((tokens.astype(np.uint32) >= self._limits.vocab_size).any()):
+            return False
+        if not bool(last_of_each(slots).all()) or not self._features_follow(verdicts, slots, ends):
+            return False
+        digests = extend_ragged(self.digests[slots], counts, tokens)
+        if not bool((digests == verdicts.digests).all()):
+            return False
+        self._touch(slots)
+        self._put_tokens(slots, starts, counts, tokens)
+        self.lengths[slots], self.digests[slots] = ends, digests
+        if verdicts.features is not None and self._limits.feature_size:
+            rows, firsts = verdicts.feature_counts, verdicts.feature_starts
+            wire = WireTensor(dtype=verdicts.features.dtype, data=verdicts.features.joined())
+            self.features.add(wire, slots, firsts, rows, rows.cumsum() - rows)
+            self.feature_ends[slots] = firsts + rows
+        told = verdicts.draft_wanted | (counts > 0)
+        self.wanting[slots[told]] = verdicts.draft_wanted[told]
+        self.behind[slots] = True
+        return True
+
+    def _features_follow(self, verdicts: Verdicts, slots: Indices, ends: Indices) -> bool:
+        """Whether a message's features, if it has any, go on where those before them ended."""
+        if verdicts.features is None or not self._limits.feature_size:
+            return True
+        firsts = verdicts.feature_starts
+        last = ends - verdicts.draft_wanted
+        follow = (firsts == self.feature_ends[slots]) & (firsts + verdicts.feature_counts <= last)
+        return verdicts.features.width == self.features.width and bool(follow.all())
+
+    def _put_tokens(
+        self, slots: Indices, starts: Indices, counts: Indices, tokens: NDArray[np.int32]
+    ) -> None:
+        """Write counts[i] tokens of the session in slots[i] from starts[i] on."""
+        flat = self.tokens.reshape(-1)
+        firsts = slots * self.tokens.shape[1] + starts - (counts.cumsum() - counts)
+        flat[firsts.repeat(counts) + np.arange(len(tokens))] = tokens
 
     def _touch(self, slots: Indices) -> None:
         self._ticks += 1

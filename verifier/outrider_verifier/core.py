@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from itertools import repeat
 from typing import assert_never
 
 import numpy as np
@@ -103,6 +104,9 @@ class Core:
         """Sessions being served, in order of opening."""
         self._by_handle: list[Session | None] = [None] * max_sessions
         self._links: dict[DrafterId, Link] = {}
+        self._arrivals: list[tuple[Session, int, float]] = []
+        """Usable proposals that the policy has yet to hear of: session, length of the prefix, when.
+        """
         self.counters: Counter[str] = Counter()
         """Monotonic counts for metrics; written here, read anywhere."""
 
@@ -285,12 +289,22 @@ class Core:
         for offer, count in results.items():
             self.counters[_COUNTER_OF[offer]] += count
         handles, prefix_lens = proposals.handles[places], proposals.prefix_lens[places]
-        entries = zip(handles.tolist(), prefix_lens.tolist(), current.tolist(), strict=True)
-        for handle, prefix_len, usable in entries:
+        for handle, prefix_len in zip(
+            handles[~current].tolist(), prefix_lens[~current].tolist(), strict=True
+        ):
             session = self._of_handle(handle)
-            self.policy.arrived(session, prefix_len=prefix_len, usable=usable, now=now)
-            if usable:
-                session.proposal_at = now
+            self.policy.arrived(session, prefix_len=prefix_len, usable=False, now=now)
+        arrived = [self._of_handle(handle) for handle in handles[current].tolist()]
+        for session in arrived:
+            session.proposal_at = now
+        self._arrivals += zip(arrived, prefix_lens[current].tolist(), repeat(now))
+
+    def book_arrivals(self) -> None:
+        """Let the policy know of the usable proposals that have come: when the round that uses
+        them is under way, for until then their sessions wait for nothing."""
+        arrivals, self._arrivals = self._arrivals, []
+        for session, prefix_len, at in arrivals:
+            self.policy.arrived(session, prefix_len=prefix_len, usable=True, now=at)
 
     def _announce_again(self, command: Lost) -> None:
         """Begin anew with sessions that their drafter lost, a few times each."""

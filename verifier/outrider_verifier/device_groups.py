@@ -149,11 +149,11 @@ def round_rows(rows: Sequence[VerifyRow], seats: Sequence[Seat]) -> RoundRows:
 def _message(rows: Sequence[VerifyRow]) -> Proposals | None:
     """The message without laws that all drafts of these rows came in as they are; None if there is
     none."""
-    messages = {id(row.held.proposals): row.held.proposals for row in rows if row.held is not None}
-    if len(messages) != 1 or any([row.cut for row in rows]):
+    held = [row.held for row in rows if row.held is not None]
+    message = held[0].proposals if held else None
+    if message is None or message.laws is not None or any([row.cut for row in rows]):
         return None
-    (message,) = messages.values()
-    return message if message.laws is None else None
+    return message if all([each.proposals is message for each in held]) else None
 
 
 def _row_input(row: VerifyRow, seat: Seat) -> RowInput:

@@ -133,15 +133,10 @@ class Inbox:
         """Remove and return the proposals for these sessions' current prefixes; all must have
         one."""
         places = _places(handles)
-        found = zip(
-            self._held[places].tolist(),
-            self._entries[places].tolist(),
-            self._nodes[places].tolist(),
-            strict=True,
-        )
+        columns = (self._held[places], self._entries[places], self._nodes[places])
         self._nodes[places] = -1
         self._held[places] = None
-        return [Held(*each) for each in found]
+        return list(map(Held, *[column.tolist() for column in columns]))
 
     def drop(self, handle: int) -> None:
         """Forget everything of a session."""

@@ -44,13 +44,13 @@ class PrefillRow:
 class VerifyRow:
     """A session's root with the draft to verify, if any."""
 
-    __slots__ = ("_draft", "held", "nodes", "own_depth", "session")
+    __slots__ = ("_draft", "cut", "drafted", "held", "nodes", "own_depth", "session")
 
     def __init__(
         self,
         session: Session,
-        *,
         held: Held | None = None,
+        *,
         draft: Draft | None = None,
         own_depth: int = 0,
     ) -> None:
@@ -58,17 +58,16 @@ class VerifyRow:
         the draft that this process's own head made may stand, 0 verifies none of it."""
         self.session, self.held, self.own_depth = session, held, own_depth
         self._draft = draft
+        self.cut = draft is not None
+        """Whether the draft is not what `held` has."""
+        self.drafted = draft is not None or held is not None
+        """Whether there is a draft from outside, if one without nodes."""
         self.nodes = 0
         """Of the draft from outside."""
         if draft is not None:
             self.nodes = len(draft.tree.tokens)
         elif held is not None:
             self.nodes = held.nodes
-
-    @property
-    def cut(self) -> bool:
-        """Whether the draft is not what `held` has."""
-        return self._draft is not None
 
     @property
     def draft(self) -> Draft | None:

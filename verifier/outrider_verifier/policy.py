@@ -208,9 +208,8 @@ class Policy:
             if verified is None:
                 continue
             decoded += 1
-            draft = verified.draft
-            if draft is not None:
-                nodes += len(draft.tree)
+            if verified.drafted:
+                nodes += verified.nodes
             elif row.result.drafted:
                 own_rows += 1
                 own_tokens += len(row.tokens)
@@ -222,9 +221,9 @@ class Policy:
             if pace.own or session.link_id is None:
                 # Without a drafter there was no choice, so nothing is learnt about it.
                 continue
-            if draft is not None:
+            if verified.drafted:
                 assert row.result.acceptance is not None
-                key = len(draft.tree), len(row.result.acceptance.accepted_nodes)
+                key = verified.nodes, len(row.result.acceptance.accepted_nodes)
                 known.judged[key] = known.judged.get(key, 0) + 1
             elif session.suspect or row.missed:
                 absent = row.missed and pace.unheard > 0

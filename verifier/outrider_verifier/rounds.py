@@ -113,7 +113,10 @@ class Rounds:
         rows = list(map(self._row_state, sessions, held))
         if flying is None:
             idle_since = self._idle_since
-            return plan_round(rows, now, self._limits, idle_since=idle_since, most_rows=half)
+            plan = plan_round(rows, now, self._limits, idle_since=idle_since, most_rows=half)
+            if plan.empty:
+                self._core.book_arrivals()
+            return plan
         if half is None:
             return plan_ahead(rows, flying.plan, self._limits)
         return plan_beside(rows, now, flying.plan, self._limits, most_rows=half)
@@ -189,6 +192,9 @@ class Rounds:
                 prompts=bool(flying.prefill),
                 now=self._clock(),
             )
+            # Copying takes long: what clients wait for goes first.
+            self.flush()
+            self._keep_features(settled)
         except Exception as bug:
             self._fail(flying.sessions, bug)
 
@@ -207,6 +213,7 @@ class Rounds:
         ]
         verify = self._verify_rows(plan.decode)
         flight = self._engine.submit(prefill, verify)
+        self._core.book_arrivals()
         for row in prefill:
             row.session.prefill_sent = row.end
         return _InFlight(
@@ -223,17 +230,17 @@ class Rounds:
         none."""
         left, remaining = session.prefill_left, session.remaining
         # What `draft_wanted` says, with the budget at hand.
-        wanted = session.wishes_drafts and min(remaining - 1, session.draft_limit) > 0
-        nodes = held if held >= 0 and wanted and left == 0 else None
-        awaits = nodes is None and session.awaits_proposal
+        wanted = remaining > 1 and session.draft_limit > 0 and session.wishes_drafts
+        if held >= 0 and left == 0 and wanted:
+            return RowState(session.spec.session_id, 0, held, session.since, session.proposal_at)
+        awaits = session.awaits_proposal
         return RowState(
-            session_id=session.spec.session_id,
-            prefill_left=left,
-            nodes=nodes,
+            session.spec.session_id,
+            left,
+            None,
+            session.since,
             own_nodes=session.own_depth if session.own_draft else 0,
             awaits_proposal=awaits,
-            since=session.since,
-            proposal_at=session.proposal_at,
             patience_s=self._core.policy.patience(session) if awaits else 0.0,
             runs_ahead=self._runs_ahead(session),
             remaining=remaining,
@@ -305,18 +312,24 @@ class Rounds:
         return prompted.with_(told)
 
     def _follow_up(self, settled: Settled) -> int:
-        """Keep the features, count, emit; finish the session if that was its end."""
-        session, result, tokens = settled.session, settled.result, settled.tokens
+        """Count, emit; finish the session if that was its end."""
+        session, tokens = settled.session, settled.tokens
         if settled.verified is not None:
             self._count(settled, settled.verified)
         if tokens:
             self._core.emit(session, tokens, settled.reason)
         if settled.reason is not None:
             self._finish(session)
-            return len(tokens)
-        if self._core.store is not None and result.features is not None:
-            self._core.store.append(session.session_id, result.features)
         return len(tokens)
+
+    def _keep_features(self, settled: Sequence[Settled]) -> None:
+        """For drafters that must be caught up some day."""
+        store = self._core.store
+        if store is None:
+            return
+        for row in settled:
+            if row.reason is None and row.result.features is not None:
+                store.append(row.session.session_id, row.result.features)
 
     def _finish(self, session: Session) -> None:
         self._core.counters["finished"] += 1
@@ -325,7 +338,7 @@ class Rounds:
     def _count(self, settled: Settled, row: VerifyRow) -> None:
         session, result, acceptance = settled.session, settled.result, settled.result.acceptance
         assert acceptance is not None
-        proposed = result.drafted if row.held is None else row.nodes
+        proposed = row.nodes if row.drafted else result.drafted
         accepted_len = len(acceptance.accepted_nodes)
         fallback = settled.missed or (row.own_depth > 0 and result.drafted == 0)
         counters = self._core.counters
@@ -333,7 +346,7 @@ class Rounds:
         counters["paused_rounds"] += int(session.paused)
         counters["accepted_tokens"] += accepted_len
         counters["proposed_tokens"] += proposed
-        counters["proposals_used"] += int(row.held is not None)
+        counters["proposals_used"] += int(row.drafted)
         session.stats = add_round(
             session.stats,
             proposed=proposed,
@@ -390,12 +403,13 @@ class Rounds:
 
 def _drafted_row(session: Session, held: Held) -> VerifyRow:
     """A row with what of a proposal may stand."""
-    most = session.max_draft_depth
-    # No node is deeper than there are nodes.
-    if held.nodes <= most:
-        return VerifyRow(session, held=held)
+    # What `max_draft_depth` says, without a call; no node is deeper than there are nodes.
+    room = session.spec.max_new_tokens - session.emitted - 1
+    if held.nodes <= room and held.nodes <= session.draft_limit:
+        return VerifyRow(session, held)
     proposal = held.proposal
-    return VerifyRow(session, held=held, draft=trim(proposal.tree, proposal.law, most))
+    cut = trim(proposal.tree, proposal.law, session.max_draft_depth)
+    return VerifyRow(session, held, draft=cut)
 
 
 def _await_drafts(flying: _InFlight) -> bool:

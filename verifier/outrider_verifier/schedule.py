@@ -28,7 +28,7 @@ class Limits:
     """How long the first ready row waits for rows whose proposals may still come."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RowState:
     """What the schedule must know about one session."""
 
@@ -37,15 +37,15 @@ class RowState:
     """Prompt tokens that no round was submitted with; 0 once the session can decode."""
     nodes: int | None
     """Nodes of the usable proposal, None if there is none."""
-    own_nodes: int = 0
-    """Nodes that this process's own head drafted for it."""
-    awaits_proposal: bool
-    """Whether there is none and one is expected: speculative plan, live drafter that is not
-    suspect."""
     since: float
     """When the session's root became known (a prefilling one: when it was opened)."""
     proposal_at: float = 0.0
     """When the usable proposal arrived."""
+    own_nodes: int = 0
+    """Nodes that this process's own head drafted for it."""
+    awaits_proposal: bool = False
+    """Whether there is none and one is expected: speculative plan, live drafter that is not
+    suspect."""
     patience_s: float = 0.0
     """How long the row waits for a proposal, from `since`."""
     runs_ahead: bool = False
@@ -158,8 +158,8 @@ def _sorted_out(
         if row.prefill_left > 0:
             prefilling.append(row)
         elif row.nodes is not None:
-            at = max(row.since, row.proposal_at)
-            ready.append(_Ready(at, 1 + row.nodes, DecodeRow(row.session_id, drafted=True)))
+            at = row.since if row.since > row.proposal_at else row.proposal_at
+            ready.append(_Ready(at, 1 + row.nodes, DecodeRow(row.session_id, True)))
         elif not row.awaits_proposal:
             own = DecodeRow(session_id=row.session_id)
             ready.append(_Ready(row.since, 1 + row.own_nodes, own))
