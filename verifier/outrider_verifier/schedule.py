@@ -28,8 +28,7 @@ class Limits:
     """How long the first ready row waits for rows whose proposals may still come."""
 
 
-@dataclass(slots=True)
-class RowState:
+class RowState(NamedTuple):
     """What the schedule must know about one session."""
 
     session_id: SessionId
@@ -185,6 +184,8 @@ def _fill(rows: list[RowState], budget: int, piece: int) -> tuple[PrefillChunk, 
 
 
 def _fit(ready: list[_Ready], budget: int) -> tuple[DecodeRow, ...]:
+    if sum([entry.cost for entry in ready]) <= budget:
+        return tuple([entry.row for entry in ready])
     taken: list[DecodeRow] = []
     for entry in ready:
         if taken and entry.cost > budget:
