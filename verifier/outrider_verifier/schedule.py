@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -95,6 +95,17 @@ class _Ready(NamedTuple):
     at: float
     cost: int
     row: DecodeRow
+
+
+def plan_drafted(
+    session_ids: Sequence[SessionId], nodes: Sequence[int], limits: Limits
+) -> RoundPlan | None:
+    """The next round where every session has a usable proposal, with so many nodes: nobody is
+    waited for, so there is nothing to weigh. None if not all fit one round: then see `plan_round`.
+    """
+    if not session_ids or len(session_ids) + sum(nodes) > limits.decode_tokens:
+        return None
+    return RoundPlan(decode=tuple([DecodeRow(name, True) for name in session_ids]))
 
 
 _at = attrgetter("at")
