@@ -25,6 +25,7 @@ from outrider_verifier.commands import Attached, Link, Offered, Open
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_engine import DeviceRoundEngine
 from outrider_verifier.effects import Tell
+from outrider_verifier.handover import Told
 from outrider_verifier.service import VerifierService
 from torch import Tensor
 
@@ -45,7 +46,8 @@ from outrider.wire.messages import (
     FeatureLayout,
     Proposals,
     SessionSpec,
-    VerifierMessage,
+    SessionStart,
+    Verdicts,
 )
 from outrider.wire.rounds import sound_proposals
 from outrider_bench.gpu.random_model import TINY, head_shape, random_head, random_target
@@ -197,17 +199,17 @@ class VerifierSide:
         )
         self._core, self._rounds = self._service._core, self._service._rounds
         self._outbox = self._service._outbox
-        self._waiting = False
-        self._rounds.flush = lambda: steps.mark("verifier: verdicts to bytes")
+        self._waiting = self._unsaid = False
+        self._rounds.flush = self._flushed
         advance = self._core.handover.advance
 
-        def told(round_: Any) -> Any:
+        def timed(told: Told) -> list[tuple[int, Verdicts]]:
             steps.mark("verifier: outcome settled")
-            result = advance(round_)
+            result = advance(told)
             steps.mark("verifier: verdicts made")
             return result
 
-        self._core.handover.advance = told  # type: ignore[method-assign]
+        self._core.handover.advance = timed  # type: ignore[method-assign]
         self.vocab_size = target.vocab_size
 
     def open(self, sessions: int, max_new_tokens: int, plan: Plan) -> list[bytes]:
@@ -245,9 +247,9 @@ class VerifierSide:
         plan = self._rounds.plan(time.monotonic())
         assert not plan.empty, "nothing to do"
         self._steps.mark("verifier: planned")
-        self._waiting = True
+        self._waiting, self._unsaid = True, True
         self._rounds.run(plan)
-        self._steps.mark("verifier: accounts, events, features kept" + BESIDE)
+        self._steps.mark("verifier: features kept" + BESIDE)
         messages = [effect.message for effect in self._outbox if isinstance(effect, Tell)]
         self._outbox.clear()
         self._core.seal()
@@ -269,6 +271,13 @@ class VerifierSide:
                 self._steps.mark("verifier: proposals checked")
                 self._core.handle(Offered(_LINK, message, sound), time.monotonic())
                 self._steps.mark("verifier: proposals offered")
+
+    def _flushed(self) -> None:
+        said = not self._unsaid
+        self._unsaid = False
+        self._steps.mark(
+            "verifier: accounts, events" + BESIDE if said else "verifier: verdicts to bytes"
+        )
 
     def _arrived(self) -> None:
         if self._waiting:
@@ -309,7 +318,8 @@ class DrafterSide:
             steps.begin()
             for message in decode_verifier_messages(frame):
                 steps.mark("drafter: verdicts decoded")
-                engine.handle(1, _followed(message))
+                assert isinstance(message, Verdicts | SessionStart)
+                engine.handle(1, message)
                 steps.mark("drafter: verdicts taken in")
         written: list[bytes] = []
         steps.begin()
@@ -324,10 +334,6 @@ class DrafterSide:
             engine.book()
         steps.mark("drafter: metrics" + BESIDE)
         return written
-
-
-def _followed(message: VerifierMessage) -> Any:
-    return message
 
 
 def _drafted(key: Any) -> tuple[Tensor, None]:

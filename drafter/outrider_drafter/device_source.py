@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -185,7 +185,7 @@ class DeviceHeadSource(HeadFollower):
             for first in range(0, len(seated), most):
                 part: Sequence[Session] = seated[first : first + most]
                 alike = len(part) == len(sessions)
-                chosen = self._members(sessions if alike else part)
+                chosen = Members.of(sessions if alike else part, self._seats.seats, self._rows)
                 if alike:
                     self._last = (sessions, shape, chosen)
                 yield self._draft(shape, self._ready(chosen))
@@ -200,7 +200,7 @@ class DeviceHeadSource(HeadFollower):
         _, shape, members = self._last
         table, seats, slots = members.table, self._seats, members.slots
         live = table.lengths[slots] - 2
-        most = live + 1 + self._drafted_rows(shape, shape.depth)
+        most = live + 1 + shape.kept_rows(np.full(len(live), shape.depth))
         fit = (live >= 0) & (table.rooms(slots) >= shape.depth)
         fit &= table.feature_ends[slots] == live + 1
         fit &= (live + shape.depth <= self._max_context) & (most <= seats.room[slots])
@@ -265,23 +265,13 @@ class DeviceHeadSource(HeadFollower):
         slots, live, depths = slots[fit], live[fit], depths[fit]
         for slot in slots[live + 1 - seats.stable[slots] > self._rows_with_draft].tolist():
             self._write_ahead(table.session(slot), keep=1)
-        # A chain is cut to the room; what it writes past the table is not kept.
-        rows = live + 1 + self._drafted_rows(shape, depths)
+        rows = live + 1 + shape.kept_rows(depths)
         for index in np.flatnonzero(rows > seats.room[slots]).tolist():
             session = table.session(int(slots[index]))
             if seats.seats[session.slot] != UNSEATED:
                 self._reserve(session, int(rows[index]))
         seated = seats.seats[slots] != UNSEATED
         return [table.session(slot) for slot in slots[seated].tolist()]
-
-    @staticmethod
-    def _drafted_rows(shape: Shape, depths: Any) -> Any:
-        """Draft rows that are kept of a draft so many levels deep."""
-        return depths - 1 if shape.top_k == 1 else shape.draft_rows
-
-    def _members(self, sessions: Sequence[Session]) -> Members:
-        """Seated sessions of one launch."""
-        return Members.of(sessions, self._seats.seats, self._rows)
 
     def _ready(self, members: Members) -> Ready:
         """The rows to run; see `_prepare`."""

@@ -5,7 +5,7 @@ X session slots; S entries of a message, T tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from outrider.spec.digest import EMPTY_DIGEST, extend_ragged
 from outrider.wire.messages import FeatureRows, SessionStart, Verdicts, WireTensor
 from outrider.wire.rounds import last_of_each, parts
+from outrider_drafter.connections import Connection
 from outrider_drafter.held_features import Convert, HeldFeatures
 from outrider_drafter.sessions import Limits, Session, SessionKey, TokenRow
 
@@ -45,29 +46,6 @@ class Taken(NamedTuple):
     """Entries for nobody."""
 
 
-@dataclass(slots=True, eq=False)
-class _Connection:
-    """The sessions that one connection announced."""
-
-    slots: Indices = field(default_factory=lambda: np.full(64, -1, dtype=np.int64))
-    """By handle; -1: none."""
-    count: int = 0
-
-    def find(self, handles: Indices) -> Indices:
-        """The slots of these handles, any numbers >= 0; -1 for those without."""
-        known = handles < len(self.slots)
-        return np.where(known, self.slots[np.where(known, handles, 0)], -1)
-
-    def put(self, handle: int, slot: int) -> None:
-        """Note the session of a handle."""
-        if handle >= len(self.slots):
-            grown = np.full(max(handle + 1, 2 * len(self.slots)), -1, dtype=np.int64)
-            grown[: len(self.slots)] = self.slots
-            self.slots = grown
-        self.slots[handle] = slot
-        self.count += 1
-
-
 class SessionTable:
     """At most `max_sessions` sessions. When all slots are taken, the connection that holds most of
     them gives up the one it has not used for longest: no verifier takes another's."""
@@ -77,7 +55,7 @@ class SessionTable:
         self._limits = limits
         self._sessions: list[Session | None] = [None] * max_sessions
         self._free = list(range(max_sessions - 1, -1, -1))
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, Connection] = {}
         self._ticks = 0
         self._used_at = np.zeros(max_sessions, dtype=np.int64)
         self.features = HeldFeatures(
@@ -152,7 +130,7 @@ class SessionTable:
             tokens=TokenRow(self, slot),
         )
         self._sessions[slot] = session
-        self._connections.setdefault(connection, _Connection()).put(start.handle, slot)
+        self._connections.setdefault(connection, Connection()).put(start.handle, slot)
         self.lengths[slot] = self.feature_ends[slot] = 0
         self.digests[slot] = EMPTY_DIGEST
         self.max_lens[slot] = start.max_len

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from itertools import repeat
 from typing import assert_never
 
 import numpy as np
@@ -281,23 +280,28 @@ class Core:
     def _offer(self, command: Offered, now: float) -> None:
         proposals, sound = command.proposals, command.sound
         known = self.handover.owned(command.link_id, proposals.handles)
-        self.counters["proposals_unknown"] += int(np.count_nonzero(sound & ~known))
-        for handle in proposals.handles[known & ~sound].tolist():
-            self._of_handle(handle).suspect = True
-        places = np.flatnonzero(known & sound)
+        good = known & sound
+        if not bool(good.all()):
+            self.counters["proposals_unknown"] += int(np.count_nonzero(sound & ~known))
+            for handle in proposals.handles[known & ~sound].tolist():
+                self._of_handle(handle).suspect = True
+        places = np.flatnonzero(good)
         current, results = self.inbox.offer(proposals, places)
         for offer, count in results.items():
             self.counters[_COUNTER_OF[offer]] += count
-        handles, prefix_lens = proposals.handles[places], proposals.prefix_lens[places]
-        for handle, prefix_len in zip(
-            handles[~current].tolist(), prefix_lens[~current].tolist(), strict=True
-        ):
+        entries = zip(
+            proposals.handles[places].tolist(),
+            proposals.prefix_lens[places].tolist(),
+            current.tolist(),
+            strict=True,
+        )
+        for handle, prefix_len, usable in entries:
             session = self._of_handle(handle)
-            self.policy.arrived(session, prefix_len=prefix_len, usable=False, now=now)
-        arrived = [self._of_handle(handle) for handle in handles[current].tolist()]
-        for session in arrived:
-            session.proposal_at = now
-        self._arrivals += zip(arrived, prefix_lens[current].tolist(), repeat(now))
+            if usable:
+                session.proposal_at = now
+                self._arrivals.append((session, prefix_len, now))
+            else:
+                self.policy.arrived(session, prefix_len=prefix_len, usable=False, now=now)
 
     def book_arrivals(self) -> None:
         """Let the policy know of the usable proposals that have come: when the round that uses

@@ -109,12 +109,15 @@ class Inbox:
         lengths = proposals.prefix_lens[places]
         same = digests == self._digests[handles]
         current = same & (lengths == self._lengths[handles])
+        shared = proposals.nbytes <= _SHARED_BYTES
+        if shared and bool(current.all()) and bool((self._nodes[handles] < 0).all()):
+            self._put(handles, proposals, places)
+            return current, Counter({Offer.STORED: len(places)})
         stale = ~current & (same | (lengths <= self._lengths[handles]))
         first = current & (self._nodes[handles] < 0)
         results = Counter({Offer.STORED: int(first.sum()), Offer.STALE: int(stale.sum())})
-        kept = proposals if proposals.nbytes <= _SHARED_BYTES else None
-        if kept is not None:
-            self._put(handles[first], kept, places[first])
+        if shared:
+            self._put(handles[first], proposals, places[first])
         else:
             for place in places[first].tolist():
                 self._keep(proposals.entry(place))

@@ -34,7 +34,7 @@ class Judged(NamedTuple):
     @property
     def nodes(self) -> int:
         """N"""
-        return self.words.shape[1] // 2 - 1
+        return int(self.words.shape[1]) // 2 - 1
 
     def tokens(self) -> NDArray[np.int32]:
         """What the rows emitted, in turn."""

@@ -30,6 +30,7 @@ from outrider_verifier.schedule import (
     RowState,
     plan_ahead,
     plan_beside,
+    plan_drafted,
     plan_round,
 )
 from outrider_verifier.sessions import Session
@@ -110,6 +111,13 @@ class Rounds:
         half = self._half = self._most_rows()
         sessions = list(self._core.sessions.values())
         held = self._core.inbox.nodes([session.handle for session in sessions])
+        if flying is None and half is None and all([nodes >= 0 for nodes in held]):
+            # So all are past their prompts.
+            wanted = all([session.draft_wanted for session in sessions])
+            names = [session.spec.session_id for session in sessions]
+            drafted = plan_drafted(names, held, self._limits) if wanted else None
+            if drafted is not None:
+                return drafted
         rows = list(map(self._row_state, sessions, held))
         if flying is None:
             idle_since = self._idle_since
@@ -263,11 +271,14 @@ class Rounds:
         """The rows of a plan, with their proposals taken out of the inbox."""
         sessions = [self._core.sessions[row.session_id] for row in decode]
         drafted = [s.handle for s, row in zip(sessions, decode, strict=True) if row.drafted]
-        taken = iter(self._core.inbox.take(drafted) if drafted else ())
+        taken = self._core.inbox.take(drafted) if drafted else []
+        if len(taken) == len(sessions):
+            return list(map(_drafted_row, sessions, taken))
+        left = iter(taken)
         rows: list[VerifyRow] = []
         for session, row in zip(sessions, decode, strict=True):
             if row.drafted:
-                rows.append(_drafted_row(session, next(taken)))
+                rows.append(_drafted_row(session, next(left)))
                 continue
             if row.missed:
                 self._core.policy.missed(session)

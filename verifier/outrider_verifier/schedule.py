@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -28,8 +28,7 @@ class Limits:
     """How long the first ready row waits for rows whose proposals may still come."""
 
 
-@dataclass(slots=True)
-class RowState:
+class RowState(NamedTuple):
     """What the schedule must know about one session."""
 
     session_id: SessionId
@@ -96,6 +95,17 @@ class _Ready(NamedTuple):
     at: float
     cost: int
     row: DecodeRow
+
+
+def plan_drafted(
+    session_ids: Sequence[SessionId], nodes: Sequence[int], limits: Limits
+) -> RoundPlan | None:
+    """The next round where every session has a usable proposal, with so many nodes: nobody is
+    waited for, so there is nothing to weigh. None if not all fit one round: then see `plan_round`.
+    """
+    if not session_ids or len(session_ids) + sum(nodes) > limits.decode_tokens:
+        return None
+    return RoundPlan(decode=tuple([DecodeRow(name, True) for name in session_ids]))
 
 
 _at = attrgetter("at")
@@ -222,6 +232,8 @@ def _fill(rows: list[RowState], budget: int, piece: int) -> tuple[PrefillChunk, 
 
 
 def _fit(ready: list[_Ready], budget: int) -> tuple[DecodeRow, ...]:
+    if sum([entry.cost for entry in ready]) <= budget:
+        return tuple([entry.row for entry in ready])
     taken: list[DecodeRow] = []
     for entry in ready:
         if taken and entry.cost > budget:

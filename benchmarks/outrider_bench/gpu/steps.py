@@ -123,15 +123,13 @@ class VerifyBench:
         try:
             for place, sequence in zip(places, sequences, strict=True):
                 slots.begin(place, sequence, SamplingParams(), length=context + 1, root=5)
-            inputs = [RowInput(slot=place, tree=self._tree(nodes)) for place in places]
+            inputs = RoundRows.of([RowInput(place, self._tree(nodes)) for place in places])
             drafts = Drafts.NONE if nodes == 1 else Drafts.CHAIN
             if nodes > _CHAIN_NODES:
                 drafts = Drafts.TREE
 
             def launch() -> None:
-                rounds.launch(
-                    RoundRows.of(inputs), drafts=drafts, judge=Judge.MATCH, features=False
-                )
+                rounds.launch(inputs, drafts=drafts, judge=Judge.MATCH, features=False)
 
             launch()
             launch()

@@ -64,11 +64,9 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., lanes: bool = ...) -> None: ...
 
 class Proposals(_message.Message):
-    __slots__ = ("handles", "digests", "prefix_lens", "node_counts", "tokens", "parents", "logprobs", "with_law", "law_sizes", "law_ids", "law_counts", "draft_us")
-    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("columns", "digests", "tokens", "parents", "logprobs", "with_law", "law_sizes", "law_ids", "law_counts", "draft_us")
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_LENS_FIELD_NUMBER: _ClassVar[int]
-    NODE_COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -77,10 +75,8 @@ class Proposals(_message.Message):
     LAW_IDS_FIELD_NUMBER: _ClassVar[int]
     LAW_COUNTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
-    handles: bytes
+    columns: bytes
     digests: bytes
-    prefix_lens: bytes
-    node_counts: bytes
     tokens: bytes
     parents: bytes
     logprobs: bytes
@@ -89,7 +85,7 @@ class Proposals(_message.Message):
     law_ids: bytes
     law_counts: bytes
     draft_us: int
-    def __init__(self, handles: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., prefix_lens: _Optional[bytes] = ..., node_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., with_law: _Optional[bytes] = ..., law_sizes: _Optional[bytes] = ..., law_ids: _Optional[bytes] = ..., law_counts: _Optional[bytes] = ..., draft_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, columns: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., with_law: _Optional[bytes] = ..., law_sizes: _Optional[bytes] = ..., law_ids: _Optional[bytes] = ..., law_counts: _Optional[bytes] = ..., draft_us: _Optional[int] = ...) -> None: ...
 
 class SessionsLost(_message.Message):
     __slots__ = ("handles",)
@@ -142,30 +138,20 @@ class SessionStart(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_len: _Optional[int] = ..., prompt_len: _Optional[int] = ..., handle: _Optional[int] = ...) -> None: ...
 
 class Verdicts(_message.Message):
-    __slots__ = ("handles", "starts", "token_counts", "tokens", "digests", "feature_starts", "feature_counts", "draft_wanted", "feature_dtype", "feature_width", "features")
-    HANDLES_FIELD_NUMBER: _ClassVar[int]
-    STARTS_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("columns", "digests", "tokens", "feature_dtype", "feature_width", "features")
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    FEATURE_STARTS_FIELD_NUMBER: _ClassVar[int]
-    FEATURE_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_WANTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     FEATURE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     FEATURE_WIDTH_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
-    handles: bytes
-    starts: bytes
-    token_counts: bytes
-    tokens: bytes
+    columns: bytes
     digests: bytes
-    feature_starts: bytes
-    feature_counts: bytes
-    draft_wanted: bytes
+    tokens: bytes
     feature_dtype: _common_pb2.TensorDtype
     feature_width: int
     features: bytes
-    def __init__(self, handles: _Optional[bytes] = ..., starts: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., feature_starts: _Optional[bytes] = ..., feature_counts: _Optional[bytes] = ..., draft_wanted: _Optional[bytes] = ..., feature_dtype: _Optional[_Union[_common_pb2.TensorDtype, str]] = ..., feature_width: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, columns: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., feature_dtype: _Optional[_Union[_common_pb2.TensorDtype, str]] = ..., feature_width: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
 
 class PlanChange(_message.Message):
     __slots__ = ("handle", "plan")
