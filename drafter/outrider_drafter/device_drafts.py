@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.wire.rounds import parts
 from outrider_drafter.device_shapes import Shape
 from outrider_drafter.sessions import Session

@@ -36,7 +36,7 @@ from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warm_up import warm_up
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import DraftHead, FeatureProjection
-from outrider.engine.kernels.acceptance import FALLBACK, RESAMPLED
+from outrider.engine.kernels.acceptance.matching import FALLBACK, RESAMPLED
 from outrider.engine.target import TargetModel
 from outrider.errors import InvalidRequestError
 from outrider.wire.messages import SessionSpec, TensorDtype

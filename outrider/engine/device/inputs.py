@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.engine.device.buffers import Uploader
 from outrider.engine.device.law_inputs import LawInputs
 from outrider.engine.device.shapes import Drafts
-from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.spec.tree import DraftTree
 
 NO_TOKEN = -1

@@ -15,7 +15,7 @@ from outrider_verifier.service import VerifierService
 from torch import Tensor
 
 from outrider.engine.device.own_head import OwnHead
-from outrider.engine.kernels.warp import warp_drafts
+from outrider.engine.kernels.warp.logits import warp_drafts
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import TensorDtype, Verdicts, WireTensor

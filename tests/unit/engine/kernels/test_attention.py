@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outrider.engine.attention import attend, plan_segment
-from outrider.engine.kernels.attention import (
+from outrider.engine.kernels.attention.config import (
+    AttentionConfig,
+)
+from outrider.engine.kernels.attention.layout import tree_layout
+from outrider.engine.kernels.attention.tree import (
     tree_attention,
     tree_attention_torch,
     tree_attention_triton,
 )
-from outrider.engine.kernels.attention_config import (
-    AttentionConfig,
-)
-from outrider.engine.kernels.layout import tree_layout
 from outrider.engine.kvcache import KVPool
 from outrider.errors import InvalidRequestError
 from tests.unit.engine.kernels.trees import Paging, random_parents, scattered

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.engine.acceptance import accept
 from outrider.engine.device.own_law import own_law
-from outrider.engine.kernels.coins import (
+from outrider.engine.kernels.acceptance.coins import (
     ChainLaw,
     DeviceLaw,
     accept_sampled_torch,

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.linear import HalfNormed, fused_linear, fused_linear_triton
-from outrider.engine.kernels.linear_configs import LinearConfig
-from outrider.engine.kernels.linear_launch import RotaryOut
+from outrider.engine.kernels.attention.rotary import rotary_table, rotary_write
+from outrider.engine.kernels.linear.configs import LinearConfig
+from outrider.engine.kernels.linear.fused import HalfNormed, fused_linear, fused_linear_triton
+from outrider.engine.kernels.linear.launch import RotaryOut
+from outrider.engine.kernels.linear.qkv import rotary_qkv, rotary_qkv_torch, rotary_qkv_triton
 from outrider.engine.kernels.norm import rms_norm_torch
-from outrider.engine.kernels.qkv import rotary_qkv, rotary_qkv_torch, rotary_qkv_triton
-from outrider.engine.kernels.rotary import rotary_table, rotary_write
 from outrider.errors import InternalError, InvalidRequestError
 
 HEADS, KV_HEADS, SLOTS = 3, 2, 80

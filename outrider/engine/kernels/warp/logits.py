@@ -23,7 +23,7 @@ from outrider.engine.kernels.state import (
     SamplingState,
     WarpState,
 )
-from outrider.engine.kernels.warp_launch import launch_count, launch_warp
+from outrider.engine.kernels.warp.launch import launch_count, launch_warp
 from outrider.engine.nucleus import MAX_COLUMNS, edges
 from outrider.engine.warper import MAX_LOGIT
 from outrider.errors import InvalidRequestError
