@@ -208,13 +208,6 @@ class KVSequence:
             raise ValueError(f"{count} slots after {self._len} of {self.capacity}")
         self._len, self._pending = self._len + count, 0
 
-    def retain(self, start: int, rows: Sequence[int]) -> None:
-        """Keep committed slots below `start`, then `start + row` for each row (ascending),
-        compacted; drop all others. For a tree whose levels were committed one by one."""
-        if not 0 <= start <= self._len or (rows and start + rows[-1] >= self._len):
-            raise ValueError(f"slots {start}+{list(rows)} are not within the {self._len} committed")
-        self._keep(start, rows)
-
     def truncate(self, length: int) -> None:
         """Forget everything from slot `length` on."""
         if not 0 <= length <= self._len:

@@ -42,7 +42,8 @@ from outrider.engine.kernels.linear.fused import SKINNY_ROWS, add_linear, fused_
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.state import SamplingState, WarpState
-from outrider.engine.kernels.warp.logits import TokenPath, warp_drafts
+from outrider.engine.kernels.warp.logits import warp_drafts
+from outrider.engine.kernels.warp.path import TokenPath
 
 
 class NewRows(NamedTuple):

@@ -30,7 +30,8 @@ from outrider.engine.kernels.assemble import assemble
 from outrider.engine.kernels.attention.compaction import compact_kv, gather_rows
 from outrider.engine.kernels.attention.layout import tree_layout
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.engine.kernels.warp.logits import TokenPath, count_tokens, warp_logits
+from outrider.engine.kernels.warp.logits import count_tokens, warp_logits
+from outrider.engine.kernels.warp.path import TokenPath
 from outrider.engine.target import TargetModel
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -11,9 +9,7 @@ from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.engine.kernels.sampling import tile_columns, warps_of
 from outrider.engine.kernels.state import SamplingState, WarpState
 from outrider.engine.kernels.warp import cut, edit
-
-if TYPE_CHECKING:
-    from outrider.engine.kernels.warp.logits import TokenPath
+from outrider.engine.kernels.warp.path import TokenPath
 
 
 def launch_warp(
