@@ -200,7 +200,15 @@ class KVSequence:
         """Keep these rows of the last forward (0-based, ascending), compacted; drop the others."""
         if rows and rows[-1] >= self._pending:
             raise ValueError(f"row {rows[-1]} is not one of the {self._pending} rows written last")
-        self._keep(self._len, rows)
+        if self.released:
+            raise ValueError("the sequence was released")
+        if any(b <= a for a, b in zip((-1, *rows), rows, strict=False)):
+            raise ValueError(f"rows must be ascending and not negative, not {list(rows)}")
+        start = self._len
+        moved = [(start + to, start + row) for to, row in enumerate(rows) if to != row]
+        if moved:
+            self._move([to for to, _ in moved], [source for _, source in moved])
+        self._len, self._pending = start + len(rows), 0
 
     def advance(self, count: int) -> None:
         """`count` more slots are committed: a device wrote them and made them contiguous."""
@@ -220,16 +228,6 @@ class KVSequence:
         self._len = self._pending = 0
         if blocks:
             self._pool._give(blocks)
-
-    def _keep(self, start: int, rows: Sequence[int]) -> None:
-        if self.released:
-            raise ValueError("the sequence was released")
-        if any(b <= a for a, b in zip((-1, *rows), rows, strict=False)):
-            raise ValueError(f"rows must be ascending and not negative, not {list(rows)}")
-        moved = [(start + to, start + row) for to, row in enumerate(rows) if to != row]
-        if moved:
-            self._move([to for to, _ in moved], [source for _, source in moved])
-        self._len, self._pending = start + len(rows), 0
 
     def _move(self, to: list[int], source: list[int]) -> None:
         # index_select copies first, so overlapping moves are safe.
