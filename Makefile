@@ -5,6 +5,10 @@ PIP_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q
+# Tests that compute: two processes of one thread each, files in order, the long ones first.
+PYTEST_X2 := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+# Tests that start processes and look at the clock: one after another.
+SERIAL := tests/integration tests/chaos
 
 .PHONY: setup demo test test-fast test-ray test-real check format proto bench clean
 
@@ -29,11 +33,12 @@ demo: setup
 # All test layers but `gpu`: unit, statistical, wire, integration, chaos; then the transports over Ray.
 test: setup
 	@$(BIN)/outrider models pull smollm2-135m
-	$(PYTEST) -m "not gpu" tests
+	$(PYTEST_X2) -m "not gpu" tests $(addprefix --ignore=,$(SERIAL))
+	$(PYTEST) -m "not gpu" $(SERIAL)
 	$(PYTEST) --transport ray tests/integration/test_transport_contract.py tests/integration/test_transport_bundles.py
 
 test-fast: setup
-	$(PYTEST) -m "not gpu and not slow" tests/unit tests/wire
+	$(PYTEST_X2) -m "not gpu and not slow" tests/unit tests/wire
 
 test-ray: setup
 	$(PYTEST) --transport ray tests/integration/test_transport_contract.py tests/integration/test_transport_bundles.py

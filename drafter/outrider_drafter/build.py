@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from outrider.awake import AwakeCores
-from outrider.engine.config import load_model_config
+from outrider.engine.checkpoint import load_model_config
 from outrider.engine.device.current import make_current
 from outrider.engine.device.head_weights import can_extract
 from outrider.engine.heads import DraftHead, load_head, load_head_config

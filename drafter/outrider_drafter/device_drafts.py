@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.spec.flat_trees import chain_parents
 from outrider_drafter.device_batch import Members
 from outrider_drafter.device_shapes import Shape

@@ -1,4 +1,5 @@
-"""Reading the tensors of a checkpoint by their Hugging Face names, whatever the file format."""
+"""Reading a checkpoint, whatever the file format: its configuration, and its tensors by their
+Hugging Face names."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from outrider.engine.config import ModelConfig, config_from_hf, eos_ids_of
+from outrider.engine.gguf import open_gguf
 from outrider.errors import InvalidRequestError, NotFoundError
 
 _SINGLE = "model.safetensors"
@@ -91,9 +94,38 @@ def open_checkpoint(path: str | Path) -> TensorSource:
     """Open a safetensors directory or a `.gguf` file."""
     path = Path(path)
     if path.suffix == ".gguf":
-        from outrider.engine.gguf import open_gguf
-
         return open_gguf(path)
     if not path.is_dir():
         raise NotFoundError(f"{path}: no such model directory")
     return SafetensorsSource(path)
+
+
+def load_model_config(path: str | Path) -> ModelConfig:
+    """Read the configuration of a model directory (`config.json`) or of a `.gguf` file.
+
+    Raises NotFoundError when there is no such file and InvalidRequestError when it is not
+    understood or asks for something that is not supported.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return open_gguf(path).config
+    file = path / "config.json"
+    if not file.is_file():
+        raise NotFoundError(f"{path}: no model here (expected a directory with config.json)")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise InvalidRequestError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise InvalidRequestError(f"{file}: expected a JSON object")
+    generation = path / "generation_config.json"
+    return config_from_hf(raw, more_eos_ids=_generation_eos(generation))
+
+
+def _generation_eos(file: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, where chat models list all of theirs."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        return eos_ids_of(raw.get("eos_token_id"))
+    except (OSError, ValueError, AttributeError):
+        return ()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
-from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.errors import InvalidRequestError
 
 ARCHITECTURES: Final = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` that share the Llama skeleton and are supported."""
@@ -61,30 +59,6 @@ class ModelConfig:
             raise InvalidRequestError(f"sliding_window must be positive: {self.sliding_window}")
 
 
-def load_model_config(path: str | Path) -> ModelConfig:
-    """Read the configuration of a model directory (`config.json`) or of a `.gguf` file.
-
-    Raises NotFoundError when there is no such file and InvalidRequestError when it is not
-    understood or asks for something that is not supported.
-    """
-    path = Path(path)
-    if path.suffix == ".gguf":
-        from outrider.engine.gguf import open_gguf
-
-        return open_gguf(path).config
-    file = path / "config.json"
-    if not file.is_file():
-        raise NotFoundError(f"{path}: no model here (expected a directory with config.json)")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise InvalidRequestError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InvalidRequestError(f"{file}: expected a JSON object")
-    generation = path / "generation_config.json"
-    return config_from_hf(raw, more_eos_ids=_generation_eos(generation))
-
-
 def config_from_hf(raw: Mapping[str, Any], *, more_eos_ids: tuple[int, ...] = ()) -> ModelConfig:
     """Translate the fields of a Hugging Face `config.json`."""
     kind = raw.get("model_type")
@@ -123,7 +97,7 @@ def _translate(raw: Mapping[str, Any], kind: str, more_eos_ids: tuple[int, ...])
         sliding_window=_sliding_window(raw, kind),
         max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
         bos_id=None if bos is None else int(bos),
-        eos_ids=tuple(sorted({*_ids(raw.get("eos_token_id")), *more_eos_ids})),
+        eos_ids=tuple(sorted({*eos_ids_of(raw.get("eos_token_id")), *more_eos_ids})),
     )
 
 
@@ -159,16 +133,8 @@ def _sliding_window(raw: Mapping[str, Any], kind: str) -> int | None:
     raise InvalidRequestError("layers that mix full and sliding attention are not supported")
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def eos_ids_of(value: Any) -> tuple[int, ...]:
+    """What `eos_token_id` says: none, one id or a list of them."""
     if value is None:
         return ()
     return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
-
-
-def _generation_eos(file: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, where chat models list all of theirs."""
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        return _ids(raw.get("eos_token_id"))
-    except (OSError, ValueError, AttributeError):
-        return ()

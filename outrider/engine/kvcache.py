@@ -200,20 +200,21 @@ class KVSequence:
         """Keep these rows of the last forward (0-based, ascending), compacted; drop the others."""
         if rows and rows[-1] >= self._pending:
             raise ValueError(f"row {rows[-1]} is not one of the {self._pending} rows written last")
-        self._keep(self._len, rows)
+        if self.released:
+            raise ValueError("the sequence was released")
+        if any(b <= a for a, b in zip((-1, *rows), rows, strict=False)):
+            raise ValueError(f"rows must be ascending and not negative, not {list(rows)}")
+        start = self._len
+        moved = [(start + to, start + row) for to, row in enumerate(rows) if to != row]
+        if moved:
+            self._move([to for to, _ in moved], [source for _, source in moved])
+        self._len, self._pending = start + len(rows), 0
 
     def advance(self, count: int) -> None:
         """`count` more slots are committed: a device wrote them and made them contiguous."""
         if self._len + count > self.capacity:
             raise ValueError(f"{count} slots after {self._len} of {self.capacity}")
         self._len, self._pending = self._len + count, 0
-
-    def retain(self, start: int, rows: Sequence[int]) -> None:
-        """Keep committed slots below `start`, then `start + row` for each row (ascending),
-        compacted; drop all others. For a tree whose levels were committed one by one."""
-        if not 0 <= start <= self._len or (rows and start + rows[-1] >= self._len):
-            raise ValueError(f"slots {start}+{list(rows)} are not within the {self._len} committed")
-        self._keep(start, rows)
 
     def truncate(self, length: int) -> None:
         """Forget everything from slot `length` on."""
@@ -227,16 +228,6 @@ class KVSequence:
         self._len = self._pending = 0
         if blocks:
             self._pool._give(blocks)
-
-    def _keep(self, start: int, rows: Sequence[int]) -> None:
-        if self.released:
-            raise ValueError("the sequence was released")
-        if any(b <= a for a, b in zip((-1, *rows), rows, strict=False)):
-            raise ValueError(f"rows must be ascending and not negative, not {list(rows)}")
-        moved = [(start + to, start + row) for to, row in enumerate(rows) if to != row]
-        if moved:
-            self._move([to for to, _ in moved], [source for _, source in moved])
-        self._len, self._pending = start + len(rows), 0
 
     def _move(self, to: list[int], source: list[int]) -> None:
         # index_select copies first, so overlapping moves are safe.

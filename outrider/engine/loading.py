@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.engine.checkpoint import TensorSource, open_checkpoint
-from outrider.engine.config import ModelConfig, load_model_config
+from outrider.engine.checkpoint import TensorSource, load_model_config, open_checkpoint
+from outrider.engine.config import ModelConfig
 from outrider.engine.kvcache import KVPool
 from outrider.engine.layers import LayerWeights, interleave_pairs
 from outrider.engine.linear import Linear, make_linear

@@ -5,7 +5,7 @@ is cut is -inf. The verifier warps target logits, the drafter warps its own with
 parameters; at a tree node the draft tokens on its path count as output. At temperature 0 only
 penalties, biases and bans apply. A row's result depends on that row only, bit for bit, and its
 arithmetic is defined to the bit (`penalties_of`, `outrider.engine.nucleus`), so that
-`outrider.engine.kernels.warp` can do the same on a device.
+`outrider.engine.kernels.warp.logits` can do the same on a device.
 
 Ties at a boundary of top-k, top-p or min-p are all kept: the kept set is then a function of the
 values alone and not of a sorting order, so all devices and both sides agree on it.

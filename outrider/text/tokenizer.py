@@ -93,11 +93,6 @@ class Tokenizer:
             eos_ids=_eos_ids(fast, file.parent, settings),
         )
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether conversations can be rendered."""
-        return self._template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Ids of `text`; with `add_special_tokens` also those that open a document (a BOS)."""
         return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)

@@ -16,11 +16,11 @@ from outrider.errors import (
     InvalidMessageError,
     OutriderError,
 )
-from outrider.spec.accounting import add_round
 from outrider.transport.base import RouterConnection
 from outrider.transport.mailbox import Mailbox
 from outrider.transport.outgoing import Outgoing
 from outrider.transport.status import ErrorStatus, copy_of, from_status, to_status
+from outrider.wire.accounting import add_round
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     FALLBACK,

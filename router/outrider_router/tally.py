@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from outrider.spec.accounting import decision_of
+from outrider.wire.accounting import decision_of
 from outrider.wire.messages import FALLBACK, PAUSED, PLANNED, TARGET_ONLY, SpecStats
 
 

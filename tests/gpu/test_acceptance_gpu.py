@@ -12,13 +12,14 @@ from torch import Tensor
 
 from outrider.engine.acceptance import accept
 from outrider.engine.draft_sampling import LawLimits
-from outrider.engine.kernels.acceptance import (
+from outrider.engine.kernels.acceptance.coins import ChainLaw, DeviceLaw, accept_sampled
+from outrider.engine.kernels.acceptance.matching import (
     DeviceAcceptance,
     accept_matching,
     advance_state_torch,
     advance_state_triton,
 )
-from outrider.engine.kernels.coins import ChainLaw, DeviceLaw, accept_sampled
+from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider.engine.kernels.sampling import (
     Side,
     choose_tokens,
@@ -26,7 +27,6 @@ from outrider.engine.kernels.sampling import (
     choose_tokens_triton,
 )
 from outrider.engine.kernels.state import SequenceState
-from outrider.engine.kernels.topk import log_softmax_topk
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.device_rounds import (
     DeviceRound,

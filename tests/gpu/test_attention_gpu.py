@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.attention import tree_attention, tree_attention_torch
-from outrider.engine.kernels.attention_config import AttentionConfig, choose_config
-from outrider.engine.kernels.compaction import (
+from outrider.engine.kernels.attention.compaction import (
     compact_kv,
     compact_kv_torch,
     gather_rows,
     gather_rows_torch,
 )
-from outrider.engine.kernels.layout import tree_layout, tree_layout_torch
-from outrider.engine.kernels.rotary import (
+from outrider.engine.kernels.attention.config import AttentionConfig, choose_config
+from outrider.engine.kernels.attention.layout import tree_layout, tree_layout_torch
+from outrider.engine.kernels.attention.rotary import (
     rotary_table,
     rotary_table_torch,
     rotary_write,
     rotary_write_torch,
 )
+from outrider.engine.kernels.attention.tree import tree_attention, tree_attention_torch
 from tests.unit.engine.kernels.trees import random_parents, scattered
 
 pytestmark = pytest.mark.gpu

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from outrider.engine.device.draft import NewRows
 from outrider.engine.device.graphs import GraphCache
-from outrider.engine.kernels import draft_inputs, growth, tree_rank
-from outrider.engine.kernels.growth import (
+from outrider.engine.kernels.drafts import growth, tree_rank
+from outrider.engine.kernels.drafts import inputs as draft_inputs
+from outrider.engine.kernels.drafts.growth import (
     FrontierRows,
     empty_candidates,
     num_candidates,
 )
-from outrider.engine.kernels.tree_rank import TreeDraft
+from outrider.engine.kernels.drafts.tree_rank import TreeDraft
 from outrider.spec.sampling import SamplingParams
 from tests.factories import make_eagle3_head
 from tests.unit.drafter.helpers import make_engine

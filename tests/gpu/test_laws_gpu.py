@@ -8,8 +8,8 @@ import torch
 
 from outrider.engine.acceptance import accept
 from outrider.engine.draft_sampling import LawLimits, law_limits_for
-from outrider.engine.kernels.coins import DeviceLaw, accept_sampled
-from outrider.engine.kernels.law_draw import (
+from outrider.engine.kernels.acceptance.coins import DeviceLaw, accept_sampled
+from outrider.engine.kernels.drafts.law_draw import (
     DrawnLaws,
     draw_from_laws,
     draw_from_laws_torch,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.kernels.linear import add_linear, fused_linear, fused_linear_triton
-from outrider.engine.kernels.linear_configs import LinearConfig
+from outrider.engine.kernels.linear.configs import LinearConfig
+from outrider.engine.kernels.linear.fused import add_linear, fused_linear, fused_linear_triton
 from outrider.engine.kernels.norm import rms_norm, rms_norm_torch, silu_mul, silu_mul_torch
 
 pytestmark = pytest.mark.gpu

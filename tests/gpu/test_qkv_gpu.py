@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.linear import SKINNY_ROWS, HalfNormed, Normed, fused_linear
-from outrider.engine.kernels.linear_configs import LinearConfig
+from outrider.engine.kernels.attention.rotary import rotary_table_torch, rotary_write
+from outrider.engine.kernels.linear.configs import LinearConfig
+from outrider.engine.kernels.linear.fused import SKINNY_ROWS, HalfNormed, Normed, fused_linear
+from outrider.engine.kernels.linear.qkv import rotary_qkv, rotary_qkv_triton
 from outrider.engine.kernels.norm import rms_norm_torch
-from outrider.engine.kernels.qkv import rotary_qkv, rotary_qkv_triton
-from outrider.engine.kernels.rotary import rotary_table_torch, rotary_write
 from outrider.errors import InvalidRequestError
 
 pytestmark = pytest.mark.gpu

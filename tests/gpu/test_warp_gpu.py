@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from outrider.engine.device.warp_slots import WarpSlots
-from outrider.engine.kernels.coupled_topk import put_coupled_topk_torch, put_coupled_topk_triton
-from outrider.engine.kernels.warp import TokenPath, count_tokens, count_tokens_torch, warp_logits
+from outrider.engine.kernels.drafts.coupled_topk import (
+    put_coupled_topk_torch,
+    put_coupled_topk_triton,
+)
+from outrider.engine.kernels.warp.logits import (
+    TokenPath,
+    count_tokens,
+    count_tokens_torch,
+    warp_logits,
+)
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.device_rounds import sampling_state
 from tests.reference.warp_cases import NODES, odd_rows, warp_case

@@ -167,6 +167,16 @@ class Stack:
         self.router.start().wait_ready()
         wait_until(self.healthy, timeout_s=20.0, what="a healthy fleet")
 
+    def repair(self) -> None:
+        """Put back what a fault took: what has ended is started again where it was, what is
+        stopped goes on."""
+        for process in (self.verifier, self.drafter, self.router):
+            if process.alive:
+                process.thaw()
+            else:
+                process.restart()
+        wait_until(self.healthy, timeout_s=20.0, what="a healthy fleet")
+
     def healthy(self) -> bool:
         """Whether the router sees every verifier and drafter healthy."""
         with Client(self.router.address, timeout_s=5.0) as client:

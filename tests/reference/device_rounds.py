@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outrider.engine.acceptance import AcceptRow
 from outrider.engine.draft_sampling import LawLimits
-from outrider.engine.kernels.acceptance import FALLBACK, RESAMPLED, DeviceAcceptance
-from outrider.engine.kernels.coins import ChainLaw, DeviceLaw
+from outrider.engine.kernels.acceptance.coins import ChainLaw, DeviceLaw
+from outrider.engine.kernels.acceptance.matching import FALLBACK, RESAMPLED, DeviceAcceptance
 from outrider.engine.kernels.state import (
     NUM_STREAMS,
     RULE_COUPLED,

@@ -41,7 +41,8 @@ def _chi_square(counts: ArrayLike, probs: ArrayLike, *, least: float) -> tuple[f
 
 
 LIMIT = 10.0
-"""The tests pass below chi2 = df + 10 sqrt(2 df); their seeds are fixed."""
+"""Tests with few bins pass below chi2 = df + 10 sqrt(2 df); their seeds are fixed. With many bins
+`p_value` sees the same bias in half the trials: a millionth is 6 sigma at 60 bins, 5 at 4,000."""
 
 
 def p_value(counts: ArrayLike, probs: ArrayLike, *, least: float = 5.0) -> float:

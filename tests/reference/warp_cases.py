@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.kernels.sampling import scaled_scores
 from outrider.engine.kernels.state import SamplingState, WarpState
-from outrider.engine.kernels.warp import TokenPath
+from outrider.engine.kernels.warp.path import TokenPath
 from outrider.engine.warper import TokenHistory, warp
 from outrider.spec.sampling import SamplingParams
 from tests.reference.device_rounds import sampling_state

@@ -18,7 +18,7 @@ from outrider.engine.draft_sampling import DEFAULT_LAW_LIMITS, LawLimits
 from outrider.spec.noise import Stream
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.acceptance_oracle import softmax, warped_probs
-from tests.reference.goodness import LIMIT, chi_square_excess
+from tests.reference.goodness import LEAST_P, p_value
 from tests.reference.rounds import Drafts, Logits, accept_rows, draft, seeded
 
 BATCH_ELEMENTS = 1 << 20
@@ -79,7 +79,7 @@ def _check(counts: list[NDArray[np.int64]], target_LV: Tensor, base: SamplingPar
         expected = warped_probs(target_LV[index].numpy().astype(np.float64), base)
         assert observed[expected == 0].sum() == 0
         if observed.sum() >= 1000:
-            assert chi_square_excess(observed, expected) < LIMIT, f"token {index}"
+            assert p_value(observed, expected) > LEAST_P, f"token {index}"
     assert counts[0].sum() > 0
 
 
@@ -95,7 +95,7 @@ def test_a_chain_emits_the_target_law_over_4096_ids(
     drafted = drafted.to(dtype).to(torch.float32)
     base = SamplingParams(temperature=temperature, rule=rule)
     limits = LawLimits(max_ids=256)  # a cap that bites, and keeps the test fast
-    counts = _tokens_by_index(target, drafted, base, [1] * length, 40_000, limits=limits)
+    counts = _tokens_by_index(target, drafted, base, [1] * length, 20_000, limits=limits)
     _check(counts, target, base)
 
 
@@ -119,7 +119,7 @@ def test_a_truncated_target_law_is_emitted(rule: Rule) -> None:
     kept = np.count_nonzero(warped_probs(logits, base))
     for off in (replace(base, top_k=0), replace(base, top_p=1.0)):
         assert np.count_nonzero(warped_probs(logits, off)) > kept, "every setting cuts something"
-    counts = _tokens_by_index(target, drafted, base, [2, 1], 20_000)
+    counts = _tokens_by_index(target, drafted, base, [2, 1], 16_000)
     _check(counts, target, base)
 
 
@@ -135,14 +135,14 @@ def test_opposite_laws_leave_no_trace_of_the_draft(rule: Rule) -> None:
     """Draft logits are minus the target's: noise shared by two streams shows up here first."""
     target = torch.linspace(-2.0, 2.0, 16).repeat(2, 1)
     base = SamplingParams(temperature=1.0, rule=rule)
-    counts = _tokens_by_index(target, -target, base, [1], 200_000)
+    counts = _tokens_by_index(target, -target, base, [1], 100_000)
     _check(counts, target, base)
 
 
 def test_opposite_laws_in_a_tree_leave_no_trace_of_the_draft() -> None:
     target = torch.linspace(-2.0, 2.0, 16).repeat(3, 1)
     base = SamplingParams(temperature=1.0, rule=Rule.REJECTION)
-    counts = _tokens_by_index(target, -target, base, [3, 1], 40_000)
+    counts = _tokens_by_index(target, -target, base, [3, 1], 30_000)
     _check(counts, target, base)
 
 
@@ -159,5 +159,5 @@ def test_noise_shared_with_the_draft_would_be_noticed(
     target = torch.linspace(-2.0, 2.0, 16).repeat(2, 1)
     base = SamplingParams(temperature=1.0, rule=rule)
     counts = _tokens_by_index(target, -target, base, [1], 40_000)
-    biased = chi_square_excess(counts[0], softmax(target[0].numpy().astype(np.float64))) > LIMIT
+    biased = p_value(counts[0], softmax(target[0].numpy().astype(np.float64))) < LEAST_P
     assert biased is (rule is Rule.REJECTION)

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from outrider.engine.acceptance import accept
 from outrider.engine.device.warp_slots import WarpSlots
-from outrider.engine.kernels.coins import accept_sampled
+from outrider.engine.kernels.acceptance.coins import accept_sampled
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.engine.kernels.warp import TokenPath, warp_logits
+from outrider.engine.kernels.warp.logits import warp_logits
+from outrider.engine.kernels.warp.path import TokenPath
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.acceptance_oracle import warped_probs
 from tests.reference.device_rounds import device_law, device_round

@@ -14,8 +14,8 @@ from outrider_drafter.device_laws import chains_with_laws
 from outrider.engine.device.buffers import Downloader
 from outrider.engine.device.law_inputs import LawInputs
 from outrider.engine.draft_sampling import LawLimits
-from outrider.engine.kernels.coins import accept_sampled
-from outrider.engine.kernels.law_draw import draw_from_laws, stack_laws
+from outrider.engine.kernels.acceptance.coins import accept_sampled
+from outrider.engine.kernels.drafts.law_draw import draw_from_laws, stack_laws
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.state import NUM_STREAMS, RULE_REJECTION, SamplingState
 from outrider.spec.law import validate_law

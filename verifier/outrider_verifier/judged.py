@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.acceptance import Acceptance
-from outrider.engine.kernels.acceptance import FALLBACK, RESAMPLED
+from outrider.engine.kernels.acceptance.matching import FALLBACK, RESAMPLED
 from outrider_verifier.device_groups import Group
 from outrider_verifier.engine import Decoded, RowOutcome
 

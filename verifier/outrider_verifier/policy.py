@@ -17,12 +17,12 @@ from typing import Final, Protocol
 import numpy as np
 
 from outrider.ids import DrafterId
-from outrider.spec.accounting import REASON_FLAGS
 from outrider.spec.contest import Contest, Mode, Reason
 from outrider.spec.costs import GAIN, CostTable
 from outrider.spec.draft_length import choose_length
 from outrider.spec.estimates import ArrivalEstimate, patience_s
 from outrider.spec.own_drafts import OwnDrafts
+from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
 from outrider_verifier.known import Kind, Known, Pace, Tally
 from outrider_verifier.sessions import NO_LIMIT, Session

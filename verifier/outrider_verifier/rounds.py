@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.errors import InternalError, OutriderError, UnavailableError
-from outrider.spec.accounting import add_round
+from outrider.wire.accounting import add_round
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
 from outrider_verifier.engine import Flight, RoundOutcome, RoundRunner, RowOutcome

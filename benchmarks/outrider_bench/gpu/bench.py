@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from outrider.client.modelfiles import DEFAULT_MODEL, ModelFiles, find_model
-from outrider.engine.config import load_model_config
+from outrider.engine.checkpoint import load_model_config
 from outrider.engine.loading import load_target
 from outrider.errors import InvalidRequestError
 from outrider_bench.environment import describe

@@ -2,7 +2,7 @@
 
 `python -m outrider_bench.gpu.check_attention [--out FILE]` on the device: errors against float64,
 then CUDA-graph times of 32 layers, each with a cache of its own, for launch parameters around
-those in use. What it prints as best goes into `outrider.engine.kernels.attention_config`.
+those in use. What it prints as best goes into `outrider.engine.kernels.attention.config`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.attention import tree_attention
-from outrider.engine.kernels.attention_config import AttentionConfig, choose_config
-from outrider.engine.kernels.compaction import compact_kv, gather_rows
-from outrider.engine.kernels.layout import RoundLayout, tree_layout
-from outrider.engine.kernels.rotary import rotary_table, rotary_write
+from outrider.engine.kernels.attention.compaction import compact_kv, gather_rows
+from outrider.engine.kernels.attention.config import AttentionConfig, choose_config
+from outrider.engine.kernels.attention.layout import RoundLayout, tree_layout
+from outrider.engine.kernels.attention.rotary import rotary_table, rotary_write
+from outrider.engine.kernels.attention.tree import tree_attention
 from outrider_bench.gpu.tune_linear import seconds
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN = 32, 32, 8, 128, 4096

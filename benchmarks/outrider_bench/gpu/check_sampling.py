@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.acceptance import accept_matching
-from outrider.engine.kernels.coins import ChainLaw, DeviceLaw, accept_sampled
+from outrider.engine.kernels.acceptance.coins import ChainLaw, DeviceLaw, accept_sampled
+from outrider.engine.kernels.acceptance.matching import accept_matching
+from outrider.engine.kernels.drafts.topk import log_softmax_topk, log_softmax_topk_torch
 from outrider.engine.kernels.sampling import choose_tokens, choose_tokens_torch
 from outrider.engine.kernels.state import (
     NUM_STREAMS,
@@ -30,7 +31,6 @@ from outrider.engine.kernels.state import (
     RULE_TARGET_ONLY,
     SamplingState,
 )
-from outrider.engine.kernels.topk import log_softmax_topk, log_softmax_topk_torch
 from outrider.errors import FailedPreconditionError
 from outrider_bench.environment import describe
 from outrider_bench.gpu.tune_linear import seconds

@@ -21,7 +21,8 @@ from torch import Tensor
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.kernels.sampling import scaled_scores
 from outrider.engine.kernels.state import NUM_STREAMS, RULE_COUPLED, RULE_GREEDY, SamplingState
-from outrider.engine.kernels.warp import TokenPath, warp_logits
+from outrider.engine.kernels.warp.logits import warp_logits
+from outrider.engine.kernels.warp.path import TokenPath
 from outrider.engine.warper import TokenHistory, warp
 from outrider.errors import FailedPreconditionError
 from outrider.spec.sampling import SamplingParams

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.state import NUM_STREAMS, RULE_GREEDY, SamplingState
-from outrider.engine.kernels.topk import log_softmax_topk
 from outrider_bench.gpu import acceptance, serving
 from outrider_bench.gpu.bench import Bench, show
 from outrider_bench.gpu.choices import chains_by_choice, trees_by_score

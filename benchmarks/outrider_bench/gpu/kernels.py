@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from outrider.engine.config import ModelConfig
-from outrider.engine.kernels.attention import tree_attention
-from outrider.engine.kernels.linear import fused_linear
+from outrider.engine.kernels.attention.rotary import rotary_table, rotary_write
+from outrider.engine.kernels.attention.tree import tree_attention
+from outrider.engine.kernels.drafts.topk import log_softmax_topk
+from outrider.engine.kernels.linear.fused import fused_linear
+from outrider.engine.kernels.linear.qkv import rotary_qkv
 from outrider.engine.kernels.norm import rms_norm
-from outrider.engine.kernels.qkv import rotary_qkv
-from outrider.engine.kernels.rotary import rotary_table, rotary_write
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.state import NUM_STREAMS, RULE_COUPLED, SamplingState
-from outrider.engine.kernels.topk import log_softmax_topk
 from outrider_bench.gpu.bench import DEVICE_COPY_BYTES_S, Bench, show
 from outrider_bench.gpu.random_model import SHAPES
 from outrider_bench.gpu.steps import timed_ms

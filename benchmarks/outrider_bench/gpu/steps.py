@@ -17,7 +17,7 @@ from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.round_rows import RoundRows, RowInput
 from outrider.engine.device.shapes import Drafts, Judge
-from outrider.engine.kernels.tree_rank import TreeDraft
+from outrider.engine.kernels.drafts.tree_rank import TreeDraft
 from outrider.engine.kvcache import KVSequence
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, DraftTree

@@ -3,7 +3,7 @@
 `python -m outrider_bench.gpu.tune_linear --out FILE [--quick]` on the device to tune for: it times
 candidates for every product and row tile over more weights than the L2 holds, checks the best ones
 against float64, and then times whole forwards of norms and products. It prints lines for
-`outrider.engine.kernels.linear_configs.TABLE` and writes everything to FILE as JSON.
+`outrider.engine.kernels.linear.configs.TABLE` and writes everything to FILE as JSON.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.kernels.linear import fused_linear_torch, fused_linear_triton
-from outrider.engine.kernels.linear_configs import (
+from outrider.engine.kernels.linear.configs import (
     MAX_TILES,
     WORKSPACE_FLOATS,
     LinearConfig,
     choose_config,
 )
+from outrider.engine.kernels.linear.fused import fused_linear_torch, fused_linear_triton
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.runtime import cdiv
 

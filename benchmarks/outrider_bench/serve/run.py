@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from outrider.client.local import CPU, CUDA, SEPARATE
 from outrider.client.modelfiles import ModelFiles, find_model
-from outrider.engine.config import load_model_config
+from outrider.engine.checkpoint import load_model_config
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule

@@ -19,30 +19,31 @@ from torch import Tensor
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.own_law import own_law
 from outrider.engine.draft_sampling import LawLimits
-from outrider.engine.kernels.attention import tree_attention
-from outrider.engine.kernels.coupled_topk import put_coupled_topk
-from outrider.engine.kernels.draft_inputs import (
-    BlockInputs,
-    DraftLayout,
-    draft_layout,
-    head_inputs,
-)
-from outrider.engine.kernels.growth import (
+from outrider.engine.kernels.attention.rotary import rotary_table, rotary_write
+from outrider.engine.kernels.attention.tree import tree_attention
+from outrider.engine.kernels.drafts.coupled_topk import put_coupled_topk
+from outrider.engine.kernels.drafts.growth import (
     FrontierRows,
     empty_candidates,
     grow_mask,
     num_candidates,
     select_frontier,
 )
-from outrider.engine.kernels.law_draw import ChainLaws, DrawnLaws, draw_from_laws, stack_laws
-from outrider.engine.kernels.linear import SKINNY_ROWS, add_linear, fused_linear
+from outrider.engine.kernels.drafts.inputs import (
+    BlockInputs,
+    DraftLayout,
+    draft_layout,
+    head_inputs,
+)
+from outrider.engine.kernels.drafts.law_draw import ChainLaws, DrawnLaws, draw_from_laws, stack_laws
+from outrider.engine.kernels.drafts.topk import log_softmax_topk
+from outrider.engine.kernels.drafts.tree_rank import TreeDraft, rank_tree
+from outrider.engine.kernels.linear.fused import SKINNY_ROWS, add_linear, fused_linear
 from outrider.engine.kernels.norm import rms_norm
-from outrider.engine.kernels.rotary import rotary_table, rotary_write
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.state import SamplingState, WarpState
-from outrider.engine.kernels.topk import log_softmax_topk
-from outrider.engine.kernels.tree_rank import TreeDraft, rank_tree
-from outrider.engine.kernels.warp import TokenPath, warp_drafts
+from outrider.engine.kernels.warp.logits import warp_drafts
+from outrider.engine.kernels.warp.path import TokenPath
 
 
 class NewRows(NamedTuple):

@@ -14,7 +14,7 @@ from outrider.engine.device.buffers import Uploader
 from outrider.engine.device.law_inputs import LawInputs
 from outrider.engine.device.round_rows import RoundRows
 from outrider.engine.device.shapes import Drafts
-from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.engine.kernels.attention.layout import PADDING_NODE
 
 NO_TOKEN = -1
 

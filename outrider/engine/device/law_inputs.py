@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.engine.device.buffers import Uploader
 from outrider.engine.draft_sampling import LAW_ENTRIES_BUDGET
-from outrider.engine.kernels.coins import DeviceLaw
+from outrider.engine.kernels.acceptance.coins import DeviceLaw
 from outrider.spec.law import DraftLaw
 
 MOST_FULL_LAWS: Final = 64

@@ -16,8 +16,8 @@ from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import DraftHead
-from outrider.engine.kernels.coins import ChainLaw
-from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.engine.kernels.acceptance.coins import ChainLaw
+from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.engine.kvcache import KVPool
 from outrider.spec.plan import default_depth
 

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.coin_kernels import HUGE_SCORE
+from outrider.engine.kernels.acceptance.coin_kernels import HUGE_SCORE
 from outrider.engine.kernels.sampling import scaled_scores
 from outrider.engine.kernels.state import SamplingState
 

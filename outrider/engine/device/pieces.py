@@ -19,7 +19,7 @@ from outrider.engine.device.buffers import Uploader
 from outrider.engine.device.inputs import NO_TOKEN, zeros
 from outrider.engine.device.shapes import PIECE_TOKENS
 from outrider.engine.device.target import RowGroup
-from outrider.engine.kernels.layout import RoundLayout, tree_layout
+from outrider.engine.kernels.attention.layout import RoundLayout, tree_layout
 from outrider.engine.kernels.state import SequenceState
 
 _FIELDS = 4

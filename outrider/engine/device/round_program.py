@@ -20,13 +20,18 @@ from outrider.engine.device.shapes import PIECE_TOKENS, Drafts, Judge, RoundShap
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.target import RowGroup, TargetOutput, TargetProgram
 from outrider.engine.heads import FeatureProjection
-from outrider.engine.kernels.acceptance import DeviceAcceptance, accept_matching, advance_state
+from outrider.engine.kernels.acceptance.coins import ChainLaw, DeviceLaw, accept_sampled
+from outrider.engine.kernels.acceptance.matching import (
+    DeviceAcceptance,
+    accept_matching,
+    advance_state,
+)
 from outrider.engine.kernels.assemble import assemble
-from outrider.engine.kernels.coins import ChainLaw, DeviceLaw, accept_sampled
-from outrider.engine.kernels.compaction import compact_kv, gather_rows
-from outrider.engine.kernels.layout import tree_layout
+from outrider.engine.kernels.attention.compaction import compact_kv, gather_rows
+from outrider.engine.kernels.attention.layout import tree_layout
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.engine.kernels.warp import TokenPath, count_tokens, warp_logits
+from outrider.engine.kernels.warp.logits import count_tokens, warp_logits
+from outrider.engine.kernels.warp.path import TokenPath
 from outrider.engine.target import TargetModel
 
 

@@ -93,15 +93,8 @@ class SessionSlots:
         length: int = 1,
         root: int = 0,
     ) -> None:
-        """Everything about a slot's session, what never changes included; see `set_prefix`."""
+        """The host's word on a slot's session: `length` committed tokens, the last one `root`."""
         self._write(slot, kv.blocks, sampling, length=length, root=root)
-
-    def set_prefix(self, slot: int, *, length: int, root: int) -> None:
-        """The host's word on a session: `length` committed tokens, the last one `root`."""
-        staged = self._staged[:2]
-        upload(np.array((length, root), dtype=np.int32), staged)
-        self.sequence.lengths[slot : slot + 1].copy_(staged[0:1])
-        self.sequence.roots[slot : slot + 1].copy_(staged[1:2])
 
     def _write(
         self, slot: int, blocks: object, sampling: SamplingParams, *, length: int, root: int

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from outrider.engine.heads.config import FINAL_NORM
-from outrider.engine.kernels.attention import tree_attention
+from outrider.engine.kernels.attention.layout import RoundLayout
+from outrider.engine.kernels.attention.rotary import rotary_table
+from outrider.engine.kernels.attention.tree import tree_attention
 from outrider.engine.kernels.embedding import embed
-from outrider.engine.kernels.layout import RoundLayout
-from outrider.engine.kernels.linear import SKINNY_ROWS, Normed, add_linear, fused_linear
+from outrider.engine.kernels.linear.fused import SKINNY_ROWS, Normed, add_linear, fused_linear
+from outrider.engine.kernels.linear.qkv import rotary_qkv
 from outrider.engine.kernels.norm import rms_norm
-from outrider.engine.kernels.qkv import rotary_qkv
-from outrider.engine.kernels.rotary import rotary_table
 from outrider.engine.layers import LayerWeights
 from outrider.engine.linear import plain_weights
 from outrider.engine.target import TargetModel

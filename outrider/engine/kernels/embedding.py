@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.kernels.linear import HalfNormed, Normed, halves_norms
+from outrider.engine.kernels.linear.fused import HalfNormed, Normed, halves_norms
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.runtime import cdiv
 

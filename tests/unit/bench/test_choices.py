@@ -18,7 +18,7 @@ from outrider_bench.gpu.choices import (
 )
 from outrider_bench.gpu.steps import DraftBench
 
-from outrider.engine.kernels.tree_rank import TreeDraft
+from outrider.engine.kernels.drafts.tree_rank import TreeDraft
 
 FLAGS = "--device cpu --dtype float32 --shape tiny --batches 1 --repeats 1"
 LENGTHS = "--prompt-tokens 8 --output-tokens 72"

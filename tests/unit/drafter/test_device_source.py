@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter import head_following
+from outrider_drafter import device_source, head_following
 from outrider_drafter.__main__ import parse_args
 from outrider_drafter.build import _head_source
 from outrider_drafter.device_rows import BLOCK_TOKENS
+from outrider_drafter.device_shapes import CHAIN_LENGTHS, TREES, family
 from outrider_drafter.device_source import DeviceHeadSource
 from outrider_drafter.head_source import HeadSource
 
@@ -236,7 +237,12 @@ def test_more_sessions_than_slots_and_freed_slots_are_used_again(head: DraftHead
     assert_same(proposal, drain(fresh)[0])
 
 
-def test_warming_up_leaves_no_trace(head: DraftHead) -> None:
+def test_warming_up_leaves_no_trace(head: DraftHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortest chains and the smallest trees of every kind: a CPU is slow at all of them."""
+    least = {1: min(CHAIN_LENGTHS), TREES[min(TREES)]: min(TREES)}
+    kinds = [(shape, g) for shape, g in family() if shape.num_nodes == least.get(shape.top_k)]
+    assert len(kinds) == 5
+    monkeypatch.setattr(device_source, "family", lambda: iter(kinds))
     source = on_device(head)
     source.warm_up()
     assert source.used_rows == 0

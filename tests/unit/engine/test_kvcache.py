@@ -116,15 +116,13 @@ def test_commit_keeps_the_named_rows_in_order(fragmented: bool) -> None:
     write(sequence, pool, [20, 21, 22, 23, 24])
     sequence.commit([0, 2, 4])
     assert stored(sequence, pool) == [10, 11, 12, 20, 22, 24]
-    sequence.retain(1, [1, 4])
-    assert stored(sequence, pool) == [10, 12, 24]
     sequence.truncate(2)
     write(sequence, pool, [30])
     sequence.commit([0])
-    assert stored(sequence, pool) == [10, 12, 30]
+    assert stored(sequence, pool) == [10, 11, 30]
     write(sequence, pool, [40, 41])
     sequence.commit([])
-    assert stored(sequence, pool) == [10, 12, 30]
+    assert stored(sequence, pool) == [10, 11, 30]
 
 
 @pytest.mark.parametrize("rows", [[1], [0, 0], [1, 0], [-1], [3]])
@@ -146,7 +144,7 @@ def test_a_commit_consumes_the_rows_of_the_last_forward() -> None:
         sequence.commit([0])
 
 
-def test_truncate_and_retain_check_their_bounds() -> None:
+def test_truncate_checks_its_bounds() -> None:
     pool = make_pool()
     sequence = pool.allocate(8)
     write(sequence, pool, [1, 2, 3])
@@ -154,9 +152,6 @@ def test_truncate_and_retain_check_their_bounds() -> None:
     for length in (-1, 4):
         with pytest.raises(ValueError, match="length"):
             sequence.truncate(length)
-    for start, rows in ((4, []), (1, [2]), (-1, [0])):
-        with pytest.raises(ValueError, match="slots"):
-            sequence.retain(start, rows)
     assert stored(sequence, pool) == [1, 2, 3]
 
 

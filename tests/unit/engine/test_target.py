@@ -176,12 +176,6 @@ def test_a_tree_grown_level_by_level_equals_its_paths(
         tokens = torch.cat([prompt, first[[branch]], second[[branch]]])
         assert_near(logits[branch], feed(model, fresh, tokens)[-1])
         fresh.release()
-    sequence.retain(6, [1, 3])
-    fresh = model.pool.allocate(16)
-    tokens = torch.cat([prompt, first[[1]], second[[1]], random_ids(1, seed=6)])
-    expected = feed(model, fresh, tokens)[-1]
-    fresh.release()
-    assert_near(feed(model, sequence, tokens[-1:])[0], expected)
 
 
 def test_sessions_in_one_ragged_batch_equal_each_alone(model: TargetModel) -> None:

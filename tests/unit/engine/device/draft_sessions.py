@@ -18,9 +18,9 @@ from torch import Tensor
 from outrider.engine.device.draft import DraftProgram, NewRows
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.heads import DraftHead, load_head
-from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.engine.kernels.attention.layout import PADDING_NODE
+from outrider.engine.kernels.drafts.tree_rank import TreeDraft
 from outrider.engine.kernels.state import RULE_NUMBERS, SamplingState, stream_keys
-from outrider.engine.kernels.tree_rank import TreeDraft
 from outrider.engine.linear import PlainLinear
 from outrider.spec.sampling import Rule, SamplingParams
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.engine.device.head_weights import HeadWeights, can_extract
 from outrider.engine.heads import DraftHead, load_head
 from outrider.engine.heads.eagle3 import Eagle3Head
-from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.engine.linear import Linear, PlainLinear, plain_weights
 from outrider.errors import FailedPreconditionError
 from outrider.spec.sampling import Rule, SamplingParams

@@ -13,7 +13,7 @@ from outrider.engine.device.inputs import NO_TOKEN, RoundInputs
 from outrider.engine.device.law_inputs import LawInputs
 from outrider.engine.device.round_rows import RoundRows, RowInput
 from outrider.engine.device.shapes import Drafts
-from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.spec.tree import DraftTree
 
 CPU = torch.device("cpu")

@@ -54,7 +54,7 @@ def test_the_hosts_word_moves_one_session_and_no_other() -> None:
     first, second = (slots.open(pool.allocate(8)) for _ in range(2))
     for slot in (first, second):
         slots.begin(slot, pool.allocate(8), SAMPLING, length=3, root=slot)
-    slots.set_prefix(first, length=9, root=40)
+    slots.begin(first, pool.allocate(8), SAMPLING, length=9, root=40)
     assert slots.sequence.lengths[[first, second]].tolist() == [9, 3]
     assert slots.sequence.roots[[first, second]].tolist() == [40, second]
 

@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.acceptance import Acceptance, accept
-from outrider.engine.kernels.acceptance import (
+from outrider.engine.kernels.acceptance.coins import (
+    ChainLaw,
+    DeviceLaw,
+    accept_sampled,
+    accept_sampled_torch,
+    accept_sampled_triton,
+)
+from outrider.engine.kernels.acceptance.matching import (
     DeviceAcceptance,
     accept_matching,
     accept_matching_torch,
     accept_matching_triton,
     advance_state_torch,
     advance_state_triton,
-)
-from outrider.engine.kernels.coins import (
-    ChainLaw,
-    DeviceLaw,
-    accept_sampled,
-    accept_sampled_torch,
-    accept_sampled_triton,
 )
 from outrider.engine.kernels.sampling import choose_tokens_torch
 from outrider.engine.kernels.state import SequenceState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine.kernels.attention_config import AttentionConfig, choose_config, num_splits
+from outrider.engine.kernels.attention.config import AttentionConfig, choose_config, num_splits
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64, 512])

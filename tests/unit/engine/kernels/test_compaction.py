@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.compaction import (
+from outrider.engine.kernels.attention.compaction import (
     compact_kv,
     compact_kv_torch,
     compact_kv_triton,

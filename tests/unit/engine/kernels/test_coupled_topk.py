@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.draft_sampling import propose_children
-from outrider.engine.kernels.coupled_topk import (
+from outrider.engine.kernels.drafts.coupled_topk import (
     put_coupled_topk,
     put_coupled_topk_torch,
     put_coupled_topk_triton,

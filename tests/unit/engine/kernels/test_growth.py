@@ -10,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.engine.kernels import draft_inputs, growth, tree_rank
-from outrider.engine.kernels.growth import (
+from outrider.engine.kernels.attention.layout import PADDING_NODE
+from outrider.engine.kernels.drafts import growth, tree_rank
+from outrider.engine.kernels.drafts import inputs as draft_inputs
+from outrider.engine.kernels.drafts.growth import (
     Candidates,
     FrontierRows,
     empty_candidates,
     num_candidates,
 )
-from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.engine.kernels.drafts.tree_rank import TreeDraft
 from outrider.engine.kernels.runtime import INTERPRETED
-from outrider.engine.kernels.tree_rank import TreeDraft
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")

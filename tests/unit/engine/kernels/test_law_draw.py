@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.draft_sampling import LawLimits, propose_children
-from outrider.engine.kernels.law_draw import (
+from outrider.engine.kernels.drafts.law_draw import (
     DrawnLaws,
     draw_from_laws_torch,
     draw_from_laws_triton,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from outrider_verifier.rows import tree_mask
 
-from outrider.engine.kernels.layout import (
+from outrider.engine.kernels.attention.layout import (
     RoundLayout,
     pool_slots,
     tree_layout,

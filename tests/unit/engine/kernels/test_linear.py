@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.linear import (
-    SKINNY_ROWS,
-    fused_linear,
-    fused_linear_torch,
-    fused_linear_triton,
-    fused_linear_wide,
-)
-from outrider.engine.kernels.linear_configs import (
+from outrider.engine.kernels.linear.configs import (
     MAX_TILES,
     TABLE,
     WORKSPACE_FLOATS,
     LinearConfig,
     choose_config,
+)
+from outrider.engine.kernels.linear.fused import (
+    SKINNY_ROWS,
+    fused_linear,
+    fused_linear_torch,
+    fused_linear_triton,
+    fused_linear_wide,
 )
 from outrider.engine.kernels.runtime import cdiv
 from outrider.errors import InternalError, InvalidRequestError

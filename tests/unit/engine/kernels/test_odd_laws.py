@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.engine.acceptance import accept
 from outrider.engine.device.own_law import own_law
-from outrider.engine.kernels.coins import (
+from outrider.engine.kernels.acceptance.coins import (
     ChainLaw,
     DeviceLaw,
     accept_sampled_torch,
@@ -102,10 +102,10 @@ def test_infinite_logits_share_their_probability(
     launch: Launch, device: torch.device, widths: list[int]
 ) -> None:
     """Columns 3 and 7 of every row; among the drafts there are some of them."""
-    batch = mixed_batch(64, 24, widths, seed=23)
+    batch = mixed_batch(32, 24, widths, seed=23)
     batch.logits[:, [3, 7]] = torch.inf
     if widths:
-        tokens = batch.device.tokens.view(64, -1)
+        tokens = batch.device.tokens.view(32, -1)
         tokens[::3, 1], batch.drafts.tokens[::3, 0] = 7, 7
         rows = []
         for index, row in enumerate(batch.rows):

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.linear import HalfNormed, fused_linear, fused_linear_triton
-from outrider.engine.kernels.linear_configs import LinearConfig
-from outrider.engine.kernels.linear_launch import RotaryOut
+from outrider.engine.kernels.attention.rotary import rotary_table, rotary_write
+from outrider.engine.kernels.linear.configs import LinearConfig
+from outrider.engine.kernels.linear.fused import HalfNormed, fused_linear, fused_linear_triton
+from outrider.engine.kernels.linear.launch import RotaryOut
+from outrider.engine.kernels.linear.qkv import rotary_qkv, rotary_qkv_torch, rotary_qkv_triton
 from outrider.engine.kernels.norm import rms_norm_torch
-from outrider.engine.kernels.qkv import rotary_qkv, rotary_qkv_torch, rotary_qkv_triton
-from outrider.engine.kernels.rotary import rotary_table, rotary_write
 from outrider.errors import InternalError, InvalidRequestError
 
 HEADS, KV_HEADS, SLOTS = 3, 2, 80
@@ -142,11 +142,16 @@ def test_kernel_is_the_formula(rows: int, split_k: int, normed: bool) -> None:
         _check_untouched(case, got[1:])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+HALVES = [torch.float16, torch.bfloat16]
+TILES = [(32, 32), (32, 16), (64, 64), (64, 32), (96, 32), (128, 128), (128, 32)]
+TYPED_TILES = [
+    *((*tile, torch.float32) for tile in TILES),
+    *((*tile, dtype) for tile in ((32, 16), (64, 64)) for dtype in HALVES),
+]
+
+
 @pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize(
-    ("dim", "block_n"), [(32, 32), (32, 16), (64, 64), (64, 32), (96, 32), (128, 128), (128, 32)]
-)
+@pytest.mark.parametrize(("dim", "block_n", "dtype"), TYPED_TILES)
 def test_tiles_of_heads(dim: int, block_n: int, swap: bool, dtype: torch.dtype) -> None:
     case = _case(5, dim, dtype)
     config = _config(5, block_n, swap=swap)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.heads.layers import apply_rotary, rotary_tables
-from outrider.engine.kernels.rotary import (
+from outrider.engine.kernels.attention.rotary import (
     rotary_table,
     rotary_table_torch,
     rotary_table_triton,

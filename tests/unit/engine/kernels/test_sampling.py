@@ -7,6 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.engine.kernels.drafts.topk import (
+    MAX_TOPK,
+    log_softmax_topk,
+    log_softmax_topk_torch,
+    log_softmax_topk_triton,
+)
 from outrider.engine.kernels.sampling import (
     Side,
     choose_tokens,
@@ -14,12 +20,6 @@ from outrider.engine.kernels.sampling import (
     choose_tokens_triton,
 )
 from outrider.engine.kernels.state import SamplingState
-from outrider.engine.kernels.topk import (
-    MAX_TOPK,
-    log_softmax_topk,
-    log_softmax_topk_torch,
-    log_softmax_topk_triton,
-)
 from outrider.engine.noise import noise_keys, perturbed_argmax
 from outrider.engine.warper import EMPTY_HISTORY, plain_argmax, warp
 from outrider.errors import InvalidRequestError

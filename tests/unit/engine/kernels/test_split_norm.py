@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.engine.kernels.linear import (
+from outrider.engine.kernels.linear.configs import LinearConfig
+from outrider.engine.kernels.linear.fused import (
     HalfNormed,
     add_linear,
     add_linear_triton,
     fused_linear,
     fused_linear_triton,
 )
-from outrider.engine.kernels.linear_configs import LinearConfig
 from outrider.engine.kernels.norm import rms_norm_torch
 
 EPS = 1e-3

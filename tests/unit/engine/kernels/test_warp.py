@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engine.device.warp_slots import MAX_BANNED_AT_FIRST, WarpSlots
-from outrider.engine.kernels.warp import (
+from outrider.engine.kernels.warp.launch import launch_count, launch_warp
+from outrider.engine.kernels.warp.logits import (
     TokenPath,
     count_tokens_torch,
     warp_logits,
     warp_logits_torch,
 )
-from outrider.engine.kernels.warp_launch import launch_count, launch_warp
 from outrider.errors import InvalidRequestError
 from outrider.spec.sampling import SamplingParams
 from tests.reference.device_rounds import DEVICE, sampling_state

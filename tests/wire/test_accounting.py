@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from outrider.spec.accounting import add_round
+from outrider.wire.accounting import add_round
 from outrider.wire.messages import SpecStats
 
 

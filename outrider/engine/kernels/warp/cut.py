@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""top-k, top-p and min-p on the device (`outrider.engine.kernels.warp`), behind `warp_edit`.
+"""top-k, top-p and min-p on the device (`outrider.engine.kernels.warp.logits`), behind `edit`.
 
 1. guide, twice: float sums of the mass (top-k: the number) of ids within 15 distances of the peak,
    then within 15 more around the edge. They only say where the edge must be, rounding included.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.engine.kernels.layout import pool_slots
+from outrider.engine.kernels.attention.layout import pool_slots
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.errors import InvalidRequestError
 

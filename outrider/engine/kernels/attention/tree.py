@@ -13,9 +13,9 @@ import math
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.attention_config import AttentionConfig, choose_config, joined_rows
-from outrider.engine.kernels.attention_kernel import attention_kernel, combine_kernel
-from outrider.engine.kernels.layout import pool_slots
+from outrider.engine.kernels.attention.config import AttentionConfig, choose_config, joined_rows
+from outrider.engine.kernels.attention.kernel import attention_kernel, combine_kernel
+from outrider.engine.kernels.attention.layout import pool_slots
 from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
 from outrider.errors import InvalidRequestError
 

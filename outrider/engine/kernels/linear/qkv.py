@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.linear import (
+from outrider.engine.kernels.attention.rotary import rotary_write, rotary_write_torch
+from outrider.engine.kernels.linear.configs import LinearConfig
+from outrider.engine.kernels.linear.fused import (
     KERNEL_DTYPES,
     SKINNY_ROWS,
     HalfNormed,
@@ -21,9 +23,7 @@ from outrider.engine.kernels.linear import (
     fused_linear_triton,
     product_config,
 )
-from outrider.engine.kernels.linear_configs import LinearConfig
-from outrider.engine.kernels.linear_launch import RotaryOut
-from outrider.engine.kernels.rotary import rotary_write, rotary_write_torch
+from outrider.engine.kernels.linear.launch import RotaryOut
 from outrider.errors import InvalidRequestError
 
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.engine.kernels.growth import RIVALS, Candidates
-from outrider.engine.kernels.layout import PADDING_NODE
+from outrider.engine.kernels.attention.layout import PADDING_NODE
+from outrider.engine.kernels.drafts.growth import RIVALS, Candidates
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.spec.tree import ROOT
 

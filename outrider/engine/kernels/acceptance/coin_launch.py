@@ -1,8 +1,8 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-"""Launches of `outrider.engine.kernels.coin_kernels`.
+"""Launches of `outrider.engine.kernels.acceptance.coin_kernels`.
 
-Shape suffixes as in `outrider.engine.kernels.coins`; P tiles of a row.
+Shape suffixes as in `outrider.engine.kernels.acceptance.coins`; P tiles of a row.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.acceptance import DeviceAcceptance, new_acceptance
-from outrider.engine.kernels.coin_kernels import (
+from outrider.engine.kernels.acceptance.coin_kernels import (
     DENSE_LAW,
     NO_LAW,
     SPARSE_LAW,
@@ -22,6 +21,7 @@ from outrider.engine.kernels.coin_kernels import (
     sum_tiles,
     walk,
 )
+from outrider.engine.kernels.acceptance.matching import DeviceAcceptance, new_acceptance
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.engine.kernels.sampling import tile_columns, warps_of
 from outrider.engine.kernels.state import SamplingState

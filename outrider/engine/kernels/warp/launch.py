@@ -1,19 +1,15 @@
-"""The launches of the warper's kernels (`warp_edit`, `warp_cut`)."""
+"""The launches of the warper's kernels (`edit`, `cut`)."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels import warp_cut, warp_edit
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.engine.kernels.sampling import tile_columns, warps_of
 from outrider.engine.kernels.state import SamplingState, WarpState
-
-if TYPE_CHECKING:
-    from outrider.engine.kernels.warp import TokenPath
+from outrider.engine.kernels.warp import cut, edit
+from outrider.engine.kernels.warp.path import TokenPath
 
 
 def launch_warp(
@@ -39,7 +35,7 @@ def launch_warp(
     parts = next_power_of_2(tiles)
     device = logits.device
     maxima = torch.empty(rows, tiles, dtype=torch.float32, device=device)
-    guides = torch.empty(2, rows, tiles, warp_cut.GUIDES, dtype=torch.float32, device=device)
+    guides = torch.empty(2, rows, tiles, cut.GUIDES, dtype=torch.float32, device=device)
     brackets = torch.empty(rows, 3, dtype=torch.float32, device=device)
     sums = torch.empty(rows, tiles, 2, dtype=torch.int64, device=device)
     candidates = torch.empty(rows, columns, dtype=torch.float32, device=device)
@@ -47,7 +43,7 @@ def launch_warp(
     lowest = torch.empty(rows, dtype=torch.float32, device=device)
     entries = warp.entry_columns.shape[1]
     mask = None if path is None else path.mask
-    warp_edit.edit[grid](
+    edit.edit[grid](
         logits,
         logits.stride(0),
         columns,
@@ -80,13 +76,11 @@ def launch_warp(
     cuts = (warp.top_ks, warp.top_ps)
     shapes = {"rows_per_slot": rows_per_slot, "TILE": tile, "TILES": parts, "num_warps": warps}
     for level in (0, 1):
-        warp_cut.guide[grid](
+        cut.guide[grid](
             *head, *cuts, maxima, guides[0], guides[level], brackets, LEVEL=level, **shapes
         )
-    warp_cut.gather[grid](
-        *head, *cuts, maxima, guides[1], brackets, sums, candidates, found, **shapes
-    )
-    warp_cut.search[(rows,)](
+    cut.gather[grid](*head, *cuts, maxima, guides[1], brackets, sums, candidates, found, **shapes)
+    cut.search[(rows,)](
         columns,
         warp.flags,
         state.temperatures,
@@ -104,7 +98,7 @@ def launch_warp(
         BLOCK=block,
         num_warps=8,
     )
-    warp_cut.cut[grid](
+    cut.cut[grid](
         *head,
         warp.entry_counts,
         warp.entry_columns,
@@ -129,7 +123,7 @@ def launch_count(
     batch, width = tokens.shape
     if batch == 0:
         return
-    warp_edit.add_counts[(batch,)](
+    edit.add_counts[(batch,)](
         tokens,
         tokens.stride(0),
         counts,

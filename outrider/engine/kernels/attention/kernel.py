@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-"""The kernels of `outrider.engine.kernels.attention`.
+"""The kernels of `outrider.engine.kernels.attention.tree`.
 
 A program takes one key/value head of one bucket row and all N * g query rows that read it (or a
 tile of them), over one part of the context; a second kernel joins the parts, as in Flash-Decoding

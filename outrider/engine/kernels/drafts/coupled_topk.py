@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.engine.draft_sampling import DRAFT_LOGIT_ERROR, SCORED_RIVALS, coupled_logprobs
+from outrider.engine.kernels.drafts.topk import MAX_TOPK, ordered
 from outrider.engine.kernels.noise import gumbel_estimate, noise_bits, noise_key, row_keys
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.engine.kernels.sampling import scaled_scores, scaled_tile
 from outrider.engine.kernels.state import RULE_COUPLED, SamplingState
-from outrider.engine.kernels.topk import MAX_TOPK, ordered
 from outrider.engine.noise import perturbed_topk
 from outrider.errors import InvalidRequestError
 from outrider.spec.noise import Stream
@@ -149,7 +149,7 @@ def _rivals_of_tile(
     rows_per_slot,
     TILE: tl.constexpr,
 ):
-    """The best perturbed columns of one tile of one row; keys as in `kernels.topk`."""
+    """The best perturbed columns of one tile of one row; keys as in `kernels.drafts.topk`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row // rows_per_slot)

@@ -2,8 +2,7 @@
 
 The decisions are those of `outrider.engine.acceptance`: same coins, same streams, same residual;
 log-sum-exps are summed in another order, so a coin within 1e-6 of its probability may fall on the
-other side. `outrider.engine.kernels.acceptance` is the cheaper function for buckets in which
-every session compares tokens.
+other side. `matching` is the cheaper function for buckets in which every session compares tokens.
 
 Shape suffixes: B sessions of the bucket, N nodes a session with the root, M = B * N rows,
 X session slots, V vocabulary, D draft vocabulary, K draft length, E law entries of all sessions.
@@ -18,9 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.acceptance import DeviceAcceptance, TorchWalk, chain_parents
-from outrider.engine.kernels.coin_kernels import HUGE_SCORE
-from outrider.engine.kernels.coin_launch import LaunchArguments, Laws, launch_accept_sampled
+from outrider.engine.kernels.acceptance.coin_kernels import HUGE_SCORE
+from outrider.engine.kernels.acceptance.coin_launch import (
+    LaunchArguments,
+    Laws,
+    launch_accept_sampled,
+)
+from outrider.engine.kernels.acceptance.matching import DeviceAcceptance, TorchWalk, chain_parents
 from outrider.engine.kernels.noise import row_keys
 from outrider.engine.kernels.sampling import scaled_scores
 from outrider.engine.kernels.state import RULE_REJECTION, RULE_TARGET_ONLY, SamplingState

@@ -10,7 +10,6 @@ Shape suffixes: R rows, V columns, B sessions of the bucket, X session slots, W 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,22 +22,11 @@ from outrider.engine.kernels.state import (
     SamplingState,
     WarpState,
 )
-from outrider.engine.kernels.warp_launch import launch_count, launch_warp
+from outrider.engine.kernels.warp.launch import launch_count, launch_warp
+from outrider.engine.kernels.warp.path import TokenPath
 from outrider.engine.nucleus import MAX_COLUMNS, edges
 from outrider.engine.warper import MAX_LOGIT
 from outrider.errors import InvalidRequestError
-
-
-class TokenPath(NamedTuple):
-    """Drafted tokens that count as output at the rows of a bucket."""
-
-    columns: Tensor
-    """int32 [B, W], rows of any stride: columns of the logits; -1 matches none."""
-    mask: Tensor | None = None
-    """uint8 [B, n, W], of any stride but 1 in the last place: 1 where row i of a session has token
-    w on its path."""
-    seen: int = 0
-    """Without a mask: row i of a session has the first seen + i tokens on its path."""
 
 
 def warp_logits(

@@ -1,14 +1,14 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""The kernels behind `outrider.engine.kernels.coins`, in the order in which they run.
+"""The kernels behind `outrider.engine.kernels.acceptance.coins`, in the order in which they run.
 
 1. Partial log-sum-exps of all rows of coin sessions, one program a tile.
 2. The walks, one program a session: matches, coins and residuals on the ids of the draft law.
 3. What a rejection left of the target's law is sampled, one program a tile; nothing for the rest.
 4. The best tile's column becomes the last token.
 
-Shape suffixes as in `outrider.engine.kernels.coins`; P tiles of a row.
+Shape suffixes as in `outrider.engine.kernels.acceptance.coins`; P tiles of a row.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider.engine.kernels.acceptance import FALLBACK, RESAMPLED, load_parents
+from outrider.engine.kernels.acceptance.matching import FALLBACK, RESAMPLED, load_parents
+from outrider.engine.kernels.acceptance.residual import (
+    find_entry,
+    finish_residual,
+    reject_entry,
+    start_residual,
+)
 from outrider.engine.kernels.noise import (
     best_of,
     best_perturbed,
     noise_bits,
     noise_key,
     uniform,
-)
-from outrider.engine.kernels.residual import (
-    find_entry,
-    finish_residual,
-    reject_entry,
-    start_residual,
 )
 from outrider.engine.kernels.sampling import scaled_tile
 from outrider.engine.kernels.state import RULE_REJECTION, RULE_TARGET_ONLY

@@ -5,7 +5,7 @@
 
 At a node the target chose y; the child whose token is y stands and the walk goes on there,
 otherwise y is emitted (`outrider.engine.acceptance`, greedy and coupled). Rules that toss coins:
-`outrider.engine.kernels.coins`.
+`outrider.engine.kernels.acceptance.coins`.
 
 Shape suffixes: B sessions of the bucket, N nodes a session with the root, M = B * N rows,
 X session slots (the last one is the padding slot).

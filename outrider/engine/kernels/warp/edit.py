@@ -3,7 +3,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Penalties, biases and bans on the device, and the counts that penalties look at.
 
-The first of the warper's kernels (`outrider.engine.kernels.warp`); what follows is in `warp_cut`.
+The first of the warper's kernels (`outrider.engine.kernels.warp.logits`); what follows is in `cut`.
 Programs of rows with nothing to do return at once.
 """
 

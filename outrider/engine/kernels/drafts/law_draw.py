@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from outrider.engine.draft_sampling import MAX_COUNT, LawLimits, law_weights, quantise
-from outrider.engine.kernels.law_kernels import count_tiles, cut_and_draw, gather_tiles, max_tiles
+from outrider.engine.kernels.drafts.law_kernels import (
+    count_tiles,
+    cut_and_draw,
+    gather_tiles,
+    max_tiles,
+)
 from outrider.engine.kernels.noise import row_keys
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.engine.kernels.sampling import scaled_scores, tile_columns, warps_of

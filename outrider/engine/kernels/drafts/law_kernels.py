@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""The kernels behind `outrider.engine.kernels.law_draw`, in the order in which they run.
+"""The kernels behind `outrider.engine.kernels.drafts.law_draw`, in the order in which they run.
 
 1. The largest score of every tile.
 2. How many columns of every tile have a count.

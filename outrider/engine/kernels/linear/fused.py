@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.kernels.linear_configs import LinearConfig, choose_config
-from outrider.engine.kernels.linear_launch import NormIn, NormOut, RotaryOut, launch_skinny
+from outrider.engine.kernels.linear.configs import LinearConfig, choose_config
+from outrider.engine.kernels.linear.launch import NormIn, NormOut, RotaryOut, launch_skinny
 from outrider.engine.kernels.norm import rms_norm, silu_mul
 from outrider.engine.kernels.runtime import cdiv
 from outrider.errors import InvalidRequestError

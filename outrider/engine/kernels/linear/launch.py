@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.linear_configs import MAX_TILES, WORKSPACE_FLOATS, LinearConfig
-from outrider.engine.kernels.linear_kernel import skinny_kernel
+from outrider.engine.kernels.linear.configs import MAX_TILES, WORKSPACE_FLOATS, LinearConfig
+from outrider.engine.kernels.linear.kernel import skinny_kernel
 from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
 from outrider.errors import InternalError
 

@@ -1,0 +1,1 @@
+"""Which drafts stand: `matching` where tokens are compared, `coins` where laws are."""
