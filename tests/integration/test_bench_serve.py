@@ -22,7 +22,23 @@ FILE = [
 CHECKOUT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(180)
+def bench_serve(flags: dict[str, object], *switches: str) -> subprocess.CompletedProcess[str]:
+    """Run the command."""
+    path = os.pathsep.join((str(CHECKOUT / "benchmarks"), *filter(None, sys.path)))
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "outrider_bench", "serve", "--json", *switches),
+            *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
+        ],
+        env=dict(os.environ, OMP_NUM_THREADS="1", OUTRIDER_COMMIT="abc", PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+        timeout=170.0,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(240)
 def test_the_file_has_every_cell_with_every_figure(
     tiny_target: Path, tiny_head: Path, tmp_path: Path
 ) -> None:
@@ -44,18 +60,7 @@ def test_the_file_has_every_cell_with_every_figure(
         "out": out,
         "plot": tmp_path / "service.svg",
     }
-    path = os.pathsep.join((str(CHECKOUT / "benchmarks"), *filter(None, sys.path)))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "outrider_bench", "serve", "--json"),
-            *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
-        ],
-        env=dict(os.environ, OMP_NUM_THREADS="1", OUTRIDER_COMMIT="abc", PYTHONPATH=path),
-        capture_output=True,
-        text=True,
-        timeout=170.0,
-        check=False,
-    )
+    done = bench_serve(flags)
     assert done.returncode == 0, done.stderr
     content = json.loads(out.read_text(encoding="utf-8"))
     assert json.loads(done.stdout.splitlines()[-1]) == content
@@ -81,3 +86,9 @@ def test_the_file_has_every_cell_with_every_figure(
     floor = min(cell["over_plain"] for cell in speculating)
     assert content["plain_floor_ratio_min"] == floor
     assert "separate, chain-2" in (tmp_path / "service.svg").read_text(encoding="utf-8")
+
+    again = bench_serve({**flags, "sessions": "1", "requests": 2}, "--keep-plain")
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count("starting the verifier") == 1
+    kept = [c for c in json.loads(out.read_text())["cells"] if c["placement"] == "plain"]
+    assert kept == plain

@@ -65,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load(parser)
     add("--out", type=Path, metavar="FILE", help="service.json to merge the cells into")
     add("--merge", type=Path, nargs="+", metavar="FILE", help="merge these into --out, no runs")
+    add(
+        "--keep-plain",
+        action="store_true",
+        help="plain cells that --out has of this commit and machine are not measured again",
+    )
     add("--plot", type=Path, metavar="FILE.svg", help="tokens/s over sessions")
     add("--log-dir", type=Path, help="where the logs of started processes stay")
     add("--json", action="store_true", help="last line of the output is one JSON object")

@@ -30,6 +30,7 @@ from outrider_bench.serve.cells import (
     Sampling,
     parse_drafts,
     parse_list,
+    plain_key,
 )
 from outrider_bench.serve.clients import Clients, default_processes
 from outrider_bench.serve.fleet import (
@@ -76,6 +77,12 @@ class Run:
         self._content = results.read(args.out, self._about["commit"]) | self._about
         self._content |= {"cells": self._content.get("cells", [])}
         self._left_out: list[dict[str, object]] = []
+        here = results.machine_words()
+        self._kept_plain = {
+            plain_key(cell): cell
+            for cell in (self._content["cells"] if args.keep_plain else ())
+            if cell["placement"] == PLAIN and cell["machine"] == here
+        }
         if args.router is None:
             names = args.placement or (GRID_PLACEMENTS if grid else SEPARATE)
             wanted = parse_list(names, PLACEMENTS, "--placement")
@@ -93,6 +100,7 @@ class Run:
                 size=self._size,
                 waves=self._waves,
                 about={"machine": results.machine_words()},
+                plain=dict(self._kept_plain),
             )
             say(f"{clients.count} client processes, {len(prompts)} prompts")
             if args.router is not None:
@@ -147,7 +155,10 @@ class Run:
 
     def _measure_service(self, meter: Meter, machine: Machine, service: Service) -> None:
         cells = list(self._cells(service, machine.files.name))
-        self._measure_cells(meter, started(machine, service), cells)
+        if service.placement == PLAIN:
+            cells = [cell for cell in cells if plain_key(cell.described()) not in self._kept_plain]
+        if cells:
+            self._measure_cells(meter, started(machine, service), cells)
 
     def _cells(self, service: Service, model: str) -> Iterator[Cell]:
         """The cells of a service, by rising load; plain decoding knows no rules."""
