@@ -18,6 +18,7 @@ BENCHMARKS: Final = {
     "load": ("load", "many concurrent streams, and a full queue"),
     "events": ("events", "events a second through one router, and its processor time for each"),
     "exchange": ("exchange", "round trips between verifier and drafter, without models"),
+    "host": ("host", "the host's share of a round in both processes, step by step"),
     "serve": ("serve.cli", "tokens/s, latencies and efficiency through the router, by placement"),
     "gpu": ("gpu.cli", "the device engine: kernels, rounds, placements"),
 }

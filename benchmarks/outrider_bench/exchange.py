@@ -2,9 +2,9 @@
 
 A working thread encodes a round's verdicts, the other process's working thread decodes them and
 answers with proposals, which the first one decodes: what a round waits for beside the models.
-`grpc.aio` is what the services use, with its event loop on either side; `grpc` has the working
-threads read and write a synchronous stream themselves, `socket` a Unix socket; `socket.aio` leaves
-the socket to the loops.
+`grpc.aio` is what pairs on different hosts use, with its event loop on either side, `lane` what
+pairs on one host use; `grpc` has the working threads read and write a synchronous stream
+themselves, `socket` a Unix socket; `socket.aio` leaves the socket to the loops.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import grpc
 import numpy as np
 
 from outrider.spec.tree import DraftTree
+from outrider.transport.lane import Lane, LaneListener, join_lane
+from outrider.transport.letterbox import Letterbox
 from outrider.wire.codec import (
     decode_drafter_messages,
     decode_verifier_messages,
@@ -36,6 +38,7 @@ from outrider.wire.codec import (
 from outrider.wire.limits import MAX_MESSAGE_BYTES
 from outrider.wire.messages import (
     FeatureRows,
+    LaneOffer,
     Proposal,
     Proposals,
     TensorDtype,
@@ -183,6 +186,25 @@ class SocketChannel:
         return bytes(data)
 
 
+class LaneChannel:
+    """The working thread reads and writes a lane."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._letterbox: Letterbox[None] = Letterbox()
+        self._frames: list[bytes] = []
+
+    def send(self, frame: bytes) -> None:
+        self._lane.send(frame)
+
+    def receive(self) -> bytes:
+        while not self._frames:
+            if not self._letterbox.wait(_WAIT_S, [self._lane.fileno()]):
+                raise TimeoutError("no frame came by the lane")
+            self._frames = self._lane.receive()
+        return self._frames.pop(0)
+
+
 class LoopSocket:
     """Frames of a Unix socket that an event loop reads and writes."""
 
@@ -261,6 +283,21 @@ def _serve_socket_aio(address: str) -> None:
         asyncio.run(serve(listening.accept()[0]))
 
 
+def _serve_lane(address: str) -> None:
+    async def join() -> Lane:
+        listener = LaneListener()
+        offer = listener.offer()
+        written = Path(f"{address}.new")
+        written.write_text(f"{offer.name} {offer.token.hex()}")
+        written.rename(address)
+        try:
+            return await listener.joined(offer)
+        finally:
+            listener.close()
+
+    answer(LaneChannel(asyncio.run(join())))
+
+
 def _through_aio(address: str, work: Callable[[Channel], None]) -> None:
     async def run() -> None:
         async with grpc.aio.insecure_channel(address, options=_OPTIONS) as remote:
@@ -287,10 +324,24 @@ def _through_grpc(address: str, work: Callable[[Channel], None]) -> None:
         call.cancel()
 
 
-def _connect(address: str) -> socket.socket:
+def _await_file(address: str) -> None:
     deadline = time.monotonic() + _WAIT_S
     while not Path(address).exists() and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def _through_lane(address: str, work: Callable[[Channel], None]) -> None:
+    _await_file(address)
+    name, token = Path(address).read_text().split()
+    lane = join_lane(LaneOffer(name=name, token=bytes.fromhex(token)))
+    try:
+        work(LaneChannel(lane))
+    finally:
+        lane.close()
+
+
+def _connect(address: str) -> socket.socket:
+    _await_file(address)
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(address)
     return connected
@@ -315,6 +366,7 @@ def _through_socket_aio(address: str, work: Callable[[Channel], None]) -> None:
 
 WAYS: dict[str, tuple[Callable[[str], None], Callable[[str, Callable[[Channel], None]], None]]] = {
     "grpc.aio": (_serve_aio, _through_aio),
+    "lane": (_serve_lane, _through_lane),
     "grpc": (_serve_grpc, _through_grpc),
     "socket.aio": (_serve_socket_aio, _through_socket_aio),
     "socket": (_serve_socket, _through_socket),

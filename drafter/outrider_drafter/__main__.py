@@ -50,6 +50,11 @@ def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
         help="run a head's drafts as captured CUDA graphs (the default)",
     )
     parser.add_argument("--threads", type=int, help="threads of CPU operators")
+    parser.add_argument(
+        "--lanes",
+        action=argparse.BooleanOptionalAction,
+        help="exchange through shared memory on one host (the default)",
+    )
     parser.add_argument("--awake-cores", type=int, help="cores kept from going idle while serving")
     parser.add_argument("--drafter-id", metavar="NAME", help="stable name of this drafter")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")

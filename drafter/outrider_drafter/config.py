@@ -73,6 +73,9 @@ class DrafterConfig:
     awake_cores: int = 0
     """Cores kept from going idle while sessions are served, for threads that wake at once; with an
     accelerator only. A process that does rounds with others over gRPC uses 3."""
+    lanes: bool = True
+    """Whether to exchange with verifiers of this host through shared memory, from working thread to
+    working thread (Linux); off, and with other hosts, over the connection."""
     drafter_id: str = field(default_factory=lambda: f"drafter-{secrets.token_hex(4)}")
     """Stable name; give one, so that a restarted drafter is recognised."""
     metrics_port: int = -1

@@ -5,6 +5,7 @@ B rows of a bucket, R new rows a session, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -13,10 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.draft import NewRows
-from outrider.wire.rounds import parts
+from outrider.engine.warper import has_penalties
+from outrider.spec.sampling import Rule
 from outrider_drafter.device_rows import DeviceRows
 from outrider_drafter.device_shapes import BATCH_SIZES
 from outrider_drafter.head_following import raw_array
+from outrider_drafter.sessions import Session
 from outrider_drafter.table import SessionTable
 
 NEW_ROW_BUCKETS: Final = (4, 8, 16)
@@ -25,24 +28,52 @@ _ALIGNMENT: Final = 256
 """Bytes; kernels read features in wide pieces."""
 
 
-class Ready(NamedTuple):
-    """Sessions with their new rows, the live one last in each; int64 columns [B]."""
+class Members(NamedTuple):
+    """Sessions of one launch, and what stays as it is from draft to draft; columns [B]."""
 
     table: SessionTable
+    sessions: Sequence[Session]
     slots: NDArray[np.int64]
     """Rows of the table."""
     seats: NDArray[np.int64]
     """Slots of `DeviceRows`."""
+    wanted: NDArray[np.int64]
+    """Nodes that their plans ask for."""
+    penalised: bool
+    """Whether tokens of any are counted for its penalties."""
+    general: bool
+    """Whether any session warps its logits, or grows its tree by shared noise."""
+
+    @classmethod
+    def of(cls, sessions: Sequence[Session], seats: NDArray[np.int64], rows: DeviceRows) -> Members:
+        """Seated sessions; `seats` [X] by slot of the table."""
+        slots = np.array([session.slot for session in sessions], dtype=np.int64)
+        return cls(
+            table=sessions[0].table,
+            sessions=sessions,
+            slots=slots,
+            seats=seats[slots],
+            wanted=np.array([session.plan.draft_tokens for session in sessions], dtype=np.int64),
+            penalised=any(has_penalties(session.sampling) for session in sessions),
+            general=any(map(rows.warp.warps, seats[slots].tolist()))
+            or any(map(_shares_noise_in_trees, sessions)),
+        )
+
+
+class Ready(NamedTuple):
+    """Sessions with their new rows, the live one last in each; int64 columns [B]."""
+
+    members: Members
     starts: NDArray[np.int64]
     """First new row."""
     counts: NDArray[np.int64]
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self.starts)
 
-    def part(self, first: int, last: int) -> Ready:
-        """Some of them."""
-        return Ready(self.table, *(column[first:last] for column in self[1:]))
+
+def _shares_noise_in_trees(session: Session) -> bool:
+    return session.plan.top_k > 1 and session.sampling.effective_rule is Rule.COUPLED
 
 
 class _Bucket(NamedTuple):
@@ -89,19 +120,20 @@ class DraftBatch:
         place = self._buckets.get((size, num_rows))
         if place is None:
             place = self._buckets[size, num_rows] = self._bucket(size, num_rows)
-        place.head[0] = self._rows.padding
-        place.head[1:] = 0
-        place.tokens[:] = -1
+        count = 0 if ready is None else len(ready)
+        place.head[0, count:] = self._rows.padding
+        place.head[1:, count:] = 0
+        place.tokens[count:] = -1
         if ready is not None:
-            count = len(ready)
-            place.head[0, :count] = ready.seats
+            table, slots = ready.members.table, ready.members.slots
+            place.head[0, :count] = ready.members.seats
             place.head[1, :count] = ready.counts
             place.head[2, :count] = ready.starts
-            owners, within = parts(ready.counts)
-            known = ready.starts[owners] + within + 1
-            place.tokens[owners, within] = ready.table.tokens[ready.slots[owners], known]
-            out = place.features[:count]
-            ready.table.features.gather(ready.slots, ready.starts, ready.counts, out)
+            within = np.arange(num_rows)
+            known = np.minimum(ready.starts[:, None] + 1 + within, table.tokens.shape[1] - 1)
+            tokens = table.tokens[slots[:, None], known]
+            place.tokens[:count] = np.where(within < ready.counts[:, None], tokens, -1)
+            table.features.gather(slots, ready.starts, ready.counts, place.features[:count])
         place.uploaded.copy_(place.staged, non_blocking=True)
         return place.rows
 

@@ -5,53 +5,45 @@ B sessions, K chain length, n tree nodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.kernels.attention.layout import PADDING_NODE
-from outrider.wire.rounds import parts
+from outrider.spec.flat_trees import chain_parents
+from outrider_drafter.device_batch import Members
 from outrider_drafter.device_shapes import Shape
-from outrider_drafter.sessions import Session
 from outrider_drafter.source import Drafted
 
 
-def rooms(sessions: Sequence[Session]) -> NDArray[np.int64]:
-    """[B]: levels that each session has room for."""
-    table, slots = sessions[0].table, [session.slot for session in sessions]
-    found: NDArray[np.int64] = table.max_lens[slots] - table.lengths[slots] - 1
-    return found
-
-
-def lengths(sessions: Sequence[Session], shape: Shape) -> NDArray[np.int64]:
+def lengths(members: Members, shape: Shape) -> NDArray[np.int64]:
     """[B]: how much of a chain each session has room and use for."""
-    wanted = np.array([session.plan.draft_tokens for session in sessions])
-    found: NDArray[np.int64] = np.minimum(np.minimum(shape.depth, wanted), rooms(sessions))
+    found: NDArray[np.int64] = np.minimum(
+        np.minimum(shape.depth, members.wanted), members.table.rooms(members.slots)
+    )
     return found
 
 
-def chains(sessions: Sequence[Session], shape: Shape, words: NDArray[np.int32]) -> Drafted:
+def chains(members: Members, shape: Shape, words: NDArray[np.int32]) -> Drafted:
     """Of words int32 [B, K]: tokens."""
-    counts = lengths(sessions, shape)
-    owners, places = parts(counts)
+    counts = lengths(members, shape)
+    within = np.arange(words.shape[1]) < counts[:, None]
+    tokens = words[within]
     return Drafted(
-        sessions=sessions,
+        sessions=members.sessions,
         node_counts=counts,
-        tokens=words[owners, places],
-        parents=(places - 1).astype(np.int32),
-        logprobs=np.zeros(len(places), dtype=np.float32),
+        tokens=tokens,
+        parents=chain_parents(counts),
+        logprobs=np.zeros(len(tokens), dtype=np.float32),
     )
 
 
-def trees(sessions: Sequence[Session], words: NDArray[np.int32]) -> Drafted:
+def trees(members: Members, words: NDArray[np.int32]) -> Drafted:
     """Of words int32 [B, 3, n]: tokens, parents, bits of log-probabilities."""
-    counts = np.count_nonzero(words[:, 1] != PADDING_NODE, axis=1)
-    owners, places = parts(counts)
+    there = words[:, 1] != PADDING_NODE
     return Drafted(
-        sessions=sessions,
-        node_counts=counts,
-        tokens=words[owners, 0, places],
-        parents=words[owners, 1, places],
-        logprobs=words[owners, 2, places].view(np.float32),
+        sessions=members.sessions,
+        node_counts=np.count_nonzero(there, axis=1),
+        tokens=words[:, 0][there],
+        parents=words[:, 1][there],
+        logprobs=words[:, 2][there].view(np.float32),
     )

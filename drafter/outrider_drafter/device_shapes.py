@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.engine.device.shapes import bucket
 from outrider.spec.plan import Plan, default_depth
 from outrider.spec.sampling import Rule, SamplingParams
@@ -25,6 +28,11 @@ class Shape(NamedTuple):
     def draft_rows(self) -> int:
         """Draft rows that the steps write."""
         return min(self.top_k, self.num_nodes) * (self.depth - 1)
+
+    def kept_rows(self, depths: NDArray[np.int64]) -> NDArray[np.int64] | int:
+        """Draft rows that a session needs room for; a chain is cut to `depths` [B], and what it
+        writes past the table is not kept."""
+        return depths - 1 if self.top_k == 1 else self.draft_rows
 
 
 CHAIN_LENGTHS: Final = (3, 4, 5, 7)

@@ -32,9 +32,8 @@ from outrider.engine.heads import DraftHead
 from outrider.engine.warper import has_penalties
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import DraftMethod
-from outrider.spec.sampling import Rule
-from outrider_drafter.device_batch import NEW_ROW_BUCKETS, DraftBatch, Ready
-from outrider_drafter.device_drafts import chains, lengths, rooms, trees
+from outrider_drafter.device_batch import NEW_ROW_BUCKETS, DraftBatch, Members, Ready
+from outrider_drafter.device_drafts import chains, lengths, trees
 from outrider_drafter.device_laws import chains_with_laws
 from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
 from outrider_drafter.device_seats import UNSEATED, Seats
@@ -118,6 +117,9 @@ class DeviceHeadSource(HeadFollower):
         )
         self._downloads = Downloader(self._device)
         self._seats = Seats()
+        self._last: tuple[Sequence[Session], Shape, Members] | None = None
+        """What was drafted together last, if that was all that was asked for; None once a session
+        of it may have gone."""
         self._known: dict[SessionKey, int] = {}
         """Sessions that began on the device, and their slots of the session table."""
         self._on_host: set[SessionKey] = set()
@@ -162,27 +164,52 @@ class DeviceHeadSource(HeadFollower):
     @torch.inference_mode()
     def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
         """Catch up and draft: one launch for all sessions of a shape."""
+        again = self._again(sessions)
+        if again is not None:
+            yield self._draft(*again)
+            return
         groups: dict[Shape, list[Session]] = {}
         hosted: list[Session] = []
-        for session, room in zip(sessions, rooms(sessions).tolist(), strict=True):
-            shape = self._known_shape(session, room)
+        for session in sessions:
+            shape = self._known_shape(session)
             if shape is None and self._is_on_host(session):
                 hosted.append(session)
                 continue
             if shape is None and self._follows(session):
-                shape = self._new_shape(session, room)
+                shape = self._new_shape(session)
             if shape is not None:
                 groups.setdefault(shape, []).append(session)
         for shape, members in groups.items():
-            ready = self._prepare(members, shape)
+            seated = self._prepare(members, shape)
             most = most_sessions(shape)
-            for first in range(0, len(ready), most):
-                yield self._draft(shape, ready.part(first, first + most))
+            for first in range(0, len(seated), most):
+                part: Sequence[Session] = seated[first : first + most]
+                alike = len(part) == len(sessions)
+                chosen = Members.of(sessions if alike else part, self._seats.seats, self._rows)
+                if alike:
+                    self._last = (sessions, shape, chosen)
+                yield self._draft(shape, self._ready(chosen))
         if hosted:
             yield from self._host_source().drafts(hosted)
 
+    def _again(self, sessions: Sequence[Session]) -> tuple[Shape, Ready] | None:
+        """The same sessions in one launch once more, if nothing but their prefixes has changed and
+        all of them still have room for the shape; None: work everything out."""
+        if self._last is None or self._last[0] is not sessions:
+            return None
+        _, shape, members = self._last
+        table, seats, slots = members.table, self._seats, members.slots
+        live = table.lengths[slots] - 2
+        most = live + 1 + shape.kept_rows(np.full(len(live), shape.depth))
+        fit = (live >= 0) & (table.rooms(slots) >= shape.depth)
+        fit &= table.feature_ends[slots] == live + 1
+        fit &= (live + shape.depth <= self._max_context) & (most <= seats.room[slots])
+        fit &= live + 1 - seats.stable[slots] <= self._rows_with_draft
+        return (shape, self._ready(members)) if bool(fit.all()) else None
+
     def release(self, session: Session) -> None:
         """Free what is kept of a session; idempotent."""
+        self._last = None
         if session.key in self._known:
             del self._known[session.key]
             if self._seats.seats[session.slot] != UNSEATED:
@@ -210,75 +237,68 @@ class DeviceHeadSource(HeadFollower):
             )
         return self._host
 
-    def _known_shape(self, session: Session, room: int) -> Shape | None:
+    def _known_shape(self, session: Session) -> Shape | None:
         """What was grown for a seated session before, if that is still it."""
         shapes = self._seats.shapes
         known = shapes[session.slot] if session.slot < len(shapes) else None
-        if known is None or known[0] is not session.plan or room < known[1].depth:
+        if known is None or known[0] is not session.plan or session.room < known[1].depth:
             return None
         return known[1]
 
-    def _new_shape(self, session: Session, room: int) -> Shape | None:
+    def _new_shape(self, session: Session) -> Shape | None:
         """What to grow for a seated session, worked out from its plan and its room."""
         shape = shape_of(session)
         if shape is not None and self._bounded:
             shape = fitted(shape)
-        if shape is not None and room >= shape.depth:
+        if shape is not None and session.room >= shape.depth:
             self._seats.shapes[session.slot] = (session.plan, shape)
         return shape
 
-    def _prepare(self, members: Sequence[Session], shape: Shape) -> Ready:
-        """The rows to run for drafts of a shape; sessions that cannot be drafted are left out."""
+    def _prepare(self, members: Sequence[Session], shape: Shape) -> list[Session]:
+        """Make ready for drafts of a shape; sessions that cannot be drafted are left out."""
         table, seats = members[0].table, self._seats
         slots = np.array([session.slot for session in members])
         live = table.lengths[slots] - 2
-        rooms = table.max_lens[slots] - table.lengths[slots] - 1
-        depths = np.minimum(shape.depth, rooms)
+        depths = np.minimum(shape.depth, table.rooms(slots))
         fit = (live >= 0) & (table.feature_ends[slots] == live + 1)
         fit &= live + depths <= self._max_context
         slots, live, depths = slots[fit], live[fit], depths[fit]
         for slot in slots[live + 1 - seats.stable[slots] > self._rows_with_draft].tolist():
             self._write_ahead(table.session(slot), keep=1)
-        # A chain is cut to the room; what it writes past the table is not kept.
-        drafted = depths - 1 if shape.top_k == 1 else shape.draft_rows
-        rows = live + 1 + drafted
+        rows = live + 1 + shape.kept_rows(depths)
         for index in np.flatnonzero(rows > seats.room[slots]).tolist():
             session = table.session(int(slots[index]))
             if seats.seats[session.slot] != UNSEATED:
                 self._reserve(session, int(rows[index]))
         seated = seats.seats[slots] != UNSEATED
-        slots, live = slots[seated], live[seated]
-        starts = np.minimum(seats.stable[slots], live)
-        return Ready(table, slots, seats.seats[slots], starts, live + 1 - starts)
+        return [table.session(slot) for slot in slots[seated].tolist()]
+
+    def _ready(self, members: Members) -> Ready:
+        """The rows to run; see `_prepare`."""
+        live = members.table.lengths[members.slots] - 2
+        starts = np.minimum(self._seats.stable[members.slots], live)
+        return Ready(members, starts, live + 1 - starts)
 
     def _draft(self, shape: Shape, ready: Ready) -> Drafted:
-        most = int(ready.counts.max())
+        members, most = ready.members, int(ready.counts.max())
         size, num_rows = bucket(len(ready), BATCH_SIZES), bucket(most, NEW_ROW_BUCKETS)
-        self._count(ready)
-        general = self._is_general(shape, ready)
-        result, entries = self._launch(shape, ready, size, num_rows, general=general)
+        if members.penalised:
+            self._count(members)
+        result, entries = self._launch(shape, ready, size, num_rows, general=members.general)
         download = self._downloads.start(result)
         # While the device works.
         stops = ready.starts + ready.counts
-        self._seats.stable[ready.slots] = stops
+        self._seats.stable[members.slots] = stops
         staged = self._batch.newest(ready, size, num_rows)
-        ready.table.features.use_batch(ready.slots, ready.counts, stops, staged)
-        sessions = [ready.table.session(slot) for slot in ready.slots.tolist()]
+        members.table.features.use_batch(members.slots, ready.counts, stops, staged)
         words = download.wait().numpy()[: len(ready)]
         if entries is not None:
-            cut = lengths(sessions, shape).tolist()
+            cut = lengths(members, shape).tolist()
             ids = self._target_ids
             # Their entries come by another download, which may take this one's memory.
             drafts = chains_with_laws(words.copy(), entries, cut, ids, self._downloads)
-            return Drafted.of(list(zip(sessions, drafts, strict=True)))
-        return chains(sessions, shape, words) if shape.top_k == 1 else trees(sessions, words)
-
-    def _is_general(self, shape: Shape, ready: Ready) -> bool:
-        """Whether any session warps its logits, or grows its tree by shared noise."""
-        if any(map(self._rows.warp.warps, ready.seats.tolist())):
-            return True
-        rules = (ready.table.session(slot).sampling.effective_rule for slot in ready.slots.tolist())
-        return shape.top_k > 1 and Rule.COUPLED in rules
+            return Drafted.of(list(zip(members.sessions, drafts, strict=True)))
+        return chains(members, shape, words) if shape.top_k == 1 else trees(members, words)
 
     def _launch(
         self, shape: Shape, ready: Ready | None, size: int, num_rows: int, *, general: bool
@@ -311,13 +331,13 @@ class DeviceHeadSource(HeadFollower):
 
         return self.graphs.run((shape, size, num_rows, general), run)
 
-    def _count(self, ready: Ready) -> None:
+    def _count(self, members: Members) -> None:
         """Tell the device's penalties of the tokens that are news to them."""
         seats: list[int] = []
         news: list[NDArray[np.int32]] = []
         counted = self._seats.counted
-        for slot, seat in zip(ready.slots.tolist(), ready.seats.tolist(), strict=True):
-            session = ready.table.session(slot)
+        for session, seat in zip(members.sessions, members.seats.tolist(), strict=True):
+            slot = session.slot
             if not has_penalties(session.sampling):
                 continue
             known = session.tokens.view
@@ -369,6 +389,7 @@ class DeviceHeadSource(HeadFollower):
         self._seats.stable[session.slot] = start + len(tokens)
 
     def _give_up(self, session: Session) -> None:
+        self._last = None
         self._rows.close(int(self._seats.seats[session.slot]))
         self._seats.seats[session.slot] = UNSEATED
         self._seats.stable[session.slot] = self._seats.room[session.slot] = 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,29 @@ class ConnectionClosed:
 SessionMessage = SessionStart | Verdicts | PlanChange | SessionEnd | ConnectionClosed
 Answers = list[tuple[int, Proposals | SessionsLost]]
 """(connection, message): what goes out together."""
+Sessions = tuple[Session, ...]
+
+
+class _Addresses(NamedTuple):
+    """Where the answers for some sessions go."""
+
+    slots: NDArray[np.int64]
+    handles: NDArray[np.int64]
+    owners: NDArray[np.int64]
+    """Connection of each session."""
+    connections: list[int]
+    """All of these."""
+
+    @classmethod
+    def of(cls, sessions: Sequence[Session]) -> _Addresses:
+        """The addresses of these sessions."""
+        owners = [session.key.connection for session in sessions]
+        return cls(
+            slots=np.array([session.slot for session in sessions], dtype=np.int64),
+            handles=np.array([session.key.handle for session in sessions], dtype=np.int64),
+            owners=np.array(owners, dtype=np.int64),
+            connections=list(dict.fromkeys(owners)),
+        )
 
 
 class DraftEngine:
@@ -68,6 +92,11 @@ class DraftEngine:
         self._verdicts = 0
         """Verdicts that are not in the metrics yet."""
         self._unbooked: list[Callable[[], None]] = []
+        self._batched: tuple[int, bytes] = (-1, b"")
+        """Version of the table and slots of the sessions that `_batches` is about."""
+        self._batches: list[tuple[DraftMethod, Sessions]] = []
+        self._addresses: dict[int, tuple[Sequence[Session], _Addresses]] = {}
+        """Of those of `_batches` that were answered together, by identity."""
         self.device_lost = False
         """Whether a device was found not to work after a failure; no draft can follow."""
 
@@ -102,6 +131,7 @@ class DraftEngine:
                 session = self._find(SessionKey(connection, message.handle))
                 if session is not None:
                     session.plan = message.plan
+                    self._table.version += 1
             case SessionEnd():
                 self._remove(self._table.get(SessionKey(connection, message.handle)))
             case ConnectionClosed():
@@ -120,19 +150,30 @@ class DraftEngine:
             self.book()
         if self._lost:
             yield self._losses()
-        wanting = np.flatnonzero(self._table.wanting).tolist()
-        self._table.wanting[:] = False
-        by_method: dict[DraftMethod, list[Session]] = {}
-        for session in map(self._table.session, wanting):
-            if session.plan.speculative:
-                by_method.setdefault(session.plan.method, []).append(session)
-        for method, sessions in by_method.items():
+        for method, sessions in self._wanting():
             source = self._sources.get(method)
             if source is None:
                 yield self._none_of(sessions)
                 continue
             yield from self._draft_batch(source, sessions)
             self._unbooked.append(partial(self.metrics.batch_sessions.observe, len(sessions)))
+
+    def _wanting(self) -> Iterable[tuple[DraftMethod, Sessions]]:
+        """The sessions that want a draft, by method; the same objects as long as they are the same
+        sessions with the same plans, so that what follows from them need not be worked out anew."""
+        table = self._table
+        slots = np.flatnonzero(table.wanting)
+        table.wanting[:] = False
+        state = (table.version, slots.tobytes())
+        if state != self._batched:
+            by_method: dict[DraftMethod, list[Session]] = {}
+            for session in map(table.session, slots.tolist()):
+                if session.plan.speculative:
+                    by_method.setdefault(session.plan.method, []).append(session)
+            self._batched = state
+            self._batches = [(method, tuple(them)) for method, them in by_method.items()]
+            self._addresses.clear()
+        return self._batches
 
     def book(self) -> None:
         """Write into the metrics what was received and drafted since the last time."""
@@ -165,18 +206,19 @@ class DraftEngine:
         self.metrics.device_losses.inc()
         logger.critical("the device is lost")
 
-    def _draft_batch(self, source: DraftSource, sessions: Sequence[Session]) -> Iterator[Answers]:
+    def _draft_batch(self, source: DraftSource, sessions: Sessions) -> Iterator[Answers]:
         started = self._now()
-        waiting = {session.slot: session for session in sessions}
+        waiting: Sequence[Session] = sessions
         only_fed = all(fed is source for fed in self._fed)
         try:
             for drafted in source.drafts(sessions):
-                for session in drafted.sessions:
-                    del waiting[session.slot]
-                    if only_fed:
-                        self._table.behind[session.slot] = False
-                if drafted.sessions:
-                    yield self._answers(drafted, started)
+                waiting = _without(waiting, drafted.sessions)
+                if not drafted.sessions:
+                    continue
+                answers = self._answers(drafted, started)
+                if only_fed:
+                    self._table.behind[self._address(drafted.sessions).slots] = False
+                yield answers
         except Exception:
             # State half-way through a batch cannot be trusted: these sessions decode plainly.
             logger.exception("drafting failed", extra={"sessions": len(sessions)})
@@ -186,7 +228,7 @@ class DraftEngine:
         if self._lost:
             yield self._losses()
         if waiting:
-            yield self._none_of(list(waiting.values()))
+            yield self._none_of(waiting)
 
     def _none_of(self, sessions: Sequence[Session]) -> Answers:
         """Say at once that nothing comes, so that the rows decode plainly without any patience."""
@@ -205,11 +247,11 @@ class DraftEngine:
         sessions, table = drafted.sessions, self._table
         method = sessions[0].plan.method
         self._unbooked.append(partial(self._book_answers, method, drafted.node_counts, seconds))
-        slots = np.array([session.slot for session in sessions])
+        address = self._address(sessions)
         proposals = Proposals(
-            handles=np.array([session.key.handle for session in sessions]),
-            digests=table.digests[slots],
-            prefix_lens=table.lengths[slots],
+            handles=address.handles,
+            digests=table.digests[address.slots],
+            prefix_lens=table.lengths[address.slots],
             node_counts=drafted.node_counts,
             tokens=drafted.tokens,
             parents=drafted.parents,
@@ -217,14 +259,22 @@ class DraftEngine:
             laws=drafted.laws,
             draft_us=int(seconds * 1e6),
         )
-        connections = [session.key.connection for session in sessions]
-        if len(set(connections)) == 1:
-            return [(connections[0], proposals)]
-        owners = np.array(connections)
+        if len(address.connections) == 1:
+            return [(address.connections[0], proposals)]
         return [
-            (number, proposals.only(np.flatnonzero(owners == number)))
-            for number in dict.fromkeys(connections)
+            (number, proposals.only(np.flatnonzero(address.owners == number)))
+            for number in address.connections
         ]
+
+    def _address(self, sessions: Sequence[Session]) -> _Addresses:
+        """Whose they are; found again for the same object."""
+        known = self._addresses.get(id(sessions))
+        if known is not None and known[0] is sessions:
+            return known[1]
+        address = _Addresses.of(sessions)
+        if any(sessions is them for _, them in self._batches):
+            self._addresses[id(sessions)] = (sessions, address)
+        return address
 
     def _losses(self) -> Answers:
         lost, self._lost = self._lost, []
@@ -288,6 +338,14 @@ class DraftEngine:
     def _release(self, session: Session) -> None:
         for source in self._sources.values():
             source.release(session)
+
+
+def _without(waiting: Sequence[Session], drafted: Sequence[Session]) -> Sequence[Session]:
+    """Sessions that still wait for a draft."""
+    if drafted is waiting:
+        return ()
+    done = {session.slot for session in drafted}
+    return [session for session in waiting if session.slot not in done]
 
 
 def _as_they_are(wire: WireTensor) -> NDArray[np.generic]:

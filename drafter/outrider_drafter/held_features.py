@@ -34,6 +34,25 @@ class _Message:
     counts: Indices
     offsets: Indices
 
+    def entries(self, chosen: Indices) -> _Message:
+        """Some entries, in this order."""
+        return _Message(
+            self.rows,
+            self.slots[chosen],
+            self.firsts[chosen],
+            self.counts[chosen],
+            self.offsets[chosen],
+        )
+
+    def brings(self, slots: Indices, starts: Indices, counts: Indices) -> bool:
+        """Whether the entries are just these rows."""
+        return (
+            len(self.slots) == len(slots)
+            and bool((self.slots == slots).all())
+            and bool((self.firsts == starts).all())
+            and bool((self.counts == counts).all())
+        )
+
 
 class HeldFeatures:
     """Features by session and position, each position once and in order."""
@@ -75,9 +94,14 @@ class HeldFeatures:
             shape = (len(self._used), self.width)
             # Address space only: the system backs what is written.
             self._last = np.empty(shape, dtype=rows.dtype)
-        self._messages.append(
-            _Message(rows, slots[wanted], firsts[wanted], counts[wanted], offsets[wanted])
-        )
+        # Entries are struck out here when a session ends.
+        message = _Message(rows, slots, firsts, counts.copy(), offsets)
+        if not bool(wanted.all()):
+            message = message.entries(np.flatnonzero(wanted))
+        if not bool((slots[1:] > slots[:-1]).all()):
+            # In the order of batches.
+            message = message.entries(np.argsort(message.slots))
+        self._messages.append(message)
 
     def read(self, slot: int, start: int, stop: int) -> NDArray[np.generic]:
         """Rows [stop - start, H] of a session; they must be held, from the last used one on."""
@@ -113,6 +137,13 @@ class HeldFeatures:
         some feature of the same session, or what it was."""
         size, most, width = out.shape
         flat = out.reshape(size * most, width)
+        if len(self._messages) == 1 and self._messages[0].brings(slots, starts, counts):
+            # One pass over the message's memory; behind its rows a session's last one is repeated.
+            (message,) = self._messages
+            within = np.minimum(np.arange(most), counts[:, None] - 1)
+            source = (message.offsets[:, None] + within).reshape(-1)
+            np.take(message.rows, source, axis=0, out=flat, mode="clip")
+            return
         row_of = np.full(len(self._used), -1, dtype=np.int64)
         row_of[slots] = np.arange(size)
         for message in self._messages:
@@ -121,17 +152,9 @@ class HeldFeatures:
             into = rows[owners]
             within = message.firsts[owners] + places - starts[into]
             fits = (within >= 0) & (within < counts[into])
-            target = (into * most + within)[fits]
-            source = (message.offsets[owners] + places)[fits]
-            if len(target) == int(counts.sum()) and bool((counts > 0).all()):
-                # All of the batch came in this message: one pass over its memory.
-                lead = np.empty(size, dtype=np.int64)
-                lead[target // most] = source
-                spread = np.repeat(lead, most)
-                spread[target] = source
-                np.take(message.rows, spread, axis=0, out=flat, mode="clip")
-            else:
-                flat[target] = message.rows[source]
+            flat[(into * most + within)[fits]] = message.rows[
+                (message.offsets[owners] + places)[fits]
+            ]
         again = np.flatnonzero(starts < self._used[slots])
         if len(again):
             assert self._last is not None

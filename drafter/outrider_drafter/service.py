@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from outrider.awake import AwakeCores
 from outrider.errors import (
+    ConnectionLostError,
     FailedPreconditionError,
     InvalidMessageError,
     InvalidRequestError,
@@ -22,6 +23,7 @@ from outrider.errors import (
 from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
 from outrider.transport.base import Dialer, DrafterConnection
+from outrider.transport.lane import Lane, join_lane, lanes_exist
 from outrider.transport.outgoing import Outgoing
 from outrider.wire.codec import encode_drafter_message
 from outrider.wire.messages import (
@@ -32,6 +34,8 @@ from outrider.wire.messages import (
     FeatureLayout,
     Heartbeat,
     Hello,
+    LaneAnswer,
+    LaneOffer,
     Welcome,
 )
 from outrider_drafter.config import DrafterConfig
@@ -106,13 +110,22 @@ class DrafterService:
             on_sessions=lambda count: kept.keep(count > 0),
         )
         self._worker = DraftWorker(
-            engine, self._deliver, on_lost=self._on_lost, device=config.device
+            engine,
+            self._deliver,
+            on_lost=self._on_lost,
+            on_lane_lost=self._on_lane_lost,
+            max_unsent=config.max_outbox,
+            device=config.device,
         )
         self.lost = asyncio.Event()
         """Set when a device does not work any more."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._links: dict[str, _Link] = {}
         self._outboxes: dict[int, Outgoing[DrafterMessage]] = {}
+        self._readers: dict[int, asyncio.Task[None]] = {}
+        """By connection: what ends it when it ends."""
+        self._lost_lanes: set[int] = set()
+        """Connections that end because their lanes are lost."""
         self._numbers = itertools.count(1)
 
     @property
@@ -225,16 +238,20 @@ class DrafterService:
         number = next(self._numbers)
         sender: asyncio.Task[None] | None = None
         try:
-            await self._shake_hands(connection)
+            lane = await self._shake_hands(connection)
+            if lane is not None:
+                self._worker.submit_lane(number, lane)
             link.connected = True
             if not link.first_outcome.done():
                 link.first_outcome.set_result(None)
             self.metrics.connects.labels("connected").inc()
             self.metrics.connections.inc()
-            logger.info("verifier connected", extra={"verifier": link.address})
+            logger.info(
+                "verifier connected", extra={"verifier": link.address, "lane": lane is not None}
+            )
             outbox = self._outboxes[number] = Outgoing(connection)
             sender = asyncio.create_task(_send_all(outbox), name="proposals")
-            await self._read(connection, number)
+            await self._read_until_lost(connection, number)
         finally:
             if sender is not None:
                 sender.cancel()
@@ -244,7 +261,23 @@ class DrafterService:
             with contextlib.suppress(OutriderError):
                 await connection.close()
 
-    async def _shake_hands(self, connection: DrafterConnection) -> None:
+    async def _read_until_lost(self, connection: DrafterConnection, number: int) -> None:
+        """Read what comes; a connection whose lane is lost ends like one that is lost itself."""
+        reader = asyncio.create_task(self._read(connection, number), name="verdicts")
+        self._readers[number] = reader
+        try:
+            await reader
+        except asyncio.CancelledError:
+            if reader.cancelled() and number in self._lost_lanes:
+                raise ConnectionLostError("the lane is lost", reason="LANE_LOST") from None
+            raise
+        finally:
+            self._lost_lanes.discard(number)
+            del self._readers[number]
+            reader.cancel()
+
+    async def _shake_hands(self, connection: DrafterConnection) -> Lane | None:
+        """Greet the verifier; the lane, if it is on this host and has one."""
         await connection.send(
             Hello(
                 protocol_version=PROTOCOL_VERSION,
@@ -255,6 +288,7 @@ class DrafterService:
                 methods=self._methods,
                 feature_layout=self._feature_layout,
                 feature_fingerprint=self._fingerprint,
+                lanes=self._config.lanes and lanes_exist(),
             )
         )
         try:
@@ -269,6 +303,18 @@ class DrafterService:
                 f"the verifier speaks protocol {answer.protocol_version}, not {PROTOCOL_VERSION}",
                 reason="PROTOCOL_MISMATCH",
             )
+        if answer.lane is None:
+            return None
+        lane = await self._join(answer.lane)
+        await connection.send(LaneAnswer(joined=lane is not None))
+        return lane
+
+    async def _join(self, offer: LaneOffer) -> Lane | None:
+        try:
+            return await asyncio.to_thread(join_lane, offer)
+        except OutriderError as error:
+            logger.info("no lane: %s", error.message)
+            return None
 
     async def _read(self, connection: DrafterConnection, number: int) -> None:
         while True:
@@ -300,6 +346,18 @@ class DrafterService:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(self._leave)
+
+    def _on_lane_lost(self, connection: int) -> None:
+        """Called on the drafting thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the connection
+            self._loop.call_soon_threadsafe(self._lose_lane, connection)
+
+    def _lose_lane(self, connection: int) -> None:
+        reader = self._readers.get(connection)
+        if reader is not None:
+            self._lost_lanes.add(connection)
+            reader.cancel()
 
     def _leave(self) -> None:
         """Drop all connections: their verifiers go on without this drafter."""

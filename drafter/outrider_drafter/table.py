@@ -5,7 +5,7 @@ X session slots; S entries of a message, T tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from outrider.spec.digest import EMPTY_DIGEST, extend_ragged
 from outrider.wire.messages import FeatureRows, SessionStart, Verdicts, WireTensor
 from outrider.wire.rounds import last_of_each, parts
+from outrider_drafter.connections import Connection
 from outrider_drafter.held_features import Convert, HeldFeatures
 from outrider_drafter.sessions import Limits, Session, SessionKey, TokenRow
 
@@ -45,29 +46,6 @@ class Taken(NamedTuple):
     """Entries for nobody."""
 
 
-@dataclass(slots=True, eq=False)
-class _Connection:
-    """The sessions that one connection announced."""
-
-    slots: Indices = field(default_factory=lambda: np.full(64, -1, dtype=np.int64))
-    """By handle; -1: none."""
-    count: int = 0
-
-    def find(self, handles: Indices) -> Indices:
-        """The slots of these handles, any numbers >= 0; -1 for those without."""
-        known = handles < len(self.slots)
-        return np.where(known, self.slots[np.where(known, handles, 0)], -1)
-
-    def put(self, handle: int, slot: int) -> None:
-        """Note the session of a handle."""
-        if handle >= len(self.slots):
-            grown = np.full(max(handle + 1, 2 * len(self.slots)), -1, dtype=np.int64)
-            grown[: len(self.slots)] = self.slots
-            self.slots = grown
-        self.slots[handle] = slot
-        self.count += 1
-
-
 class SessionTable:
     """At most `max_sessions` sessions. When all slots are taken, the connection that holds most of
     them gives up the one it has not used for longest: no verifier takes another's."""
@@ -77,7 +55,7 @@ class SessionTable:
         self._limits = limits
         self._sessions: list[Session | None] = [None] * max_sessions
         self._free = list(range(max_sessions - 1, -1, -1))
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, Connection] = {}
         self._ticks = 0
         self._used_at = np.zeros(max_sessions, dtype=np.int64)
         self.features = HeldFeatures(
@@ -98,9 +76,16 @@ class SessionTable:
         """[X]: whether a draft is wanted."""
         self.behind = np.zeros(max_sessions, dtype=np.bool_)
         """[X]: whether there is news that no source has taken in."""
+        self.version = 0
+        """Counts what changes which sessions there are, or what is drafted for one."""
 
     def __len__(self) -> int:
         return len(self._sessions) - len(self._free)
+
+    def rooms(self, slots: Indices) -> Indices:
+        """Draft levels that these sessions have room for: see `Session.room`."""
+        found: Indices = self.max_lens[slots] - self.lengths[slots] - 1
+        return found
 
     def session(self, slot: int) -> Session:
         """The session in a taken slot."""
@@ -131,6 +116,7 @@ class SessionTable:
 
     def add(self, connection: int, start: SessionStart) -> Session:
         """Begin a session; there must be room, and none with its handle."""
+        self.version += 1
         slot = self._free.pop()
         session = Session(
             key=SessionKey(connection, start.handle),
@@ -144,7 +130,7 @@ class SessionTable:
             tokens=TokenRow(self, slot),
         )
         self._sessions[slot] = session
-        self._connections.setdefault(connection, _Connection()).put(start.handle, slot)
+        self._connections.setdefault(connection, Connection()).put(start.handle, slot)
         self.lengths[slot] = self.feature_ends[slot] = 0
         self.digests[slot] = EMPTY_DIGEST
         self.max_lens[slot] = start.max_len
@@ -156,6 +142,7 @@ class SessionTable:
 
     def forget(self, session: Session) -> None:
         """Stop following a session: its slot stays taken, and nothing is taken in any more."""
+        self.version += 1
         slot = session.slot
         self.followed[slot] = self.wanting[slot] = self.behind[slot] = False
         self.features.drop(slot)
@@ -186,6 +173,8 @@ class SessionTable:
         if found is None:
             return Taken(np.empty(0, dtype=np.int64), [], len(verdicts))
         slots = found.find(verdicts.handles)
+        if self._take_in_whole(verdicts, slots):
+            return Taken(slots, [], 0)
         self._touch(slots[slots >= 0])
         entries = np.flatnonzero(self.followed[slots] & (slots >= 0))
         step = _Step.of(self, verdicts, slots, entries, self._limits)
@@ -202,6 +191,54 @@ class SessionTable:
             lost=[(self.session(slot), reason) for slot, reason in lost.items()],
             unknown=int(np.count_nonzero(slots < 0)),
         )
+
+    def _take_in_whole(self, verdicts: Verdicts, slots: Indices) -> bool:
+        """Move sessions on by a message that says of each of them exactly what comes next, as
+        nearly all do. False, and nothing has changed, where any entry does not: then entries are
+        looked at one by one."""
+        starts, counts, tokens = verdicts.starts, verdicts.token_counts, verdicts.tokens
+        if int(slots.min()) < 0 or not bool(self.followed[slots].all()):
+            return False
+        ends = starts + counts
+        if not bool(((starts == self.lengths[slots]) & (ends <= self.max_lens[slots])).all()):
+            return False
+        # One comparison for both bounds.
+        if bool((tokens.astype(np.uint32) >= self._limits.vocab_size).any()):
+            return False
+        if not bool(last_of_each(slots).all()) or not self._features_follow(verdicts, slots, ends):
+            return False
+        digests = extend_ragged(self.digests[slots], counts, tokens)
+        if not bool((digests == verdicts.digests).all()):
+            return False
+        self._touch(slots)
+        self._put_tokens(slots, starts, counts, tokens)
+        self.lengths[slots], self.digests[slots] = ends, digests
+        if verdicts.features is not None and self._limits.feature_size:
+            rows, firsts = verdicts.feature_counts, verdicts.feature_starts
+            wire = WireTensor(dtype=verdicts.features.dtype, data=verdicts.features.joined())
+            self.features.add(wire, slots, firsts, rows, rows.cumsum() - rows)
+            self.feature_ends[slots] = firsts + rows
+        told = verdicts.draft_wanted | (counts > 0)
+        self.wanting[slots[told]] = verdicts.draft_wanted[told]
+        self.behind[slots] = True
+        return True
+
+    def _features_follow(self, verdicts: Verdicts, slots: Indices, ends: Indices) -> bool:
+        """Whether a message's features, if it has any, go on where those before them ended."""
+        if verdicts.features is None or not self._limits.feature_size:
+            return True
+        firsts = verdicts.feature_starts
+        last = ends - verdicts.draft_wanted
+        follow = (firsts == self.feature_ends[slots]) & (firsts + verdicts.feature_counts <= last)
+        return verdicts.features.width == self.features.width and bool(follow.all())
+
+    def _put_tokens(
+        self, slots: Indices, starts: Indices, counts: Indices, tokens: NDArray[np.int32]
+    ) -> None:
+        """Write counts[i] tokens of the session in slots[i] from starts[i] on."""
+        flat = self.tokens.reshape(-1)
+        firsts = slots * self.tokens.shape[1] + starts - (counts.cumsum() - counts)
+        flat[firsts.repeat(counts) + np.arange(len(tokens))] = tokens
 
     def _touch(self, slots: Indices) -> None:
         self._ticks += 1

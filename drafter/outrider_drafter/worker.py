@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -12,12 +10,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from outrider.engine.device.current import make_current
-from outrider_drafter.engine import Answers, DraftEngine, SessionMessage
+from outrider.transport.lane import Lane
+from outrider.transport.letterbox import Letterbox
+from outrider_drafter.engine import Answers, ConnectionClosed, DraftEngine, SessionMessage
+from outrider_drafter.lanes import Lanes
 
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[Answers], None]
-"""Takes the proposals that are ready together, on the drafting thread; must not block."""
+"""Takes the proposals that are ready together and go by no lane, on the drafting thread; must not
+block."""
 
 GIVE_WAY_S = 0.0001
 """How long the thread stands back when proposals have left: the thread that sends them needs the
@@ -38,17 +40,20 @@ class DraftWorker:
         deliver: Deliver,
         *,
         on_lost: Callable[[], None],
+        on_lane_lost: Callable[[int], None] = lambda _: None,
+        max_unsent: int = 256,
         device: str = "cpu",
     ) -> None:
         """`device` is where the models are. `on_lost` is called on the drafting thread, as the last
-        thing it does, if a device is lost; it must not block."""
+        thing it does, if a device is lost; `on_lane_lost` with the connection whose lane is. They
+        must not block. `max_unsent`: answers that wait for a verifier that does not read."""
         self._engine = engine
         self._deliver = deliver
+        self._lanes = Lanes(engine.metrics, max_unsent=max_unsent, on_lost=on_lane_lost)
         self._on_lost = on_lost
         self._device = device
-        self._inbox: queue.SimpleQueue[tuple[int, Sequence[SessionMessage]] | None]
-        self._inbox = queue.SimpleQueue()
-        """(connection, what came together); None wakes the thread to end it."""
+        self._inbox: Letterbox[tuple[int, Sequence[SessionMessage] | Lane] | None] = Letterbox()
+        """(connection, what came together, or its lane); None wakes the thread to end it."""
         self._submitted: Counter[int] = Counter()
         """Messages of each connection so far; written by the submitting thread alone."""
         self._taken: Counter[int] = Counter()
@@ -83,6 +88,11 @@ class DraftWorker:
         self._submitted[connection] += len(messages)
         self._inbox.put((connection, messages))
 
+    def submit_lane(self, connection: int, lane: Lane) -> None:
+        """Hand the thread a lane: the connection's answers go by it, and its messages come by it.
+        It is closed with the connection."""
+        self._inbox.put((connection, lane))
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread after its current batch; idempotent."""
         self._stopping = True
@@ -103,24 +113,21 @@ class DraftWorker:
                 self._engine.check_devices()
             if self._engine.device_lost:
                 self._on_lost()
-                return
+                break
+        self._lanes.close()
 
     def _work(self) -> None:
         """Take in all messages, waiting for one if there is nothing else to do, then do it."""
         engine = self._engine
         self._take_in()
-        with contextlib.suppress(queue.Empty):
-            while (entry := self._inbox.get(timeout=self._wait_s())) is not None:
-                self._gives_way = False
-                connection, messages = entry
-                self._untaken.extend((connection, message) for message in messages)
-                self._take_in()
+        while self._receive():
+            self._gives_way = False
+            self._take_in()
         if self._stopping:
             return
         if engine.wants_drafting:
             for answers in engine.draft():
-                self._deliver(answers)
-            self._gives_way = True
+                self._send(answers)
             return
         self._gives_way = False
         if engine.has_unbooked:
@@ -128,10 +135,38 @@ class DraftWorker:
         elif engine.is_behind:
             engine.catch_up()
 
+    def _receive(self) -> bool:
+        """Whether messages came while there was nothing more urgent to do."""
+        lanes = self._lanes
+        ready = self._inbox.wait(self._wait_s(), lanes.readers, lanes.writers)
+        lanes.flush()
+        came = bool(ready)
+        for entry in self._inbox.take():
+            if entry is None:
+                return False
+            connection, content = entry
+            came = True
+            if isinstance(content, Lane):
+                lanes.attach(connection, content)
+                continue
+            self._untaken.extend((connection, message) for message in content)
+            if any(isinstance(message, ConnectionClosed) for message in content):
+                lanes.detach(connection)
+        self._untaken.extend(lanes.receive(ready))
+        return came
+
+    def _send(self, answers: Answers) -> None:
+        """By lanes; what goes by none is another thread's to send."""
+        rest = self._lanes.send(answers)
+        if rest:
+            self._deliver(rest)
+            self._gives_way = True
+
     def _take_in(self) -> None:
         while self._untaken:
             connection, message = self._untaken.popleft()
-            self._taken[connection] += 1
+            if not self._lanes.carries(connection):
+                self._taken[connection] += 1
             self._engine.handle(connection, message)
 
     def _wait_s(self) -> float | None:

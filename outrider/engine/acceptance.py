@@ -26,6 +26,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -69,8 +70,7 @@ class AcceptRow:
     banned_until: int = sys.maxsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Acceptance:
+class Acceptance(NamedTuple):
     """The outcome of one row."""
 
     accepted_nodes: tuple[int, ...]

@@ -15,12 +15,20 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.spec.mixing import MASK64, MULTIPLIER_A, MULTIPLIER_B, mix64, mix64_array
+from outrider.spec.mixing import (
+    MASK64,
+    MULTIPLIER_A,
+    MULTIPLIER_B,
+    mix64,
+    mix64_array,
+    mix64_in_place,
+)
 
 EMPTY_DIGEST = 0x6F75747269646572
 """Digest of the empty prefix; not 0, which means "no proposal" on the wire."""
 TOKEN_OFFSET = 0xD1B54A32D192ED03
 """Moves small token ids away from 0, the fixed point of mix64."""
+_OFFSET = np.uint64(TOKEN_OFFSET)
 _FEW_TOKENS = 16
 """Up to here plain numbers are faster than arrays."""
 _MOST_STEPS = 64
@@ -74,16 +82,20 @@ def extend_ragged(
     for long in np.flatnonzero(counts > _MOST_STEPS).tolist():
         part = token_ids[int(starts[long]) : int(ends[long])]
         result[long] = extend_digest(int(digests[long]), part)
-    words = _token_words(token_ids)
     short = np.where(counts > _MOST_STEPS, 0, counts)
+    words, last = _token_words(token_ids), len(token_ids) - 1
     for step in range(int(short.max())):
-        going = np.flatnonzero(short > step)
-        result[going] = mix64_array(result[going] ^ words[starts[going] + step])
+        going = short > step
+        # Where a prefix has no token left, that of another one stands in for it.
+        stepped = result ^ words[np.minimum(starts + step, last)]
+        mix64_in_place(stepped)
+        np.copyto(result, stepped, where=going)
     return result
 
 
 def _token_words(token_ids: NDArray[np.integer]) -> NDArray[np.uint64]:
     """What each id contributes to a chain."""
-    with np.errstate(over="ignore"):
-        words = token_ids.astype(np.uint64) + np.uint64(TOKEN_OFFSET)
-    return mix64_array(words)
+    words = token_ids.astype(np.uint64)
+    words += _OFFSET
+    mix64_in_place(words)
+    return words

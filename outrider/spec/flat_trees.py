@@ -29,9 +29,25 @@ def sound_trees(
     sound = node_counts <= max_nodes
     if not len(tokens):
         return sound
+    # One comparison for both bounds.
+    bad = tokens.view(np.uint32) >= vocab_size
+    # Of the usual drafts, chains without scores, only tokens can be wrong.
+    if logprobs.any() or not bool((parents == chain_parents(node_counts)).all()):
+        bad |= _misplaced(node_counts, tokens, parents, logprobs)
+    if bool(bad.any()):
+        sound[np.arange(len(node_counts)).repeat(node_counts)[bad]] = False
+    return sound
+
+
+def _misplaced(
+    node_counts: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+) -> NDArray[np.bool_]:
+    """[N]: nodes without a parent before them, with a twin, or with a log-prob that cannot be."""
     owners, firsts, places = _layout(node_counts)
-    bad = (tokens < 0) | (tokens >= vocab_size)
-    bad |= (parents < -1) | (parents >= places)
+    bad = (parents < -1) | (parents >= places)
     # Where a parent is no good, any node of the tree stands in for it.
     above = np.clip(parents, -1, places - 1).astype(np.int64)
     ceiling = np.where(above < 0, np.float32(0.0), logprobs[np.maximum(firsts + above, 0)])
@@ -42,8 +58,15 @@ def sound_trees(
         order = np.argsort(keys, kind="stable")
         twins = order[1:][np.diff(keys[order]) == 0]
         bad[twins] = True
-    sound[owners[bad]] = False
-    return sound
+    return bad
+
+
+def chain_parents(node_counts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """[N]: the parents of chains of so many nodes each."""
+    ends = node_counts.cumsum()
+    parents = np.arange(-1, int(ends[-1]) - 1 if len(ends) else -1, dtype=np.int32)
+    parents -= (ends - node_counts).astype(np.int32).repeat(node_counts)
+    return parents
 
 
 def sound_laws(

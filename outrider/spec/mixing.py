@@ -30,3 +30,17 @@ def mix64_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(MULTIPLIER_A)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(MULTIPLIER_B)
         return np.asarray(x ^ (x >> np.uint64(31)), dtype=np.uint64)
+
+
+def mix64_in_place(x: NDArray[np.uint64]) -> None:
+    """Finalise every element of a uint64 vector where it lies."""
+    # Only what is computed of single words warns of an overflow.
+    x ^= x >> _SHIFT_A
+    x *= _FACTOR_A
+    x ^= x >> _SHIFT_B
+    x *= _FACTOR_B
+    x ^= x >> _SHIFT_C
+
+
+_FACTOR_A, _FACTOR_B = np.uint64(MULTIPLIER_A), np.uint64(MULTIPLIER_B)
+_SHIFT_A, _SHIFT_B, _SHIFT_C = np.uint64(30), np.uint64(27), np.uint64(31)

@@ -20,6 +20,8 @@ _LENGTH_DELIMITED = 2
 _FIXED_BYTES = {1: 8, 5: 4}
 _TAG = bytes([_BUNDLE << 3 | _LENGTH_DELIMITED])
 _MAX_VARINT_BYTES = 10
+_SHORT = [bytes([value]) for value in range(0x80)]
+"""Numbers that take one byte."""
 _MAX_OTHER_FIELDS = 64
 """Fields of a frame beside its bundle: one is known, the rest is for what newer peers may add."""
 
@@ -90,6 +92,8 @@ def _frame(group: Sequence[bytes]) -> bytes:
 
 def varint(value: int) -> bytes:
     """A number >= 0 as protobuf writes it."""
+    if value < len(_SHORT):
+        return _SHORT[value]
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
@@ -123,6 +127,8 @@ def fields(data: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
 
 def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
     """(value, position behind it)."""
+    if position < len(data) and (byte := data[position]) < 0x80:
+        return byte, position + 1
     value = shift = 0
     for byte in data[position : position + _MAX_VARINT_BYTES]:
         position += 1

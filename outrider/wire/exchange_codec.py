@@ -6,6 +6,7 @@ drafter's sessions), who know their vocabulary and what one entry costs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -37,6 +38,8 @@ from outrider.wire.messages import (
     Encoded,
     Heartbeat,
     Hello,
+    LaneAnswer,
+    LaneOffer,
     PlanChange,
     Proposals,
     SessionEnd,
@@ -60,6 +63,8 @@ from outrider.wire.v1 import exchange_pb2 as pb
 
 MessageT = TypeVar("MessageT")
 
+_LANE_NAME = re.compile("[0-9a-f]{32}")
+
 
 def encode_drafter_message(message: DrafterMessage) -> bytes:
     """A drafter's message as bytes."""
@@ -72,6 +77,8 @@ def encode_drafter_message(message: DrafterMessage) -> bytes:
             frame = pb.ExchangeRequest(sessions_lost=pb.SessionsLost(handles=message.handles))
         case Heartbeat():
             frame = pb.ExchangeRequest(heartbeat=common_pb2.Heartbeat(sequence=message.sequence))
+        case LaneAnswer():
+            frame = pb.ExchangeRequest(lane_answer=pb.LaneAnswer(joined=message.joined))
         case Hello():
             frame = pb.ExchangeRequest(hello=_hello_to_pb(message))
     return frame.SerializeToString(deterministic=True)
@@ -125,10 +132,12 @@ def _drafter_message(data: EncodedFrame) -> DrafterMessage:
             return Heartbeat(frame.heartbeat.sequence)
         case "sessions_lost":
             return SessionsLost(_handles(frame.sessions_lost))
+        case "lane_answer":
+            return LaneAnswer(frame.lane_answer.joined)
         case "hello":
             return _hello_from_pb(frame.hello)
         case _:
-            fail("a drafter's message must hold hello, proposals, lost sessions or heartbeat")
+            fail("a drafter's message must hold hello, lane answer, proposals, losses or heartbeat")
 
 
 def encode_verifier_message(message: VerifierMessage) -> bytes:
@@ -154,6 +163,7 @@ def encode_verifier_message(message: VerifierMessage) -> bytes:
                     protocol_version=message.protocol_version,
                     verifier_id=message.verifier_id,
                     incarnation=message.incarnation,
+                    lane=_lane_to_pb(message.lane),
                 )
             )
     return frame.SerializeToString(deterministic=True)
@@ -198,6 +208,7 @@ def _verifier_message(data: EncodedFrame) -> VerifierMessage:
                 protocol_version=frame.welcome.protocol_version,
                 verifier_id=VerifierId(text(frame.welcome.verifier_id, "verifier_id")),
                 incarnation=text(frame.welcome.incarnation, "incarnation", empty=True),
+                lane=_lane_from_pb(frame.welcome),
             )
         case _:
             fail("a verifier's message must hold exactly one message")
@@ -224,6 +235,7 @@ def _hello_to_pb(hello: Hello) -> pb.Hello:
         methods=[METHODS[method] for method in hello.methods],
         feature_layout=LAYOUTS[hello.feature_layout],
         feature_fingerprint=hello.feature_fingerprint,
+        lanes=hello.lanes,
     )
 
 
@@ -237,7 +249,22 @@ def _hello_from_pb(message: pb.Hello) -> Hello:
         methods=methods_from_pb(message.methods),
         feature_layout=known(LAYOUTS_FROM_PB, message.feature_layout, "feature_layout"),
         feature_fingerprint=text(message.feature_fingerprint, "feature_fingerprint", empty=True),
+        lanes=message.lanes,
     )
+
+
+def _lane_to_pb(lane: LaneOffer | None) -> pb.LaneOffer | None:
+    return None if lane is None else pb.LaneOffer(name=lane.name, token=lane.token)
+
+
+def _lane_from_pb(welcome: pb.Welcome) -> LaneOffer | None:
+    if not welcome.HasField("lane"):
+        return None
+    lane = welcome.lane
+    if not _LANE_NAME.fullmatch(lane.name):
+        fail("a lane's name must be 32 hexadecimal digits")
+    number(len(lane.token), "bytes of a lane's token", low=16, high=16)
+    return LaneOffer(name=lane.name, token=lane.token)
 
 
 def _session_start_to_pb(start: SessionStart) -> pb.SessionStart:

@@ -57,6 +57,8 @@ class Hello:
     feature_layout: FeatureLayout
     feature_fingerprint: str
     """Fingerprint of the head's feature projection; must equal the verifier's unless NONE."""
+    lanes: bool = False
+    """Whether the drafter can have a lane (`outrider.transport.lane`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,13 @@ class SessionsLost:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneAnswer:
+    """Answers a `Welcome` with a lane; what follows about sessions goes by it if it was joined."""
+
+    joined: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Encoded:
     """A message that is bytes already, so that the thread that made it also encodes it; only
     sending knows this form."""
@@ -86,9 +95,19 @@ class Encoded:
         return len(self.data)
 
 
-DrafterMessage = Hello | Proposals | SessionsLost | Heartbeat | Encoded
+DrafterMessage = Hello | LaneAnswer | Proposals | SessionsLost | Heartbeat | Encoded
 
 # ---- exchange: verifier -> drafter -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneOffer:
+    """Where a drafter of the verifier's host finds its lane."""
+
+    name: str
+    """32 hexadecimal digits."""
+    token: bytes = field(repr=False)
+    """[16]: what the drafter shows there; a secret of the two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +117,8 @@ class Welcome:
     protocol_version: int
     verifier_id: VerifierId
     incarnation: str
+    lane: LaneOffer | None = None
+    """What a drafter of the same host may join; None where the drafter can have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

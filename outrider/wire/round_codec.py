@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.spec.flat_trees import chain_parents
 from outrider.spec.mixing import MASK64
 from outrider.wire.bundles import Encoded, fields, varint
 from outrider.wire.checks import fail, number
@@ -31,13 +32,20 @@ from outrider.wire.rounds import (
     Proposals,
     TensorDtype,
     Verdicts,
-    parts,
 )
 from outrider.wire.tensors import DTYPES_FROM_PB, DTYPES_TO_PB, NUMPY_DTYPES
 from outrider.wire.v1 import exchange_pb2 as pb
 
 VERDICTS_FIELD: Final = pb.ExchangeResponse.VERDICTS_FIELD_NUMBER
 PROPOSALS_FIELD: Final = pb.ExchangeRequest.PROPOSALS_FIELD_NUMBER
+_VERDICT_COLUMNS: Final = 6
+_PROPOSAL_COLUMNS: Final = 3
+_LAW_FIELDS: Final = (
+    pb.Proposals.WITH_LAW_FIELD_NUMBER,
+    pb.Proposals.LAW_SIZES_FIELD_NUMBER,
+    pb.Proposals.LAW_IDS_FIELD_NUMBER,
+    pb.Proposals.LAW_COUNTS_FIELD_NUMBER,
+)
 _FEATURE_DTYPES = (TensorDtype.FLOAT32, TensorDtype.FLOAT16, TensorDtype.BFLOAT16)
 _UINT8, _UINT16, _UINT32, _UINT64 = (np.dtype(f"<u{size}") for size in (1, 2, 4, 8))
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
@@ -50,21 +58,20 @@ class _Field(NamedTuple):
     """A field that is present."""
 
     number: int
-    content: int | tuple[Buffer, ...]
-    """A varint, or the pieces of a length-delimited value."""
+    content: int | bytes | tuple[Buffer, ...]
+    """A varint, or a length-delimited value or its pieces."""
 
 
 def encode_verdicts(verdicts: Verdicts) -> bytes:
     """An ExchangeResponse with these verdicts; their arrays are copied once."""
+    columns = np.empty((_VERDICT_COLUMNS, len(verdicts)), dtype=_UINT32)
+    columns[0], columns[1] = verdicts.handles, verdicts.starts
+    columns[2], columns[3] = verdicts.token_counts, verdicts.feature_starts
+    columns[4], columns[5] = verdicts.feature_counts, verdicts.draft_wanted
     written = [
-        _array(pb.Verdicts.HANDLES_FIELD_NUMBER, verdicts.handles, _UINT32),
-        _array(pb.Verdicts.STARTS_FIELD_NUMBER, verdicts.starts, _UINT32),
-        _array(pb.Verdicts.TOKEN_COUNTS_FIELD_NUMBER, verdicts.token_counts, _UINT32),
-        _array(pb.Verdicts.TOKENS_FIELD_NUMBER, verdicts.tokens, _INT32),
+        _Field(pb.Verdicts.COLUMNS_FIELD_NUMBER, columns.tobytes()),
         _array(pb.Verdicts.DIGESTS_FIELD_NUMBER, verdicts.digests, _UINT64),
-        _array(pb.Verdicts.FEATURE_STARTS_FIELD_NUMBER, verdicts.feature_starts, _UINT32),
-        _array(pb.Verdicts.FEATURE_COUNTS_FIELD_NUMBER, verdicts.feature_counts, _UINT32),
-        _array(pb.Verdicts.DRAFT_WANTED_FIELD_NUMBER, verdicts.draft_wanted, _UINT8),
+        _array(pb.Verdicts.TOKENS_FIELD_NUMBER, verdicts.tokens, _INT32),
     ]
     rows = verdicts.features
     if rows is not None:
@@ -82,13 +89,13 @@ def encode_verdicts(verdicts: Verdicts) -> bytes:
 
 def encode_proposals(proposals: Proposals) -> bytes:
     """An ExchangeRequest with these proposals; chains, and scores of 0, need no arrays."""
-    _, places = parts(proposals.node_counts)
-    chains = bool((proposals.parents == places - 1).all())
+    chains = bool((proposals.parents == chain_parents(proposals.node_counts)).all())
+    columns = np.empty((_PROPOSAL_COLUMNS, len(proposals)), dtype=_UINT32)
+    columns[0], columns[1] = proposals.handles, proposals.prefix_lens
+    columns[2] = proposals.node_counts
     written = [
-        _array(pb.Proposals.HANDLES_FIELD_NUMBER, proposals.handles, _UINT32),
+        _Field(pb.Proposals.COLUMNS_FIELD_NUMBER, columns.tobytes()),
         _array(pb.Proposals.DIGESTS_FIELD_NUMBER, proposals.digests, _UINT64),
-        _array(pb.Proposals.PREFIX_LENS_FIELD_NUMBER, proposals.prefix_lens, _UINT32),
-        _array(pb.Proposals.NODE_COUNTS_FIELD_NUMBER, proposals.node_counts, _UINT32),
         _array(pb.Proposals.TOKENS_FIELD_NUMBER, proposals.tokens, _INT32),
     ]
     if not chains:
@@ -130,27 +137,21 @@ def only_member(data: Encoded, field: int) -> memoryview | None:
 def decode_verdicts(data: memoryview) -> Verdicts:
     """Verdicts out of their submessage. Raises InvalidMessageError unless all lengths agree."""
     content = _contents(data)
-    handles = _indices(content, pb.Verdicts.HANDLES_FIELD_NUMBER, "handles")
-    count = len(handles)
-    number(count, "verdicts", low=1, high=MAX_ROUND_SESSIONS)
-
-    def column(field: int, name: str) -> Indices:
-        return _sized(_indices(content, field, name), count, name)
-
-    token_counts = column(pb.Verdicts.TOKEN_COUNTS_FIELD_NUMBER, "token_counts")
-    feature_counts = column(pb.Verdicts.FEATURE_COUNTS_FIELD_NUMBER, "feature_counts")
-    wanted = _read(content, pb.Verdicts.DRAFT_WANTED_FIELD_NUMBER, _UINT8, "draft_wanted")
+    columns = _columns(content, pb.Verdicts.COLUMNS_FIELD_NUMBER, _VERDICT_COLUMNS, "verdicts")
+    handles, starts, token_counts, feature_starts, feature_counts, wanted = columns
     digests = _read(content, pb.Verdicts.DIGESTS_FIELD_NUMBER, _UINT64, "digests")
     tokens = _read(content, pb.Verdicts.TOKENS_FIELD_NUMBER, _INT32, "tokens")
+    if int(wanted.max()) > 1:
+        fail("draft_wanted must be 0 or 1")
     return Verdicts(
         handles=handles,
-        starts=column(pb.Verdicts.STARTS_FIELD_NUMBER, "starts"),
+        starts=starts,
         token_counts=token_counts,
         tokens=cast("NDArray[np.int32]", _sized(tokens, int(token_counts.sum()), "tokens")),
-        digests=cast("NDArray[np.uint64]", _sized(digests, count, "digests")),
-        feature_starts=column(pb.Verdicts.FEATURE_STARTS_FIELD_NUMBER, "feature_starts"),
+        digests=cast("NDArray[np.uint64]", _sized(digests, len(handles), "digests")),
+        feature_starts=feature_starts,
         feature_counts=feature_counts,
-        draft_wanted=_flags(_sized(wanted, count, "draft_wanted"), "draft_wanted"),
+        draft_wanted=wanted.astype(np.bool_),
         features=_features(content, int(feature_counts.sum())),
     )
 
@@ -162,20 +163,17 @@ def decode_proposals(data: memoryview) -> Proposals:
     written to.
     """
     content = _contents(data)
-    handles = _indices(content, pb.Proposals.HANDLES_FIELD_NUMBER, "handles")
+    columns = _columns(content, pb.Proposals.COLUMNS_FIELD_NUMBER, _PROPOSAL_COLUMNS, "proposals")
+    handles, prefix_lens, node_counts = columns
     count = len(handles)
-    number(count, "proposals", low=1, high=MAX_ROUND_SESSIONS)
     digests = _read(content, pb.Proposals.DIGESTS_FIELD_NUMBER, _UINT64, "digests").copy()
-    prefix_lens = _indices(content, pb.Proposals.PREFIX_LENS_FIELD_NUMBER, "prefix_lens")
-    node_counts = _indices(content, pb.Proposals.NODE_COUNTS_FIELD_NUMBER, "node_counts")
-    _sized(node_counts, count, "node_counts")
     nodes = number(int(node_counts.sum()), "nodes", high=MAX_NODES * count)
     tokens = _read(content, pb.Proposals.TOKENS_FIELD_NUMBER, _INT32, "tokens").copy()
     draft_us = content.get(pb.Proposals.DRAFT_US_FIELD_NUMBER, 0)
     return Proposals(
         handles=handles,
         digests=cast("NDArray[np.uint64]", _sized(digests, count, "digests")),
-        prefix_lens=_sized(prefix_lens, count, "prefix_lens"),
+        prefix_lens=prefix_lens,
         node_counts=node_counts,
         tokens=cast("NDArray[np.int32]", _sized(tokens, nodes, "tokens")),
         parents=_parents(content, node_counts, nodes),
@@ -193,7 +191,7 @@ _Contents = Mapping[int, int | memoryview]
 def _parents(content: _Contents, node_counts: Indices, nodes: int) -> NDArray[np.int32]:
     parents = _read(content, pb.Proposals.PARENTS_FIELD_NUMBER, _INT32, "parents")
     if not len(parents):
-        return (parts(node_counts)[1] - 1).astype(np.int32)
+        return chain_parents(node_counts)
     return cast("NDArray[np.int32]", _sized(parents, nodes, "parents").copy())
 
 
@@ -205,6 +203,8 @@ def _logprobs(content: _Contents, nodes: int) -> NDArray[np.float32]:
 
 
 def _laws(content: _Contents, node_counts: Indices) -> Laws | None:
+    if not any(field in content for field in _LAW_FIELDS):
+        return None
     raw = _read(content, pb.Proposals.WITH_LAW_FIELD_NUMBER, _UINT8, "with_law")
     sizes = _indices(content, pb.Proposals.LAW_SIZES_FIELD_NUMBER, "law_sizes")
     ids = _read(content, pb.Proposals.LAW_IDS_FIELD_NUMBER, _INT32, "law_ids")
@@ -255,6 +255,15 @@ def _sized(array: ArrayT, expected: int, name: str) -> ArrayT:
     return array
 
 
+def _columns(content: _Contents, field: int, count: int, name: str) -> Indices:
+    """[count, S]: columns of a message with S entries, at least one."""
+    flat = _indices(content, field, "columns")
+    if len(flat) % count:
+        fail(f"columns: {len(flat)} numbers are not {count} columns")
+    number(len(flat) // count, name, low=1, high=MAX_ROUND_SESSIONS)
+    return flat.reshape(count, -1)
+
+
 def _indices(content: _Contents, field: int, name: str) -> Indices:
     return _read(content, field, _UINT32, name).astype(np.int64)
 
@@ -276,13 +285,16 @@ def _contents(data: memoryview) -> _Contents:
 
 
 def _array(field: int, values: NDArray[np.generic], dtype: np.dtype[np.generic]) -> _Field:
-    return _Field(field, (_raw(values.astype(dtype, copy=False)),))
+    return _Field(field, values.astype(dtype, copy=False).tobytes())
 
 
-def _raw(values: NDArray[np.generic]) -> memoryview:
+def _raw(values: NDArray[np.generic]) -> Buffer:
+    """The bytes of an array, where they lie."""
     # An empty array has no bytes to cast.
-    flat: Any = np.ascontiguousarray(values).reshape(-1)
-    return memoryview(flat.view(np.uint8)) if flat.size else memoryview(b"")
+    if not values.size:
+        return b""
+    held: Any = values if values.flags.c_contiguous else values.copy()
+    return memoryview(held).cast("B")
 
 
 def _message(field: int, written: Iterable[_Field]) -> bytes:
@@ -293,10 +305,14 @@ def _message(field: int, written: Iterable[_Field]) -> bytes:
             if content:
                 chunks += (varint(name << 3), varint(content))
             continue
-        size = sum(len(piece) for piece in content)
+        if isinstance(content, bytes):
+            if content:
+                chunks += (varint(name << 3 | 2), varint(len(content)), content)
+            continue
+        size = sum(map(len, content))
         if size:
             chunks += (varint(name << 3 | 2), varint(size), *content)
-    size = sum(len(chunk) for chunk in chunks)
+    size = sum(map(len, chunks))
     if size > MAX_MESSAGE_BYTES:
         fail(f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
     return b"".join((varint(field << 3 | 2), varint(size), *chunks))

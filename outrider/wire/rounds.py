@@ -230,6 +230,8 @@ class Proposals:
 
     def only(self, chosen: Indices) -> Proposals:
         """The entries at `chosen`, in that order."""
+        if len(chosen) == len(self) and bool((chosen == np.arange(len(self))).all()):
+            return self
         if self.laws is not None:
             return Proposals.of([self.entry(index) for index in chosen.tolist()])
         counts = self.node_counts[chosen]
@@ -342,6 +344,9 @@ def last_of_each(values: Indices) -> NDArray[np.bool_]:
     """[S]: False where the same value comes again later."""
     result = np.ones(len(values), dtype=np.bool_)
     if len(values) < 2:
+        return result
+    ascending = np.sort(values)
+    if (ascending[1:] != ascending[:-1]).all():
         return result
     order = np.argsort(values, kind="stable")
     result[order[:-1]] = np.diff(values[order]) != 0

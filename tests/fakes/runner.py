@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome
+from outrider_verifier.engine import Decoded, Flight, RoundOutcome, RowOutcome
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.sessions import Session
 
@@ -58,9 +58,13 @@ class FakeRunner:
         self.before_collect: Callable[[FakeFlight], None] | None = None
         """May raise or wait."""
         self.usable = True
+        """Set it to False for a device that is lost."""
         self.times: tuple[float, float] | None = None
         """Seconds of a round without and with own drafts."""
-        """Set it to False for a device that is lost."""
+        self.verify_times: Callable[[int, int], float] | None = None
+        """Seconds of a round by rows and nodes, with drafts from outside."""
+        self.lands: Callable[[], bool] = lambda: True
+        """Whether the round in flight has ended."""
         self._slots = slots
 
     @property
@@ -74,6 +78,14 @@ class FakeRunner:
     def round_s(self, rows: int, *, own: bool) -> float | None:
         """As set."""
         return None if self.times is None else self.times[own]
+
+    def verify_s(self, rows: int, nodes: int) -> float | None:
+        """As set."""
+        return None if self.verify_times is None else self.verify_times(rows, nodes)
+
+    def landed(self, flight: Flight) -> bool:
+        """As set."""
+        return self.lands()
 
     @staticmethod
     def prompt_tokens_beside(rows: int) -> int | None:
@@ -97,8 +109,10 @@ class FakeRunner:
         """Compute the round from the device's own prefixes."""
         if self.before_submit is not None:
             self.before_submit(verify)
-        if self.in_flight:
-            assert all(row.proposal is None for row in verify)
+        flying = {row.session.ticket for flight in self.in_flight for row in flight.verify}
+        for row in verify:
+            # What a round says decides what is drafted next.
+            assert row.held is None or row.session.ticket not in flying
         written: list[int] = []
         outcomes: list[RowOutcome] = []
         for chunk in prefill:
@@ -114,7 +128,7 @@ class FakeRunner:
             verify=list(verify),
             outcome=RoundOutcome(
                 prefill=outcomes[: len(prefill)],
-                verify=outcomes[len(prefill) :],
+                decoded=Decoded.of(outcomes[len(prefill) :]),
                 rows=sum(written),
                 forward_s=0.0,
                 accept_s=0.0,

@@ -116,12 +116,36 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             feature_fingerprint="cd" * 8,
         ),
     ),
+    "hello_lanes": (
+        "drafter",
+        m.Hello(
+            protocol_version=1,
+            drafter_id=DrafterId("drafter-a"),
+            incarnation="1f2e",
+            vocab_size=49152,
+            tokenizer_hash="",
+            methods=(DraftMethod.NGRAM,),
+            feature_layout=m.FeatureLayout.NONE,
+            feature_fingerprint="",
+            lanes=True,
+        ),
+    ),
+    "lane_answer": ("drafter", m.LaneAnswer(joined=True)),
     "sessions_lost": ("drafter", m.SessionsLost((3, 70000))),
     "drafter_heartbeat": ("drafter", m.Heartbeat(7)),
     "verdicts": ("verifier", VERDICTS),
     "welcome": (
         "verifier",
         m.Welcome(protocol_version=1, verifier_id=VerifierId("verifier-a"), incarnation="9a8b"),
+    ),
+    "welcome_lane": (
+        "verifier",
+        m.Welcome(
+            protocol_version=1,
+            verifier_id=VerifierId("verifier-a"),
+            incarnation="9a8b",
+            lane=m.LaneOffer(name="0123456789abcdef" * 2, token=bytes(range(16))),
+        ),
     ),
     "session_start": (
         "verifier",

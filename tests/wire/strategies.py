@@ -158,11 +158,18 @@ HELLOS = st.builds(
     methods=METHODS,
     feature_layout=st.sampled_from(messages.FeatureLayout),
     feature_fingerprint=MAYBE_NAMES,
+    lanes=st.booleans(),
+)
+LANE_ANSWERS = st.builds(messages.LaneAnswer, st.booleans())
+LANES = st.builds(
+    messages.LaneOffer,
+    name=st.text("0123456789abcdef", min_size=32, max_size=32),
+    token=st.binary(min_size=16, max_size=16),
 )
 LOST = st.builds(messages.SessionsLost, st.lists(HANDLES, min_size=1, max_size=5).map(tuple))
 HEARTBEATS = st.builds(messages.Heartbeat, UINT64)
 DRAFTER_MESSAGES: st.SearchStrategy[messages.DrafterMessage] = (
-    proposals() | HELLOS | HEARTBEATS | LOST
+    proposals() | HELLOS | HEARTBEATS | LOST | LANE_ANSWERS
 )
 VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
     verdicts(),
@@ -172,6 +179,7 @@ VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
         protocol_version=UINT32,
         verifier_id=NAMES.map(VerifierId),
         incarnation=MAYBE_NAMES,
+        lane=st.none() | LANES,
     ),
     st.builds(
         messages.SessionStart,

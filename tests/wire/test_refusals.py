@@ -31,6 +31,13 @@ def int32(*values: int) -> bytes:
     return np.array(values, dtype="<i4").tobytes()
 
 
+def column(message: Any, place: int, values: bytes) -> None:
+    """Put other values into a column of a message of verdicts or proposals."""
+    size = len(values)
+    columns = message.columns
+    message.columns = columns[: place * size] + values + columns[(place + 1) * size :]
+
+
 def float32(*values: float) -> bytes:
     return np.array(values, dtype="<f4").tobytes()
 
@@ -58,13 +65,13 @@ def events_pb() -> control_pb2.SessionsResponse:
 Change = Callable[[Any], object]
 
 BAD_PROPOSALS: dict[str, tuple[Change, str]] = {
-    "nobody": (lambda p: setattr(p, "handles", b""), r"proposals must be in \[1, "),
+    "nobody": (lambda p: setattr(p, "columns", b""), r"proposals must be in \[1, "),
     "odd bytes": (lambda p: setattr(p, "tokens", b"\0" * 5), "tokens: 5 bytes are not a multiple"),
     "digests": (lambda p: setattr(p, "digests", b"\0" * 8), "digests must have 2 entries, got 1"),
-    "prefixes": (lambda p: setattr(p, "prefix_lens", int32(1)), "prefix_lens must have 2"),
-    "counts": (lambda p: setattr(p, "node_counts", int32(2)), "node_counts must have 2"),
+    "columns": (lambda p: setattr(p, "columns", int32(1, 2)), "2 numbers are not 3 columns"),
+    "entries": (lambda p: setattr(p, "columns", int32(1, 2, 3)), "digests must have 1 entries"),
     "many nodes": (
-        lambda p: setattr(p, "node_counts", int32(2, 600)),
+        lambda p: column(p, 2, int32(2, 600)),
         r"nodes must be in \[0, 512",
     ),
     "tokens": (lambda p: setattr(p, "tokens", int32(1)), "tokens must have 5 entries"),
@@ -90,12 +97,12 @@ def test_proposals_whose_arrays_disagree_are_refused(name: str) -> None:
 
 
 BAD_VERDICTS: dict[str, tuple[Change, str]] = {
-    "nobody": (lambda v: setattr(v, "handles", b""), r"verdicts must be in \[1, "),
-    "starts": (lambda v: setattr(v, "starts", int32(1)), "starts must have 2 entries"),
+    "nobody": (lambda v: setattr(v, "columns", b""), r"verdicts must be in \[1, "),
+    "columns": (lambda v: setattr(v, "columns", int32(1)), "1 numbers are not 6 columns"),
     "tokens": (lambda v: setattr(v, "tokens", int32(1)), "tokens must have 5 entries"),
-    "too few tokens": (lambda v: setattr(v, "token_counts", int32(-1, 1)), "tokens must have"),
+    "too few tokens": (lambda v: column(v, 2, int32(-1, 1)), "tokens must have"),
     "digests": (lambda v: setattr(v, "digests", b"\0" * 24), "digests must have 2 entries"),
-    "wishes": (lambda v: setattr(v, "draft_wanted", b"\1\3"), "draft_wanted must be 0 or 1"),
+    "wishes": (lambda v: column(v, 5, int32(1, 3)), "draft_wanted must be 0 or 1"),
     "dtype": (lambda v: setattr(v, "feature_dtype", 99), "floating point, got element type 99"),
     "integer features": (
         lambda v: setattr(v, "feature_dtype", common_pb2.TENSOR_DTYPE_UINT16),
@@ -104,8 +111,8 @@ BAD_VERDICTS: dict[str, tuple[Change, str]] = {
     "width": (lambda v: setattr(v, "feature_width", 0), "feature_width must be in"),
     "huge width": (lambda v: setattr(v, "feature_width", 2**31), "feature_width must be in"),
     "size": (lambda v: setattr(v, "features", b"\0" * 7), "are not 7 bytes"),
-    "rows": (lambda v: setattr(v, "feature_counts", int32(2, 1)), "3 rows of 2 bfloat16"),
-    "no rows": (lambda v: setattr(v, "feature_counts", int32(0, 0)), "0 rows of 2 bfloat16"),
+    "rows": (lambda v: column(v, 4, int32(2, 1)), "3 rows of 2 bfloat16"),
+    "no rows": (lambda v: column(v, 4, int32(0, 0)), "0 rows of 2 bfloat16"),
 }
 
 
@@ -146,8 +153,8 @@ BAD_ENTRIES: dict[str, Change] = {
     "law ids": lambda p: setattr(p, "law_ids", int32(11, 12, -5)),
     "law misses a child": lambda p: setattr(p, "law_ids", int32(11, 13, 49151)),
     "law of a leaf": lambda p: setattr(p, "law_sizes", int32(2, 0, 0, 1)),
-    "no prefix": lambda p: setattr(p, "prefix_lens", int32(7, 0)),
-    "handle": lambda p: setattr(p, "handles", int32(3, -1)),
+    "no prefix": lambda p: column(p, 1, int32(7, 0)),
+    "handle": lambda p: column(p, 0, int32(3, -1)),
 }
 
 
@@ -162,7 +169,7 @@ def test_a_bad_entry_costs_itself_alone(name: str) -> None:
 
 def test_of_entries_with_one_handle_the_last_counts() -> None:
     message = proposals_pb()
-    message.proposals.handles = int32(3, 3)
+    column(message.proposals, 0, int32(3, 3))
     decoded = codec.decode_drafter_message(message.SerializeToString())
     assert isinstance(decoded, Proposals)
     assert sound_proposals(decoded, vocab_size=49152, max_nodes=256).tolist() == [False, True]

@@ -63,6 +63,11 @@ def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
     parser.add_argument("--max-sessions", type=int, help="sessions served at once")
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus output, tokens")
     parser.add_argument("--threads", type=int, help="compute threads of torch")
+    parser.add_argument(
+        "--lanes",
+        action=argparse.BooleanOptionalAction,
+        help="exchange through shared memory on one host (the default)",
+    )
     parser.add_argument("--awake-cores", type=int, help="cores kept from going idle while serving")
     parser.add_argument("--verifier-id", metavar="NAME", help="stable name of this verifier")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
+from outrider.transport.lane import Lane
 from outrider.wire.messages import FeatureLayout, Proposals, SessionSpec
 
 
@@ -79,6 +80,8 @@ class Attached:
     """A drafter is ready to serve sessions."""
 
     link: Link
+    lane: Lane | None = None
+    """What the link's messages go by; None: the connection that the event loop serves."""
 
 
 @dataclass(frozen=True, slots=True)

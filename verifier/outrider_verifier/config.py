@@ -92,6 +92,9 @@ class VerifierConfig:
     """Host memory for features of live sessions; past it a lost drafter is not caught up."""
     drafter_queue_mb: int = 256
     """Unsent messages to one drafter; a drafter that lets more pile up is disconnected."""
+    lanes: bool = True
+    """Whether drafters of this host exchange with this process through shared memory, its engine
+    thread with their drafting thread (Linux); off, and for other hosts, over the connection."""
     heartbeat_ms: int = 500
     """Interval of heartbeats on exchanges and session streams."""
     silence_ms: int = 2000

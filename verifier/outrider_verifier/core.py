@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from typing import assert_never
 
 import numpy as np
@@ -104,6 +103,9 @@ class Core:
         """Sessions being served, in order of opening."""
         self._by_handle: list[Session | None] = [None] * max_sessions
         self._links: dict[DrafterId, Link] = {}
+        self._arrivals: list[tuple[Session, int, float]] = []
+        """Usable proposals that the policy has yet to hear of: session, length of the prefix, when.
+        """
         self.counters: Counter[str] = Counter()
         """Monotonic counts for metrics; written here, read anywhere."""
 
@@ -278,20 +280,35 @@ class Core:
     def _offer(self, command: Offered, now: float) -> None:
         proposals, sound = command.proposals, command.sound
         known = self.handover.owned(command.link_id, proposals.handles)
-        self.counters["proposals_unknown"] += int(np.count_nonzero(sound & ~known))
-        for handle in proposals.handles[known & ~sound].tolist():
-            self._of_handle(handle).suspect = True
-        places = np.flatnonzero(known & sound)
+        good = known & sound
+        if not bool(good.all()):
+            self.counters["proposals_unknown"] += int(np.count_nonzero(sound & ~known))
+            for handle in proposals.handles[known & ~sound].tolist():
+                self._of_handle(handle).suspect = True
+        places = np.flatnonzero(good)
         current, results = self.inbox.offer(proposals, places)
         for offer, count in results.items():
             self.counters[_COUNTER_OF[offer]] += count
-        handles, prefix_lens = proposals.handles[places], proposals.prefix_lens[places]
-        entries = zip(handles.tolist(), prefix_lens.tolist(), current.tolist(), strict=True)
+        entries = zip(
+            proposals.handles[places].tolist(),
+            proposals.prefix_lens[places].tolist(),
+            current.tolist(),
+            strict=True,
+        )
         for handle, prefix_len, usable in entries:
             session = self._of_handle(handle)
-            self.policy.arrived(session, prefix_len=prefix_len, usable=usable, now=now)
             if usable:
                 session.proposal_at = now
+                self._arrivals.append((session, prefix_len, now))
+            else:
+                self.policy.arrived(session, prefix_len=prefix_len, usable=False, now=now)
+
+    def book_arrivals(self) -> None:
+        """Let the policy know of the usable proposals that have come: when the round that uses
+        them is under way, for until then their sessions wait for nothing."""
+        arrivals, self._arrivals = self._arrivals, []
+        for session, prefix_len, at in arrivals:
+            self.policy.arrived(session, prefix_len=prefix_len, usable=True, now=at)
 
     def _announce_again(self, command: Lost) -> None:
         """Begin anew with sessions that their drafter lost, a few times each."""
@@ -353,7 +370,7 @@ class Core:
     def follow_alone(self, session: Session) -> None:
         """Take in what a paused session committed; no drafter is told."""
         if session.spec.drafter_id is not None:
-            self.handover.advance([Told(session, None)])
+            self.handover.advance(Told.present([session], [None]))
 
     # ---- what rounds and commands share --------------------------------------------------------
 
@@ -390,10 +407,10 @@ class Core:
         """What was posted is about to be handed over: no event may join it any more."""
         self._emits = None
 
-    def tell_round(self, rows: Sequence[Told]) -> None:
+    def tell_round(self, told: Told) -> None:
         """Say to each drafter what a round committed of its sessions. Encoded here and now: so the
         features may lie in memory that the next round writes to."""
-        for link_id, verdicts in self.handover.advance(rows):
+        for link_id, verdicts in self.handover.advance(told):
             self.post(Tell(link_id, Encoded(encode_verifier_message(verdicts))))
 
     def tell(self, session: Session, message: VerifierMessage) -> None:

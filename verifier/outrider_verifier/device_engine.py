@@ -36,7 +36,6 @@ from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warm_up import warm_up
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import DraftHead, FeatureProjection
-from outrider.engine.kernels.acceptance.matching import FALLBACK, RESAMPLED
 from outrider.engine.target import TargetModel
 from outrider.errors import InvalidRequestError
 from outrider.wire.messages import SessionSpec, TensorDtype
@@ -47,9 +46,9 @@ from outrider_verifier.device_groups import (
     Seat,
     add_prompts,
     group_rows,
-    row_input,
 )
 from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, wire_array
+from outrider_verifier.judged import Judged, decoded
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.sessions import Session
 
@@ -190,11 +189,17 @@ class DeviceRoundEngine:
 
     def round_s(self, rows: int, *, own: bool) -> float | None:
         """Seconds of a round without prompts, as measured at the start; None without graphs."""
-        drafts = Drafts.OWN if own else Drafts.NONE
+        return self._time_of(rows, 1, Drafts.OWN if own else Drafts.NONE)
+
+    def verify_s(self, rows: int, nodes: int) -> float | None:
+        """As `round_s`, of rows with drafts from outside."""
+        return self._time_of(rows, nodes, Drafts.CHAIN)
+
+    def _time_of(self, rows: int, nodes: int, drafts: Drafts) -> float | None:
         if not self._times:
             return None
         shape = self.rounds.family.fit(
-            rows=rows, nodes=1, drafts=drafts, judge=Judge.MATCH, features=False, pieces=0
+            rows=rows, nodes=nodes, drafts=drafts, judge=Judge.MATCH, features=False, pieces=0
         )
         return self._times.get(shape)
 
@@ -268,7 +273,7 @@ class DeviceRoundEngine:
         submitted = time.perf_counter()
         for group in groups:
             group.launched = self.rounds.launch(
-                [row_input(row, seat) for row, seat in zip(group.rows, group.seats, strict=True)],
+                group.inputs,
                 drafts=group.drafts,
                 judge=group.judge,
                 features=group.keeps_features,
@@ -289,18 +294,23 @@ class DeviceRoundEngine:
 
     # ---- collecting ----------------------------------------------------------------------------
 
+    def landed(self, flight: Flight) -> bool:
+        """Whether all launches of the round have ended."""
+        assert isinstance(flight, DeviceFlight)
+        groups = (group.launched for group in flight.groups)
+        return all(launched is None or launched.result.arrived for launched in groups)
+
     def collect(self, flight: Flight) -> RoundOutcome:
         """Wait for the launches, move the host's view on."""
         assert isinstance(flight, DeviceFlight)
         rows = sum(row.num_tokens for row in flight.prefill)
         prompts: list[RowOutcome | None] = [None] * len(flight.prefill)
-        outcomes: list[RowOutcome | None] = [None] * len(flight.verify)
+        judged: list[Judged] = []
         for group in flight.groups:
             assert group.launched is not None
             rows += len(group.rows) * group.launched.shape.nodes
-            results = self._read(group, group.launched)
-            for place, result in zip(group.places, results, strict=True):
-                outcomes[place] = result
+            if group.rows:
+                judged.append(self._read(group, group.launched))
             for chunk in group.chunks:
                 prompts[chunk.place] = self._read_chunk(chunk, group.launched)
         # A round that was submitted behind another one began when that one ended.
@@ -309,38 +319,23 @@ class DeviceRoundEngine:
         self._collected = now
         return RoundOutcome(
             prefill=[prompt for prompt in prompts if prompt is not None],
-            verify=[outcome for outcome in outcomes if outcome is not None],
+            decoded=decoded(judged, len(flight.verify)),
             rows=rows,
             forward_s=took,
             accept_s=0.0,
             project_s=0.0,
         )
 
-    def _read(self, group: Group, launched: Launched) -> list[RowOutcome]:
+    def _read(self, group: Group, launched: Launched) -> Judged:
         """Outcomes of rows that the device judged."""
-        nodes = launched.shape.nodes
         words_of_rows, _ = launched.outcome()
-        results = words_of_rows[: len(group.rows)].tolist()
-        features = self._wire_features(launched)
+        words = words_of_rows[: len(group.rows)]
+        counts = words[:, 0].tolist()
+        for row, count in zip(group.rows, counts, strict=True):
+            if not row.session.ended:
+                row.session.kv.advance(count)
         drafted = self.drafts_itself if group.own else 0
-        outcomes: list[RowOutcome] = []
-        for index, (row, words) in enumerate(zip(group.rows, results, strict=True)):
-            session, count = row.session, words[0]
-            if not session.ended:
-                session.kv.advance(count)
-            mine = None
-            if features is not None and session.keeps_features:
-                first = index * nodes
-                # Copied: the memory belongs to a later round soon.
-                mine = features[first : first + count].copy()
-            acceptance = Acceptance(
-                accepted_nodes=tuple([kept - 1 for kept in words[3 : 2 + count]]),
-                tokens=tuple(words[2 + nodes : 2 + nodes + count]),
-                resampled=bool(words[1] & RESAMPLED),
-                used_target_only_fallback=bool(words[1] & FALLBACK),
-            )
-            outcomes.append(RowOutcome(acceptance=acceptance, features=mine, drafted=drafted))
-        return outcomes
+        return Judged(group, words, counts, self._wire_features(launched), drafted)
 
     def _read_chunk(self, chunk: Chunk, launched: Launched) -> RowOutcome:
         """The outcome of prompt tokens that ran as pieces."""
@@ -352,7 +347,7 @@ class DeviceRoundEngine:
         if features is not None and session.keeps_features:
             # The pieces of a chunk are full but for the last one, so its rows are neighbours.
             start = launched.shape.rows * launched.shape.nodes + chunk.first * PIECE_TOKENS
-            mine = features[start : start + row.num_tokens].copy()
+            mine = features[start : start + row.num_tokens]
         acceptance = None
         if row.last:
             acceptance = Acceptance(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
 
 from outrider.engine.device.pieces import Piece, cut
-from outrider.engine.device.rounds import Launched, RowInput
+from outrider.engine.device.round_rows import RoundRows, RowInput
+from outrider.engine.device.rounds import Launched
 from outrider.engine.device.shapes import Drafts, Judge
 from outrider.spec.sampling import Rule
-from outrider.spec.tree import is_chain
+from outrider.wire.messages import Proposals
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.sessions import Session
 
+_NO_ROWS: Final = RoundRows.of([])
 MATCHING = (Rule.GREEDY, Rule.COUPLED)
 """Rules by which tokens are compared and no law is asked for."""
 
@@ -64,6 +69,7 @@ class Group:
     places: list[int]
     rows: list[VerifyRow]
     seats: list[Seat]
+    inputs: RoundRows = _NO_ROWS
     drafts: Drafts = Drafts.NONE
     judge: Judge = Judge.SAMPLED
     chunks: list[Chunk] = field(default_factory=list)
@@ -99,7 +105,8 @@ def group_rows(
         for places in [alike] if own else _fitting(alike, verify, most_rows):
             rows = [verify[place] for place in places]
             group = Group(places, rows, [seats[place] for place in places])
-            group.drafts = Drafts.OWN if own else drafts_of(rows)
+            group.inputs = round_rows(rows, group.seats)
+            group.drafts = Drafts.OWN if own else group.inputs.drafts
             group.judge = _judge(group.seats)
             groups.append(group)
     return groups
@@ -113,27 +120,46 @@ def _fitting(
     places: list[int], verify: Sequence[VerifyRow], most_rows: Callable[[int], int]
 ) -> list[list[int]]:
     """Places by launch: all rows of one are padded to the nodes of its largest."""
-    if len(places) <= most_rows(max(num_nodes(verify[place]) for place in places)):
+    if len(places) <= most_rows(1 + max([verify[place].nodes for place in places])):
         return [places]
-    left = sorted(places, key=lambda place: -num_nodes(verify[place]))
+    left = sorted(places, key=lambda place: -verify[place].nodes)
     parts: list[list[int]] = []
     while left:
-        count = most_rows(num_nodes(verify[left[0]]))
+        count = most_rows(1 + verify[left[0]].nodes)
         parts.append(left[:count])
         left = left[count:]
     return parts
 
 
-def row_input(row: VerifyRow, seat: Seat) -> RowInput:
-    """What the device is told of a row."""
+def round_rows(rows: Sequence[VerifyRow], seats: Sequence[Seat]) -> RoundRows:
+    """What the device is told of rows."""
+    slots = [seat.slot for seat in seats]
+    if not any([row.nodes for row in rows]):
+        return RoundRows.plain(slots)
+    message = _message(rows)
+    if message is None:
+        return RoundRows.of([_row_input(*each) for each in zip(rows, seats, strict=True)])
+    drafts = message.only(np.array([row.held.entry for row in rows if row.held is not None]))
+    counts = drafts.node_counts
+    if len(counts) < len(rows):
+        counts = np.array([row.nodes for row in rows], dtype=np.int64)
+    return RoundRows(slots, counts, drafts.tokens, drafts.parents)
+
+
+def _message(rows: Sequence[VerifyRow]) -> Proposals | None:
+    """The message without laws that all drafts of these rows came in as they are; None if there is
+    none."""
+    held = [row.held for row in rows if row.held is not None]
+    message = held[0].proposals if held else None
+    if message is None or message.laws is not None or any([row.cut for row in rows]):
+        return None
+    return message if all([each.proposals is message for each in held]) else None
+
+
+def _row_input(row: VerifyRow, seat: Seat) -> RowInput:
     if row.draft is None:
         return RowInput(seat.slot)
     return RowInput(seat.slot, row.draft.tree, None if seat.matching else row.draft.law)
-
-
-def num_nodes(row: VerifyRow) -> int:
-    """Nodes of a row with its draft from outside, the root included."""
-    return 1 if row.draft is None else 1 + len(row.draft.tree.tokens)
 
 
 def add_prompts(
@@ -165,15 +191,3 @@ def _shared(groups: Sequence[Group], *, drafted: bool) -> Group | None:
     if own or drafted:
         return own[0] if own else None
     return groups[0] if groups else None
-
-
-def drafts_of(rows: Sequence[VerifyRow]) -> Drafts:
-    """What the host's drafts of these rows have in common."""
-    drafts = Drafts.NONE
-    for row in rows:
-        if row.draft is None or len(row.draft.tree.tokens) == 0:
-            continue
-        if not is_chain(row.draft.tree.parents):
-            return Drafts.TREE
-        drafts = Drafts.CHAIN
-    return drafts

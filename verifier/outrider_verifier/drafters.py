@@ -1,4 +1,4 @@
-"""Exchange connections: hello checks, incoming proposals, bounded outgoing queues.
+"""Exchange connections: handshakes, incoming proposals, bounded outgoing queues.
 
 Heartbeats are the transport's: a silent drafter ends `receive` with ConnectionLostError.
 """
@@ -10,85 +10,27 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-import numpy as np
-
-from outrider.errors import (
-    FailedPreconditionError,
-    InvalidMessageError,
-    OutriderError,
-)
+from outrider.errors import InvalidMessageError, OutriderError
 from outrider.ids import DrafterId
 from outrider.transport.base import VerifierConnection
+from outrider.transport.lane import Lane, LaneListener
 from outrider.transport.outgoing import Outgoing
 from outrider.wire.messages import (
-    PROTOCOL_VERSION,
-    DrafterMessage,
     Encoded,
-    FeatureLayout,
-    Heartbeat,
     Hello,
-    Proposals,
-    SessionsLost,
+    LaneAnswer,
     Verdicts,
     VerifierMessage,
-    Welcome,
 )
-from outrider.wire.rounds import sound_proposals
-from outrider_verifier.commands import Attached, Command, Detached, Link, Lost, Offered
+from outrider_verifier.checks import DrafterChecks, Identity, check_hello
+from outrider_verifier.commands import Attached, Command, Detached, Link
+
+GreetingT = TypeVar("GreetingT", Hello, LaneAnswer)
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """What a drafter must fit, and the bounds that its messages must keep."""
-
-    welcome: Welcome
-    vocab_size: int
-    tokenizer_hash: str
-    feature_fingerprint: str
-    """Empty if no projection is loaded."""
-    max_tree_nodes: int
-
-
-def check_hello(hello: Hello, identity: Identity) -> None:
-    """Refuse a drafter that does not fit. Raises FailedPreconditionError."""
-    _fit(
-        hello.protocol_version == PROTOCOL_VERSION,
-        f"protocol version {hello.protocol_version}, this verifier speaks {PROTOCOL_VERSION}",
-        "PROTOCOL_MISMATCH",
-    )
-    _fit(
-        hello.vocab_size == identity.vocab_size,
-        f"drafts over {hello.vocab_size} token ids, the target has {identity.vocab_size}",
-        "VOCAB_MISMATCH",
-    )
-    _fit(
-        not hello.tokenizer_hash
-        or not identity.tokenizer_hash
-        or hello.tokenizer_hash == identity.tokenizer_hash,
-        "the drafter's tokenizer differs from the target's",
-        "TOKENIZER_MISMATCH",
-    )
-    _fit(
-        hello.feature_layout is FeatureLayout.NONE
-        or (
-            bool(identity.feature_fingerprint)
-            and hello.feature_fingerprint == identity.feature_fingerprint
-        ),
-        "the drafter's head differs from the one whose feature projection runs here"
-        if identity.feature_fingerprint
-        else "this verifier has no feature projection (features_from is not set)",
-        "FEATURE_MISMATCH",
-    )
-    _fit(bool(hello.drafter_id), "drafter_id is empty", "NO_DRAFTER_ID")
-
-
-def _fit(ok: bool, message: str, reason: str) -> None:
-    if not ok:
-        raise FailedPreconditionError(message, reason=reason)
 
 
 def _message_bytes(message: VerifierMessage) -> int:
@@ -118,13 +60,16 @@ class DrafterHub:
         queue_bytes: int,
     ) -> None:
         self._identity = identity
+        self._checks = DrafterChecks(identity)
         self._post = post
         self._hello_s = hello_s
         self._queue_bytes = queue_bytes
         self._peers: dict[int, _Peer] = {}
         self._numbers = itertools.count(1)
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = self._checks.counters
         """Monotonic counts for metrics."""
+        self.lanes: LaneListener | None = None
+        """Where drafters of this host may join; None: they get no lanes."""
 
     @property
     def links(self) -> list[Link]:
@@ -155,13 +100,14 @@ class DrafterHub:
         Raises FailedPreconditionError or InvalidMessageError if its hello is no good; that is
         what the drafter is told.
         """
-        link = await self._shake_hands(connection)
+        link, lane = await self._shake_hands(connection)
         peer = _Peer(link, connection, Outgoing(connection, size_of=_message_bytes))
         self._replace_older(link.drafter_id)
         self._peers[link.link_id] = peer
-        self._post(Attached(link))
+        self._post(Attached(link, lane))
         self.counters["drafters_attached"] += 1
-        logger.info("drafter attached", extra=_describe(peer))
+        self.counters["lanes_joined"] += int(lane is not None)
+        logger.info("drafter attached", extra=_describe(peer) | {"lane": lane is not None})
         try:
             await self._pump(peer)
         finally:
@@ -171,23 +117,49 @@ class DrafterHub:
             self.counters["drafters_lost"] += 1
             logger.info("drafter lost", extra=_describe(peer))
 
-    async def _shake_hands(self, connection: VerifierConnection) -> Link:
-        try:
-            async with asyncio.timeout(self._hello_s):
-                hello = await connection.receive()
-        except TimeoutError:
-            raise InvalidMessageError("no hello in time", reason="NO_HELLO") from None
-        if not isinstance(hello, Hello):
-            raise InvalidMessageError("the first message must be a hello", reason="NO_HELLO")
+    def lose(self, link_id: int) -> None:
+        """End the connection of a link whose lane is lost."""
+        peer = self._peers.get(link_id)
+        if peer is not None:
+            peer.lost.set()
+
+    async def _shake_hands(self, connection: VerifierConnection) -> tuple[Link, Lane | None]:
+        hello = await self._hear(connection, Hello)
         check_hello(hello, self._identity)
-        await connection.send(self._identity.welcome)
-        return Link(
+        lane = await self._welcome(connection, wants_lane=hello.lanes)
+        link = Link(
             link_id=next(self._numbers),
             drafter_id=hello.drafter_id,
             incarnation=hello.incarnation,
             methods=hello.methods,
             feature_layout=hello.feature_layout,
         )
+        return link, lane
+
+    async def _hear(self, connection: VerifierConnection, kind: type[GreetingT]) -> GreetingT:
+        """The one message that may come now."""
+        try:
+            async with asyncio.timeout(self._hello_s):
+                message = await connection.receive()
+        except TimeoutError:
+            raise InvalidMessageError(f"no {kind.__name__} in time", reason="NO_HELLO") from None
+        if not isinstance(message, kind):
+            raise InvalidMessageError(f"{kind.__name__} is to come first", reason="NO_HELLO")
+        return message
+
+    async def _welcome(self, connection: VerifierConnection, *, wants_lane: bool) -> Lane | None:
+        """Answer a hello; the drafter's lane, if it is on this host and has joined one."""
+        listener, welcome = self.lanes, self._identity.welcome
+        if listener is None or not wants_lane:
+            await connection.send(welcome)
+            return None
+        offer = listener.offer()
+        try:
+            await connection.send(replace(welcome, lane=offer))
+            answer = await self._hear(connection, LaneAnswer)
+            return await listener.joined(offer) if answer.joined else None
+        finally:
+            listener.withdraw(offer)
 
     def _replace_older(self, drafter_id: DrafterId) -> None:
         for peer in self._peers.values():
@@ -216,38 +188,14 @@ class DrafterHub:
             try:
                 message = await peer.connection.receive()
             except InvalidMessageError as error:
-                self._count_invalid(peer, error)
+                self._checks.count_invalid(error)
                 continue
             messages = (message, *peer.connection.ready())
             # All are checked before the first is posted: what wakes a round is there together.
-            for command in [self._command(peer, message) for message in messages]:
+            link_id = peer.link.link_id
+            for command in [self._checks.command(link_id, message) for message in messages]:
                 if command is not None:
                     self._post(command)
-
-    def _command(self, peer: _Peer, message: DrafterMessage) -> Command | None:
-        """What a message asks of the engine."""
-        match message:
-            case Proposals():
-                sound = sound_proposals(
-                    message,
-                    vocab_size=self._identity.vocab_size,
-                    max_nodes=self._identity.max_tree_nodes,
-                )
-                if wrong := int(np.count_nonzero(~sound)):
-                    unsound = InvalidMessageError(f"{wrong} proposals", reason="INVALID_TREE")
-                    self._count_invalid(peer, unsound, wrong)
-                return Offered(peer.link.link_id, message, sound)
-            case SessionsLost(handles=handles):
-                return Lost(peer.link.link_id, handles)
-            case Heartbeat() | Encoded():
-                return None
-            case Hello():
-                self._count_invalid(peer, InvalidMessageError("second hello", reason="HELLO"))
-                return None
-
-    def _count_invalid(self, peer: _Peer, error: InvalidMessageError, count: int = 1) -> None:
-        self.counters["messages_invalid"] += count
-        logger.debug("invalid message: %s", error.message, extra=_describe(peer))
 
 
 def _describe(peer: _Peer) -> dict[str, str]:

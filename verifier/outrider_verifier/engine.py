@@ -9,9 +9,9 @@ R rows of the batch, L rows with logits, V vocabulary, H feature width.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -49,16 +49,42 @@ class Projection(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowOutcome:
+class RowOutcome(NamedTuple):
     """What a round did for one row; its K/V is committed."""
 
     acceptance: Acceptance | None
     """None while a prompt is incomplete."""
     features: NDArray[np.generic] | None
-    """[m, H] in the wire's element type, of the positions written; None if not kept."""
+    """[m, H] in the wire's element type, of the positions written; None if not kept. They may lie
+    in memory that a later round writes to: to be used before the next one is settled."""
     drafted: int = 0
     """Nodes of this process's own draft that were verified; proposals are not counted here."""
+
+
+@dataclass(slots=True, eq=False)
+class Decoded:
+    """What n rows that decode emitted, in columns: all that drafters are told. What only the host's
+    accounts ask for is made row by row, later."""
+
+    counts: NDArray[np.int64]
+    """[n]: tokens of each row."""
+    tokens: NDArray[np.int32]
+    """Of all rows in turn."""
+    features: Sequence[NDArray[np.generic] | None]
+    """[n]: as `RowOutcome.features`."""
+    rows: Callable[[], Sequence[RowOutcome]]
+    """All rows one by one."""
+
+    @classmethod
+    def of(cls, rows: Sequence[RowOutcome]) -> Decoded:
+        """Of rows that were judged one by one."""
+        tokens = [row.acceptance.tokens for row in rows if row.acceptance is not None]
+        return cls(
+            counts=np.array([len(row) for row in tokens], dtype=np.int64),
+            tokens=np.array([token for row in tokens for token in row], dtype=np.int32),
+            features=[row.features for row in rows],
+            rows=lambda: rows,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,7 +92,7 @@ class RoundOutcome:
     """Outcomes in the order of the rows given, and the split of the time in seconds."""
 
     prefill: list[RowOutcome]
-    verify: list[RowOutcome]
+    decoded: Decoded
     rows: int
     forward_s: float
     accept_s: float
@@ -125,6 +151,11 @@ class RoundRunner(Protocol):
         drafts of the head in this process; None: not measured."""
         ...
 
+    def verify_s(self, rows: int, nodes: int) -> float | None:
+        """Seconds of the device for a round of so many sessions with drafts from outside, `nodes`
+        each, the root included; None: not measured."""
+        ...
+
     @property
     def usable(self) -> bool:
         """Whether the device still works; asked after a failure only. False is final: nothing
@@ -145,6 +176,10 @@ class RoundRunner(Protocol):
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
         """Start a round. On an exception no row of it was started."""
+        ...
+
+    def landed(self, flight: Flight) -> bool:
+        """Whether `collect` need not wait."""
         ...
 
     def collect(self, flight: Flight) -> RoundOutcome:
@@ -192,6 +227,11 @@ class RoundEngine:
         """Not measured."""
         return None
 
+    @staticmethod
+    def verify_s(rows: int, nodes: int) -> float | None:
+        """Not measured."""
+        return None
+
     def open(self, session: Session) -> None:
         """Nothing to do."""
 
@@ -201,6 +241,10 @@ class RoundEngine:
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
         """Run the round, K/V commit included."""
         return self.run(prefill, verify)
+
+    def landed(self, flight: Flight) -> bool:
+        """Always: `submit` ran it."""
+        return True
 
     def collect(self, flight: Flight) -> RoundOutcome:
         """What the round gave."""
@@ -232,7 +276,7 @@ class RoundEngine:
         ]
         return RoundOutcome(
             prefill=outcomes[: len(prefill)],
-            verify=outcomes[len(prefill) :],
+            decoded=Decoded.of(outcomes[len(prefill) :]),
             rows=sum(len(row.token_ids) for row in packed),
             forward_s=forwarded - began,
             accept_s=accepted - forwarded,

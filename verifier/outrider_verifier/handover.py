@@ -8,7 +8,8 @@ is one message for each drafter. X session handles; H width of a feature.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +37,101 @@ NO_LINK = 0
 """Numbers of links begin at 1."""
 
 
-class Told(NamedTuple):
-    """A session that a round moved on, for its drafter."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Told:
+    """Sessions that a round moved on, for their drafters; int64 columns [n] unless noted."""
 
-    session: Session
-    features: NDArray[np.generic] | None
-    """[m, H] of the positions that the round wrote; copied before the round is left."""
+    sessions: Sequence[Session]
+    """[n]: read for what their drafters missed of the prefix before the round."""
+    handles: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    """Tokens of the prefix without those that follow here."""
+    counts: NDArray[np.int64]
+    """Tokens that follow here."""
+    tokens: NDArray[np.int32]
+    """[T] of all in turn."""
+    written: NDArray[np.int64]
+    """Positions whose K/V is written now."""
+    whole: NDArray[np.bool_]
+    """Whether the prompt is done."""
+    wanted: NDArray[np.bool_]
+    """Whether a draft is."""
+    features: Sequence[NDArray[np.generic] | None]
+    """[n]: rows [m, H] of the positions that the round wrote."""
+
+    @classmethod
+    def present(
+        cls, sessions: Sequence[Session], features: Sequence[NDArray[np.generic] | None]
+    ) -> Told:
+        """Sessions as they are; all that is new of them is committed."""
+        whole = np.array([session.prefilled for session in sessions], dtype=np.bool_)
+        return cls(
+            sessions=sessions,
+            handles=_column([session.handle for session in sessions]),
+            lengths=_column([session.length for session in sessions]),
+            counts=np.zeros(len(sessions), dtype=np.int64),
+            tokens=np.empty(0, dtype=np.int32),
+            written=_column([session.kv.len for session in sessions]),
+            whole=whole,
+            wanted=np.array([s.prefilled and s.draft_wanted for s in sessions], dtype=np.bool_),
+            features=features,
+        )
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def only(self, chosen: NDArray[np.bool_]) -> Told:
+        """Some of the sessions; chosen [n]."""
+        kept = np.flatnonzero(chosen).tolist()
+        return Told(
+            sessions=[self.sessions[place] for place in kept],
+            handles=self.handles[chosen],
+            lengths=self.lengths[chosen],
+            counts=self.counts[chosen],
+            tokens=self.tokens[chosen.repeat(self.counts)],
+            written=self.written[chosen],
+            whole=self.whole[chosen],
+            wanted=self.wanted[chosen],
+            features=[self.features[place] for place in kept],
+        )
+
+    def with_(self, others: Told) -> Told:
+        """These sessions and others."""
+
+        def both(column: str) -> NDArray[Any]:
+            return np.concatenate((getattr(self, column), getattr(others, column)))
+
+        return Told(
+            sessions=[*self.sessions, *others.sessions],
+            handles=both("handles"),
+            lengths=both("lengths"),
+            counts=both("counts"),
+            tokens=both("tokens"),
+            written=both("written"),
+            whole=both("whole"),
+            wanted=both("wanted"),
+            features=[*self.features, *others.features],
+        )
+
+    def news(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Tokens starts[i] .. stops[i] of each session in turn; starts may lie before `lengths`."""
+        if bool((starts == self.lengths).all()) and bool((stops - starts == self.counts).all()):
+            return self.tokens
+        ends = np.cumsum(self.counts).tolist()
+        pieces: list[NDArray[np.int32]] = []
+        for session, start, stop, length, end, count in zip(
+            self.sessions,
+            starts.tolist(),
+            stops.tolist(),
+            self.lengths.tolist(),
+            ends,
+            self.counts.tolist(),
+            strict=True,
+        ):
+            pieces.append(session.tokens[start : min(stop, length)])
+            if stop > length:
+                pieces.append(self.tokens[end - count : end - count + stop - length])
+        return np.concatenate(pieces) if pieces else self.tokens
 
 
 class Handover:
@@ -155,62 +245,73 @@ class Handover:
                 place = np.array([handle])
                 self._inbox.move(place, self._digests[place], self._tokens[place])
 
-    def advance(self, round_: Sequence[Told]) -> list[tuple[int, Verdicts]]:
+    def advance(self, told: Told) -> list[tuple[int, Verdicts]]:
         """Take in what a round committed, sessions of which their drafters are to hear nothing yet
         left out; (link, verdicts) for each drafter that is concerned."""
-        if not round_:
+        if not len(told):
             return []
-        handles = np.array([told.session.handle for told in round_])
+        handles, whole = told.handles, told.whole
         starts, feature_starts = self._tokens[handles], self._features[handles]
-        written = np.array([told.session.kv.len for told in round_])
-        whole = np.array([told.session.prefilled for told in round_])
-        upto = np.where(whole, [told.session.length for told in round_], written)
-        pieces = [
-            told.session.tokens[start:stop]
-            for told, start, stop in zip(round_, starts.tolist(), upto.tolist(), strict=True)
-        ]
-        digests = extend_ragged(self._digests[handles], upto - starts, np.concatenate(pieces))
-        self._tokens[handles], self._features[handles] = upto, written
+        upto = np.where(whole, told.lengths + told.counts, told.written)
+        counts = upto - starts
+        tokens = told.news(starts, upto)
+        digests = extend_ragged(self._digests[handles], counts, tokens)
+        self._tokens[handles], self._features[handles] = upto, told.written
         self._digests[handles] = digests
-        self._inbox.move(handles[whole], digests[whole], upto[whole])
-        links = self._links[handles]
-        result: list[tuple[int, Verdicts]] = []
-        for link in set(links.tolist()) - {NO_LINK}:
-            mine = np.flatnonzero(links == link)
-            chosen = mine.tolist()
-            told = [round_[place] for place in chosen]
-            rows = self._rows(told, self._with_features[handles[mine]])
-            counts = np.array([0 if piece is None else len(piece) for piece in rows])
-            held = tuple(piece for piece in rows if piece is not None)
-            verdicts = Verdicts(
-                handles=handles[mine],
-                starts=starts[mine],
-                token_counts=(upto - starts)[mine],
-                tokens=np.concatenate([pieces[place] for place in chosen]),
-                digests=digests[mine],
-                feature_starts=feature_starts[mine],
-                feature_counts=counts,
-                draft_wanted=np.array(
-                    [bool(whole[place]) and round_[place].session.draft_wanted for place in chosen]
-                ),
-                features=FeatureRows(dtype=self._dtype, pieces=held) if held else None,
-            )
-            result.append((link, verdicts))
-        return result
+        if bool(whole.all()):
+            self._inbox.move(handles, digests, upto)
+        else:
+            self._inbox.move(handles[whole], digests[whole], upto[whole])
+        links, fed = self._links[handles], self._with_features[handles].tolist()
+        rows = [piece if wanted else None for piece, wanted in zip(told.features, fed, strict=True)]
+        held = tuple([piece for piece in rows if piece is not None])
+        verdicts = Verdicts(
+            handles=handles,
+            starts=starts,
+            token_counts=counts,
+            tokens=tokens,
+            digests=digests,
+            feature_starts=feature_starts,
+            feature_counts=_column([0 if piece is None else len(piece) for piece in rows]),
+            draft_wanted=told.wanted,
+            features=FeatureRows(dtype=self._dtype, pieces=held) if held else None,
+        )
+        concerned = set(links.tolist())
+        if len(concerned) == 1:
+            (link,) = concerned
+            return [] if link == NO_LINK else [(link, verdicts)]
+        return [
+            (link, _part(verdicts, links == link, rows)) for link in sorted(concerned - {NO_LINK})
+        ]
 
     def forget(self, session: Session) -> None:
         """The session is no longer announced."""
         if session.handle >= 0:
             self._links[session.handle] = NO_LINK
 
-    @staticmethod
-    def _rows(
-        told: Sequence[Told], with_features: NDArray[np.bool_]
-    ) -> list[NDArray[np.generic] | None]:
-        return [
-            entry.features if wanted else None
-            for entry, wanted in zip(told, with_features.tolist(), strict=True)
-        ]
+
+def _part(
+    verdicts: Verdicts, chosen: NDArray[np.bool_], rows: Sequence[NDArray[np.generic] | None]
+) -> Verdicts:
+    """Some of the entries; `rows` [S] are their features."""
+    mine = [rows[place] for place in np.flatnonzero(chosen).tolist()]
+    held = tuple([piece for piece in mine if piece is not None])
+    features = verdicts.features
+    return Verdicts(
+        handles=verdicts.handles[chosen],
+        starts=verdicts.starts[chosen],
+        token_counts=verdicts.token_counts[chosen],
+        tokens=verdicts.tokens[chosen.repeat(verdicts.token_counts)],
+        digests=verdicts.digests[chosen],
+        feature_starts=verdicts.feature_starts[chosen],
+        feature_counts=verdicts.feature_counts[chosen],
+        draft_wanted=verdicts.draft_wanted[chosen],
+        features=FeatureRows(dtype=features.dtype, pieces=held) if features and held else None,
+    )
+
+
+def _column(values: Sequence[int]) -> NDArray[np.int64]:
+    return np.array(values, dtype=np.int64)
 
 
 def _with_features(session: Session, link: Link) -> bool:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +38,19 @@ class Offer(StrEnum):
 def expected_accepted_len(proposal: Proposal) -> float:
     """Sum of the path probabilities: the draft tokens that the drafter expects to stand."""
     return sum(map(math.exp, proposal.tree.logprobs.tolist()))
+
+
+class Held(NamedTuple):
+    """A proposal where it lies."""
+
+    proposals: Proposals
+    entry: int
+    nodes: int
+
+    @property
+    def proposal(self) -> Proposal:
+        """The proposal alone."""
+        return self.proposals.entry(self.entry)
 
 
 class Inbox:
@@ -94,12 +109,15 @@ class Inbox:
         lengths = proposals.prefix_lens[places]
         same = digests == self._digests[handles]
         current = same & (lengths == self._lengths[handles])
+        shared = proposals.nbytes <= _SHARED_BYTES
+        if shared and bool(current.all()) and bool((self._nodes[handles] < 0).all()):
+            self._put(handles, proposals, places)
+            return current, Counter({Offer.STORED: len(places)})
         stale = ~current & (same | (lengths <= self._lengths[handles]))
         first = current & (self._nodes[handles] < 0)
         results = Counter({Offer.STORED: int(first.sum()), Offer.STALE: int(stale.sum())})
-        kept = proposals if proposals.nbytes <= _SHARED_BYTES else None
-        if kept is not None:
-            self._put(handles[first], kept, places[first])
+        if shared:
+            self._put(handles[first], proposals, places[first])
         else:
             for place in places[first].tolist():
                 self._keep(proposals.entry(place))
@@ -109,20 +127,19 @@ class Inbox:
             results[decide(proposal)] += 1
         return current, results
 
-    def peek(self, handle: int) -> int | None:
-        """Nodes of the draft that `take` would return; None if there is none."""
-        nodes = int(self._nodes[handle])
-        return None if nodes < 0 else nodes
+    def nodes(self, handles: Sequence[int]) -> list[int]:
+        """Nodes of the drafts that `take` would return; -1 where there is none."""
+        found: list[int] = self._nodes[_places(handles)].tolist()
+        return found
 
-    def take(self, handle: int) -> Proposal | None:
-        """Remove and return the proposal for the session's current prefix, if there is one."""
-        if self._nodes[handle] < 0:
-            return None
-        held: Proposals = self._held[handle]
-        proposal = held.entry(int(self._entries[handle]))
-        self._nodes[handle] = -1
-        self._held[handle] = None
-        return proposal
+    def take(self, handles: Sequence[int]) -> list[Held]:
+        """Remove and return the proposals for these sessions' current prefixes; all must have
+        one."""
+        places = _places(handles)
+        columns = (self._held[places], self._entries[places], self._nodes[places])
+        self._nodes[places] = -1
+        self._held[places] = None
+        return list(map(Held, *[column.tolist() for column in columns]))
 
     def drop(self, handle: int) -> None:
         """Forget everything of a session."""
@@ -187,6 +204,10 @@ class Inbox:
         del held[digest], self._order[handle, digest]
         if not held:
             del self._later[handle]
+
+
+def _places(handles: Sequence[int]) -> NDArray[np.int64]:
+    return np.array(handles, dtype=np.int64)
 
 
 def _better(offered: Proposal, held: Proposal) -> bool:

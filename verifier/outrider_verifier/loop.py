@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -18,13 +17,18 @@ from collections.abc import Callable
 import torch
 
 from outrider.errors import InternalError, OutriderError
-from outrider_verifier.commands import Command, Stop
+from outrider.transport.letterbox import Letterbox
+from outrider_verifier.commands import Attached, Command, Detached, Stop
 from outrider_verifier.core import Core
-from outrider_verifier.effects import Answer, Effect
+from outrider_verifier.effects import Answer, Effect, Tell, told_by_link
+from outrider_verifier.lanes import Lanes
 from outrider_verifier.rounds import Rounds, device_lost_error
 from outrider_verifier.schedule import RoundPlan
 
 logger = logging.getLogger(__name__)
+
+_LANDING_S = 0.00005
+"""How often a round in flight is looked after while something else may come before its end."""
 
 Dispatch = Callable[[list[Effect]], None]
 
@@ -37,6 +41,7 @@ class EngineLoop:
         core: Core,
         rounds: Rounds,
         outbox: list[Effect],
+        lanes: Lanes,
         *,
         loop: asyncio.AbstractEventLoop,
         dispatch: Dispatch,
@@ -47,11 +52,12 @@ class EngineLoop:
         self._core = core
         self._rounds = rounds
         self._outbox = outbox
+        self._lanes = lanes
         self._loop = loop
         self._dispatch = dispatch
         self._on_lost = on_lost
         rounds.flush = self._flush
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands: Letterbox[Command] = Letterbox()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
@@ -66,7 +72,7 @@ class EngineLoop:
     @property
     def backlog(self) -> int:
         """Commands that the thread has not taken yet; any thread."""
-        return self._commands.qsize()
+        return len(self._commands)
 
     def stop(self, timeout_s: float) -> None:
         """Fail all sessions and end the thread; waits for the rounds in flight."""
@@ -75,7 +81,7 @@ class EngineLoop:
 
     def left_over(self) -> list[Command]:
         """Commands that the thread will never take; to be asked once it has ended."""
-        return [self._commands.get_nowait() for _ in range(self._commands.qsize())]
+        return self._commands.take()
 
     def _run(self) -> None:
         # Entered once for all: without it every copy passes through autograd.
@@ -89,7 +95,7 @@ class EngineLoop:
         while not (self._stopping or self._rounds.device_lost):
             awaited = wait_until is not None
             idle = awaited or not self._core.sessions
-            self._take_commands(wait_until, block=idle and not self._rounds.flying)
+            self._take_commands(wait_until, block=idle)
             if self._rounds.device_lost:
                 break
             woken = time.monotonic()
@@ -100,12 +106,13 @@ class EngineLoop:
                 waited_s = woken - idle_since if awaited else 0.0
                 self._rounds.run(plan, waited_s=waited_s, spent_s=time.monotonic() - woken)
                 idle_since = time.monotonic()
-            elif self._rounds.flying:
+            elif self._rounds.flying and (wait_until is None or self._rounds.landed):
                 self._rounds.settle()
-                idle_since = time.monotonic()
+                wait_until, idle_since = None, time.monotonic()
             self._flush()
         # Nothing may be left running on a device when the thread is gone.
         self._rounds.settle()
+        self._lanes.close()
         if self._rounds.device_lost:
             self._drop_all(device_lost_error())
         self._flush()
@@ -114,22 +121,37 @@ class EngineLoop:
                 self._loop.call_soon_threadsafe(self._on_lost)
 
     def _take_commands(self, wait_until: float | None, *, block: bool) -> None:
-        """Handle every queued command; if `block`, wait for one until `wait_until`."""
-        try:
-            if block:
-                timeout = None if wait_until is None else max(0.0, wait_until - time.monotonic())
-                command = self._commands.get(timeout=timeout)
-            else:
-                command = self._commands.get_nowait()
-        except queue.Empty:
-            return
-        self._guarded_handle(command)
-        # Nobody else takes commands, so one that is there stays.
-        while not self._commands.empty():
-            self._guarded_handle(self._commands.get_nowait())
+        """Handle every command that is there; if `block`, wait for one until `wait_until`."""
+        lanes = self._lanes
+        readers = lanes.readers
+        ready: set[int] = set()
+        if block or readers:
+            timeout = self._timeout(wait_until) if block else 0.0
+            ready = self._commands.wait(timeout, readers, lanes.writers)
+            while block and self._rounds.flying and not (ready or len(self._commands)):
+                if self._rounds.landed or wait_until is None or time.monotonic() >= wait_until:
+                    break
+                ready = self._commands.wait(_LANDING_S, readers, lanes.writers)
+            lanes.flush()
+        for command in self._commands.take():
+            self._guarded_handle(command)
+        for command in lanes.receive(ready):
+            self._guarded_handle(command)
+
+    def _timeout(self, wait_until: float | None) -> float | None:
+        """How long to wait at first; a device says nothing when a round in flight has ended."""
+        if self._rounds.flying:
+            return 0.0
+        return None if wait_until is None else max(0.0, wait_until - time.monotonic())
 
     def _guarded_handle(self, command: Command) -> None:
-        self._stopping = self._stopping or isinstance(command, Stop)
+        match command:
+            case Stop():
+                self._stopping = True
+            case Attached(link=link, lane=lane) if lane is not None:
+                self._lanes.attach(link.link_id, lane)
+            case Detached(link_id=link_id):
+                self._lanes.detach(link_id)
         told = len(self._outbox)
         try:
             self._core.handle(command, time.monotonic())
@@ -168,14 +190,26 @@ class EngineLoop:
                 session.ended = True
             self._core.sessions.clear()
 
-    def _flush(self) -> None:
+    def _flush(self) -> bool:
+        """Hand over what was posted; whether the asyncio thread has a part in it."""
         if not self._outbox:
-            return
+            return False
         self._core.seal()
-        effects = self._outbox.copy()
+        effects = self._by_lane(self._outbox)
         self._outbox.clear()
+        if not effects:
+            return False
         try:
             self._loop.call_soon_threadsafe(self._dispatch, effects)
         except RuntimeError:
             # The asyncio loop is closed: nobody is left to tell, and no command will come.
             self._stopping = True
+        return True
+
+    def _by_lane(self, effects: list[Effect]) -> list[Effect]:
+        """Tell the drafters that have lanes; returns the other effects."""
+        lanes = self._lanes
+        mine = [e for e in effects if isinstance(e, Tell) and lanes.carries(e.link_id)]
+        for link_id, messages in told_by_link(mine).items():
+            lanes.tell(link_id, messages)
+        return [e for e in effects if not (isinstance(e, Tell) and lanes.carries(e.link_id))]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.acceptance import AcceptRow
-from outrider.wire.messages import Proposal
+from outrider_verifier.inbox import Held
 from outrider_verifier.rows import Draft, tree_mask
 from outrider_verifier.sessions import Session
 
@@ -41,15 +41,41 @@ class PrefillRow:
         return self.start + self.num_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VerifyRow:
     """A session's root with the draft to verify, if any."""
 
-    session: Session
-    proposal: Proposal | None = None
-    draft: Draft | None = None
-    own_depth: int = 0
-    """How deep the draft that this process's own head made may stand; 0 verifies none of it."""
+    __slots__ = ("_draft", "cut", "drafted", "held", "nodes", "own_depth", "session")
+
+    def __init__(
+        self,
+        session: Session,
+        held: Held | None = None,
+        *,
+        draft: Draft | None = None,
+        own_depth: int = 0,
+    ) -> None:
+        """`draft`: the part of `held` to verify, where that is not all of it; `own_depth`: how deep
+        the draft that this process's own head made may stand, 0 verifies none of it."""
+        self.session, self.held, self.own_depth = session, held, own_depth
+        self._draft = draft
+        self.cut = draft is not None
+        """Whether the draft is not what `held` has."""
+        self.drafted = draft is not None or held is not None
+        """Whether there is a draft from outside, if one without nodes."""
+        self.nodes = 0
+        """Of the draft from outside."""
+        if draft is not None:
+            self.nodes = len(draft.tree.tokens)
+        elif held is not None:
+            self.nodes = held.nodes
+
+    @property
+    def draft(self) -> Draft | None:
+        """The draft from outside; made when it is first asked for."""
+        if self._draft is None and self.held is not None:
+            proposal = self.held.proposal
+            self._draft = Draft(tree=proposal.tree, law=proposal.law)
+        return self._draft
 
 
 @dataclass(slots=True, eq=False)

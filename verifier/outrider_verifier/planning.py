@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
+from outrider.ids import SessionId
 from outrider_verifier.core import Core
 from outrider_verifier.sessions import Session
 
 
-def turn(core: Core, now: float, *, flying: bool) -> None:
+def turn(core: Core, now: float, *, flying: Container[SessionId]) -> None:
     """Before a round is planned, pause and resume speculation where the policy has changed its
-    mind; `flying`: whether a round is in flight."""
+    mind; `flying`: the sessions of the round in flight."""
     policy = core.policy
     policy.begin_round(core.num_sessions, now)
     if not policy.changed:
@@ -19,7 +22,7 @@ def turn(core: Core, now: float, *, flying: bool) -> None:
         pauses = policy.pauses(session)
         if pauses == session.paused:
             continue
-        if flying and session.link_id is not None:
+        if session.link_id is not None and session.session_id in flying:
             # What the drafter is told must not miss the round in flight: ask again then.
             policy.changed = True
         elif pauses:

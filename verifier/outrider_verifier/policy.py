@@ -143,6 +143,11 @@ class Policy:
                 known.contests.clear()
                 known.arrival = ArrivalEstimate()
 
+    def answer_s(self) -> float:
+        """From a round's end to its proposals, of the slowest drafts in use; 0 while unknown."""
+        served = (known.arrival.mean_s for known in self._kinds.values() if known.sessions)
+        return max(served, default=0.0)
+
     # ---- waiting -------------------------------------------------------------------------------
 
     def patience(self, session: Session) -> float:
@@ -203,9 +208,8 @@ class Policy:
             if verified is None:
                 continue
             decoded += 1
-            draft = verified.draft
-            if draft is not None:
-                nodes += len(draft.tree)
+            if verified.drafted:
+                nodes += verified.nodes
             elif row.result.drafted:
                 own_rows += 1
                 own_tokens += len(row.tokens)
@@ -217,9 +221,9 @@ class Policy:
             if pace.own or session.link_id is None:
                 # Without a drafter there was no choice, so nothing is learnt about it.
                 continue
-            if draft is not None:
+            if verified.drafted:
                 assert row.result.acceptance is not None
-                key = len(draft.tree), len(row.result.acceptance.accepted_nodes)
+                key = verified.nodes, len(row.result.acceptance.accepted_nodes)
                 known.judged[key] = known.judged.get(key, 0) + 1
             elif session.suspect or row.missed:
                 absent = row.missed and pace.unheard > 0

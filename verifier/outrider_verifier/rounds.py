@@ -17,7 +17,9 @@ from outrider.wire.accounting import add_round
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
 from outrider_verifier.engine import Flight, RoundOutcome, RoundRunner, RowOutcome
+from outrider_verifier.halves import Halves
 from outrider_verifier.handover import Told
+from outrider_verifier.inbox import Held
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.planning import turn
 from outrider_verifier.rows import cut_emission, trim
@@ -27,10 +29,12 @@ from outrider_verifier.schedule import (
     RoundPlan,
     RowState,
     plan_ahead,
+    plan_beside,
+    plan_drafted,
     plan_round,
 )
 from outrider_verifier.sessions import Session
-from outrider_verifier.settled import Settled
+from outrider_verifier.settled import Settled, Sheet, is_told
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +83,14 @@ class Rounds:
         self._flying: _InFlight | None = None
         self._settled_at = 0.0
         """When the last round was reported, on the clock of `time.perf_counter`."""
+        self._halves = Halves(engine.verify_s)
+        self._half: int | None = None
+        """Rows of a half, by the last plan; None: all sessions share a round."""
         self._idle_since = 0.0
         """When the last round's outcome was there, on the clock of `plan`."""
-        self._told: list[Told] = []
-        """Of the round that is being settled: what drafters are to hear."""
-        self.flush: Callable[[], None] = lambda: None
-        """Called when the verdicts of a round are posted, before anything that can follow them."""
+        self.flush: Callable[[], bool] = lambda: False
+        """Called when the verdicts of a round are posted, before anything that can follow them;
+        whether another thread has them now."""
         self.device_lost = False
         """Whether the device was found not to work after a failure; no round can follow."""
 
@@ -98,12 +104,46 @@ class Rounds:
         self._engine.enter_thread()
 
     def plan(self, now: float) -> RoundPlan:
-        """What to do now; while a round is in flight, an empty plan means to settle it."""
-        turn(self._core, now, flying=self._flying is not None)
-        rows = [self._row_state(session) for session in self._core.sessions.values()]
-        if self._flying is not None:
-            return plan_ahead(rows, self._flying.plan, self._limits)
-        return plan_round(rows, now, self._limits, idle_since=self._idle_since)
+        """What to do now; while a round is in flight, an empty plan means to settle it, at once or,
+        if the plan says when to look again, once it has `landed`."""
+        flying = self._flying
+        turn(self._core, now, flying=() if flying is None else set(flying.plan.session_ids))
+        half = self._half = self._most_rows()
+        sessions = list(self._core.sessions.values())
+        held = self._core.inbox.nodes([session.handle for session in sessions])
+        if flying is None and half is None and all([nodes >= 0 for nodes in held]):
+            # So all are past their prompts.
+            wanted = all([session.draft_wanted for session in sessions])
+            names = [session.spec.session_id for session in sessions]
+            drafted = plan_drafted(names, held, self._limits) if wanted else None
+            if drafted is not None:
+                return drafted
+        rows = list(map(self._row_state, sessions, held))
+        if flying is None:
+            idle_since = self._idle_since
+            plan = plan_round(rows, now, self._limits, idle_since=idle_since, most_rows=half)
+            if plan.empty:
+                self._core.book_arrivals()
+            return plan
+        if half is None:
+            return plan_ahead(rows, flying.plan, self._limits)
+        return plan_beside(rows, now, flying.plan, self._limits, most_rows=half)
+
+    @property
+    def landed(self) -> bool:
+        """Whether the round in flight can be settled without waiting."""
+        return self._flying is None or self._engine.landed(self._flying.flight)
+
+    def _most_rows(self) -> int | None:
+        """Rows of a half, if drafted sessions take turns; None: they share a round."""
+        policy = self._core.policy
+        if not (self._engine.run_ahead and policy.automatic):
+            return None
+        drafted = [s for s in self._core.sessions.values() if _is_drafted(s)]
+        if not drafted:
+            return None
+        nodes = 1 + max(min(s.plan.draft_tokens, s.draft_limit) for s in drafted)
+        return self._halves.most_rows(len(drafted), nodes, policy.answer_s())
 
     def run(self, plan: RoundPlan, *, waited_s: float = 0.0, spent_s: float = 0.0) -> None:
         """Submit a round, then settle the one before it; the new one too unless the next round of
@@ -136,24 +176,21 @@ class Rounds:
         flying, self._flying = self._flying, None
         if flying is None or self.device_lost:
             return
-        self._told.clear()
         try:
+            # While the device works.
+            sheet = Sheet.of([row.session for row in flying.verify])
             outcome = self._engine.collect(flying.flight)
             self._idle_since = self._clock()
-            rows = [
-                self._settle_prefill(row, result)
-                for row, result in zip(flying.prefill, outcome.prefill, strict=True)
-            ]
-            rows += [
-                self._settle_verify(row, result)
-                for row, result in zip(flying.verify, outcome.verify, strict=True)
-            ]
-            told, self._told = self._told, []
-            self._core.tell_round(told)
-            settled = [row for row in rows if row is not None]
-            self.flush()
-            if settled and all(map(_awaits_a_draft, settled)):
+            prompts = self._settle_prompts(flying.prefill, outcome.prefill)
+            self._core.tell_round(self._with_prompts(prompts, sheet.verdicts(outcome.decoded)))
+            if self.flush() and _await_drafts(flying):
                 time.sleep(GIVE_WAY_S)
+            rows = zip(flying.verify, outcome.decoded.rows(), strict=True)
+            settled = prompts + [
+                self._commit(row.session, result, row)
+                for row, result in rows
+                if not row.session.ended
+            ]
             emitted = sum(map(self._follow_up, settled))
             total_s = self._report(flying, outcome, emitted)
             self._core.policy.observe_round(
@@ -163,6 +200,9 @@ class Rounds:
                 prompts=bool(flying.prefill),
                 now=self._clock(),
             )
+            # Copying takes long: what clients wait for goes first.
+            self.flush()
+            self._keep_features(settled)
         except Exception as bug:
             self._fail(flying.sessions, bug)
 
@@ -179,8 +219,9 @@ class Rounds:
             PrefillRow.next_of(self._core.sessions[chunk.session_id], chunk.num_tokens)
             for chunk in plan.prefill
         ]
-        verify = [self._verify_row(row) for row in plan.decode]
+        verify = self._verify_rows(plan.decode)
         flight = self._engine.submit(prefill, verify)
+        self._core.book_arrivals()
         for row in prefill:
             row.session.prefill_sent = row.end
         return _InFlight(
@@ -192,28 +233,32 @@ class Rounds:
             waited_s=waited_s,
         )
 
-    def _row_state(self, session: Session) -> RowState:
-        nodes = None
-        left = session.prefill_left
-        if left == 0 and session.draft_wanted:
-            nodes = self._core.inbox.peek(session.handle)
-        awaits = nodes is None and session.awaits_proposal
+    def _row_state(self, session: Session, held: int) -> RowState:
+        """What the schedule must know of a session; `held`: nodes of its proposal, -1 if there is
+        none."""
+        left, remaining = session.prefill_left, session.remaining
+        # What `draft_wanted` says, with the budget at hand.
+        wanted = remaining > 1 and session.draft_limit > 0 and session.wishes_drafts
+        if held >= 0 and left == 0 and wanted:
+            return RowState(session.spec.session_id, 0, held, session.since, session.proposal_at)
+        awaits = session.awaits_proposal
         return RowState(
-            session_id=session.session_id,
-            prefill_left=left,
-            nodes=nodes,
-            own_nodes=session.own_depth,
+            session.spec.session_id,
+            left,
+            None,
+            session.since,
+            own_nodes=session.own_depth if session.own_draft else 0,
             awaits_proposal=awaits,
-            since=session.since,
-            proposal_at=session.proposal_at,
             patience_s=self._core.policy.patience(session) if awaits else 0.0,
             runs_ahead=self._runs_ahead(session),
-            remaining=session.remaining,
+            remaining=remaining,
         )
 
     def _may_stay_in_flight(self, flying: _InFlight) -> bool:
+        if self._half is not None and len(flying.sessions) < len(self._core.sessions):
+            return True
         # Proposals need the host after their round; so no command can come between.
-        return all(row.session.ended or row.proposal is None for row in flying.verify) and all(
+        return all(row.session.ended or row.held is None for row in flying.verify) and all(
             session.ended or self._runs_ahead(session) for session in flying.sessions
         )
 
@@ -222,65 +267,80 @@ class Rounds:
         alone = session.link_id is None or (session.paused and self._core.policy.pauses(session))
         return self._engine.run_ahead and alone
 
-    def _verify_row(self, row: DecodeRow) -> VerifyRow:
-        session = self._core.sessions[row.session_id]
-        if row.missed:
-            self._core.policy.missed(session)
-            self._core.counters["patience_over"] += 1
-        if not session.draft_wanted:
-            return VerifyRow(session=session, own_depth=session.own_depth)
-        proposal = self._core.inbox.take(session.handle)
-        if proposal is None:
-            return VerifyRow(session=session)
-        draft = trim(proposal.tree, proposal.law, session.max_draft_depth)
-        return VerifyRow(session=session, proposal=proposal, draft=draft)
+    def _verify_rows(self, decode: Sequence[DecodeRow]) -> list[VerifyRow]:
+        """The rows of a plan, with their proposals taken out of the inbox."""
+        sessions = [self._core.sessions[row.session_id] for row in decode]
+        drafted = [s.handle for s, row in zip(sessions, decode, strict=True) if row.drafted]
+        taken = self._core.inbox.take(drafted) if drafted else []
+        if len(taken) == len(sessions):
+            return list(map(_drafted_row, sessions, taken))
+        left = iter(taken)
+        rows: list[VerifyRow] = []
+        for session, row in zip(sessions, decode, strict=True):
+            if row.drafted:
+                rows.append(_drafted_row(session, next(left)))
+                continue
+            if row.missed:
+                self._core.policy.missed(session)
+                self._core.counters["patience_over"] += 1
+            rows.append(VerifyRow(session, own_depth=session.own_depth))
+        return rows
 
-    def _settle_prefill(self, row: PrefillRow, result: RowOutcome) -> Settled | None:
-        """Commit the first token if the prompt is complete, tell the drafter."""
-        session = row.session
-        self._core.counters["prefill_tokens"] += row.num_tokens
-        if session.ended:
-            return None
-        if not row.last:
-            self._tell(session, result)
-            return Settled(session, result)
-        return self._commit(session, result)
-
-    def _settle_verify(self, row: VerifyRow, result: RowOutcome) -> Settled | None:
-        """Commit what stands, tell the drafter."""
-        return None if row.session.ended else self._commit(row.session, result, row)
+    def _settle_prompts(
+        self, rows: Sequence[PrefillRow], results: Sequence[RowOutcome]
+    ) -> list[Settled]:
+        """Commit the first tokens of the prompts that are complete."""
+        settled: list[Settled] = []
+        for row, result in zip(rows, results, strict=True):
+            self._core.counters["prefill_tokens"] += row.num_tokens
+            if not row.session.ended:
+                found = self._commit(row.session, result) if row.last else None
+                settled.append(found or Settled(row.session, result))
+        return settled
 
     def _commit(
         self, session: Session, result: RowOutcome, row: VerifyRow | None = None
     ) -> Settled:
+        """Commit what stands; nobody is told."""
         assert result.acceptance is not None
         tokens, reason = cut_emission(
             result.acceptance.tokens, stop_ids=session.stop_ids, remaining=session.remaining
         )
-        missed = row is not None and row.proposal is None and session.draft_wanted
-        session.append(tokens, self._clock())
+        missed = row is not None and row.held is None and session.draft_wanted
+        session.append(tokens, self._idle_since)
         session.round_id += int(row is not None)
-        if reason is None:
-            self._tell(session, result)
         return Settled(session, result, tokens, reason, row, missed)
 
+    @staticmethod
+    def _with_prompts(prompts: Sequence[Settled], told: Told) -> Told:
+        """What drafters hear of prompts too, which are settled already."""
+        rows = [row for row in prompts if row.reason is None and is_told(row.session)]
+        if not rows:
+            return told
+        prompted = Told.present(
+            [row.session for row in rows], [row.result.features for row in rows]
+        )
+        return prompted.with_(told)
+
     def _follow_up(self, settled: Settled) -> int:
-        """Keep the features, count, emit; finish the session if that was its end."""
-        session, result, tokens = settled.session, settled.result, settled.tokens
+        """Count, emit; finish the session if that was its end."""
+        session, tokens = settled.session, settled.tokens
         if settled.verified is not None:
             self._count(settled, settled.verified)
         if tokens:
             self._core.emit(session, tokens, settled.reason)
         if settled.reason is not None:
             self._finish(session)
-            return len(tokens)
-        if self._core.store is not None and result.features is not None:
-            self._core.store.append(session.session_id, result.features)
         return len(tokens)
 
-    def _tell(self, session: Session, result: RowOutcome) -> None:
-        if session.spec.drafter_id is not None and not session.paused:
-            self._told.append(Told(session, result.features))
+    def _keep_features(self, settled: Sequence[Settled]) -> None:
+        """For drafters that must be caught up some day."""
+        store = self._core.store
+        if store is None:
+            return
+        for row in settled:
+            if row.reason is None and row.result.features is not None:
+                store.append(row.session.session_id, row.result.features)
 
     def _finish(self, session: Session) -> None:
         self._core.counters["finished"] += 1
@@ -289,7 +349,7 @@ class Rounds:
     def _count(self, settled: Settled, row: VerifyRow) -> None:
         session, result, acceptance = settled.session, settled.result, settled.result.acceptance
         assert acceptance is not None
-        proposed = result.drafted if row.draft is None else len(row.draft.tree)
+        proposed = row.nodes if row.drafted else result.drafted
         accepted_len = len(acceptance.accepted_nodes)
         fallback = settled.missed or (row.own_depth > 0 and result.drafted == 0)
         counters = self._core.counters
@@ -297,7 +357,7 @@ class Rounds:
         counters["paused_rounds"] += int(session.paused)
         counters["accepted_tokens"] += accepted_len
         counters["proposed_tokens"] += proposed
-        counters["proposals_used"] += int(row.draft is not None)
+        counters["proposals_used"] += int(row.drafted)
         session.stats = add_round(
             session.stats,
             proposed=proposed,
@@ -325,8 +385,8 @@ class Rounds:
 
     def _report(self, flying: _InFlight, outcome: RoundOutcome, emitted: int) -> float:
         """Post what the round took; returns its seconds, without waiting."""
-        proposals = [row.proposal for row in flying.verify if row.proposal is not None]
-        drafted_s = max((proposal.draft_us for proposal in proposals), default=0) / 1e6
+        messages = {id(row.held.proposals): row.held.proposals for row in flying.verify if row.held}
+        drafted_s = max((message.draft_us for message in messages.values()), default=0) / 1e6
         now = time.perf_counter()
         # A round that ran ahead began while the one before it was in flight: its share of the
         # time is what passed since that one was settled.
@@ -352,5 +412,23 @@ class Rounds:
         return total_s
 
 
-def _awaits_a_draft(row: Settled) -> bool:
-    return row.session.link_id is not None and not row.session.paused
+def _drafted_row(session: Session, held: Held) -> VerifyRow:
+    """A row with what of a proposal may stand."""
+    # What `max_draft_depth` says, without a call; no node is deeper than there are nodes.
+    room = session.spec.max_new_tokens - session.emitted - 1
+    if held.nodes <= room and held.nodes <= session.draft_limit:
+        return VerifyRow(session, held)
+    proposal = held.proposal
+    cut = trim(proposal.tree, proposal.law, session.max_draft_depth)
+    return VerifyRow(session, held, draft=cut)
+
+
+def _await_drafts(flying: _InFlight) -> bool:
+    """Whether no session of the round can go on without a draft."""
+    sessions = [session for session in flying.sessions if not session.ended]
+    return bool(sessions) and all(s.link_id is not None and not s.paused for s in sessions)
+
+
+def _is_drafted(session: Session) -> bool:
+    """Whether a drafter outside makes drafts for the session's rounds."""
+    return session.link_id is not None and not session.paused and session.prefill_left == 0

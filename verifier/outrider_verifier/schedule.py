@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from outrider.ids import SessionId
 
@@ -26,8 +28,7 @@ class Limits:
     """How long the first ready row waits for rows whose proposals may still come."""
 
 
-@dataclass(slots=True, kw_only=True)
-class RowState:
+class RowState(NamedTuple):
     """What the schedule must know about one session."""
 
     session_id: SessionId
@@ -35,15 +36,15 @@ class RowState:
     """Prompt tokens that no round was submitted with; 0 once the session can decode."""
     nodes: int | None
     """Nodes of the usable proposal, None if there is none."""
-    own_nodes: int = 0
-    """Nodes that this process's own head drafted for it."""
-    awaits_proposal: bool
-    """Whether there is none and one is expected: speculative plan, live drafter that is not
-    suspect."""
     since: float
     """When the session's root became known (a prefilling one: when it was opened)."""
     proposal_at: float = 0.0
     """When the usable proposal arrived."""
+    own_nodes: int = 0
+    """Nodes that this process's own head drafted for it."""
+    awaits_proposal: bool = False
+    """Whether there is none and one is expected: speculative plan, live drafter that is not
+    suspect."""
     patience_s: float = 0.0
     """How long the row waits for a proposal, from `since`."""
     runs_ahead: bool = False
@@ -60,11 +61,12 @@ class PrefillChunk:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """A session's root, with its proposal if it has one."""
 
     session_id: SessionId
+    drafted: bool = False
+    """Whether there is a usable proposal."""
     missed: bool = False
     """Whether the row goes without a proposal because its patience is over."""
 
@@ -89,15 +91,33 @@ class RoundPlan:
         return not self.prefill and not self.decode
 
 
-@dataclass(slots=True)
-class _Ready:
+class _Ready(NamedTuple):
     at: float
     cost: int
     row: DecodeRow
 
 
+def plan_drafted(
+    session_ids: Sequence[SessionId], nodes: Sequence[int], limits: Limits
+) -> RoundPlan | None:
+    """The next round where every session has a usable proposal, with so many nodes: nobody is
+    waited for, so there is nothing to weigh. None if not all fit one round: then see `plan_round`.
+    """
+    if not session_ids or len(session_ids) + sum(nodes) > limits.decode_tokens:
+        return None
+    return RoundPlan(decode=tuple([DecodeRow(name, True) for name in session_ids]))
+
+
+_at = attrgetter("at")
+
+
 def plan_round(
-    rows: Iterable[RowState], now: float, limits: Limits, *, idle_since: float = 0.0
+    rows: Iterable[RowState],
+    now: float,
+    limits: Limits,
+    *,
+    idle_since: float = 0.0,
+    most_rows: int | None = None,
 ) -> RoundPlan:
     """Choose the next round.
 
@@ -106,8 +126,41 @@ def plan_round(
     within `prefill_tokens`. While other rows still await proposals, a round starts only
     `gather_s` after its first row became ready, so that proposals of one draft batch share it; or
     after the last round ended, `idle_since`, if that was later: else the sessions of two rounds,
-    each ready while the other runs, would never share one.
+    each ready while the other runs, would never share one. `most_rows`: of a half, where sessions
+    take turns (`halves`); nothing is gathered beyond half of one.
     """
+    prefilling, ready, deadlines = _sorted_out(rows, now)
+    if not ready and not prefilling:
+        return RoundPlan(wait_until=min(deadlines, default=None))
+    if deadlines and not _fill_a_half(ready, most_rows):
+        first = min([entry.at for entry in ready] + [row.since for row in prefilling])
+        first = max(first, idle_since)
+        if now < first + limits.gather_s:
+            return RoundPlan(wait_until=min(first + limits.gather_s, *deadlines))
+    return _round(prefilling, ready, limits, most_rows)
+
+
+def plan_beside(
+    rows: Iterable[RowState], now: float, flying: RoundPlan, limits: Limits, *, most_rows: int
+) -> RoundPlan:
+    """The round of the other half to submit behind `flying`; an empty one: none yet, and if its
+    `wait_until` is set, a proposal may still make one before `flying` ends."""
+    under_way = set(flying.session_ids)
+    others = (row for row in rows if row.prefill_left > 0 or row.session_id not in under_way)
+    prefilling, ready, deadlines = _sorted_out(others, now)
+    if _fill_a_half(ready, most_rows):
+        return _round(prefilling, ready, limits, most_rows)
+    return RoundPlan(wait_until=min(deadlines, default=None))
+
+
+def _fill_a_half(ready: list[_Ready], most_rows: int | None) -> bool:
+    return most_rows is not None and 2 * len(ready) >= most_rows
+
+
+def _sorted_out(
+    rows: Iterable[RowState], now: float
+) -> tuple[list[RowState], list[_Ready], list[float]]:
+    """Rows with prompt tokens left, rows that are ready, and the ends of the others' patience."""
     prefilling: list[RowState] = []
     ready: list[_Ready] = []
     deadlines: list[float] = []
@@ -115,8 +168,8 @@ def plan_round(
         if row.prefill_left > 0:
             prefilling.append(row)
         elif row.nodes is not None:
-            at = max(row.since, row.proposal_at)
-            ready.append(_Ready(at, 1 + row.nodes, DecodeRow(session_id=row.session_id)))
+            at = row.since if row.since > row.proposal_at else row.proposal_at
+            ready.append(_Ready(at, 1 + row.nodes, DecodeRow(row.session_id, True)))
         elif not row.awaits_proposal:
             own = DecodeRow(session_id=row.session_id)
             ready.append(_Ready(row.since, 1 + row.own_nodes, own))
@@ -125,13 +178,7 @@ def plan_round(
             ready.append(_Ready(row.since + row.patience_s, 1, missed))
         else:
             deadlines.append(row.since + row.patience_s)
-    if not ready and not prefilling:
-        return RoundPlan(wait_until=min(deadlines, default=None))
-    first = min([entry.at for entry in ready] + [row.since for row in prefilling])
-    first = max(first, idle_since)
-    if deadlines and now < first + limits.gather_s:
-        return RoundPlan(wait_until=min(first + limits.gather_s, *deadlines))
-    return _round(prefilling, ready, limits)
+    return prefilling, ready, deadlines
 
 
 def plan_ahead(rows: Iterable[RowState], flying: RoundPlan, limits: Limits) -> RoundPlan:
@@ -155,15 +202,21 @@ def plan_ahead(rows: Iterable[RowState], flying: RoundPlan, limits: Limits) -> R
     return _round(prefilling, ready, limits)
 
 
-def _round(prefilling: list[RowState], ready: list[_Ready], limits: Limits) -> RoundPlan:
+def _round(
+    prefilling: list[RowState],
+    ready: list[_Ready],
+    limits: Limits,
+    most_rows: int | None = None,
+) -> RoundPlan:
     """Oldest rows first, within the limits."""
+    ready = sorted(ready, key=_at)[:most_rows]
     budget = limits.prefill_tokens
     beside = limits.prefill_beside(len(ready)) if ready else None
     if beside is not None:
         budget = min(budget, beside)
     return RoundPlan(
         prefill=_fill(sorted(prefilling, key=lambda row: row.since), budget, limits.piece_tokens),
-        decode=_fit(sorted(ready, key=lambda entry: entry.at), limits.decode_tokens),
+        decode=_fit(ready, limits.decode_tokens),
     )
 
 
@@ -179,6 +232,8 @@ def _fill(rows: list[RowState], budget: int, piece: int) -> tuple[PrefillChunk, 
 
 
 def _fit(ready: list[_Ready], budget: int) -> tuple[DecodeRow, ...]:
+    if sum([entry.cost for entry in ready]) <= budget:
+        return tuple([entry.row for entry in ready])
     taken: list[DecodeRow] = []
     for entry in ready:
         if taken and entry.cost > budget:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from outrider.ids import SessionId, VerifierId
 from outrider.spec.plan import Plan
 from outrider.transport.base import RouterConnection, ServingConnection, VerifierConnection
 from outrider.transport.inproc import local_sessions
+from outrider.transport.lane import LaneListener
 from outrider.transport.sessions import SessionIterators
 from outrider.wire.limits import MAX_PLANNER_BYTES, MAX_SEQUENCE_LEN
 from outrider.wire.messages import (
@@ -24,15 +26,17 @@ from outrider.wire.messages import (
     VerifierInfo,
     Welcome,
 )
-from outrider_verifier.commands import Close, Command, Offered, Open, SetPlan
+from outrider_verifier.checks import DrafterChecks, Identity
+from outrider_verifier.commands import Attached, Close, Command, Offered, Open, SetPlan
 from outrider_verifier.config import AUTOMATIC_PLANNER, VerifierConfig
 from outrider_verifier.core import OWN_METHODS, Core
-from outrider_verifier.drafters import DrafterHub, Identity
+from outrider_verifier.drafters import DrafterHub
 from outrider_verifier.effects import Answer, Effect, Emits, Fail, RoundReport, Tell, told_by_link
 from outrider_verifier.engine import Projection, RoundEngine, RoundRunner, Target
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import Handover
 from outrider_verifier.inbox import Inbox
+from outrider_verifier.lanes import Lanes
 from outrider_verifier.loop import EngineLoop
 from outrider_verifier.metrics import Metrics
 from outrider_verifier.policy import Policy
@@ -103,6 +107,11 @@ class VerifierService(SessionIterators):
             hello_s=config.hello_s,
             queue_bytes=config.drafter_queue_mb << 20,
         )
+        self._lanes = Lanes(
+            DrafterChecks(self._identity()),
+            queue_bytes=config.drafter_queue_mb << 20,
+            on_lost=self._on_lane_lost,
+        )
         self._routers = RouterHub(
             post=self._post,
             admit=self._check_draining,
@@ -110,6 +119,7 @@ class VerifierService(SessionIterators):
         )
         self.metrics = Metrics(self._counts, self._gauges)
         self._loop: EngineLoop | None = None
+        self._running_on: asyncio.AbstractEventLoop | None = None
         self._overflows = 0
         self._draining = False
         self._stopped = False
@@ -128,10 +138,14 @@ class VerifierService(SessionIterators):
                 self._core,
                 self._rounds,
                 self._outbox,
+                self._lanes,
                 loop=asyncio.get_running_loop(),
                 dispatch=self._dispatch,
                 on_lost=self._on_lost,
             )
+            self._running_on = asyncio.get_running_loop()
+            if self._config.lanes:
+                self._hub.lanes = LaneListener.open()
             self._loop.start()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -146,8 +160,11 @@ class VerifierService(SessionIterators):
         """Fail what still runs and end the engine thread; idempotent."""
         self._stopped = True
         loop, self._loop = self._loop, None
+        self._close_lanes()
         if loop is not None:
             await asyncio.to_thread(loop.stop, _STOP_TIMEOUT_S)
+            for command in loop.left_over():
+                self._refuse(command, UnavailableError("the verifier has stopped"))
 
     # ---- VerifierEndpoint ----------------------------------------------------------------------
 
@@ -242,13 +259,27 @@ class VerifierService(SessionIterators):
     def _refuse(command: Command, error: OutriderError) -> None:
         if isinstance(command, Open | SetPlan | Close) and command.answer is not None:
             _settle(command.answer, error)
+        if isinstance(command, Attached) and command.lane is not None:
+            command.lane.close()
 
     def _on_lost(self) -> None:
         """The engine thread has ended because the device is lost; all it told has come."""
         loop, self._loop = self._loop, None
+        self._close_lanes()
         self.lost.set()
         for command in [] if loop is None else loop.left_over():
             self._refuse(command, device_lost_error())
+
+    def _on_lane_lost(self, link_id: int) -> None:
+        """Called on the engine thread."""
+        assert self._running_on is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the connection
+            self._running_on.call_soon_threadsafe(self._hub.lose, link_id)
+
+    def _close_lanes(self) -> None:
+        listener, self._hub.lanes = self._hub.lanes, None
+        if listener is not None:
+            listener.close()
 
     def _check_device(self) -> None:
         if self.lost.is_set():
@@ -295,6 +326,7 @@ class VerifierService(SessionIterators):
         # The engine thread writes to the first one: only a copy at once is safe.
         counters = Counter({**self._core.counters, "commands_refused": self._overflows})
         counters.update(self._hub.counters)
+        counters.update(self._lanes.counters)
         counters.update(self._routers.counters)
         return counters
 

@@ -143,8 +143,12 @@ class Session:
     @property
     def draft_wanted(self) -> bool:
         """Whether a drafter's proposal for the current prefix could help."""
-        drafted_for = self.plan.speculative and not self.own_draft and not self.paused
-        return drafted_for and self.max_draft_depth > 0
+        return self.wishes_drafts and self.max_draft_depth > 0
+
+    @property
+    def wishes_drafts(self) -> bool:
+        """Whether drafts of a drafter are verified as long as the budget lasts."""
+        return self.plan.speculative and not self.own_draft and not self.paused
 
     @property
     def own_depth(self) -> int:

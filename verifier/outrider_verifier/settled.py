@@ -1,11 +1,17 @@
-"""A row of a round that was settled, as rounds and the planner see it."""
+"""A row of a round that was settled, as rounds and the planner see it; and the sheet on which a
+round's verdicts are worked out in columns, n rows that decode.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.wire.messages import FinishReason
-from outrider_verifier.engine import RowOutcome
+from outrider_verifier.engine import Decoded, RowOutcome
+from outrider_verifier.handover import Told
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.sessions import Session
 
@@ -21,3 +27,78 @@ class Settled:
     verified: VerifyRow | None = None
     missed: bool = False
     """Whether a proposal was wanted and none was there."""
+
+
+@dataclass(slots=True, eq=False)
+class Sheet:
+    """What of the sessions decides over the verdicts, written down while the device works."""
+
+    sessions: list[Session]
+    handles: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    """Tokens before the round."""
+    most: NDArray[np.int64]
+    """Tokens of the round that are emitted at most: the budget; 0 of a session that has ended."""
+    told: NDArray[np.bool_]
+    """Whether a drafter hears of it."""
+    wishes: NDArray[np.bool_]
+    """Whether a draft could help, but for the budget."""
+    stop_ids: frozenset[int]
+    """Of all sessions."""
+
+    @classmethod
+    def of(cls, sessions: list[Session]) -> Sheet:
+        """The sheet of a round that is not settled."""
+        columns = np.array([_columns(session) for session in sessions], dtype=np.int64)
+        handles, lengths, most, told, wishes = np.ascontiguousarray(columns.reshape(-1, 5).T)
+        stop_ids = frozenset[int]().union(*{session.stop_ids for session in sessions})
+        return cls(sessions, handles, lengths, most, told != 0, wishes != 0, stop_ids)
+
+    def verdicts(self, decoded: Decoded) -> Told:
+        """What the round told of those sessions that go on, and that a drafter follows."""
+        counts = decoded.counts
+        going = self.told & (counts < self.most)
+        if self.stop_ids and not self.stop_ids.isdisjoint(decoded.tokens.tolist()):
+            going &= ~self._stopped(decoded)
+        told = Told(
+            sessions=self.sessions,
+            handles=self.handles,
+            lengths=self.lengths,
+            counts=counts,
+            tokens=decoded.tokens,
+            # The last token is the root, whose K/V the next round writes.
+            written=self.lengths + counts - 1,
+            whole=np.ones(len(counts), dtype=np.bool_),
+            # One token beyond the draft is emitted.
+            wanted=self.wishes & (counts + 1 < self.most),
+            features=decoded.features,
+        )
+        return told if going.all() else told.only(going)
+
+    def _stopped(self, decoded: Decoded) -> NDArray[np.bool_]:
+        """[n]: which rows hold a token at which their session stops."""
+        ends = np.cumsum(decoded.counts).tolist()
+        tokens = decoded.tokens.tolist()
+        return np.array(
+            [
+                not session.stop_ids.isdisjoint(tokens[end - count : end])
+                for session, end, count in zip(
+                    self.sessions, ends, decoded.counts.tolist(), strict=True
+                )
+            ]
+        )
+
+
+def _columns(session: Session) -> tuple[int, int, int, bool, bool]:
+    return (
+        session.handle,
+        session.length,
+        0 if session.ended else session.remaining,
+        is_told(session),
+        session.wishes_drafts and session.draft_limit > 0,
+    )
+
+
+def is_told(session: Session) -> bool:
+    """Whether a drafter hears of what the session commits."""
+    return session.spec.drafter_id is not None and not session.paused

@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.engine.device.draft import ChainDraft, DraftProgram, NewRows
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.own_head import OwnHead
-from outrider.engine.device.rounds import RowInput
+from outrider.engine.device.round_rows import RoundRows, RowInput
 from outrider.engine.device.shapes import Drafts, Judge
 from outrider.engine.kernels.drafts.tree_rank import TreeDraft
 from outrider.engine.kvcache import KVSequence
@@ -123,7 +123,7 @@ class VerifyBench:
         try:
             for place, sequence in zip(places, sequences, strict=True):
                 slots.begin(place, sequence, SamplingParams(), length=context + 1, root=5)
-            inputs = [RowInput(slot=place, tree=self._tree(nodes)) for place in places]
+            inputs = RoundRows.of([RowInput(place, self._tree(nodes)) for place in places])
             drafts = Drafts.NONE if nodes == 1 else Drafts.CHAIN
             if nodes > _CHAIN_NODES:
                 drafts = Drafts.TREE

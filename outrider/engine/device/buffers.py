@@ -58,6 +58,11 @@ class Readback:
     def __init__(self, buffer: _Buffer, arrival: _Arrival | None) -> None:
         self._buffer, self._arrival = buffer, arrival
 
+    @property
+    def arrived(self) -> bool:
+        """Whether `wait` need not wait."""
+        return self._arrival is None or self._arrival.over
+
     def wait(self) -> Tensor:
         """The host copy; it is overwritten RING uses of its ring later."""
         if self._arrival is not None:
@@ -79,6 +84,10 @@ class _Arrival:
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = torch.cuda.Event()
         self._event.record()
+
+    @property
+    def over(self) -> bool:
+        return self._event is None or self._event.query()
 
     def wait(self) -> None:
         if self._event is not None:

@@ -5,8 +5,6 @@ B rows of the bucket, N nodes a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,9 +12,9 @@ from torch import Tensor
 
 from outrider.engine.device.buffers import Uploader
 from outrider.engine.device.law_inputs import LawInputs
+from outrider.engine.device.round_rows import RoundRows
 from outrider.engine.device.shapes import Drafts
 from outrider.engine.kernels.attention.layout import PADDING_NODE
-from outrider.spec.tree import DraftTree
 
 NO_TOKEN = -1
 
@@ -45,11 +43,12 @@ class RoundInputs:
         self._told: list[int] | None = None
         """The slots that the device knows of."""
 
-    def fill(self, slots: list[int], trees: Sequence[DraftTree | None], drafts: Drafts) -> None:
+    def fill(self, rows: RoundRows, drafts: Drafts) -> None:
         """Describe n <= B rows by their slots and drafts, in the order of the stream."""
+        slots = rows.slots
         if drafts is Drafts.CHAIN or drafts is Drafts.TREE:
             words = self._stage(slots)
-            self._stage_drafts(words, trees, with_parents=drafts is Drafts.TREE)
+            self._stage_drafts(words, rows, with_parents=drafts is Drafts.TREE)
             self._uploader.send(self._trees if drafts is Drafts.TREE else self._chains)
         elif slots != self._told:
             self._stage(slots)
@@ -63,23 +62,24 @@ class RoundInputs:
         return words
 
     def _stage_drafts(
-        self,
-        words: NDArray[np.int32],
-        trees: Sequence[DraftTree | None],
-        *,
-        with_parents: bool,
+        self, words: NDArray[np.int32], rows: RoundRows, *, with_parents: bool
     ) -> None:
-        place, size = self._rows, self._rows * self._drafted
-        words[place : place + size] = NO_TOKEN
+        drafted = self._drafted
+        grids = words[self._rows :].reshape(2, self._rows, drafted)
+        grids[0] = NO_TOKEN
         if with_parents:
-            words[place + size :] = PADDING_NODE
-        for tree in trees:
-            if tree is not None:
-                end = place + len(tree.tokens)
-                words[place:end] = tree.tokens
-                if with_parents:
-                    words[place + size : end + size] = tree.parents
-            place += self._drafted
+            grids[1] = PADDING_NODE
+        count = len(rows.slots)
+        if len(rows.tokens) == count * drafted:
+            # Every draft is full.
+            grids[0, :count] = rows.tokens.reshape(count, drafted)
+            if with_parents:
+                grids[1, :count] = rows.parents.reshape(count, drafted)
+            return
+        cells = np.arange(drafted) < rows.counts[:, None]
+        grids[0, :count][cells] = rows.tokens
+        if with_parents:
+            grids[1, :count][cells] = rows.parents
 
 
 def zeros(size: int, device: torch.device) -> Tensor:

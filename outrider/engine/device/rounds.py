@@ -23,22 +23,11 @@ from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.pieces import Piece, PieceInputs
 from outrider.engine.device.recorder import Recorder
 from outrider.engine.device.round_program import RoundProgram, Verified
+from outrider.engine.device.round_rows import RoundRows
 from outrider.engine.device.shapes import Drafts, Judge, RoundShape
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.heads import FeatureProjection
 from outrider.engine.target import TargetModel
-from outrider.spec.law import DraftLaw
-from outrider.spec.tree import DraftTree
-
-
-class RowInput(NamedTuple):
-    """One session's row of a round."""
-
-    slot: int
-    tree: DraftTree | None = None
-    """The host's draft."""
-    law: DraftLaw | None = None
-    """What it was drawn from; only the rejection rule looks at it."""
 
 
 class Launched(NamedTuple):
@@ -93,7 +82,7 @@ class DeviceRounds:
 
     def launch(
         self,
-        rows: Sequence[RowInput],
+        rows: RoundRows,
         *,
         drafts: Drafts,
         judge: Judge,
@@ -101,10 +90,9 @@ class DeviceRounds:
         pieces: Sequence[Piece] = (),
     ) -> Launched:
         """Start a round of rows of one kind, and of pieces; nothing waits for the device."""
-        drafted = [len(row.tree.tokens) for row in rows if row.tree is not None]
         shape = self.family.fit(
-            rows=len(rows),
-            nodes=1 + max(drafted, default=0),
+            rows=len(rows.slots),
+            nodes=1 + rows.most_nodes,
             drafts=drafts,
             judge=judge,
             features=features,
@@ -112,9 +100,9 @@ class DeviceRounds:
         )
         inputs, added = self._inputs_of(shape)
         if inputs is not None:
-            inputs.fill([row.slot for row in rows], [row.tree for row in rows], shape.drafts)
+            inputs.fill(rows, shape.drafts)
             if shape.brings_laws:
-                inputs.laws.fill([row.law for row in rows], shape.rows, shape.nodes)
+                inputs.laws.fill(rows.laws or (), shape.rows, shape.nodes)
         if added is not None:
             added.fill(pieces)
         verified = self._run(shape, inputs, added)
@@ -127,7 +115,7 @@ class DeviceRounds:
         """Compile and capture a shape of the family: a round of nothing but padding."""
         inputs, pieces = self._inputs_of(shape)
         if inputs is not None:
-            inputs.fill([], [], shape.drafts)
+            inputs.fill(RoundRows.of([]), shape.drafts)
         if pieces is not None:
             pieces.fill([])
         self._run(shape, inputs, pieces)

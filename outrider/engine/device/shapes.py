@@ -22,7 +22,7 @@ PIECE_TOKENS: Final = 64
 PIECE_BUCKETS: Final = (1, 2, 4, 8, 16)
 """Pieces of prompts in a round; unused ones are absent."""
 MIXED_ROW_BUCKETS: Final = (4, 8, 16, 32, 64, 128, 256)
-MIXED_CHAIN_BUCKETS: Final = (4, 6, 8)
+MIXED_CHAIN_BUCKETS: Final = (4, 5, 6, 8)
 """Sessions that decode in a round with pieces, and nodes of their chains: few, for each is captured
 with every number of pieces, and a piece costs more than the padding rows."""
 MOST_MIXED_PIECES: Final = 8

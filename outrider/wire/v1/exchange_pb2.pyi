@@ -8,18 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("hello", "proposals", "heartbeat", "sessions_lost", "bundle")
+    __slots__ = ("hello", "proposals", "heartbeat", "sessions_lost", "lane_answer", "bundle")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_LOST_FIELD_NUMBER: _ClassVar[int]
+    LANE_ANSWER_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     proposals: Proposals
     heartbeat: _common_pb2.Heartbeat
     sessions_lost: SessionsLost
+    lane_answer: LaneAnswer
     bundle: _containers.RepeatedCompositeFieldContainer[ExchangeRequest]
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., sessions_lost: _Optional[_Union[SessionsLost, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeRequest, _Mapping]]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., sessions_lost: _Optional[_Union[SessionsLost, _Mapping]] = ..., lane_answer: _Optional[_Union[LaneAnswer, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeRequest, _Mapping]]] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
     __slots__ = ("welcome", "session_start", "verdicts", "plan_change", "session_end", "heartbeat", "bundle")
@@ -40,7 +42,7 @@ class ExchangeResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., session_start: _Optional[_Union[SessionStart, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., plan_change: _Optional[_Union[PlanChange, _Mapping]] = ..., session_end: _Optional[_Union[SessionEnd, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeResponse, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint")
+    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "lanes")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +51,7 @@ class Hello(_message.Message):
     METHODS_FIELD_NUMBER: _ClassVar[int]
     FEATURE_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     FEATURE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     drafter_id: str
     incarnation: str
@@ -57,14 +60,13 @@ class Hello(_message.Message):
     methods: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftMethod]
     feature_layout: _common_pb2.FeatureLayout
     feature_fingerprint: str
-    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ...) -> None: ...
+    lanes: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., lanes: bool = ...) -> None: ...
 
 class Proposals(_message.Message):
-    __slots__ = ("handles", "digests", "prefix_lens", "node_counts", "tokens", "parents", "logprobs", "with_law", "law_sizes", "law_ids", "law_counts", "draft_us")
-    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("columns", "digests", "tokens", "parents", "logprobs", "with_law", "law_sizes", "law_ids", "law_counts", "draft_us")
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_LENS_FIELD_NUMBER: _ClassVar[int]
-    NODE_COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -73,10 +75,8 @@ class Proposals(_message.Message):
     LAW_IDS_FIELD_NUMBER: _ClassVar[int]
     LAW_COUNTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
-    handles: bytes
+    columns: bytes
     digests: bytes
-    prefix_lens: bytes
-    node_counts: bytes
     tokens: bytes
     parents: bytes
     logprobs: bytes
@@ -85,7 +85,7 @@ class Proposals(_message.Message):
     law_ids: bytes
     law_counts: bytes
     draft_us: int
-    def __init__(self, handles: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., prefix_lens: _Optional[bytes] = ..., node_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., with_law: _Optional[bytes] = ..., law_sizes: _Optional[bytes] = ..., law_ids: _Optional[bytes] = ..., law_counts: _Optional[bytes] = ..., draft_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, columns: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., with_law: _Optional[bytes] = ..., law_sizes: _Optional[bytes] = ..., law_ids: _Optional[bytes] = ..., law_counts: _Optional[bytes] = ..., draft_us: _Optional[int] = ...) -> None: ...
 
 class SessionsLost(_message.Message):
     __slots__ = ("handles",)
@@ -94,14 +94,30 @@ class SessionsLost(_message.Message):
     def __init__(self, handles: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "verifier_id", "incarnation")
+    __slots__ = ("protocol_version", "verifier_id", "incarnation", "lane")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     verifier_id: str
     incarnation: str
-    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    lane: LaneOffer
+    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., lane: _Optional[_Union[LaneOffer, _Mapping]] = ...) -> None: ...
+
+class LaneOffer(_message.Message):
+    __slots__ = ("name", "token")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    token: bytes
+    def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class LaneAnswer(_message.Message):
+    __slots__ = ("joined",)
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    joined: bool
+    def __init__(self, joined: bool = ...) -> None: ...
 
 class SessionStart(_message.Message):
     __slots__ = ("session_id", "epoch", "plan", "sampling", "max_len", "prompt_len", "handle")
@@ -122,30 +138,20 @@ class SessionStart(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_len: _Optional[int] = ..., prompt_len: _Optional[int] = ..., handle: _Optional[int] = ...) -> None: ...
 
 class Verdicts(_message.Message):
-    __slots__ = ("handles", "starts", "token_counts", "tokens", "digests", "feature_starts", "feature_counts", "draft_wanted", "feature_dtype", "feature_width", "features")
-    HANDLES_FIELD_NUMBER: _ClassVar[int]
-    STARTS_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("columns", "digests", "tokens", "feature_dtype", "feature_width", "features")
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    FEATURE_STARTS_FIELD_NUMBER: _ClassVar[int]
-    FEATURE_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_WANTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     FEATURE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     FEATURE_WIDTH_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
-    handles: bytes
-    starts: bytes
-    token_counts: bytes
-    tokens: bytes
+    columns: bytes
     digests: bytes
-    feature_starts: bytes
-    feature_counts: bytes
-    draft_wanted: bytes
+    tokens: bytes
     feature_dtype: _common_pb2.TensorDtype
     feature_width: int
     features: bytes
-    def __init__(self, handles: _Optional[bytes] = ..., starts: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., feature_starts: _Optional[bytes] = ..., feature_counts: _Optional[bytes] = ..., draft_wanted: _Optional[bytes] = ..., feature_dtype: _Optional[_Union[_common_pb2.TensorDtype, str]] = ..., feature_width: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, columns: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., feature_dtype: _Optional[_Union[_common_pb2.TensorDtype, str]] = ..., feature_width: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
 
 class PlanChange(_message.Message):
     __slots__ = ("handle", "plan")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,15 +230,18 @@ async def told_features(
     async with serving(target_dir, head_dir, **options) as service:
         advance = service._core.handover.advance
 
-        def spy(rows: Sequence[Told]) -> list[tuple[int, Verdicts]]:
+        def spy(rows: Told) -> list[tuple[int, Verdicts]]:
             result = advance(rows)
-            by_handle = {row.session.handle: row.session for row in rows}
+            by_handle = {session.handle: session for session in rows.sessions}
             for _, verdicts in result:
                 for verdict in verdicts.entries():
                     assert verdict.features is not None
                     session = by_handle[verdict.handle]
-                    if session.round_id > 0:
-                        told.setdefault(session.session_id, []).append(verdict.features)
+                    if verdict.start >= session.spec.prompt_len + 1:
+                        # What is told is encoded at once: the memory belongs to later rounds.
+                        rows_ = verdict.features.data.copy()
+                        features = replace(verdict.features, data=rows_)
+                        told.setdefault(session.session_id, []).append(features)
             return result
 
         service._core.handover.advance = spy  # type: ignore[method-assign, assignment]

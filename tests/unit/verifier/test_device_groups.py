@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
-from outrider_verifier.device_groups import Seat, drafts_of, group_rows
+from outrider_verifier.device_groups import Seat, group_rows, round_rows
+from outrider_verifier.inbox import Held
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.rows import Draft
 from outrider_verifier.sessions import Session
 
 from outrider.engine.device.shapes import Drafts, Judge
+from outrider.spec.law import make_law
 from outrider.spec.sampling import Rule, SamplingParams
+from outrider.wire.messages import Proposal, Proposals
 from tests.fakes.scripted_drafter import make_tree
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import make_spec
@@ -36,7 +40,7 @@ def row(
     draft = None
     if parents is not None:
         draft = Draft(tree=make_tree(range(len(parents)), parents), law=None)
-    return VerifyRow(session=session, draft=draft, own_depth=own_depth)
+    return VerifyRow(session, draft=draft, own_depth=own_depth)
 
 
 def any_number(nodes: int) -> int:
@@ -95,4 +99,47 @@ def test_rows_are_split_by_judge_and_by_whose_drafts_they_verify() -> None:
 def test_one_branch_makes_trees_of_a_groups_drafts(
     forms: list[Sequence[int] | None], drafts: Drafts
 ) -> None:
-    assert drafts_of([row(parents=form) for form in forms]) is drafts
+    rows = [row(parents=form) for form in forms]
+    assert round_rows(rows, seats(rows)).drafts is drafts
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (2, 0, 3), (0, 0)])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_drafts_of_one_message_are_told_as_single_ones_are(
+    lengths: Sequence[int], backwards: bool
+) -> None:
+    drafts = [make_tree(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths)]
+    message = Proposals.of(
+        [
+            Proposal(handle=i, prefix_digest=1, prefix_len=9, tree=draft)
+            for i, draft in enumerate(drafts)
+        ]
+    )
+    held = [Held(message, i, n) for i, n in enumerate(lengths)]
+    order = list(range(len(lengths)))[:: -1 if backwards else 1]
+    sessions = [row().session for _ in order]
+    together = [VerifyRow(session, held[i]) for session, i in zip(sessions, order, strict=True)]
+    alone = [
+        VerifyRow(session, draft=Draft(tree=drafts[i], law=None))
+        for session, i in zip(sessions, order, strict=True)
+    ]
+    # And a row without a draft.
+    together.append(VerifyRow(sessions[0]))
+    alone.append(VerifyRow(sessions[0]))
+    found, expected = (round_rows(rows, seats(rows)) for rows in (together, alone))
+    assert found.slots == expected.slots
+    for ours, theirs in zip(found[1:4], expected[1:4], strict=True):
+        assert ours.tolist() == theirs.tolist()  # type: ignore[union-attr]
+    assert found.drafts is expected.drafts and found.most_nodes == max(lengths)
+
+
+def test_what_a_message_says_of_laws_and_cuts_is_told_row_by_row() -> None:
+    law = make_law(2, {0: (np.array([0], np.int32), np.array([5], np.uint16))})
+    tree = make_tree([0, 7])
+    message = Proposals.of([Proposal(handle=0, prefix_digest=1, prefix_len=9, tree=tree, law=law)])
+    judged = VerifyRow(row(REJECTION).session, Held(message, 0, 2))
+    found = round_rows([judged], seats([judged]))
+    assert found.laws is not None and found.laws[0] is not None
+    assert found.laws[0].ids.tolist() == [0]
+    short = VerifyRow(judged.session, judged.held, draft=Draft(tree=make_tree([0]), law=None))
+    assert round_rows([short], seats([short])).tokens.tolist() == [0]

@@ -53,6 +53,21 @@ def offer(box: Inbox, *items: Proposal) -> Offer:
     return results.most_common(1)[0][0]
 
 
+def peek(box: Inbox, handle: int) -> int | None:
+    """Nodes of a session's usable draft; None if there is none."""
+    (nodes,) = box.nodes([handle])
+    return None if nodes < 0 else nodes
+
+
+def take(box: Inbox, handle: int) -> Proposal | None:
+    """A session's usable draft, taken out."""
+    if peek(box, handle) is None:
+        return None
+    (held,) = box.take([handle])
+    assert held.nodes == len(held.proposal.tree)
+    return held.proposal
+
+
 def logprobs_of(taken: Proposal | None) -> list[float]:
     """What tells the drafts of a test apart."""
     assert taken is not None
@@ -62,10 +77,10 @@ def logprobs_of(taken: Proposal | None) -> list[float]:
 def test_a_proposal_for_the_current_prefix_is_taken_once() -> None:
     box = inbox()
     assert offer(box, proposal(7, logprobs=(-0.5, -0.75))) is Offer.STORED
-    assert box.peek(A) == 2
+    assert peek(box, A) == 2
     assert len(box) == 1
-    assert logprobs_of(box.take(A)) == [-0.5, -0.75]
-    assert box.take(A) is None and box.peek(A) is None
+    assert logprobs_of(take(box, A)) == [-0.5, -0.75]
+    assert take(box, A) is None and peek(box, A) is None
     assert len(box) == 0
 
 
@@ -80,16 +95,16 @@ def test_drafts_of_one_message_are_told_apart() -> None:
     current, results = box.offer(Proposals.of(drafts), np.arange(3))
     assert current.tolist() == [True, False, True]
     assert results[Offer.STORED] == 2 and results[Offer.STALE] == 1
-    assert box.take(C) is None
-    assert logprobs_of(box.take(A)) == [-1.0, -1.5]
-    assert logprobs_of(box.take(B)) == [-2.0]
+    assert take(box, C) is None
+    assert logprobs_of(take(box, A)) == [-1.0, -1.5]
+    assert logprobs_of(take(box, B)) == [-2.0]
 
 
 def test_a_draft_without_nodes_counts_as_one() -> None:
     box = inbox()
     offer(box, proposal(7, logprobs=()))
-    assert box.peek(A) == 0
-    taken = box.take(A)
+    assert peek(box, A) == 0
+    taken = take(box, A)
     assert taken is not None and len(taken.tree) == 0
 
 
@@ -100,7 +115,7 @@ def test_a_large_message_is_not_kept_for_one_draft() -> None:
     offer(box, proposal(7, logprobs=(-0.25,)), large)
     held = box._held[A]
     assert held is not None and held.nbytes < 1 << 10
-    assert logprobs_of(box.take(A)) == [-0.25]
+    assert logprobs_of(take(box, A)) == [-0.25]
 
 
 def test_the_more_promising_of_two_proposals_stays() -> None:
@@ -109,7 +124,7 @@ def test_the_more_promising_of_two_proposals_stays() -> None:
     assert offer(box, weak) is Offer.STORED
     assert offer(box, strong) is Offer.REPLACED
     assert offer(box, weak) is Offer.DUPLICATE
-    assert logprobs_of(box.take(A)) == [-0.1, -0.2]
+    assert logprobs_of(take(box, A)) == [-0.1, -0.2]
 
 
 def test_promise_is_the_sum_of_path_probabilities() -> None:
@@ -131,7 +146,7 @@ def test_sampled_trees_are_never_chosen_by_their_tokens() -> None:
     offer(box, proposal(7, logprobs=(-2.0,), law=law))
     assert offer(box, proposal(7, logprobs=(-0.1,), law=law)) is Offer.DUPLICATE
     assert offer(box, proposal(7, logprobs=(-0.1,))) is Offer.DUPLICATE
-    taken = box.take(A)
+    taken = take(box, A)
     assert logprobs_of(taken) == [-2.0]
     assert taken is not None and taken.law is not None and taken.law.ids.tolist() == [0, 1]
 
@@ -146,11 +161,11 @@ def test_a_proposal_that_can_never_be_used_is_stale(digest: int, prefix_len: int
 def test_a_proposal_for_a_predicted_outcome_waits_for_it() -> None:
     box = inbox()
     assert offer(box, proposal(99, 13)) is Offer.STORED
-    assert box.peek(A) is None
+    assert peek(box, A) is None
     assert move(box, A, digest=55, prefix_len=12) == 0
     assert move(box, A, digest=99, prefix_len=13) == 0
-    assert box.peek(A) == 1
-    assert box.take(A) is not None and len(box) == 0
+    assert peek(box, A) == 1
+    assert take(box, A) is not None and len(box) == 0
 
 
 def test_a_new_prefix_drops_what_can_no_longer_come_true() -> None:
@@ -169,7 +184,7 @@ def test_a_session_keeps_its_share_and_the_current_prefix_finds_room() -> None:
     assert offer(box, proposal(92, 13)) is Offer.FULL
     assert offer(box, proposal(7)) is Offer.STORED
     assert len(box) == 3
-    assert box.take(A) is not None
+    assert take(box, A) is not None
 
 
 def test_past_the_total_the_oldest_goes() -> None:
@@ -179,7 +194,7 @@ def test_past_the_total_the_oldest_goes() -> None:
     assert offer(box, proposal(93, 13, handle=B)) is Offer.STORED
     assert len(box) == 3
     move(box, A, digest=90, prefix_len=13)
-    assert box.take(A) is None
+    assert take(box, A) is None
 
 
 def test_dropping_a_session_leaves_the_others() -> None:
@@ -188,7 +203,7 @@ def test_dropping_a_session_leaves_the_others() -> None:
     offer(box, proposal(90, 13))
     box.drop(A)
     box.drop(A)
-    assert len(box) == 1 and box.peek(B) == 1
+    assert len(box) == 1 and peek(box, B) == 1
 
 
 OPERATIONS = st.tuples(
@@ -209,7 +224,7 @@ def test_bounds_hold_whatever_arrives(
         if kind == "offer":
             offer(box, proposal(digest, length, handle=handle))
         elif kind == "take":
-            taken = box.take(handle)
+            taken = take(box, handle)
             assert taken is None or taken.handle == handle
             assert taken is None or (taken.prefix_digest, taken.prefix_len) == prefix[handle]
         elif kind == "move":
@@ -217,7 +232,7 @@ def test_bounds_hold_whatever_arrives(
             prefix[handle] = (digest, length)
         else:
             box.drop(handle)
-            assert box.peek(handle) is None
-        later = len(box) - sum(box.peek(name) is not None for name in (A, B, C))
+            assert peek(box, handle) is None
+        later = len(box) - sum(peek(box, name) is not None for name in (A, B, C))
         assert 0 <= later <= total
-        assert len(box) == 0 or any(box.peek(name) is not None for name in (A, B, C)) or later
+        assert len(box) == 0 or any(peek(box, name) is not None for name in (A, B, C)) or later

@@ -273,7 +273,7 @@ def test_drafts_are_shortened_for_forwards_that_cost_not_for_what_the_host_takes
         policy.begin_round(1, now)
         if count % 4:
             now += forward_s + host_s
-            row = _row(session, tokens, VerifyRow(session=session, draft=draft))
+            row = _row(session, tokens, VerifyRow(session, draft=draft))
             policy.observe_round(
                 [row], seconds=forward_s + host_s, forward_s=forward_s, prompts=False, now=now
             )
@@ -325,7 +325,7 @@ def _row(
 ) -> Settled:
     nodes = tuple(range(len(tokens) - 1))
     result = RowOutcome(
-        acceptance=replace(STOOD, accepted_nodes=nodes, tokens=tokens), features=None
+        acceptance=STOOD._replace(accepted_nodes=nodes, tokens=tokens), features=None
     )
     return Settled(session, result, tokens, None, verified or VerifyRow(session=session))
 

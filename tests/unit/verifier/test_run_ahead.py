@@ -164,7 +164,7 @@ async def test_an_error_in_submit_fails_the_sessions_of_that_round_only() -> Non
         bad = await rig.run(spec)
         assert isinstance(bad.error, InternalError)
         # The round in flight came before the one that failed: its tokens count.
-        emitted = [flight.outcome.verify[0].acceptance for flight in runner.flights[1:]]
+        emitted = [flight.outcome.decoded.rows()[0].acceptance for flight in runner.flights[1:]]
         assert len(bad.tokens) == 1 + sum(len(a.tokens) for a in emitted if a is not None)
         assert bad.tokens == rig.reference(spec)[: len(bad.tokens)]
         runner.before_submit = None
@@ -285,7 +285,9 @@ async def test_own_drafts_are_counted_and_reported_over_a_transport() -> None:
         assert stats.proposed == 3 * stats.rounds
         assert stats.fallback_rounds == 0
         assert stats.emitted == 29
-        stood = sum(len(flight.outcome.verify[0].acceptance.tokens) - 1 for flight in settled)  # type: ignore[union-attr]
+        stood = sum(
+            len(flight.outcome.decoded.rows()[0].acceptance.tokens) - 1 for flight in settled
+        )  # type: ignore[union-attr]
         assert stood - 4 < stats.accepted <= stood
         assert rig.service._core.counters["proposed_tokens"] == stats.proposed
         assert last.drafter_attached is False

@@ -15,6 +15,7 @@ from outrider_verifier.schedule import (
     RoundPlan,
     RowState,
     plan_ahead,
+    plan_drafted,
     plan_round,
 )
 
@@ -103,6 +104,18 @@ def test_the_oldest_rows_go_first_within_the_budget() -> None:
         waiting("middle", nodes=5, since=2.0),
     ]
     assert decoded(plan_round(rows, 9.0, LIMITS)) == ["old", "middle"]
+
+
+def test_where_all_have_drafts_and_fit_there_is_nothing_to_weigh() -> None:
+    rows = [waiting("a", nodes=3, since=3.0), waiting("b", nodes=0), waiting("c", nodes=4)]
+    names, nodes = [r.session_id for r in rows], [r.nodes or 0 for r in rows]
+    plan = plan_drafted(names, nodes, LIMITS)
+    assert plan is not None and all(r.drafted and not r.missed for r in plan.decode)
+    expected = plan_round(rows, 9.0, LIMITS)
+    assert sorted(plan.decode) == sorted(expected.decode)
+    assert plan.prefill == expected.prefill == ()
+    assert plan_drafted(names, [3, 0, 7], LIMITS) is None
+    assert plan_drafted([], [], LIMITS) is None
 
 
 def test_one_row_always_fits() -> None:

@@ -174,7 +174,7 @@ async def test_a_round_that_fails_after_some_rows_were_settled_leaks_nothing(
 ) -> None:
     async with verifier() as rig:
         await rig.attach(good_chain(rig.target))
-        settle = rig.service._rounds._settle_verify
+        settle = rig.service._rounds._commit
         calls = iter(range(1000))
 
         def sometimes(*arguments: Any) -> int:
@@ -182,7 +182,7 @@ async def test_a_round_that_fails_after_some_rows_were_settled_leaks_nothing(
                 raise RuntimeError("injected")
             return settle(*arguments)
 
-        monkeypatch.setattr(type(rig.service._rounds), "_settle_verify", staticmethod(sometimes))
+        monkeypatch.setattr(type(rig.service._rounds), "_commit", staticmethod(sometimes))
         results = await rig.run_all([make_spec(f"s{i}", max_new_tokens=40) for i in range(3)])
         assert any(isinstance(r.error, InternalError) for r in results)
         await rig.idle()

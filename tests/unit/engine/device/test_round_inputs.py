@@ -11,6 +11,7 @@ import torch
 from outrider.engine.device.buffers import RING, Downloader, Uploader
 from outrider.engine.device.inputs import NO_TOKEN, RoundInputs
 from outrider.engine.device.law_inputs import LawInputs
+from outrider.engine.device.round_rows import RoundRows, RowInput
 from outrider.engine.device.shapes import Drafts
 from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.spec.tree import DraftTree
@@ -34,9 +35,14 @@ def inputs(rows: int = 4, nodes: int = 4) -> RoundInputs:
     return RoundInputs(rows, nodes, LawInputs(max_rows=1, device=CPU), padding=PADDING, device=CPU)
 
 
+def rows(slots: Sequence[int], trees: Sequence[DraftTree | None]) -> RoundRows:
+    """Rows with a draft each, or none."""
+    return RoundRows.of([RowInput(*each) for each in zip(slots, trees, strict=True)])
+
+
 def test_rows_and_nodes_that_are_not_there_are_padding() -> None:
     given = inputs()
-    given.fill([3, 1, 2], [tree([5, 6, 7], [-1, -1, 0]), None, tree([8])], Drafts.TREE)
+    given.fill(rows([3, 1, 2], [tree([5, 6, 7], [-1, -1, 0]), None, tree([8])]), Drafts.TREE)
     assert given.slots.tolist() == [3, 1, 2, PADDING]
     none = [NO_TOKEN] * 3
     assert given.drafts.tolist() == [[5, 6, 7], none, [8, NO_TOKEN, NO_TOKEN], none]
@@ -52,11 +58,11 @@ def test_rows_and_nodes_that_are_not_there_are_padding() -> None:
 def test_nothing_of_an_earlier_round_stays() -> None:
     given = inputs(rows=2)
     for _ in range(RING):
-        given.fill([0, 1], [tree([1, 2, 3]), tree([4, 5, 6])], Drafts.TREE)
-    given.fill([7], [tree([9])], Drafts.CHAIN)
+        given.fill(rows([0, 1], [tree([1, 2, 3]), tree([4, 5, 6])]), Drafts.TREE)
+    given.fill(rows([7], [tree([9])]), Drafts.CHAIN)
     assert given.slots.tolist() == [7, PADDING]
     assert given.drafts.tolist() == [[9, NO_TOKEN, NO_TOKEN], [NO_TOKEN] * 3]
-    given.fill([7], [tree([9])], Drafts.TREE)
+    given.fill(rows([7], [tree([9])]), Drafts.TREE)
     assert given.parents.tolist() == [[-1, PADDING_NODE, PADDING_NODE], [PADDING_NODE] * 3]
 
 
@@ -74,19 +80,19 @@ def test_slots_are_sent_when_they_change_only(
     monkeypatch.setattr(Uploader, "send", spy)
     given = inputs(rows=2)
     for slots in ([4, 5], [4, 5], [5], [5], [4, 5]):
-        given.fill(slots, [None] * len(slots), kind)
+        given.fill(rows(slots, [None] * len(slots)), kind)
         assert given.slots.tolist() == [*slots, PADDING][:2]
     assert sent == [2, 2, 2]
     # Drafts go with their slots, which are then known.
-    given.fill([6], [tree([1])], Drafts.CHAIN)
-    given.fill([6], [None], kind)
+    given.fill(rows([6], [tree([1])]), Drafts.CHAIN)
+    given.fill(rows([6], [None]), kind)
     assert given.slots.tolist() == [6, PADDING]
     assert sent == [2, 2, 2, 2 * 4]
 
 
 def test_a_round_without_rows_is_all_padding() -> None:
     given = inputs(rows=2, nodes=1)
-    given.fill([], [], Drafts.NONE)
+    given.fill(rows([], []), Drafts.NONE)
     assert given.slots.tolist() == [PADDING, PADDING]
 
 
@@ -94,7 +100,7 @@ def test_what_was_made_in_inference_mode_can_be_told_outside_it() -> None:
     with torch.inference_mode():
         given, downloads = inputs(), Downloader(CPU)
         first = downloads.start(torch.tensor([1.0, 2.0]))
-    given.fill([1], [tree([2])], Drafts.CHAIN)
+    given.fill(rows([1], [tree([2])]), Drafts.CHAIN)
     second = downloads.start(torch.tensor([3.0, 4.0]))
     assert given.slots.tolist() == [1, PADDING, PADDING, PADDING]
     assert (first.wait().tolist(), second.wait().tolist()) == ([1.0, 2.0], [3.0, 4.0])
@@ -117,3 +123,20 @@ def test_tensors_of_several_types_are_started_together() -> None:
     first, second = downloads.start_all((words, values))
     assert torch.equal(first.wait(), words)
     assert torch.equal(second.wait(), values)
+
+
+def test_drafts_that_are_all_full_lie_as_the_others_do() -> None:
+    given, mixed = inputs(), inputs()
+    trees = [tree([5, 6, 7], [-1, -1, 0]), tree([1, 2, 3])]
+    given.fill(rows([3, 1], trees), Drafts.TREE)
+    mixed.fill(rows([3, 1, 2], [*trees, tree([8])]), Drafts.TREE)
+    assert given.drafts[:2].tolist() == mixed.drafts[:2].tolist() == [[5, 6, 7], [1, 2, 3]]
+    assert given.parents[:2].tolist() == mixed.parents[:2].tolist()
+    assert given.drafts[2:].eq(NO_TOKEN).all() and given.parents[2:].eq(PADDING_NODE).all()
+
+
+def test_a_row_without_a_draft_stands_between_others() -> None:
+    found = rows([4, 5, 6], [tree([1, 2]), None, tree([3])])
+    assert found.counts.tolist() == [2, 0, 1] and found.most_nodes == 2
+    assert found.tokens.tolist() == [1, 2, 3] and found.drafts is Drafts.CHAIN
+    assert found.laws is None

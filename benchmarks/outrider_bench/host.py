@@ -1,0 +1,380 @@
+"""The host's share of a round in both processes, step by step, without models or transport.
+
+Everything is real but the device: programs return canned tensors and copies to and from a device
+are left out. Processor time of the thread, of the lowest tenth of the rounds. A step is on the
+round's critical path (an idle device waits for it) unless it is marked: `beside` runs while a
+device, or the other process, works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+from outrider_drafter.device_source import DeviceHeadSource
+from outrider_drafter.engine import DraftEngine
+from outrider_drafter.metrics import Metrics
+from outrider_drafter.sessions import Limits
+from outrider_verifier.commands import Attached, Link, Offered, Open
+from outrider_verifier.config import VerifierConfig
+from outrider_verifier.device_engine import DeviceRoundEngine
+from outrider_verifier.effects import Tell
+from outrider_verifier.handover import Told
+from outrider_verifier.service import VerifierService
+from torch import Tensor
+
+from outrider.engine.device.round_program import Verified
+from outrider.engine.device.shapes import PIECE_TOKENS, RoundShape
+from outrider.ids import DrafterId, SessionId
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import SamplingParams
+from outrider.wire.codec import (
+    decode_drafter_messages,
+    decode_verifier_messages,
+    encode_drafter_message,
+    encode_verifier_message,
+)
+from outrider.wire.messages import (
+    DrafterMessage,
+    Encoded,
+    FeatureLayout,
+    Proposals,
+    SessionSpec,
+    SessionStart,
+    Verdicts,
+)
+from outrider.wire.rounds import sound_proposals
+from outrider_bench.gpu.random_model import TINY, head_shape, random_head, random_target
+
+T = TypeVar("T")
+
+WIDTH: Final = 4096
+LENGTH: Final = 4
+"""Drafted tokens; all of them but one stand."""
+PROMPT: Final = 48
+_LINK: Final = 1
+_NAME: Final = DrafterId("bench")
+_SHAPE: Final = replace(
+    TINY, hidden_size=WIDTH, vocab_size=4096, num_kv_heads=1, max_position_embeddings=4096
+)
+BESIDE: Final = " (beside)"
+
+
+class Steps:
+    """Processor time since the last mark, by the name of the step that ended."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, list[float]] = defaultdict(list)
+        self._round: dict[str, float] = {}
+        self._last = 0
+
+    def begin(self) -> None:
+        """A step begins: what was before is nobody's."""
+        self._last = time.thread_time_ns()
+
+    def mark(self, name: str) -> None:
+        """A step ended, and the next one begins."""
+        now = time.thread_time_ns()
+        self._round[name] = self._round.get(name, 0.0) + (now - self._last) / 1e3
+        self._last = time.thread_time_ns()
+
+    def end_round(self) -> None:
+        """Keep what the round's steps took."""
+        for name, taken in self._round.items():
+            self.taken[name].append(taken)
+        self._round.clear()
+
+    def lowest(self, name: str) -> float:
+        """Microseconds of a step: the mean of the lowest tenth of the rounds."""
+        taken = sorted(self.taken[name])
+        return float(np.mean(taken[: max(1, len(taken) // 10)]))
+
+
+class _CannedGraphs:
+    """Stands for `GraphCache`: what a launch returns is made once for a key."""
+
+    enabled = False
+    sealed = True
+
+    def __init__(self, make: Callable[[Any], Any], launched: Callable[[], None]) -> None:
+        self._make, self._launched = make, launched
+        self._made: dict[Hashable, Any] = {}
+
+    def run(self, key: Hashable, fn: Callable[[], T]) -> T:
+        """The canned result of a key."""
+        self._launched()
+        if key not in self._made:
+            self._made[key] = self._make(key)
+        result: T = self._made[key]
+        return result
+
+
+class _CannedReadback:
+    """Stands for `Readback`: the tensor is on the host already."""
+
+    def __init__(self, tensor: Tensor, arrived: Callable[[], None]) -> None:
+        self._tensor, self._arrived = tensor, arrived
+        bits = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
+        self._array = bits.numpy()
+
+    def wait(self) -> Tensor:
+        """The tensor."""
+        self._arrived()
+        return self._tensor
+
+    def wait_array(self) -> np.ndarray[Any, Any]:
+        """As `wait`, in numpy."""
+        self._arrived()
+        return self._array
+
+
+class _CannedDownloads:
+    """Stands for `Downloader`: copies nothing."""
+
+    def __init__(self, arrived: Callable[[], None]) -> None:
+        self._arrived = arrived
+
+    def start(self, tensor: Tensor) -> _CannedReadback:
+        """A tensor that is there."""
+        return _CannedReadback(tensor, self._arrived)
+
+    def start_all(self, tensors: tuple[Tensor, ...]) -> list[_CannedReadback]:
+        """Tensors that are there."""
+        return [self.start(tensor) for tensor in tensors]
+
+
+def _verified(shape: RoundShape) -> Verified:
+    """The canned outcome of a shape: all drafted tokens but the last stand."""
+    words = np.zeros((shape.rows, shape.result_words), dtype=np.int32)
+    kept = min(LENGTH, shape.nodes)
+    words[:, 0] = kept
+    words[:, 2 : 2 + kept] = np.arange(kept)
+    words[:, 2 + shape.nodes : 2 + shape.nodes + kept] = np.arange(7, 7 + kept)
+    first = np.full(shape.pieces, 9, dtype=np.int32)
+    result = torch.from_numpy(np.concatenate((words.ravel(), first)))
+    features = None
+    if shape.features:
+        rows = shape.rows * shape.nodes + shape.pieces * PIECE_TOKENS
+        features = torch.ones(rows, WIDTH, dtype=torch.bfloat16)
+    return Verified(result, None, None, None, features)
+
+
+class VerifierSide:
+    """A verifier's engine thread, without the thread."""
+
+    def __init__(self, sessions: int, steps: Steps, *, planner: str) -> None:
+        self._steps = steps
+        config = VerifierConfig(
+            model="canned",
+            max_sessions=max(8, sessions),
+            max_tree_nodes=16,
+            dtype="bfloat16",
+            feature_budget_mb=4096,
+            planner=planner,
+            prefill_tokens_per_round=1024,
+            gather_ms=0.0,
+        )
+        target = random_target(
+            _SHAPE, dtype=torch.bfloat16, device=torch.device("cpu"), kv_tokens=sessions * 2048
+        )
+        heads = head_shape(target.config, 1024)
+        self.head, projection = random_head(heads, target.embedding)
+        runner = DeviceRoundEngine.build(config, target, projection)
+        canned: Any = runner.rounds
+        canned.graphs = _CannedGraphs(_verified, lambda: steps.mark("verifier: rows staged"))
+        canned._downloads = _CannedDownloads(self._arrived)
+        self._service = VerifierService(
+            config,
+            target,
+            projection,
+            runner=runner,
+            pool=target.pool,
+            max_context_len=4096,
+        )
+        self._core, self._rounds = self._service._core, self._service._rounds
+        self._outbox = self._service._outbox
+        self._waiting = self._unsaid = False
+        self._rounds.flush = self._flushed
+        advance = self._core.handover.advance
+
+        def timed(told: Told) -> list[tuple[int, Verdicts]]:
+            steps.mark("verifier: outcome settled")
+            result = advance(told)
+            steps.mark("verifier: verdicts made")
+            return result
+
+        self._core.handover.advance = timed  # type: ignore[method-assign]
+        self.vocab_size = target.vocab_size
+
+    def open(self, sessions: int, max_new_tokens: int, plan: Plan) -> list[bytes]:
+        """Attach a drafter, open sessions and run their prompts; what the drafter is told."""
+        link = Link(
+            link_id=_LINK,
+            drafter_id=_NAME,
+            incarnation="",
+            methods=(DraftMethod.EAGLE3,),
+            feature_layout=FeatureLayout.PROJECTED,
+        )
+        self._core.handle(Attached(link), time.monotonic())
+        for ticket in range(sessions):
+            spec = SessionSpec(
+                session_id=SessionId(f"s{ticket}"),
+                epoch=0,
+                token_ids=tuple(range(PROMPT)),
+                prompt_len=PROMPT,
+                max_new_tokens=max_new_tokens,
+                stop_token_ids=(2, 3),
+                sampling=SamplingParams(),
+                plan=plan,
+                drafter_id=_NAME,
+            )
+            opened: Any = Open(ticket, spec, None)  # type: ignore[arg-type]
+            self._core.handle(opened, time.monotonic())
+        told: list[bytes] = []
+        while any(not session.prefilled for session in self._core.sessions.values()):
+            told += self.round()
+        return told
+
+    def round(self) -> list[bytes]:
+        """Plan, launch and settle a round; what the drafter is told."""
+        self._steps.begin()
+        plan = self._rounds.plan(time.monotonic())
+        assert not plan.empty, "nothing to do"
+        self._steps.mark("verifier: planned")
+        self._waiting, self._unsaid = True, True
+        self._rounds.run(plan)
+        self._steps.mark("verifier: features kept" + BESIDE)
+        messages = [effect.message for effect in self._outbox if isinstance(effect, Tell)]
+        self._outbox.clear()
+        self._core.seal()
+        return [
+            bytes(message.data)
+            if isinstance(message, Encoded)
+            else encode_verifier_message(message)
+            for message in messages
+        ]
+
+    def offer(self, frames: list[bytes]) -> None:
+        """Proposals have come."""
+        for frame in frames:
+            self._steps.begin()
+            for message in decode_drafter_messages(frame):
+                assert isinstance(message, Proposals)
+                self._steps.mark("verifier: proposals decoded")
+                sound = sound_proposals(message, vocab_size=self.vocab_size, max_nodes=16)
+                self._steps.mark("verifier: proposals checked")
+                self._core.handle(Offered(_LINK, message, sound), time.monotonic())
+                self._steps.mark("verifier: proposals offered")
+
+    def _flushed(self) -> None:
+        said = not self._unsaid
+        self._unsaid = False
+        self._steps.mark(
+            "verifier: accounts, events" + BESIDE if said else "verifier: verdicts to bytes"
+        )
+
+    def _arrived(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            self._steps.mark("verifier: submitted" + BESIDE)
+
+
+class DrafterSide:
+    """A drafter's working thread, without the thread."""
+
+    def __init__(self, sessions: int, steps: Steps, head: Any) -> None:
+        self._steps = steps
+        self._source = DeviceHeadSource(
+            head,
+            max_rows=sessions * 2048,
+            max_context=2048,
+            max_sessions=max(8, sessions),
+            device="cpu",
+            bounded=True,
+        )
+        canned: Any = self._source
+        canned.graphs = _CannedGraphs(_drafted, lambda: steps.mark("drafter: batch staged"))
+        canned._downloads = _CannedDownloads(lambda: steps.mark("drafter: launched" + BESIDE))
+        # What is uploaded to this device is not copied.
+        canned._batch._uploaded = canned._batch._uploaded.to("meta")
+        canned._writer.write = lambda *_: None
+        self._engine = DraftEngine(
+            [self._source],
+            limits=Limits(vocab_size=_SHAPE.vocab_size, feature_size=WIDTH, max_context=2048),
+            max_sessions=max(8, sessions),
+            metrics=Metrics(),
+        )
+
+    def follow(self, frames: list[bytes]) -> list[bytes]:
+        """Take in what was told, draft; the proposals."""
+        steps, engine = self._steps, self._engine
+        for frame in frames:
+            steps.begin()
+            for message in decode_verifier_messages(frame):
+                steps.mark("drafter: verdicts decoded")
+                assert isinstance(message, Verdicts | SessionStart)
+                engine.handle(1, message)
+                steps.mark("drafter: verdicts taken in")
+        written: list[bytes] = []
+        steps.begin()
+        for answers in engine.draft():
+            steps.mark("drafter: answered")
+            for _, answer in answers:
+                sent: DrafterMessage = answer
+                written.append(encode_drafter_message(sent))
+            steps.mark("drafter: proposals to bytes")
+        steps.mark("drafter: ended" + BESIDE)
+        while engine.has_unbooked:
+            engine.book()
+        steps.mark("drafter: metrics" + BESIDE)
+        return written
+
+
+def _drafted(key: Any) -> tuple[Tensor, None]:
+    shape, size, _, _ = key
+    return torch.full((size, shape.depth), 5, dtype=torch.int32), None
+
+
+def measure(sessions: int, rounds: int, *, planner: str = "fixed") -> Steps:
+    """Run so many rounds of both sides."""
+    steps = Steps()
+    with torch.inference_mode():
+        verifier = VerifierSide(sessions, steps, planner=planner)
+        drafter = DrafterSide(sessions, steps, verifier.head)
+        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=LENGTH, patience_ms=60_000)
+        told = verifier.open(sessions, LENGTH * (rounds + 4), plan)
+        for count in range(rounds + 2):
+            if count == 2:
+                steps.taken.clear()
+            verifier.offer(drafter.follow(told))
+            told = verifier.round()
+            steps.end_round()
+    return steps
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("--sessions", default="1,64", help="sessions a round, several with commas")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--planner", default="fixed", choices=("automatic", "fixed"))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print a table of microseconds by step."""
+    counts = [int(sessions) for sessions in args.sessions.split(",")]
+    found = [measure(count, args.rounds, planner=args.planner) for count in counts]
+    print("| us | " + " | ".join(f"{count} sessions" for count in counts) + " |")
+    print("|---|" + "---|" * len(counts))
+    names = list(found[0].taken)
+    for name in names:
+        print(f"| {name} | " + " | ".join(f"{steps.lowest(name):.0f}" for steps in found) + " |")
+    for side in ("verifier", "drafter"):
+        critical = [name for name in names if name.startswith(side) and BESIDE not in name]
+        totals = [sum(map(steps.lowest, critical)) for steps in found]
+        print(f"| **{side}, critical** | " + " | ".join(f"{total:.0f}" for total in totals) + " |")

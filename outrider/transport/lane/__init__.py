@@ -1,0 +1,11 @@
+"""Lanes: the exchange of two processes of one host, owned by the threads that do the rounds.
+
+The connection that a drafter dialled stays: it shook hands, carries heartbeats and ends with its
+peer. But what rounds say goes from working thread to working thread, over a Unix socket of packets
+and, where a message is large, a ring of shared memory: no event loop, no other thread wakes.
+"""
+
+from outrider.transport.lane.join import LaneListener, join_lane, lanes_exist
+from outrider.transport.lane.lane import Lane
+
+__all__ = ["Lane", "LaneListener", "join_lane", "lanes_exist"]

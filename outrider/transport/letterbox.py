@@ -1,0 +1,85 @@
+"""Items for one thread that waits for sockets, too: whichever comes first wakes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, Generic, TypeVar
+
+ItemT = TypeVar("ItemT")
+
+_SELECT_FDS: Final = 1024
+"""`select` knows file descriptors below this; beyond them waits are rounded up to milliseconds."""
+_MS: Final = 1000.0
+
+
+class Letterbox(Generic[ItemT]):
+    """FIFO that any thread may put items into, and one thread, its owner, empties."""
+
+    def __init__(self) -> None:
+        self._items: deque[ItemT] = deque()
+        self._bell, self._ring = os.pipe()
+        for end in (self._bell, self._ring):
+            os.set_blocking(end, False)
+        self._asleep = False
+        """Whether the owner waits, or is about to: it looks at the items once more after this."""
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __del__(self) -> None:
+        for end in (self._bell, self._ring):
+            with contextlib.suppress(OSError):
+                os.close(end)
+
+    def put(self, item: ItemT) -> None:
+        """Append an item and wake the owner; any thread."""
+        self._items.append(item)
+        if self._asleep:
+            # A full pipe wakes as well as one byte more.
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._ring, b"\0")
+
+    def take(self) -> list[ItemT]:
+        """All items that are there; the owner's thread."""
+        return [self._items.popleft() for _ in range(len(self._items))]
+
+    def wait(
+        self,
+        timeout_s: float | None,
+        readers: Sequence[int] = (),
+        writers: Sequence[int] = (),
+    ) -> set[int]:
+        """Wait for an item, or for one of these file descriptors; None: for as long as it takes.
+
+        Returns the descriptors that can be read or written. The owner's thread.
+        """
+        self._asleep = True
+        try:
+            if self._items:
+                timeout_s = 0.0
+            ready = _ready((self._bell, *readers), writers, timeout_s)
+        finally:
+            self._asleep = False
+        if self._bell in ready:
+            ready.discard(self._bell)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._bell, 4096)
+        return ready
+
+
+def _ready(readers: Sequence[int], writers: Sequence[int], timeout_s: float | None) -> set[int]:
+    if max((*readers, *writers)) < _SELECT_FDS:
+        read, written, _ = select.select(readers, writers, (), timeout_s)
+        return {*read, *written}
+    waiting = select.poll()
+    for number in {*readers, *writers}:
+        waiting.register(
+            number,
+            (select.POLLIN if number in readers else 0)
+            | (select.POLLOUT if number in writers else 0),
+        )
+    return {number for number, _ in waiting.poll(None if timeout_s is None else timeout_s * _MS)}

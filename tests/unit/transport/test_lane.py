@@ -1,0 +1,182 @@
+"""A lane carries frames of any size in order, bounds nothing by blocking, and trusts nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import random
+import secrets
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from outrider.errors import ConnectionLostError, InvalidMessageError, UnavailableError
+from outrider.transport.lane import Lane, LaneListener, join_lane
+from outrider.transport.lane.lane import MAX_FRAME_BYTES
+from outrider.transport.lane.ring import RING_BYTES, Ring
+from outrider.wire.messages import LaneOffer
+
+
+@contextmanager
+def pair() -> Iterator[tuple[Lane, Lane]]:
+    """Both ends of a lane."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    there, back = Ring.make(), Ring.make()
+    left = Lane(ours, outgoing=Ring.of(there), incoming=Ring.of(back))
+    right = Lane(theirs, outgoing=Ring.of(back), incoming=Ring.of(there))
+    os.close(there)
+    os.close(back)
+    try:
+        yield left, right
+    finally:
+        left.close()
+        right.close()
+
+
+def test_frames_of_all_sizes_cross_in_order_both_ways() -> None:
+    rng = random.Random(1)
+    with pair() as (left, right):
+        for sender, receiver in ((left, right), (right, left)):
+            for _ in range(40):
+                sizes = [rng.choice([0, 1, 5000, 32768, 32769, 2_000_000]) for _ in range(3)]
+                frames = [rng.randbytes(size) for size in sizes]
+                sender.send(*frames)
+                assert receiver.receive() == frames
+                assert receiver.receive() == []
+
+
+def test_what_finds_no_room_is_kept_and_sent_later_in_order() -> None:
+    rng = random.Random(2)
+    frames = [rng.randbytes(rng.choice([100, 3_000_000])) for _ in range(40)]
+    with pair() as (left, right):
+        left.send(*frames)
+        assert left.unsent > 0
+        assert left.unsent_bytes == sum(map(len, frames[-left.unsent :]))
+        found: list[bytes] = []
+        while len(found) < len(frames):
+            found += right.receive()
+            left.flush()
+        assert found == frames
+        assert left.unsent == left.unsent_bytes == 0
+
+
+def test_a_reader_that_stopped_costs_its_sender_nothing_but_memory() -> None:
+    with pair() as (left, right):
+        for number in range(5000):
+            left.send(number.to_bytes(4, "little") * 25)
+        assert left.unsent > 0
+        while left.unsent > 10:
+            left.drop_oldest()
+        assert left.unsent_bytes == 1000
+        assert right.receive()[0] == bytes(4) * 25
+
+
+def test_a_frame_that_no_ring_holds_is_refused() -> None:
+    with pair() as (left, right):
+        with pytest.raises(InvalidMessageError):
+            left.send(bytes(MAX_FRAME_BYTES + 1))
+        left.send(b"after")
+        assert right.receive() == [b"after"]
+
+
+def test_the_end_comes_after_what_was_sent_before_it() -> None:
+    with pair() as (left, right):
+        left.send(b"last words")
+        left.close()
+        left.close()
+        assert right.receive() == [b"last words"]
+        with pytest.raises(ConnectionLostError):
+            right.receive()
+        with pytest.raises(ConnectionLostError):
+            right.send(b"to nobody")
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"\2what",
+        b"\1",
+        b"\1" + struct.pack("<QQ", RING_BYTES, 1),
+        b"\1" + struct.pack("<QQ", 0, RING_BYTES + 1),
+        b"\1" + struct.pack("<QQ", 2**64 - 1, 2**64 - 1),
+        b"\1" + struct.pack("<QQ", 2**63, 2**63),
+        b"\1" + struct.pack("<QQ", 0, 8) + b"more",
+    ],
+)
+def test_packets_of_no_form_end_the_lane(packet: bytes) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    there, back = Ring.make(), Ring.make()
+    lane = Lane(theirs, outgoing=Ring.of(there), incoming=Ring.of(back))
+    os.close(there)
+    os.close(back)
+    with ours:
+        ours.send(packet)
+        with pytest.raises(ConnectionLostError):
+            lane.receive()
+    lane.close()
+
+
+def test_memory_that_its_maker_could_take_away_is_refused() -> None:
+    plain = os.memfd_create("plain", os.MFD_ALLOW_SEALING)
+    os.ftruncate(plain, 4096 + RING_BYTES)
+    short = os.memfd_create("short", os.MFD_ALLOW_SEALING)
+    os.ftruncate(short, 4096)
+    fcntl.fcntl(short, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    fcntl.fcntl(short, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+    for descriptor in (plain, short):
+        with pytest.raises(InvalidMessageError):
+            Ring.of(descriptor)
+        os.close(descriptor)
+    sound = Ring.make()
+    with pytest.raises(OSError):
+        os.ftruncate(sound, 0)
+    os.close(sound)
+
+
+async def test_who_was_offered_a_lane_joins_it_once() -> None:
+    listener = LaneListener()
+    try:
+        offer = listener.offer()
+        theirs = await asyncio.to_thread(join_lane, offer)
+        ours = await listener.joined(offer)
+        ours.send(b"hello", bytes(100_000))
+        assert theirs.receive() == [b"hello", bytes(100_000)]
+        with pytest.raises(UnavailableError):
+            await asyncio.to_thread(join_lane, offer)
+        ours.close()
+        theirs.close()
+    finally:
+        listener.close()
+
+
+async def test_a_stranger_without_the_token_gets_nothing() -> None:
+    listener = LaneListener()
+    try:
+        offer = listener.offer()
+        guess = LaneOffer(name=offer.name, token=secrets.token_bytes(16))
+        with pytest.raises(UnavailableError):
+            await asyncio.to_thread(join_lane, guess)
+        lane = await asyncio.to_thread(join_lane, offer)
+        lane.close()
+        listener.withdraw(offer)
+        listener.withdraw(offer)
+    finally:
+        listener.close()
+
+
+async def test_nobody_is_waited_for_longer_than_a_moment() -> None:
+    listener = LaneListener()
+    try:
+        with pytest.raises(UnavailableError):
+            await listener.joined(listener.offer())
+    finally:
+        listener.close()
+
+
+def test_an_offer_of_another_host_is_no_lane() -> None:
+    with pytest.raises(UnavailableError):
+        join_lane(LaneOffer(name=secrets.token_hex(16), token=bytes(16)))

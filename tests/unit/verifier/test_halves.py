@@ -1,0 +1,146 @@
+"""Drafted sessions take turns in two halves where that is shorter; their texts stay the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from outrider_verifier.halves import Halves
+from outrider_verifier.schedule import (
+    DecodeRow,
+    Limits,
+    PrefillChunk,
+    RoundPlan,
+    RowState,
+    plan_beside,
+    plan_round,
+)
+
+from outrider.ids import SessionId
+from outrider.spec.plan import DraftMethod, Plan
+from tests.fakes.runner import FakeRunner
+from tests.fakes.target import FakeTarget
+from tests.unit.verifier.harness import good_chain, half_good_chain, make_spec, verifier
+
+LIMITS = Limits(prefill_tokens=64, decode_tokens=1000, gather_s=0.005)
+LONG = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)
+
+
+def steep(rows: int, nodes: int) -> float:
+    """Seconds of a forward: 1 ms for the weights, 50 us for a token."""
+    return 0.001 + 50e-6 * rows * nodes
+
+
+def row(number: int, *, nodes: int | None, since: float = 0.0, left: int = 0) -> RowState:
+    return RowState(
+        session_id=SessionId(f"s{number}"),
+        prefill_left=left,
+        nodes=nodes,
+        awaits_proposal=nodes is None,
+        since=since,
+        proposal_at=since,
+        patience_s=1.0,
+    )
+
+
+def test_turns_are_taken_where_they_are_shorter() -> None:
+    # Sharing: 17 + 6 ms. In turns: twice 9 ms, and the answer is hidden.
+    assert Halves(steep).most_rows(64, 5, 0.006) == 32
+    assert Halves(steep).most_rows(64, 5, 0.001) is None
+    assert Halves(steep).most_rows(9, 5, 0.006) == 5
+    # Where rows cost nothing, a half takes as long as all.
+    assert Halves(lambda rows, nodes: 0.004).most_rows(64, 5, 0.006) is None
+
+
+def test_few_rows_and_unknown_times_share() -> None:
+    assert Halves(steep).most_rows(3, 5, 1.0) is None
+    assert Halves(steep).most_rows(64, 5, 0.0) is None
+    assert Halves(lambda rows, nodes: None).most_rows(64, 5, 1.0) is None
+
+
+def test_a_near_tie_changes_nothing() -> None:
+    halves = Halves(steep)
+    assert halves.most_rows(64, 5, 0.0015) is None
+    assert halves.most_rows(64, 5, 0.006) == 32
+    assert halves.most_rows(64, 5, 0.0015) == 32
+    assert halves.most_rows(64, 5, 0.0) is None
+    assert halves.most_rows(64, 5, 0.0015) is None
+
+
+def test_a_half_does_not_wait_for_the_other_one() -> None:
+    rows = [row(n, nodes=4) for n in range(4)] + [row(n, nodes=None) for n in range(4, 8)]
+    assert plan_round(rows, 0.001, LIMITS).wait_until == pytest.approx(0.005)
+    plan = plan_round(rows, 0.001, LIMITS, most_rows=4)
+    assert plan.session_ids == ["s0", "s1", "s2", "s3"]
+
+
+def test_no_round_has_more_rows_than_a_half_and_the_oldest_go_first() -> None:
+    rows = [row(n, nodes=4, since=float(-n)) for n in range(6)]
+    plan = plan_round(rows, 1.0, LIMITS, most_rows=4)
+    assert plan.session_ids == ["s5", "s4", "s3", "s2"]
+
+
+def test_the_other_half_is_submitted_behind_the_one_in_flight() -> None:
+    flying = RoundPlan(decode=tuple(DecodeRow(SessionId(f"s{n}")) for n in range(4)))
+    stale = [row(n, nodes=None) for n in range(4)]
+    ready = [row(n, nodes=4) for n in range(4, 8)]
+    prompt = row(9, nodes=None, left=10)
+    plan = plan_beside([*stale, *ready, prompt], 0.001, flying, LIMITS, most_rows=4)
+    assert [entry.session_id for entry in plan.decode] == ["s4", "s5", "s6", "s7"]
+    assert plan.prefill == (PrefillChunk(session_id=SessionId("s9"), num_tokens=10),)
+
+
+def test_a_few_rows_wait_for_more_of_their_half_or_for_the_round_in_flight() -> None:
+    flying = RoundPlan(decode=tuple(DecodeRow(SessionId(f"s{n}")) for n in range(4)))
+    others = [row(4, nodes=4), *(row(n, nodes=None) for n in range(5, 8))]
+    plan = plan_beside(others, 0.001, flying, LIMITS, most_rows=4)
+    assert plan.empty
+    assert plan.wait_until == 1.0
+    alone = plan_beside(others[:1], 0.001, flying, LIMITS, most_rows=4)
+    assert alone.empty
+    assert alone.wait_until is None
+
+
+@pytest.mark.parametrize("lands_late", [False, True])
+async def test_sessions_in_turns_say_what_they_would_alone(lands_late: bool) -> None:
+    target = FakeTarget(num_blocks=512)
+    runner = FakeRunner(target, drafts=0)
+    runner.verify_times = steep
+    asked = iter(range(10**9))
+    if lands_late:
+        runner.lands = lambda: next(asked) % 7 == 6
+    async with verifier(target=target, runner=runner, planner="automatic") as rig:
+        rig.service._core.policy.answer_s = lambda: 0.006  # type: ignore[method-assign]
+        rig.service._core.policy.pauses = lambda session: False  # type: ignore[method-assign]
+        await rig.attach(half_good_chain(target))
+        specs = [make_spec(f"s{i}", max_new_tokens=60 + 7 * i, plan=LONG) for i in range(9)]
+        results = await rig.run_all(specs)
+        for spec, result in zip(specs, results, strict=True):
+            assert result.tokens == rig.reference(spec)
+        stats = [result.last.stats for result in results]
+        assert all(s.accepted > 0 for s in stats)
+        sizes = [len(flight.verify) for flight in runner.flights]
+        assert max(sizes[len(sizes) // 4 :]) <= 5
+        behind = sum(flight.ahead for flight in runner.flights)
+        assert behind > len(runner.flights) // 4
+        assert runner.most_in_flight == 2
+        await rig.idle()
+
+
+async def test_sessions_leave_and_come_while_others_take_turns() -> None:
+    target = FakeTarget(num_blocks=512)
+    runner = FakeRunner(target, drafts=0)
+    runner.verify_times = steep
+    async with verifier(target=target, runner=runner, planner="automatic") as rig:
+        rig.service._core.policy.answer_s = lambda: 0.006  # type: ignore[method-assign]
+        await rig.attach(good_chain(target))
+        for wave in range(3):
+            specs = [
+                make_spec(f"w{wave}-{i}", max_new_tokens=5 + 11 * (i % 4), plan=LONG)
+                for i in range(12)
+            ]
+            mixed = [replace(s, drafter_id=None) if i % 3 == 0 else s for i, s in enumerate(specs)]
+            for spec, result in zip(mixed, await rig.run_all(mixed), strict=True):
+                assert result.error is None
+                assert result.tokens == rig.reference(spec)
+        await rig.idle()

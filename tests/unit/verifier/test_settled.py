@@ -1,0 +1,101 @@
+"""Which sessions of a round their drafters hear of, and what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from outrider_verifier.engine import Decoded
+from outrider_verifier.handover import Told
+from outrider_verifier.sessions import Session
+from outrider_verifier.settled import Sheet
+
+from outrider.spec.plan import Plan
+from tests.fakes.target import FakeTarget
+from tests.unit.verifier.harness import make_spec
+
+
+def session(handle: int, **options: Any) -> Session:
+    """A session that decodes, of whose budget of 16 one token is used."""
+    made = Session.create(
+        make_spec(f"s{handle}", **options),
+        ticket=handle,
+        kv=FakeTarget(num_blocks=8).pool.allocate(32),
+        now=0.0,
+        keeps_features=True,
+    )
+    made.handle = handle
+    made.kv.advance(made.length)
+    made.append((7,), 0.0)
+    return made
+
+
+def decoded(*rows: tuple[int, ...]) -> Decoded:
+    """What rows emitted, with features."""
+    return Decoded(
+        counts=np.array([len(row) for row in rows]),
+        tokens=np.array([token for row in rows for token in row], dtype=np.int32),
+        features=[np.full((len(row), 2), index) for index, row in enumerate(rows)],
+        rows=list,
+    )
+
+
+def pieces(told: Told) -> list[list[int]]:
+    """The tokens of each entry."""
+    ends = np.cumsum(told.counts).tolist()
+    return [
+        told.tokens[end - count : end].tolist()
+        for end, count in zip(ends, told.counts.tolist(), strict=True)
+    ]
+
+
+def test_all_go_on() -> None:
+    sessions = [session(3), session(1)]
+    told = Sheet.of(sessions).verdicts(decoded((5, 6), (8,)))
+    assert told.handles.tolist() == [3, 1]
+    assert told.lengths.tolist() == [6, 6] and told.written.tolist() == [7, 6]
+    assert pieces(told) == [[5, 6], [8]]
+    assert told.wanted.all() and told.whole.all()
+
+
+@pytest.mark.parametrize("reason", ["stop", "budget", "ended", "paused", "no drafter"])
+def test_who_ends_or_is_followed_by_nobody_is_left_out(reason: str) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "stop": {"stop_token_ids": (6,)},
+        "budget": {"max_new_tokens": 3},
+        "no drafter": {"drafter": None},
+    }
+    out = session(0, **options.get(reason, {}))
+    out.paused, out.ended = reason == "paused", reason == "ended"
+    told = Sheet.of([session(1), out, session(2)]).verdicts(decoded((5, 6), (5, 6), (6,)))
+    assert told.handles.tolist() == [1, 2]
+    assert pieces(told) == [[5, 6], [6]]
+    assert [None if rows is None else rows[0, 0] for rows in told.features] == [0, 2]
+
+
+def test_a_draft_is_wanted_where_the_budget_and_the_plan_leave_room_for_one() -> None:
+    sessions = [
+        session(0, max_new_tokens=4),
+        session(1, max_new_tokens=5),
+        session(2, plan=Plan()),
+        session(3),
+    ]
+    sessions[3].draft_limit = 0
+    told = Sheet.of(sessions).verdicts(decoded(*[(5, 6)] * 4))
+    wanted = []
+    for each in sessions:
+        each.append((5, 6), 0.0)
+        wanted.append(each.draft_wanted)
+    assert told.wanted.tolist() == wanted == [False, True, False, False]
+
+
+def test_what_a_drafter_missed_comes_before_what_is_new() -> None:
+    sessions = [session(0), session(1)]
+    told = Sheet.of(sessions).verdicts(decoded((8, 9), (5,)))
+    assert told.news(np.array([6, 6]), np.array([8, 7])).tolist() == [8, 9, 5]
+    assert told.news(np.array([4, 6]), np.array([8, 7])).tolist() == [5, 7, 8, 9, 5]
+    present = Told.present(sessions, [None, None])
+    assert present.news(np.array([0, 6]), np.array([6, 6])).tolist() == [3, 1, 4, 1, 5, 7]
+    both = present.with_(told)
+    assert both.handles.tolist() == [0, 1, 0, 1] and len(both) == 4

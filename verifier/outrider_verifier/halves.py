@@ -1,0 +1,46 @@
+"""Whether drafted sessions share a round or take turns in two halves (pure).
+
+Sharing, target and drafter wait for each other: a round takes the forward over all rows and then
+the answer of the drafter. In halves one is verified while the other is drafted for: the drafter's
+time is hidden, but the weights are read twice for as many tokens. Which is shorter depends on what
+more rows cost, so it is asked of the times that were measured at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+LEAST: Final = 4
+"""Fewer sessions than this always share: there is no table that fine."""
+GAIN: Final = 0.95
+"""How much shorter the other way must be to change to it."""
+
+
+class Halves:
+    """Decides anew before each round, with hysteresis."""
+
+    def __init__(self, verify_s: Callable[[int, int], float | None]) -> None:
+        """`verify_s`: seconds of a forward over so many rows, of so many nodes each; None where
+        that was not measured."""
+        self._verify_s = verify_s
+        self.in_force = False
+
+    def most_rows(self, rows: int, nodes: int, answer_s: float) -> int | None:
+        """Rows of a half; None: all share a round. `rows` drafted sessions of `nodes` nodes each,
+        the root included; `answer_s`: from a round's end to its proposals, 0 while unknown."""
+        half = -(-rows // 2)
+        if rows < LEAST or not answer_s:
+            self.in_force = False
+            return None
+        whole_s, half_s = self._verify_s(rows, nodes), self._verify_s(half, nodes)
+        if whole_s is None or half_s is None:
+            self.in_force = False
+            return None
+        shared_s = whole_s + answer_s
+        turns_s = max(2.0 * half_s, half_s + answer_s)
+        if self.in_force:
+            self.in_force = turns_s * GAIN < shared_s
+        else:
+            self.in_force = turns_s < GAIN * shared_s
+        return half if self.in_force else None

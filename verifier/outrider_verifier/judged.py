@@ -1,0 +1,98 @@
+"""The words that a launch brought back of its rows, as the rest of the verifier wants them.
+
+n rows, N nodes of a row's bucket, H feature width. A row has 2 + 2N words: how many rows of its
+bucket stand (the root's included), flags, these rows, and the tokens that follow each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engine.acceptance import Acceptance
+from outrider.engine.kernels.acceptance.matching import FALLBACK, RESAMPLED
+from outrider_verifier.device_groups import Group
+from outrider_verifier.engine import Decoded, RowOutcome
+
+
+class Judged(NamedTuple):
+    """The outcome of a group's rows; read before the memory that it lies in is used again."""
+
+    group: Group
+    words: NDArray[np.int32]
+    """[n, 2 + 2N]"""
+    counts: list[int]
+    """[n]: the first word of each."""
+    features: NDArray[np.generic] | None
+    """[n * N and more, H]: of each row what stands first."""
+    drafted: int
+    """Nodes of own drafts of each row."""
+
+    @property
+    def nodes(self) -> int:
+        """N"""
+        return int(self.words.shape[1]) // 2 - 1
+
+    def tokens(self) -> NDArray[np.int32]:
+        """What the rows emitted, in turn."""
+        nodes = self.nodes
+        standing = np.arange(nodes) < self.words[:, :1]
+        return self.words[:, 2 + nodes :][standing]
+
+    def row_features(self) -> list[NDArray[np.generic] | None]:
+        """[n]: the features of each row's positions, None where the session keeps none."""
+        rows, nodes = self.features, self.nodes
+        if rows is None:
+            return [None] * len(self.counts)
+        return [
+            rows[first : first + count] if row.session.keeps_features else None
+            for first, count, row in zip(
+                range(0, nodes * len(self.counts), nodes),
+                self.counts,
+                self.group.rows,
+                strict=True,
+            )
+        ]
+
+    def outcomes(self) -> list[RowOutcome]:
+        """The rows one by one."""
+        nodes = self.nodes
+        return [
+            RowOutcome(
+                Acceptance(
+                    accepted_nodes=tuple([kept - 1 for kept in words[3 : 2 + words[0]]]),
+                    tokens=tuple(words[2 + nodes : 2 + nodes + words[0]]),
+                    resampled=bool(words[1] & RESAMPLED),
+                    used_target_only_fallback=bool(words[1] & FALLBACK),
+                ),
+                features,
+                self.drafted,
+            )
+            for words, features in zip(self.words.tolist(), self.row_features(), strict=True)
+        ]
+
+
+def decoded(judged: Sequence[Judged], rows: int) -> Decoded:
+    """The outcome of all rows of a round, in the order of the round."""
+    if len(judged) == 1 and judged[0].group.places == list(range(rows)):
+        (all_rows,) = judged
+        return Decoded(
+            counts=all_rows.words[:, 0].astype(np.int64),
+            tokens=all_rows.tokens(),
+            features=all_rows.row_features(),
+            rows=all_rows.outcomes,
+        )
+    return Decoded.of(_placed(judged, rows))
+
+
+def _placed(judged: Sequence[Judged], rows: int) -> list[RowOutcome]:
+    """Rows of several launches in the order of the round."""
+    outcomes = {
+        place: outcome
+        for each in judged
+        for place, outcome in zip(each.group.places, each.outcomes(), strict=True)
+    }
+    return [outcomes[place] for place in range(rows)]
