@@ -16,9 +16,10 @@ from outrider.wire.v1 import exchange_pb2 as pb
 Encoded = bytes | memoryview
 
 _BUNDLE = pb.ExchangeRequest.BUNDLE_FIELD_NUMBER
-_LENGTH_DELIMITED = 2
+LENGTH_DELIMITED = 2
+"""The wire type of submessages and bytes."""
 _FIXED_BYTES = {1: 8, 5: 4}
-_TAG = bytes([_BUNDLE << 3 | _LENGTH_DELIMITED])
+_TAG = bytes([_BUNDLE << 3 | LENGTH_DELIMITED])
 _MAX_VARINT_BYTES = 10
 _SHORT = [bytes([value]) for value in range(0x80)]
 """Numbers that take one byte."""
@@ -107,15 +108,15 @@ def fields(data: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
     a varint its value; None for others. Raises InvalidMessageError for what is no such sequence."""
     position, end = 0, len(data)
     while position < end:
-        tag, position = _read_varint(data, position)
+        tag, position = read_varint(data, position)
         number, kind = tag >> 3, tag & 7
         content: memoryview | int | None = None
-        if kind == _LENGTH_DELIMITED:
-            length, start = _read_varint(data, position)
+        if kind == LENGTH_DELIMITED:
+            length, start = read_varint(data, position)
             position = start + length
             content = data[start:position]
         elif kind == 0:
-            content, position = _read_varint(data, position)
+            content, position = read_varint(data, position)
         elif kind in _FIXED_BYTES:
             position += _FIXED_BYTES[kind]
         else:
@@ -125,8 +126,8 @@ def fields(data: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
         yield number, content
 
 
-def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
-    """(value, position behind it)."""
+def read_varint(data: memoryview, position: int) -> tuple[int, int]:
+    """(value, position behind it). Raises InvalidMessageError for one that is cut short."""
     if position < len(data) and (byte := data[position]) < 0x80:
         return byte, position + 1
     value = shift = 0

@@ -57,6 +57,7 @@ from outrider.wire.round_codec import (
     encode_proposals,
     encode_verdicts,
     only_member,
+    sole_content,
 )
 from outrider.wire.v1 import common_pb2
 from outrider.wire.v1 import exchange_pb2 as pb
@@ -96,7 +97,7 @@ def decode_drafter_messages(frame: EncodedFrame) -> list[DrafterMessage | Invali
 
     A frame that cannot be told into messages is one malformed message.
     """
-    return _decode_all(frame, _drafter_message)
+    return _decode_all(frame, _drafter_message, PROPOSALS_FIELD, decode_proposals)
 
 
 def decode_drafter_message(data: EncodedFrame) -> DrafterMessage:
@@ -106,9 +107,16 @@ def decode_drafter_message(data: EncodedFrame) -> DrafterMessage:
 
 
 def _decode_all(
-    frame: EncodedFrame, decode: Callable[[EncodedFrame], MessageT]
+    frame: EncodedFrame,
+    decode: Callable[[EncodedFrame], MessageT],
+    round_field: int,
+    decode_round: Callable[[memoryview], MessageT],
 ) -> list[MessageT | InvalidMessageError]:
+    """`decode_round` is for a frame that is its `round_field` and nothing else."""
     try:
+        content = sole_content(frame, round_field)
+        if content is not None:
+            return [decode_round(content)]
         members = split(frame)
     except InvalidMessageError as error:
         return [error]
@@ -178,7 +186,7 @@ def encode_verifier_messages(
 
 def decode_verifier_messages(frame: EncodedFrame) -> list[VerifierMessage | InvalidMessageError]:
     """Like `decode_drafter_messages`, of a verifier."""
-    return _decode_all(frame, _verifier_message)
+    return _decode_all(frame, _verifier_message, VERDICTS_FIELD, decode_verdicts)
 
 
 def decode_verifier_message(data: EncodedFrame) -> VerifierMessage:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from outrider.spec.flat_trees import chain_parents
 from outrider.spec.mixing import MASK64
-from outrider.wire.bundles import Encoded, fields, varint
+from outrider.wire.bundles import LENGTH_DELIMITED, Encoded, fields, read_varint, varint
 from outrider.wire.checks import fail, number
 from outrider.wire.limits import (
     MAX_FEATURE_WIDTH,
@@ -113,6 +113,16 @@ def encode_proposals(proposals: Proposals) -> bytes:
         ]
     written.append(_Field(pb.Proposals.DRAFT_US_FIELD_NUMBER, proposals.draft_us))
     return _message(PROPOSALS_FIELD, written)
+
+
+def sole_content(data: Encoded, field: int) -> memoryview | None:
+    """The content of a frame that is its `field` and nothing else, as what rounds say nearly always
+    is; None: for `only_member` to look at."""
+    frame = memoryview(data)
+    if not 2 <= len(frame) <= MAX_MESSAGE_BYTES or frame[0] != field << 3 | LENGTH_DELIMITED:
+        return None
+    length, start = read_varint(frame, 1)
+    return frame[start:] if start + length == len(frame) else None
 
 
 def only_member(data: Encoded, field: int) -> memoryview | None:

@@ -95,7 +95,7 @@ class Told:
             features=[self.features[place] for place in kept],
         )
 
-    def with_(self, others: Told) -> Told:
+    def joined(self, others: Told) -> Told:
         """These sessions and others."""
 
         def both(column: str) -> NDArray[Any]:

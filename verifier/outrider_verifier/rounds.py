@@ -320,7 +320,7 @@ class Rounds:
         prompted = Told.present(
             [row.session for row in rows], [row.result.features for row in rows]
         )
-        return prompted.with_(told)
+        return prompted.joined(told)
 
     def _follow_up(self, settled: Settled) -> int:
         """Count, emit; finish the session if that was its end."""
