@@ -272,12 +272,14 @@ class VerifierSide:
                 self._core.handle(Offered(_LINK, message, sound), time.monotonic())
                 self._steps.mark("verifier: proposals offered")
 
-    def _flushed(self) -> None:
+    def _flushed(self) -> bool:
+        """Marks the step; no other thread has a part in it."""
         said = not self._unsaid
         self._unsaid = False
         self._steps.mark(
             "verifier: accounts, events" + BESIDE if said else "verifier: verdicts to bytes"
         )
+        return False
 
     def _arrived(self) -> None:
         if self._waiting:

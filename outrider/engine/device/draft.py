@@ -153,50 +153,30 @@ class DraftProgram:
         layout = self._layout(rows, num_steps=length - 1)
         places = self._places(layout)
         x = self._catch_up(rows, layout, places, prune=prune)
-        batch, num_new = rows.tokens.shape
-        columns: list[Tensor] = []
-        laws: list[Tensor] = []
-        drawn: list[DrawnLaws] = []
+        ids, (batch, num_new) = self.weights.target_ids, rows.tokens.shape
+        columns, laws, drawn = list[Tensor](), list[Tensor](), list[DrawnLaws]()
         for level in range(length):
+            where = (state, rows.slots, layout.following[level])
             if level:
                 first = batch * (num_new + level - 1)
                 here = slice(first, first + batch)
-                block = self._block_inputs(columns[-1], x, ids=self.weights.target_ids)
+                block = self._block_inputs(columns[-1], x, ids=ids)
                 session = _Session(rows.tables, rows.slots, layout.positions[here])
                 x = self._step(block, _at(places, here), session, num_nodes=1, mask=None)
             logits = self.logits(x)
             if warp is not None:
                 path = TokenPath(torch.stack(columns, dim=1), seen=level) if level else None
-                following = layout.following[level]
-                logits = warp_drafts(logits, warp, state, rows.slots, following, path)
+                logits = warp_drafts(logits, warp, *where, path)
             if law_limits is not None:
-                law = draw_from_laws(
-                    logits,
-                    state,
-                    rows.slots,
-                    layout.following[level],
-                    ids=self.weights.target_ids,
-                    limits=law_limits,
-                )
-                drawn.append(law)
-                columns.append(law.columns)
+                drawn.append(draw_from_laws(logits, *where, ids=ids, limits=law_limits))
+                columns.append(drawn[-1].columns)
                 continue
-            columns.append(
-                choose_tokens(
-                    logits,
-                    state,
-                    rows.slots,
-                    layout.following[level],
-                    rows_per_slot=1,
-                    side="draft",
-                    ids=self.weights.target_ids,
-                )
-            )
+            columns.append(choose_tokens(logits, *where, rows_per_slot=1, side="draft", ids=ids))
             if with_probs:
                 laws.append(own_law(logits, state, rows.slots))
         chosen = torch.stack(columns, dim=1)
         return ChainDraft(
-            tokens=self.weights.target_ids[chosen.long()].int(),
+            tokens=ids[chosen.long()].int(),
             columns=chosen,
             probs=torch.stack(laws, dim=1) if laws else None,
             laws=stack_laws(drawn) if drawn else None,
@@ -222,24 +202,20 @@ class DraftProgram:
         layout = self._layout(rows, num_steps=depth - 1, step_rows=width)
         places = self._places(layout)
         x = self._catch_up(rows, layout, places, prune=True)
-        heat = state.temperatures[rows.slots.long()]
+        target_ids, heat = self.weights.target_ids, state.temperatures[rows.slots.long()]
         session = _Session(rows.tables, rows.slots, layout.live + 1)
-        size = num_candidates(top_k, width, depth)
-        candidates = empty_candidates(batch, size, x.device)
+        candidates = empty_candidates(batch, num_candidates(top_k, width, depth), x.device)
         frontier: FrontierRows | None = None
         mask: Tensor | None = None
-        first, place = 0, rows.tokens.numel()
-        drafted: list[Tensor] = []
+        first, place, drafted = 0, rows.tokens.numel(), list[Tensor]()
         for level in range(depth):
             if frontier is not None:
                 drafted.append(frontier.columns)
                 here = slice(place, place + batch * width)
                 mask = grow_mask(mask, frontier.parents)
+                parents = frontier.parents.flatten()
                 block = self._block_inputs(
-                    frontier.columns.flatten(),
-                    x,
-                    ids=self.weights.target_ids,
-                    rows=frontier.parents.flatten(),
+                    frontier.columns.flatten(), x, ids=target_ids, rows=parents
                 )
                 x = self._step(block, _at(places, here), session, num_nodes=width, mask=mask)
                 place += batch * width
@@ -252,12 +228,10 @@ class DraftProgram:
             offered, ids = log_softmax_topk(logits, top_k, temperatures=row_heat)
             if coupled:
                 where = layout.following[level].repeat_interleave(count)
-                put_coupled_topk(
-                    offered, ids, logits, state, rows.slots, where, ids=self.weights.target_ids
-                )
+                put_coupled_topk(offered, ids, logits, state, rows.slots, where, ids=target_ids)
             frontier = select_frontier(offered, ids, frontier, candidates, first, width=width)
             first += offered.numel() // batch
-        return rank_tree(candidates, self.weights.target_ids, num_nodes=num_nodes)
+        return rank_tree(candidates, target_ids, num_nodes=num_nodes)
 
     def _layout(self, rows: NewRows, *, num_steps: int = 0, step_rows: int = 1) -> DraftLayout:
         return draft_layout(
