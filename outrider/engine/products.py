@@ -4,7 +4,7 @@ What wins differs between processors: on an AMD EPYC oneDNN's packed layout take
 a plain product even for one row, if that is padded to four; on an Intel Xeon a plain product of
 one row is a third faster than that. So what single rows take is chosen where a weight is loaded,
 by its shape; several rows take the packed product, which won wherever it was measured. The
-measurement takes some tens of milliseconds a shape.
+measurement takes some tens of milliseconds a shape, more where other processes disturb it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ SAMPLE_BYTES: Final = 32 << 20
 WORTH_BYTES: Final = 1 << 20
 """Smaller weights stay in the caches, and no choice matters much."""
 REPEATS: Final = 7
-BUDGET_S: Final = 0.1
-"""For one shape and number of rows; what is slow, or disturbed, is repeated less often."""
-MARGIN: Final = 0.93
+"""At least; then until nothing has become clearly faster for SETTLED turns. Other processes load
+their models at the same time, and where they take a core both threads of a product wait for it:
+seven turns were then decided by who was disturbed less."""
+SETTLED: Final = 4
+SETTLED_GAIN: Final = 0.99
+BUDGET_S: Final = 0.6
+"""For one shape; an undisturbed measurement takes a tenth of it."""
+MARGIN: Final = 0.97
 """What replaces the habit must take at most this share of its time: noise decides nothing."""
 STRONG_MARGIN: Final = 0.8
 """The same for fewer threads than there are cores, which is rarely right."""
@@ -95,10 +100,15 @@ def _least_seconds(layers: Mapping[str, list[Product]], x: Tensor) -> dict[str, 
     """The mean over each list of the least time that its products took."""
     least = {name: [math.inf] * len(products) for name, products in layers.items()}
     began = time.perf_counter()
-    for turn in range(REPEATS):
+    turns = settled = 0
+    while turns < REPEATS or settled < SETTLED:
+        turns, settled = turns + 1, settled + 1
         for name, products in layers.items():
+            before = sum(least[name])
             least[name] = list(map(min, least[name], _seconds(products, x)))
-        if turn and time.perf_counter() - began > BUDGET_S:
+            if sum(least[name]) < SETTLED_GAIN * before:
+                settled = 0
+        if turns > 1 and time.perf_counter() - began > BUDGET_S:
             break
     return {name: sum(times) / len(times) for name, times in least.items()}
 
