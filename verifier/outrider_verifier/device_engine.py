@@ -188,13 +188,13 @@ class DeviceRoundEngine:
             found = self._beside[rows] = self._pieces_beside(rows) * PIECE_TOKENS
         return found
 
-    def round_s(self, rows: int, *, own: bool) -> float | None:
-        """Seconds of a round without prompts, as measured at the start; None without graphs."""
+    def round_s(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:
+        """Seconds of a round, as measured at the start; None without graphs."""
         drafts = Drafts.OWN if own else Drafts.NONE
         if not self._times:
             return None
         shape = self.rounds.family.fit(
-            rows=rows, nodes=1, drafts=drafts, judge=Judge.MATCH, features=False, pieces=0
+            rows=rows, nodes=1, drafts=drafts, judge=Judge.MATCH, features=False, pieces=pieces
         )
         return self._times.get(shape)
 

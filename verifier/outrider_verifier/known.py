@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,13 +51,19 @@ class Tally:
     known: Known
     mode: Mode
     settled: bool
-    tokens: int = 0
-    seconds: float = 0.0
     rows: int = 0
+    tokens: int = 0
+    squares: int = 0
+    """Of each row's tokens."""
+    seconds: float = 0.0
+    """Of each row since the one before it ended, what prompts added to rounds left out."""
+    alone_s: float = 0.0
+    """Seconds of these in which rounds of nothing but prompts ran."""
 
     def clear(self) -> None:
         """Begin with the next round."""
-        self.tokens, self.seconds, self.rows = 0, 0.0, 0
+        self.rows = self.tokens = self.squares = 0
+        self.seconds = self.alone_s = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +74,7 @@ class Known:
     acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     arrival: ArrivalEstimate = field(default_factory=ArrivalEstimate)
     contests: dict[int, Contest] = field(default_factory=dict)
-    """By load, in powers of two."""
+    """By load: see `Loads`."""
     sessions: int = 0
     limit: int = NO_LIMIT
     """Draft levels worth verifying."""
@@ -75,6 +82,8 @@ class Known:
     """Rounds by (levels of the draft, levels that stood) since the last review."""
     review: int = 0
     """Rounds since then."""
+    starved: int = 0
+    """Rounds in a row whose times told nothing."""
     tallies: tuple[Tally, ...] = ()
     """By mode and whether it is settled: see `tally`."""
     fresh_at: int = -1
@@ -111,8 +120,11 @@ class Pace:
     known: Known
     own: bool
     """Whether drafts are made in this process."""
-    last_at: float
-    """When its last round ended."""
+    last_at: float = math.nan
+    """When its last round ended; nan before its first one."""
+    prompts_s: float = 0.0
+    alone_s: float = 0.0
+    """What `Loads` had counted then."""
     settled: bool = False
     """Whether its last round was in the mode of its present one."""
     holding: bool = True
