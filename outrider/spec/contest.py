@@ -152,7 +152,7 @@ class Contest:
         `halvings` higher (negative: lower)."""
         stood = Emitted(other._stood.rows, other._stood.tokens, other._stood.squares)
         stood.rounds = other._stood.rounds
-        new = cls(_mode=other._mode, _stood=stood, _decided=other._decided)
+        new = cls(_mode=other._mode, _stood=stood, _decided=other._decided, _thin=other._thin)
         new._proven = other._proven and other.gain > CLEAR_GAIN
         new._thought = other.believed * EASIER ** max(0, halvings)
         if halvings > 0 and new._thought > 1.0 and stood.mean > EASY_TOKENS:
@@ -310,7 +310,11 @@ class Contest:
         usual_s = self._usual_s
         if math.isnan(usual_s):
             return math.inf
-        return max(self._cost_s.get(mode, 2.0 * usual_s), 0.5 * usual_s)
+        lost_s = self._cost_s.get(mode, 2.0 * usual_s)
+        if mode is Mode.SPECULATE and not math.isnan(self.gain):
+            # What the drafts were when they were left tells it before the first probe does.
+            lost_s = max(lost_s, ENOUGH_ROUNDS * self._drafts.mean_s * (1.0 - self.gain))
+        return max(lost_s, 0.5 * usual_s)
 
     def _probed(self, probe: _Probe, seen: Seen) -> None:
         """A round in the mode that is being tried."""

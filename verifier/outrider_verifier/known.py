@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,6 +38,11 @@ class Kind(NamedTuple):
             rule=sampling.rule,
             temperature=round(sampling.temperature, 1),
         )
+
+    def no_easier_than(self, other: Kind) -> bool:
+        """Whether the same drafts are at least as hard to make stand as for `other`: those of
+        hotter sessions stand less often."""
+        return self[:4] == other[:4] and self.temperature >= other.temperature
 
     def __str__(self) -> str:
         shape = "chain" if self.top_k == 1 else "tree"
@@ -111,6 +117,23 @@ class Known:
                 stood[level] += rounds
         self.judged.clear()
         self.acceptance.add(tried, stood)
+
+
+def begun_contest(known: Known, others: Iterable[Known], load: int) -> Contest:
+    """The contest of a kind at a load at which it has none that is decided: it begins with what was
+    found at the nearest load, or plainly where easier drafts of the same drafter lose there."""
+    held = known.contests
+    decided = [other for other in held if held[other].decided]
+    if decided:
+        near = min(decided, key=lambda other: abs(other - load))
+        return Contest.beside(held[near], near - load)
+    for other in others:
+        found = other.contests.get(load)
+        if found is None or not found.decided or found.mode is not Mode.PLAIN:
+            continue
+        if other is not known and known.kind.no_easier_than(other.kind):
+            return Contest.beside(found)
+    return held.get(load) or Contest()
 
 
 @dataclass(slots=True, eq=False)

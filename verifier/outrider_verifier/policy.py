@@ -24,9 +24,10 @@ from outrider.spec.costs import GAIN, CostTable
 from outrider.spec.draft_length import choose_length
 from outrider.spec.estimates import ArrivalEstimate, patience_s
 from outrider.wire.messages import PAUSED
-from outrider_verifier.known import Kind, Known, Pace, Tally
+from outrider_verifier.known import Kind, Known, Pace, Tally, begun_contest
 from outrider_verifier.loads import Loads, Times
 from outrider_verifier.own_verdicts import MAX_KINDS, OwnVerdicts
+from outrider_verifier.rows import Draft
 from outrider_verifier.sessions import NO_LIMIT, Session
 from outrider_verifier.settled import Settled
 
@@ -196,8 +197,9 @@ class Policy:
         """A round ended that took `seconds` without waiting, `forward_s` of them for the target's
         forward. `prompts`: the tokens of each prompt that it took."""
         decoded = [row for row in rows if row.verified is not None]
-        nodes = sum(len(row.verified.draft.tree) for row in decoded if _drafted(row))
-        own = [row for row in decoded if not _drafted(row) and row.result.drafted]
+        drafts = [draft for row in decoded if (draft := _draft(row)) is not None]
+        nodes = sum(len(draft.tree) for draft in drafts)
+        own = [row for row in decoded if row.result.drafted and _draft(row) is None]
         pieces = sum(-(-tokens // self._piece_tokens) for tokens in prompts)
         left_s = self._loads.observe(
             len(decoded), nodes, pieces, self._piece_tokens, seconds, own=bool(own)
@@ -227,10 +229,10 @@ class Policy:
         if session.link_id is None:
             # Without a drafter there was no choice, so nothing is learnt about it.
             return
-        known = pace.known
-        if _drafted(row):
+        known, draft = pace.known, _draft(row)
+        if draft is not None:
             assert row.result.acceptance is not None
-            key = _depths(row)
+            key = len(draft.tree), len(row.result.acceptance.accepted_nodes)
             known.judged[key] = known.judged.get(key, 0) + 1
         elif session.suspect or row.missed:
             absent = row.missed and pace.unheard > 0
@@ -368,27 +370,14 @@ class Policy:
         load = self._loads.load
         contest = known.contests.get(load)
         if contest is None or not contest.decided:
-            decided = [other for other, held in known.contests.items() if held.decided]
-            near = min(decided, key=lambda other: abs(other - load), default=None)
-            if near is not None:
-                contest = Contest.beside(known.contests[near], near - load)
-            elif contest is None:
-                contest = Contest()
+            contest = begun_contest(known, self._kinds.values(), load)
             contest.expected_s = self._loads.plain_s
             known.contests[load] = contest
         return contest
 
 
-def _drafted(row: Settled) -> bool:
-    return row.verified is not None and row.verified.draft is not None
-
-
-def _depths(row: Settled) -> tuple[int, int]:
-    """Levels of a row's draft, and how many of them stood."""
-    assert row.verified is not None
-    assert row.verified.draft is not None
-    assert row.result.acceptance is not None
-    return len(row.verified.draft.tree), len(row.result.acceptance.accepted_nodes)
+def _draft(row: Settled) -> Draft | None:
+    return None if row.verified is None else row.verified.draft
 
 
 def _gain(gain: float) -> str:

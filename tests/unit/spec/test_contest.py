@@ -209,17 +209,31 @@ def test_a_load_begins_with_what_the_nearest_one_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cost", "rate", "mode"), [(3.2, 0.75, Mode.SPECULATE), (1.9, 0.2, Mode.PLAIN)]
+    ("tokens", "cost", "mode"), [(3, 3.2, Mode.SPECULATE), (1, 1.1, Mode.PLAIN), (3, 9, Mode.PLAIN)]
 )
 def test_drafts_that_lose_by_little_are_tried_where_there_is_less_to_do(
-    cost: float, rate: float, mode: Mode
+    tokens: int, cost: float, mode: Mode
 ) -> None:
-    world, contest = World(cost, rate, seed=3), told()
+    contest, rows = told(), 64
     while contest.mode is Mode.SPECULATE or contest.reason is not Reason.FASTER:
-        world.round(contest)
+        drafts = contest.mode is Mode.SPECULATE
+        stood = tokens if drafts else 1
+        took = rows * PLAIN_S * (cost if drafts else 1.0)
+        many = Seen(
+            rows=rows, tokens=rows * stood, squares=rows * stood**2, seconds=took, sessions=rows
+        )
+        contest.observe(contest.mode, many)
     assert Contest.beside(contest, 3).mode is mode
     assert Contest.beside(Contest.beside(contest, 1), 2).mode is mode
-    assert Contest.beside(contest, -1).mode is Mode.PLAIN
+    for halvings in (0, -1):
+        assert Contest.beside(contest, halvings).mode is Mode.PLAIN
+
+
+def test_drafts_that_lost_by_far_are_not_tried_before_their_probe_is_paid_for() -> None:
+    contest, world = told(), World(30.0, 0.0)
+    for _ in range(3000):
+        world.round(contest)
+    assert world.drafted < 8
 
 
 @pytest.mark.parametrize(("cost", "rate"), [(1.2, 0.8), (4.0, 0.3), (1.05, 0.0)])
