@@ -1,10 +1,12 @@
 """Speculation against plain decoding: whichever emits more tokens per second is in force (pure).
 
 Models of a round's cost are never complete: waiting, the host, other sessions. So the judge is
-what sessions experience: tokens and seconds of their rounds, by mode. It begins with speculation
-and leaves it on solid evidence only: so many rounds of both modes, and a margin. The mode that is
-not in force is tried now and then, and what such a probe may lose is bounded: by BUDGET of the
-time served since the last one.
+what sessions experience: what their rounds take, end to end, and what these emit. It begins with
+speculation, or with what was in force at the nearest load, and leaves speculation when that has
+fallen behind plain decoding by some rounds' time. What plain rounds take is measured, or expected
+of tables until it is; before speculation is left, plain rounds of right then confirm it. The mode
+that is not in force is tried now and then, and what such a probe may lose is bounded: by a share
+of the time served since the last one.
 """
 
 from __future__ import annotations
@@ -14,33 +16,48 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from outrider.spec.evidence import Emitted, RoundTimes
+
 BUDGET: Final = 0.005
 """Share of the time that probes may lose."""
+THIN_BUDGET: Final = 0.01
+"""The same where bad luck may have ended speculation."""
 HALF_LIFE: Final = 48.0
-"""Rounds after which an observation counts half."""
-STALE_ROUNDS: Final = 256.0
-"""Rounds in the other mode after which what is known of a mode counts half."""
-SOLID_ROUNDS: Final = 16.0
-"""Rounds of both modes before speculation may be left."""
+"""Rounds after which an emission counts half."""
+BLIND_ROUNDS: Final = 8.0
+"""Rounds of speculation before plain ones are measured, where nothing else tells of these."""
+DOUBT_ROUNDS: Final = 6.0
+LONG_DOUBT_ROUNDS: Final = 16.0
+"""Plain rounds that are compared with speculation before it is left; as for a probe, below."""
+LEAST_ROUNDS: Final = 1.9
+"""Rounds of speculation without which it is not judged."""
 PROBE_ROUNDS: Final = 6.0
 LONG_PROBE_ROUNDS: Final = 24.0
 """What a probe is extended to while it loses next to nothing: few rounds tell little of tokens."""
 SMALL_LOSS: Final = 1.5
-"""Rounds of the mode in force that are next to nothing."""
+"""Plain rounds that are next to nothing."""
 ENOUGH_ROUNDS: Final = 3.0
 """Rounds of speculation before its rate may end plain decoding."""
 MARGIN: Final = 1.03
-"""What the other mode must gain to be begun."""
+"""What speculation must gain to be begun again."""
+PROVEN_ROUNDS: Final = 32.0
+PROVEN_GAIN: Final = 1.1
+"""Rounds and speed relative to plain decoding after which speculation is trusted for longer."""
+LIMIT: Final = 3.0
+PROVEN_LIMIT: Final = 12.0
+"""Plain rounds that speculation may fall behind, since it was last ahead, before it is doubted."""
+LOSS_LIMIT: Final = 6.0
+"""Rounds of the mode in force that a probe may lose before it is broken off."""
+SURE_LOSS: Final = 2.5
+"""Standard errors beyond which it is not bad luck that drafts lose."""
+EASIER: Final = 1.2
+"""What drafts may gain with every halving of the load: device and exchange have less to do."""
+EASY_TOKENS: Final = 1.5
+"""Tokens a row without which a lower load is no reason to try."""
+CONFIRMED: Final = 1.0
+"""Standard errors by which plain rounds of right now must bear out a doubt."""
 CLEAR_GAIN: Final = 1.3
 """Speed relative to plain decoding that other loads are thought to share."""
-DEFICIT_LIMIT: Final = 12.0
-"""Plain rounds that speculation may fall behind, since it was last ahead, before it is doubted."""
-LOSS_LIMIT: Final = 8.0
-PLAIN_LOSS_LIMIT: Final = 4.0
-"""Rounds of the mode in force that a probe of drafts, or of plain rounds, may lose before it is
-broken off."""
-OUTLIER: Final = 4.0
-"""Usual rounds that one round counts as at most: a stall says nothing of a mode."""
 
 
 class Mode(StrEnum):
@@ -62,48 +79,42 @@ class Reason(StrEnum):
 
 
 @dataclass(slots=True)
-class Rate:
-    """Tokens per second in one mode, weighted exponentially by rounds."""
+class Seen:
+    """What sessions of one kind got in a round; sums over its rows."""
 
-    tokens: float = 0.0
-    seconds: float = 0.0
-    rounds: float = 0.0
-
-    def observe(self, tokens: float, seconds: float, rounds: float) -> None:
-        """`rounds` of one session took `seconds` together and emitted `tokens`; fractions are
-        fine, so that all sessions of a kind can share one estimate."""
-        self.fade(rounds / HALF_LIFE)
-        self.tokens += tokens
-        self.seconds += seconds
-        self.rounds += rounds
-
-    def fade(self, half_lives: float) -> None:
-        """Count what is known less."""
-        keep = 0.5**half_lives
-        self.tokens *= keep
-        self.seconds *= keep
-        self.rounds *= keep
+    rows: int
+    tokens: float
+    squares: float
+    """Of each row's tokens."""
+    seconds: float
+    """Of each row since the one before it ended, what prompts took left out."""
+    sessions: int
+    """Of this kind, in this round or not."""
+    settled: bool = True
+    """Whether it says more of the mode than of the change to it."""
+    timed: bool = True
+    """Whether its seconds tell anything."""
 
     @property
-    def value(self) -> float:
-        """Tokens per second of one session; nan while nothing is known."""
-        return self.tokens / self.seconds if self.seconds > 0.0 else math.nan
+    def rounds(self) -> float:
+        """Rounds of all sessions that this makes."""
+        return self.rows / max(1, self.sessions)
 
     @property
     def round_s(self) -> float:
-        """Mean seconds of a round; infinite while nothing is known."""
-        return self.seconds / self.rounds if self.rounds > 0.0 else math.inf
+        """Seconds of a row."""
+        return self.seconds / self.rows
 
 
 @dataclass(slots=True)
 class _Probe:
     mode: Mode
     rounds_left: float
-    usual: Rate
-    """Of the mode that the probe interrupts."""
     doubts: bool = False
     """Whether speculation is left if plain rounds turn out faster; else they are but refreshed."""
     lost_s: float = 0.0
+    steady_s: float = 0.0
+    """The same but for the change itself."""
     first: bool = True
 
 
@@ -111,27 +122,47 @@ class _Probe:
 class Contest:
     """The mode of one kind of session at one load."""
 
-    sure: bool = False
-    """Whether speculation was found to win by far at another load: then a probe that is paid for
-    is soon enough to see what plain rounds take at this one."""
-    _rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
+    expected_s: float = math.nan
+    """What a plain round is thought to take until any was seen; nan: nothing tells."""
     _mode: Mode = Mode.SPECULATE
+    _plain: RoundTimes = field(default_factory=RoundTimes)
+    _drafts: RoundTimes = field(default_factory=RoundTimes)
+    _stood: Emitted = field(default_factory=Emitted)
+    """Of rounds with drafts."""
+    _behind: Emitted = field(default_factory=Emitted)
+    """The same since speculation was last ahead of plain decoding."""
+    _behind_s: RoundTimes = field(default_factory=RoundTimes)
+    _deficit: float = 0.0
+    """Plain rounds that it has lost since then."""
     _probe: _Probe | None = None
-    _measuring: bool = field(default=True, init=False)
+    _decided: bool = False
+    _proven: bool = False
+    """Whether drafts were well ahead before they were left."""
+    _thought: float = math.nan
+    """The gain that another load makes likely."""
+    _thin: bool = False
+    """Whether bad luck may have ended speculation."""
     _credit_s: float = 0.0
     _cost_s: dict[Mode, float] = field(default_factory=dict)
     """What the last probe of a mode lost."""
-    _deficit_s: float = 0.0
-    _behind: Rate = field(default_factory=Rate)
-    """Speculation since it was last ahead of plain decoding."""
 
-    def __post_init__(self) -> None:
-        self._measuring = not self.sure
+    @classmethod
+    def beside(cls, other: Contest, halvings: int = 0) -> Contest:
+        """The contest at a load at which nothing is known, by that at the nearest one, which is
+        `halvings` higher (negative: lower)."""
+        stood = Emitted(other._stood.rows, other._stood.tokens, other._stood.squares)
+        stood.rounds = other._stood.rounds
+        new = cls(_mode=other._mode, _stood=stood, _decided=other._decided, _thin=other._thin)
+        new._proven = other._proven and other.gain > CLEAR_GAIN
+        new._thought = other.believed * EASIER ** max(0, halvings)
+        if halvings > 0 and new._thought > 1.0 and stood.mean > EASY_TOKENS:
+            new._mode = Mode.SPECULATE
+        return new
 
     @property
-    def wins(self) -> bool:
-        """Whether speculation is in force and was found to win by far."""
-        return self._mode is Mode.SPECULATE and self.gain > CLEAR_GAIN
+    def decided(self) -> bool:
+        """Whether enough is known for a verdict."""
+        return self._decided
 
     @property
     def mode(self) -> Mode:
@@ -141,122 +172,205 @@ class Contest:
     @property
     def reason(self) -> Reason:
         """Why."""
-        if self._measuring:
+        if not self._decided:
             return Reason.MEASURING
         return Reason.FASTER if self._probe is None else Reason.PROBE
 
     @property
     def gain(self) -> float:
         """Tokens per second with speculation over those without; nan while one is unknown."""
-        plain = self._rates[Mode.PLAIN].value
-        return self._rates[Mode.SPECULATE].value / plain if plain > 0.0 else math.nan
+        return self._stood.mean * self.plain_s / self._drafts.mean_s
 
-    def observe(
-        self, mode: Mode, tokens: float, seconds: float, rounds: float, *, settled: bool = True
-    ) -> None:
-        """Sessions did `rounds` in `mode`: `tokens` emitted in `seconds`, summed over sessions and
-        divided by their number. Not `settled`: the first round after a change, which says more
-        about the change than about the mode."""
-        if not (seconds > 0.0 and rounds > 0.0):
+    @property
+    def believed(self) -> float:
+        """`gain`, or what another load makes likely; nan: nothing does."""
+        return self._thought if math.isnan(self.gain) else self.gain
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds of a plain round, as measured or else expected; nan: unknown."""
+        measured = self._plain.mean_s
+        return self.expected_s if math.isnan(measured) else measured
+
+    @property
+    def _usual_s(self) -> float:
+        """Seconds of a round in the mode in force; nan: unknown."""
+        return self._plain.mean_s if self._mode is Mode.PLAIN else self._drafts.mean_s
+
+    def forgive(self) -> None:
+        """Another session begins, alone: drafts that were ahead before the last one had bad luck
+        with them get another chance."""
+        if self._proven and self._mode is Mode.PLAIN and self._probe is None:
+            self._mode, self._proven = Mode.SPECULATE, False
+            self._forget_drafts()
+
+    def observe(self, mode: Mode, seen: Seen) -> None:
+        """Sessions decoded in `mode`."""
+        if not (seen.rows > 0 and seen.seconds > 0.0):
             return
-        rate = self._rates[mode]
-        if rate.rounds >= ENOUGH_ROUNDS:
-            seconds = min(seconds, OUTLIER * rounds * rate.round_s)
         probe = self._probe
-        if probe is not None and probe.mode is mode:
-            self._probed(probe, tokens, seconds, rounds, settled)
+        if probe is not None:
+            if probe.mode is mode:
+                self._probed(probe, seen)
+        elif mode is self._mode:
+            self._went_on(mode, seen)
+
+    def _went_on(self, mode: Mode, seen: Seen) -> None:
+        """A round in the mode in force: see whether it is time to try the other one."""
+        usual_s = self._usual_s
+        if not math.isnan(usual_s):
+            # Usual rounds count: a stall pays for no probe.
+            self._credit_s += (THIN_BUDGET if self._thin else BUDGET) * seen.rounds * usual_s
+        if not seen.settled:
+            # Coming back is part of what a probe costs.
+            self._credit_s -= max(0.0, self._lost_s(mode, seen))
             return
-        if settled:
-            rate.observe(tokens, seconds, rounds)
-        if probe is None and mode is self._mode:
-            self._credit_s += BUDGET * seconds
-            self._rates[_other(mode)].fade(rounds / STALE_ROUNDS)
-            if settled:
-                self._went_on(mode, tokens, seconds, rounds)
-            elif rate.value > 0.0:
-                # Coming back is part of what a probe costs.
-                self._credit_s -= max(0.0, seconds - tokens / rate.value)
-
-    def _went_on(self, mode: Mode, tokens: float, seconds: float, rounds: float) -> None:
-        """See whether it is time to try the other mode."""
-        if mode is Mode.SPECULATE:
-            if self._measuring:
-                if self._rates[mode].rounds >= SOLID_ROUNDS:
-                    self._doubt(self._rates[mode])
-                return
-            self._fall_behind(tokens, seconds, rounds)
+        if mode is Mode.PLAIN:
+            self._note_plain(seen)
+        else:
+            self._note_drafts(seen)
+            self._fall_behind(seen)
         if self._probe is None and self._credit_s >= self._price(_other(mode)):
-            self._probe = _Probe(_other(mode), PROBE_ROUNDS, self._rates[mode])
+            if mode is Mode.PLAIN:
+                self._forget_drafts()
+            self._probe = _Probe(_other(mode), PROBE_ROUNDS)
 
-    def _doubt(self, usual: Rate) -> None:
-        """Compare speculation, as `usual` tells it, with plain rounds of right now."""
-        self._rates[Mode.PLAIN] = Rate()
-        self._probe = _Probe(Mode.PLAIN, SOLID_ROUNDS, usual, doubts=True)
+    def _note_plain(self, seen: Seen) -> None:
+        if seen.timed:
+            # A plain round emits one token a row but where a stop cuts it.
+            self._plain.observe(seen.round_s, seen.rounds)
 
-    def _fall_behind(self, tokens: float, seconds: float, rounds: float) -> None:
+    def _note_drafts(self, seen: Seen) -> None:
+        self._stood.fade(seen.rounds / HALF_LIFE)
+        self._stood.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
+        if seen.timed:
+            self._drafts.observe(seen.round_s, seen.rounds)
+        if self._stood.rounds >= PROVEN_ROUNDS / 2.0 and not math.isnan(self.gain):
+            self._decided = True
+            self._proven = self._proven or (
+                self._stood.rounds >= PROVEN_ROUNDS and self.gain > PROVEN_GAIN
+            )
+
+    def _fall_behind(self, seen: Seen) -> None:
         """Doubt speculation when it has lost too much since it was last ahead of plain decoding.
 
         Sums tell a slow decline and a sudden one apart from bad luck sooner than a mean does.
         """
-        plain = self._rates[Mode.PLAIN]
-        if not plain.value > 0.0:
+        self._behind.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
+        if seen.timed:
+            self._behind_s.observe(seen.round_s, seen.rounds)
+        plain_s, rounds = self.plain_s, self._behind_s.rounds
+        if math.isnan(plain_s):
+            if self._behind.rounds >= BLIND_ROUNDS and rounds > LEAST_ROUNDS:
+                self._doubt()
             return
-        self._deficit_s += seconds - tokens / plain.value
-        if self._deficit_s <= 0.0:
-            self._deficit_s, self._behind = 0.0, Rate()
+        # Without a time of its own a round is taken to have lasted as long as others.
+        took_s = self._drafts.clipped(seen.round_s) if seen.timed else self._drafts.mean_s
+        if math.isnan(took_s):
             return
-        self._behind.observe(tokens, seconds, rounds)
-        lost = self._deficit_s > DEFICIT_LIMIT * plain.round_s
-        if lost and self._behind.rounds >= SOLID_ROUNDS:
-            self._doubt(self._behind)
+        self._deficit += seen.rounds * (took_s / plain_s - seen.tokens / seen.rows)
+        # A stall may not weigh on all that follow it.
+        self._deficit = min(self._deficit, 2.0 * PROVEN_LIMIT)
+        if self._deficit <= 0.0:
+            self._begin_anew()
+            return
+        limit = PROVEN_LIMIT if self._proven or self.gain > 1.0 else LIMIT
+        if self._deficit > limit and rounds > LEAST_ROUNDS and self._loses():
+            self._doubt()
+
+    def _loses(self) -> bool:
+        """Whether drafts since they were last ahead emit too few tokens for their time."""
+        return self._behind.short_of(self._behind_s.mean_s / self.plain_s)
+
+    def _doubt(self) -> None:
+        """Compare speculation with plain rounds of right now."""
+        self._plain.forget()
+        self._probe = _Probe(Mode.PLAIN, DOUBT_ROUNDS, doubts=True)
+
+    def _forget_drafts(self) -> None:
+        self._drafts.forget()
+        self._stood = Emitted()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._deficit = 0.0
+        self._behind = Emitted()
+        self._behind_s = RoundTimes()
+
+    def _lost_s(self, mode: Mode, seen: Seen) -> float:
+        """Seconds of a session that this round took longer than the usual ones of `mode`."""
+        if mode is Mode.PLAIN:
+            lost = seen.round_s - self.plain_s
+        else:
+            lost = seen.round_s - seen.tokens / seen.rows / self._stood.mean * self._drafts.mean_s
+        return 0.0 if math.isnan(lost) else lost * seen.rounds
 
     def _price(self, mode: Mode) -> float:
         """Seconds that a probe of `mode` may be expected to lose."""
-        usual = self._rates[self._mode]
-        if not usual.rounds:
+        usual_s = self._usual_s
+        if math.isnan(usual_s):
             return math.inf
-        return max(self._cost_s.get(mode, 2.0 * usual.round_s), 0.5 * usual.round_s)
+        lost_s = self._cost_s.get(mode, 2.0 * usual_s)
+        if mode is Mode.SPECULATE and not math.isnan(self.gain):
+            # What the drafts were when they were left tells it before the first probe does.
+            lost_s = max(lost_s, ENOUGH_ROUNDS * self._drafts.mean_s * (1.0 - self.gain))
+        return max(lost_s, 0.5 * usual_s)
 
-    def _probed(
-        self, probe: _Probe, tokens: float, seconds: float, rounds: float, settled: bool
-    ) -> None:
-        usual = probe.usual
-        if usual.value > 0.0:
-            probe.lost_s += seconds - tokens / usual.value
-        if settled or not probe.first:
-            self._rates[probe.mode].observe(tokens, seconds, rounds)
-            probe.rounds_left -= rounds
-        probe.first = probe.first and not settled
-        lost_rounds = probe.lost_s / usual.round_s
-        limit = PLAIN_LOSS_LIMIT if probe.mode is Mode.PLAIN else LOSS_LIMIT
-        broken = lost_rounds > limit
-        if broken and self._rates[probe.mode].rounds < 1.0:
-            # Nothing but the change itself was seen, and that was bad enough.
-            self._rates[probe.mode].observe(tokens, seconds, rounds)
-        cheap = probe.mode is Mode.SPECULATE and lost_rounds < SMALL_LOSS
-        last = PROBE_ROUNDS - LONG_PROBE_ROUNDS if cheap else 0.0
+    def _probed(self, probe: _Probe, seen: Seen) -> None:
+        """A round in the mode that is being tried."""
+        usual_s = self._usual_s
+        worth = 1.0 if self._mode is Mode.PLAIN else self._stood.mean
+        if not math.isnan(usual_s):
+            lost = seen.rounds * (seen.round_s - seen.tokens / seen.rows / worth * usual_s)
+            probe.lost_s += lost
+            probe.steady_s += lost * seen.settled
+        if seen.settled or not probe.first:
+            probe.rounds_left -= seen.rounds
+            if probe.mode is Mode.PLAIN:
+                self._note_plain(seen)
+            else:
+                self._note_drafts(seen)
+                self._behind.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
+        probe.first = probe.first and not seen.settled
+        lost_rounds = probe.lost_s / usual_s
+        broken = lost_rounds > LOSS_LIMIT or self._hopeless(probe)
+        if probe.mode is Mode.PLAIN:
+            cheap, longer = probe.steady_s / usual_s < SMALL_LOSS, LONG_DOUBT_ROUNDS - DOUBT_ROUNDS
+        else:
+            cheap, longer = lost_rounds < SMALL_LOSS, LONG_PROBE_ROUNDS - PROBE_ROUNDS
+        last = -longer if cheap else 0.0
         if broken or probe.rounds_left <= last:
             self._end(probe, broken)
+
+    def _hopeless(self, probe: _Probe) -> bool:
+        """Whether the drafts that are being tried cannot be worth it any more."""
+        if probe.mode is Mode.PLAIN or not self._drafts.rounds > LEAST_ROUNDS:
+            return False
+        hopeless = self._behind.short_of(self._drafts.mean_s / self.plain_s, sure=SURE_LOSS)
+        self._thin = self._thin and not hopeless
+        return hopeless
 
     def _end(self, probe: _Probe, broken: bool) -> None:
         self._probe = None
         lost = max(0.0, probe.lost_s)
         self._cost_s[probe.mode] = lost
         self._credit_s = min(0.0, self._credit_s - lost)
-        plain, drafts = self._rates[Mode.PLAIN], self._rates[Mode.SPECULATE]
         if probe.mode is Mode.SPECULATE:
-            enough = drafts.rounds >= ENOUGH_ROUNDS and plain.rounds > 0.0
-            if enough and not broken and drafts.value > MARGIN * plain.value:
+            enough = self._drafts.rounds >= ENOUGH_ROUNDS
+            if enough and not broken and self.gain > MARGIN:
                 self._mode = Mode.SPECULATE
+            self._begin_anew()
             return
-        self._measuring = False
         if not probe.doubts:
             return
-        self._deficit_s, self._behind = 0.0, Rate()
-        if not broken and plain.value > MARGIN * probe.usual.value:
+        self._decided = True
+        needed = self._behind_s.mean_s / self.plain_s
+        if not broken and self._behind.short_of(needed, sure=CONFIRMED):
             self._mode = Mode.PLAIN
-            # The times when it was ahead are over; a probe will tell when they are back.
-            self._rates[Mode.SPECULATE] = Rate()
+            self._thin = not self._behind.short_of(needed, sure=SURE_LOSS)
+            # The times when it was ahead are over.
+            self._stood, self._drafts = self._behind, self._behind_s
+        self._begin_anew()
 
 
 def _other(mode: Mode) -> Mode:

@@ -1,9 +1,10 @@
-"""Whether drafts of a head in the verifier's own process pay, at one load (pure).
+"""Whether drafts of a head in the verifier's own process pay (pure).
 
 Such a head follows a session from its prompt on: once a session has decoded plainly its drafts are
-gone for good, so nothing can be probed. What can be known without: how many tokens a round emits,
-how long it takes, and how long the device was measured to take for the same round with and without
-drafts. The host's share is the same for both.
+gone for good, so nothing can be probed. What can be known without: how many tokens a row emits,
+how long a round takes, and how long the device was measured to take for the same round with and
+without drafts. The host's share is the same for both. What rows emit does not depend on how many
+there are, so all loads share what is learnt; a verdict is of one load.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-from outrider.spec.contest import OUTLIER, Mode, Rate
+from outrider.spec.contest import Mode
+from outrider.spec.evidence import Emitted, RoundTimes
 
-SOLID_ROUNDS: Final = 32.0
-"""Rounds before drafts may be given up."""
-SOLID_ROWS: Final = 128
-"""Rows of these rounds: with few sessions more of them are needed."""
-CLEAN_ROUNDS: Final = 16.0
-"""Rounds of these that tell of times."""
-LEAST_GAIN: Final = 0.97
-"""Speed relative to plain decoding below which drafts are given up."""
+SOLID_ROUNDS: Final = 6.0
+SOLID_ROWS: Final = 12.0
+"""Rounds, and rows of these, before drafts may be given up."""
+HALF_LIFE: Final = 256.0
+"""Rounds after which an emission counts half."""
+TIME_NOISE: Final = 0.05
+"""Deviation of one round's time: the device's are known."""
+SURE: Final = 2.5
+"""Standard errors by which they must be worth too little."""
 FIRST_HOLD_S: Final = 30.0
 LONGEST_HOLD_S: Final = 1800.0
 """How long sessions begin without drafts; doubles each time that drafts are given up again."""
@@ -31,57 +34,57 @@ LONGEST_HOLD_S: Final = 1800.0
 class OwnDrafts:
     """The mode in which sessions of a verifier with a head of its own begin."""
 
-    _stood: Rate = field(default_factory=Rate)
-    """Tokens of one row a round."""
-    _took: Rate = field(default_factory=Rate)
-    """Seconds of rounds in which nothing else took part."""
-    _rows: int = 0
+    _stood: Emitted = field(default_factory=Emitted)
+    _host: RoundTimes = field(default_factory=RoundTimes)
+    """What rounds took beyond the device's time."""
+    _new: Emitted = field(default_factory=Emitted)
+    """Since the last verdict."""
     _gain: float = math.nan
-    _until: float = -math.inf
-    _hold_s: float = FIRST_HOLD_S
+    _until: dict[int, float] = field(default_factory=dict)
+    _hold_s: dict[int, float] = field(default_factory=dict)
+    """By load."""
 
     @property
     def gain(self) -> float:
-        """Speed relative to plain decoding; nan while it is not known."""
+        """Speed relative to plain decoding at the last round; nan while it is not known."""
         return self._gain
 
-    def mode(self, now: float) -> Mode:
+    def mode(self, load: int, now: float) -> Mode:
         """How sessions are to decode; a verdict for plain decoding holds for a while."""
-        return Mode.PLAIN if now < self._until else Mode.SPECULATE
+        return Mode.PLAIN if now < self._until.get(load, -math.inf) else Mode.SPECULATE
 
     def observe(
-        self,
-        tokens: int,
-        rows: int,
-        seconds: float | None,
-        *,
-        plain_s: float | None,
-        own_s: float | None,
-        now: float,
+        self, rows: int, tokens: float, squares: float, *, host_s: float | None = None
     ) -> None:
-        """In a round `rows` sessions verified own drafts and emitted `tokens`.
+        """In a round `rows` sessions verified own drafts and emitted `tokens`, the sum of their
+        squares being `squares`; it took `host_s` longer than the device was measured to: None if
+        rows without drafts took part, who tell nothing of times."""
+        if rows < 1:
+            return
+        self._stood.fade(1.0 / HALF_LIFE)
+        self._stood.observe(rows, tokens, squares, 1.0)
+        self._new.observe(rows, tokens, squares, 1.0)
+        if host_s is not None:
+            self._host.observe(max(0.0, host_s))
 
-        seconds: what it took; None if it had prompts or plain rows too, which tell nothing of
-        times. plain_s, own_s: what the device takes for so many rows without and with drafts;
-        None: not known, and then nothing is concluded.
-        """
-        if rows < 1 or not plain_s or not own_s:
+    def judge(self, load: int, plain_s: float, own_s: float, now: float) -> None:
+        """Give drafts up at this load if the device's times for a round of its sessions, without
+        drafts and with them, leave them no chance."""
+        host_s = self._host.mean_s
+        if math.isnan(host_s):
+            # Rounds of both kinds are in flight: until others are seen the device alone tells.
+            host_s = 0.0
+        needed = (own_s + host_s) / (plain_s + host_s)
+        self._gain = self._stood.mean / needed
+        if self._new.rounds < SOLID_ROUNDS or self._new.rows < SOLID_ROWS:
             return
-        stood, took = self._stood, self._took
-        stood.observe(tokens / rows, 0.0, 1.0)
-        self._rows += rows
-        if seconds is not None and seconds > 0.0:
-            # One stalled round says nothing of drafts.
-            took.observe(0.0, min(seconds, OUTLIER * took.round_s), 1.0)
-        if took.rounds < CLEAN_ROUNDS:
+        if now < self._until.get(load, -math.inf):
             return
-        host_s = max(0.0, took.round_s - own_s)
-        self._gain = stood.tokens / stood.rounds * (plain_s + host_s) / (own_s + host_s)
-        if stood.rounds < SOLID_ROUNDS or self._rows < SOLID_ROWS or now < self._until:
+        if not self._stood.short_of(needed, sure=SURE, time_noise=TIME_NOISE):
+            if self._gain >= 1.0:
+                self._hold_s.pop(load, None)
             return
-        if self._gain >= LEAST_GAIN:
-            self._hold_s = FIRST_HOLD_S
-            return
-        self._until = now + self._hold_s
-        self._hold_s = min(2.0 * self._hold_s, LONGEST_HOLD_S)
-        self._stood, self._took, self._rows = Rate(), Rate(), 0
+        hold_s = self._hold_s.get(load, FIRST_HOLD_S)
+        self._until[load] = now + hold_s
+        self._hold_s[load] = min(2.0 * hold_s, LONGEST_HOLD_S)
+        self._new = Emitted()

@@ -75,7 +75,7 @@ class FakeRunner:
     def enter_thread(self) -> None:
         """Nothing to do."""
 
-    def round_s(self, rows: int, *, own: bool) -> float | None:
+    def round_s(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:
         """As set."""
         return None if self.times is None else self.times[own]
 

@@ -187,19 +187,19 @@ class DeviceRoundEngine:
             found = self._beside[rows] = self._pieces_beside(rows) * PIECE_TOKENS
         return found
 
-    def round_s(self, rows: int, *, own: bool) -> float | None:
-        """Seconds of a round without prompts, as measured at the start; None without graphs."""
-        return self._time_of(rows, 1, Drafts.OWN if own else Drafts.NONE)
+    def round_s(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:
+        """Seconds of a round, as measured at the start; None without graphs."""
+        return self._time_of(rows, 1, Drafts.OWN if own else Drafts.NONE, pieces)
 
     def verify_s(self, rows: int, nodes: int) -> float | None:
         """As `round_s`, of rows with drafts from outside."""
         return self._time_of(rows, nodes, Drafts.CHAIN)
 
-    def _time_of(self, rows: int, nodes: int, drafts: Drafts) -> float | None:
+    def _time_of(self, rows: int, nodes: int, drafts: Drafts, pieces: int = 0) -> float | None:
         if not self._times:
             return None
         shape = self.rounds.family.fit(
-            rows=rows, nodes=nodes, drafts=drafts, judge=Judge.MATCH, features=False, pieces=0
+            rows=rows, nodes=nodes, drafts=drafts, judge=Judge.MATCH, features=False, pieces=pieces
         )
         return self._times.get(shape)
 

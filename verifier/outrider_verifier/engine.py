@@ -146,9 +146,10 @@ class RoundRunner(Protocol):
         """The same for a round in which `rows` sessions decode."""
         ...
 
-    def round_s(self, rows: int, *, own: bool) -> float | None:
+    def round_s(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:
         """Seconds of the device for a round in which so many sessions decode, with or without
-        drafts of the head in this process; None: not measured."""
+        drafts of the head in this process, beside so many pieces of prompts; None: not
+        measured."""
         ...
 
     def verify_s(self, rows: int, nodes: int) -> float | None:
@@ -223,7 +224,7 @@ class RoundEngine:
         return None
 
     @staticmethod
-    def round_s(rows: int, *, own: bool) -> float | None:
+    def round_s(rows: int, *, own: bool, pieces: int = 0) -> float | None:
         """Not measured."""
         return None
 

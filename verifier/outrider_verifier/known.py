@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,6 +39,11 @@ class Kind(NamedTuple):
             temperature=round(sampling.temperature, 1),
         )
 
+    def no_easier_than(self, other: Kind) -> bool:
+        """Whether the same drafts are at least as hard to make stand as for `other`: those of
+        hotter sessions stand less often."""
+        return self[:4] == other[:4] and self.temperature >= other.temperature
+
     def __str__(self) -> str:
         shape = "chain" if self.top_k == 1 else "tree"
         named = f"{self.method} {shape} of {self.draft_tokens}"
@@ -50,13 +57,19 @@ class Tally:
     known: Known
     mode: Mode
     settled: bool
-    tokens: int = 0
-    seconds: float = 0.0
     rows: int = 0
+    tokens: int = 0
+    squares: int = 0
+    """Of each row's tokens."""
+    seconds: float = 0.0
+    """Of each row since the one before it ended, what prompts added to rounds left out."""
+    alone_s: float = 0.0
+    """Seconds of these in which rounds of nothing but prompts ran."""
 
     def clear(self) -> None:
         """Begin with the next round."""
-        self.tokens, self.seconds, self.rows = 0, 0.0, 0
+        self.rows = self.tokens = self.squares = 0
+        self.seconds = self.alone_s = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +80,7 @@ class Known:
     acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     arrival: ArrivalEstimate = field(default_factory=ArrivalEstimate)
     contests: dict[int, Contest] = field(default_factory=dict)
-    """By load, in powers of two."""
+    """By load: see `Loads`."""
     sessions: int = 0
     limit: int = NO_LIMIT
     """Draft levels worth verifying."""
@@ -75,6 +88,8 @@ class Known:
     """Rounds by (levels of the draft, levels that stood) since the last review."""
     review: int = 0
     """Rounds since then."""
+    starved: int = 0
+    """Rounds in a row whose times told nothing."""
     tallies: tuple[Tally, ...] = ()
     """By mode and whether it is settled: see `tally`."""
     fresh_at: int = -1
@@ -104,6 +119,23 @@ class Known:
         self.acceptance.add(tried, stood)
 
 
+def begun_contest(known: Known, others: Iterable[Known], load: int) -> Contest:
+    """The contest of a kind at a load at which it has none that is decided: it begins with what was
+    found at the nearest load, or plainly where easier drafts of the same drafter lose there."""
+    held = known.contests
+    decided = [other for other in held if held[other].decided]
+    if decided:
+        near = min(decided, key=lambda other: abs(other - load))
+        return Contest.beside(held[near], near - load)
+    for other in others:
+        found = other.contests.get(load)
+        if found is None or not found.decided or found.mode is not Mode.PLAIN:
+            continue
+        if other is not known and known.kind.no_easier_than(other.kind):
+            return Contest.beside(found)
+    return held.get(load) or Contest()
+
+
 @dataclass(slots=True, eq=False)
 class Pace:
     """What the planner keeps of one session."""
@@ -111,8 +143,11 @@ class Pace:
     known: Known
     own: bool
     """Whether drafts are made in this process."""
-    last_at: float
-    """When its last round ended."""
+    last_at: float = math.nan
+    """When its last round ended; nan before its first one."""
+    prompts_s: float = 0.0
+    alone_s: float = 0.0
+    """What `Loads` had counted then."""
     settled: bool = False
     """Whether its last round was in the mode of its present one."""
     holding: bool = True

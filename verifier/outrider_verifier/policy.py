@@ -5,26 +5,28 @@ whether drafts beat plain decoding at this load (`spec.contest`), when proposals
 drafts stand. A session whose kind decodes plainly is *paused*: it waits for nothing, its drafter is
 told nothing and catches up when it is tried again. Where a head in this process drafts, all its
 sessions share one verdict (`spec.own_drafts`), because rounds of both modes together read the
-weights twice, and a session that is paused stays so. Times are seconds of one clock.
+weights twice, and a session that is paused stays so. What prompts add to rounds is left out: both
+modes meet them, by chance sooner or later. Times are seconds of one clock.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from outrider.ids import DrafterId
-from outrider.spec.contest import Contest, Mode, Reason
+from outrider.spec.contest import Contest, Mode, Reason, Seen
 from outrider.spec.costs import GAIN, CostTable
 from outrider.spec.draft_length import choose_length
 from outrider.spec.estimates import ArrivalEstimate, patience_s
-from outrider.spec.own_drafts import OwnDrafts
 from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
-from outrider_verifier.known import Kind, Known, Pace, Tally
+from outrider_verifier.known import Kind, Known, Pace, Tally, begun_contest
+from outrider_verifier.loads import Loads, Times
+from outrider_verifier.own_verdicts import MAX_KINDS, OwnVerdicts
 from outrider_verifier.sessions import NO_LIMIT, Session
 from outrider_verifier.settled import Settled
 
@@ -36,17 +38,10 @@ that this is in vain."""
 MAX_HOLD_ROUNDS: Final = 256
 MISS_ROUNDS: Final = 4.0
 """Plain rounds that a miss counts as at most when drafts are judged."""
-STARVED_ROUNDS: Final = 64
-"""Rounds with prompts in a row after which such rounds are judged too: both modes meet them."""
-MAX_KINDS: Final = 256
-"""Kinds that are remembered; the oldest one without sessions is forgotten."""
-
-
-class Times(Protocol):
-    """What the device takes for a round of so many sessions, with or without own drafts; None: not
-    known."""
-
-    def __call__(self, rows: int, *, own: bool) -> float | None: ...
+MOST_ALONE: Final = 0.5
+"""Share of a row's time that rounds of nothing but prompts may have taken for it to count."""
+STARVED_ROUNDS: Final = 16
+"""Rounds in a row that did not count after which such ones do: both modes meet prompts."""
 
 
 class Policy:
@@ -57,24 +52,25 @@ class Policy:
         *,
         automatic: bool,
         ceiling_s: float,
-        times: Times = lambda rows, *, own: None,
+        times: Times = lambda rows, *, own, pieces=0: None,
+        piece_tokens: int = 1,
     ) -> None:
-        """`automatic`: False carries plans out as they are. `ceiling_s`: see `patience_s`."""
+        """`automatic`: False carries plans out as they are. `ceiling_s`: see `patience_s`.
+        `piece_tokens`: prompt tokens of a piece, as `times` counts them."""
         self._automatic = automatic
         self._ceiling_s = ceiling_s
         self._times = times
         self.costs = CostTable()
         """Forwards by the shape of their round."""
         self._kinds: dict[Kind, Known] = {}
-        self._own: dict[int, OwnDrafts] = {}
-        """By load, as `Known.contests`."""
-        self._load = 0
+        self._loads = Loads(times, self.costs)
+        self._own = OwnVerdicts(self._loads)
+        self._piece_tokens = piece_tokens
         self._round = 0
         self._round_s = 0.0
         """A plain round at this load; 0: not known."""
         self._host_s = 0.0
         """What rounds with drafts take outside the target's forward."""
-        self._starved = 0
         self._now = 0.0
         self.changed = False
         """Whether `pauses` or `limit` may answer differently than before; for the caller to
@@ -91,26 +87,31 @@ class Policy:
         known = self._known(Kind.of(session))
         known.sessions += 1
         own = session.own_draft > 0
-        session.pace = Pace(known, own, last_at=session.since, hold_after=HOLD_ROUNDS)
-        if own and self.pauses(session):
-            self.turn(session, paused=True)
+        session.pace = Pace(known, own, hold_after=HOLD_ROUNDS)
+        if own:
+            self._own.follow(known.kind)
+            if self.pauses(session):
+                self.turn(session, paused=True)
+        elif known.sessions == 1 and known.contests:
+            self._contest(known).forgive()
         self.changed = self._automatic
 
     def leave(self, session: Session) -> None:
         """A session ends, or its plan is about to change; idempotent."""
         if session.pace is not None:
-            session.pace.known.sessions -= 1
+            known = session.pace.known
+            known.sessions -= 1
+            if session.pace.own:
+                self._own.leave(known.kind)
             session.pace = None
 
     def begin_round(self, sessions: int, now: float) -> None:
         """A round is about to be planned while so many sessions are being served."""
         self._round += 1
         self._now = now
-        load = sessions.bit_length()
-        if load != self._load:
-            self._load, self.changed = load, self._automatic
-            estimate = self.costs.estimate(max(1, sessions), 0)
-            self._round_s = estimate if estimate > 0.0 else 0.0
+        if self._loads.begin_round(sessions):
+            self.changed = self._automatic
+            self._round_s = self._loads.round_s
 
     def pauses(self, session: Session) -> bool:
         """Whether the session should decode plainly now, whatever its plan wishes for."""
@@ -118,7 +119,7 @@ class Policy:
         if not self._automatic or pace is None:
             return False
         if pace.own:
-            return session.paused or self._own_drafts().mode(self._now) is Mode.PLAIN
+            return session.paused or self._own.plain(self._now)
         return self._contest(pace.known).mode is Mode.PLAIN
 
     def limit(self, session: Session) -> int:
@@ -194,62 +195,70 @@ class Policy:
         *,
         seconds: float,
         forward_s: float,
-        prompts: bool,
+        prompts: Sequence[int],
         now: float,
     ) -> None:
         """A round ended that took `seconds` without waiting, `forward_s` of them for the target's
-        forward. Rounds with `prompts` in them say
-        nothing of what drafts cost, unless there are no others."""
-        self._starved = self._starved + 1 if prompts else 0
+        forward. `prompts`: the tokens of each prompt that it took."""
+        decoded = [row for row in rows if row.verified is not None]
+        nodes = sum(_nodes(row) for row in decoded)
+        own = [row for row in decoded if row.result.drafted and not _nodes(row)]
+        pieces = sum(-(-tokens // self._piece_tokens) for tokens in prompts)
+        left_s = self._loads.observe(
+            len(decoded), nodes, pieces, self._piece_tokens, seconds, own=bool(own)
+        )
         touched: list[Tally] = []
-        nodes = decoded = own_rows = own_tokens = 0
-        for row in rows:
-            session, verified = row.session, row.verified
-            if verified is None:
-                continue
-            decoded += 1
-            if verified.drafted:
-                nodes += verified.nodes
-            elif row.result.drafted:
-                own_rows += 1
-                own_tokens += len(row.tokens)
-            pace = session.pace
-            if pace is None:
-                continue
-            known = pace.known
-            spent_s, pace.last_at = now - pace.last_at, now
-            if pace.own or session.link_id is None:
-                # Without a drafter there was no choice, so nothing is learnt about it.
-                continue
-            if verified.drafted:
-                assert row.result.acceptance is not None
-                key = verified.nodes, len(row.result.acceptance.accepted_nodes)
-                known.judged[key] = known.judged.get(key, 0) + 1
-            elif session.suspect or row.missed:
-                absent = row.missed and pace.unheard > 0
-                if self._round_s:
-                    # One drafter that stops is no reason to leave speculation; misses for ever are.
-                    spent_s = min(spent_s, MISS_ROUNDS * self._round_s)
-                self._unheard(session, pace)
-                if absent:
-                    continue
-            tally = known.tallies[2 * session.paused + pace.settled]
-            if not tally.rows:
-                touched.append(tally)
-            tally.tokens += len(row.tokens)
-            tally.seconds += spent_s
-            tally.rows += 1
-            pace.settled = True
-        if own_rows:
-            clean_s = seconds if own_rows == decoded and not prompts else None
-            self._judge_own(own_tokens, own_rows, clean_s, now)
-        elif decoded and not prompts:
-            self._note_costs(decoded, nodes, seconds, forward_s)
-        judges = self._automatic and (not prompts or self._starved > STARVED_ROUNDS)
+        for row in decoded:
+            self._observe_row(row, now, touched)
+        if own:
+            self._own.observe(own, seconds if len(own) == len(decoded) else None, pieces, now)
+            self.changed = self.changed or (self._automatic and self._own.plain(now))
+        elif decoded:
+            self._note_costs(len(decoded), nodes, left_s, forward_s - (seconds - left_s))
         for tally in touched:
-            if judges:
+            if self._automatic:
                 self._judge(tally)
             tally.clear()
+
+    def _observe_row(self, row: Settled, now: float, touched: list[Tally]) -> None:
+        """Add what a session got to what its kind did."""
+        session, pace = row.session, row.session.pace
+        if pace is None or pace.own:
+            return
+        loads, last_at = self._loads, pace.last_at
+        spent_s = now - last_at - (loads.prompts_s - pace.prompts_s)
+        alone_s = loads.alone_s - pace.alone_s
+        pace.last_at, pace.prompts_s, pace.alone_s = now, loads.prompts_s, loads.alone_s
+        if session.link_id is None:
+            # Without a drafter there was no choice, so nothing is learnt about it.
+            return
+        known, nodes = pace.known, _nodes(row)
+        if nodes:
+            assert row.result.acceptance is not None
+            key = nodes, len(row.result.acceptance.accepted_nodes)
+            known.judged[key] = known.judged.get(key, 0) + 1
+        elif session.suspect or row.missed:
+            absent = row.missed and pace.unheard > 0
+            if self._round_s:
+                # One drafter that stops is no reason to leave speculation; misses for ever are.
+                spent_s = min(spent_s, MISS_ROUNDS * self._round_s)
+            self._unheard(session, pace)
+            if absent:
+                return
+        if math.isnan(last_at):
+            # Its first round: the drafter had the prompt to read, as it will not again.
+            pace.settled = True
+            return
+        tally = known.tallies[2 * session.paused + pace.settled]
+        if not tally.rows:
+            touched.append(tally)
+        count = len(row.tokens)
+        tally.rows += 1
+        tally.tokens += count
+        tally.squares += count * count
+        tally.seconds += max(0.0, spent_s)
+        tally.alone_s += alone_s
+        pace.settled = True
 
     def _note_costs(self, rows: int, nodes: int, seconds: float, forward_s: float) -> None:
         # Plain rounds tell no drafter: the host's share is no matter of nodes.
@@ -257,19 +266,27 @@ class Policy:
         if nodes:
             self._host_s += GAIN * (max(0.0, seconds - forward_s) - self._host_s)
         else:
-            self._round_s += GAIN * (seconds - self._round_s) if self._round_s else seconds
+            self._round_s = self._loads.round_s
 
     def _judge(self, tally: Tally) -> None:
         """Let the contest of a kind see what the kind's sessions got."""
         known = tally.known
-        contest, share = self._contest(known), 1.0 / max(1, known.sessions)
+        contest = self._contest(known)
+        contest.expected_s = self._loads.plain_s
+        timed = tally.alone_s <= MOST_ALONE * tally.seconds
+        known.starved = 0 if timed else known.starved + 1
         before = contest.mode
         contest.observe(
             tally.mode,
-            tally.tokens * share,
-            tally.seconds * share,
-            tally.rows * share,
-            settled=tally.settled,
+            Seen(
+                rows=tally.rows,
+                tokens=tally.tokens,
+                squares=tally.squares,
+                seconds=tally.seconds,
+                sessions=known.sessions,
+                settled=tally.settled,
+                timed=timed or known.starved > STARVED_ROUNDS,
+            ),
         )
         self.changed = self.changed or contest.mode is not before
         known.review += 1
@@ -279,19 +296,6 @@ class Policy:
             limit = self._length(known)
             self.changed = self.changed or limit != known.limit
             known.limit = limit
-
-    def _judge_own(self, tokens: int, rows: int, seconds: float | None, now: float) -> None:
-        """Let the verdict over own drafts see a round; `seconds`: None if others took part."""
-        drafts = self._own_drafts()
-        drafts.observe(
-            tokens,
-            rows,
-            seconds,
-            plain_s=self._times(rows, own=False),
-            own_s=self._times(rows, own=True),
-            now=now,
-        )
-        self.changed = self.changed or (self._automatic and drafts.mode(now) is Mode.PLAIN)
 
     @staticmethod
     def _unheard(session: Session, pace: Pace) -> None:
@@ -306,7 +310,7 @@ class Policy:
 
     def _length(self, known: Known) -> int:
         """The length of a chain; at least 1, for whether to draft at all is for the contest."""
-        rows, longest = max(1, 1 << (self._load - 1)), known.kind.draft_tokens
+        rows, longest = 1 << self._loads.load, known.kind.draft_tokens
         length = choose_length(
             known.acceptance.reached(longest),
             lambda lengths: self.costs.estimates(rows, lengths * np.float64(rows)),
@@ -332,11 +336,11 @@ class Policy:
         return "; ".join(self._summaries())
 
     def _summaries(self) -> Iterator[str]:
-        own = self._own.get(self._load)
-        if own is not None:
-            yield f"own drafts: {own.mode(self._now)}{_gain(own.gain)}"
+        for name, mode, gain in self._own.summaries(self._now):
+            yield f"{name}: {mode}{_gain(gain)}"
+        load = self._loads.load
         for kind, known in list(self._kinds.items()):
-            contest = known.contests.get(self._load)
+            contest = known.contests.get(load)
             if known.sessions and contest is not None:
                 yield f"{kind}: {contest.mode} ({contest.reason}{_gain(contest.gain)})"
 
@@ -366,17 +370,18 @@ class Policy:
         return known
 
     def _contest(self, known: Known) -> Contest:
-        contest = known.contests.get(self._load)
-        if contest is None:
-            sure = any(other.wins for other in known.contests.values())
-            contest = known.contests[self._load] = Contest(sure=sure)
+        load = self._loads.load
+        contest = known.contests.get(load)
+        if contest is None or not contest.decided:
+            contest = begun_contest(known, self._kinds.values(), load)
+            contest.expected_s = self._loads.plain_s
+            known.contests[load] = contest
         return contest
 
-    def _own_drafts(self) -> OwnDrafts:
-        own = self._own.get(self._load)
-        if own is None:
-            own = self._own[self._load] = OwnDrafts()
-        return own
+
+def _nodes(row: Settled) -> int:
+    """Nodes of the draft from outside that the row verified."""
+    return 0 if row.verified is None else row.verified.nodes
 
 
 def _gain(gain: float) -> str:

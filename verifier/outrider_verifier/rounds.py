@@ -197,7 +197,7 @@ class Rounds:
                 settled,
                 seconds=total_s,
                 forward_s=outcome.forward_s,
-                prompts=bool(flying.prefill),
+                prompts=[row.num_tokens for row in flying.prefill],
                 now=self._clock(),
             )
             # Copying takes long: what clients wait for goes first.

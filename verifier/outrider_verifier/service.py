@@ -399,6 +399,7 @@ def _assemble(
             automatic=config.planner == AUTOMATIC_PLANNER,
             ceiling_s=config.ceiling_s,
             times=runner.round_s,
+            piece_tokens=runner.piece_tokens,
         ),
         post=outbox.append,
     )

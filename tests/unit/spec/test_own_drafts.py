@@ -11,6 +11,7 @@ from outrider.spec.contest import Mode
 from outrider.spec.own_drafts import OwnDrafts
 
 PLAIN_S = 0.004
+LOAD = 3
 
 
 def run(
@@ -23,7 +24,6 @@ def run(
     host_s: float = 0.001,
     rows: int = 8,
     start: float = 0.0,
-    known: bool = True,
     seed: int = 0,
 ) -> int | None:
     """The round in which drafts were given up; `clean`: the share of rounds without prompts."""
@@ -34,15 +34,12 @@ def run(
         if rng.random() < 0.01:
             took += rng.uniform(0.0, 1.0)
         now += took
-        own.observe(
-            int(rng.poisson((tokens - 1.0) * rows)) + rows,
-            rows,
-            took if rng.random() < clean else None,
-            plain_s=PLAIN_S if known else None,
-            own_s=cost * PLAIN_S,
-            now=now,
-        )
-        if own.mode(now) is Mode.PLAIN:
+        emitted = 1 + rng.poisson(tokens - 1.0, rows)
+        beyond_s = took - cost * PLAIN_S if rng.random() < clean else None
+        squares = float((emitted**2).sum())
+        own.observe(rows, float(emitted.sum()), squares, host_s=beyond_s)
+        own.judge(LOAD, PLAIN_S, cost * PLAIN_S, now)
+        if own.mode(LOAD, now) is Mode.PLAIN:
             return count
     return None
 
@@ -56,27 +53,46 @@ def test_drafts_that_win_clearly_are_never_given_up(rows: int, clean: float, see
 
 
 @pytest.mark.parametrize("clean", [1.0, 0.3])
-def test_drafts_that_lose_are_given_up_on_solid_evidence(clean: float) -> None:
+@pytest.mark.parametrize(("rows", "most"), [(64, 12), (8, 20), (1, 60)])
+def test_drafts_that_lose_are_given_up_the_sooner_the_more_rows_tell(
+    rows: int, most: int, clean: float
+) -> None:
     own = OwnDrafts()
-    given_up = run(own, tokens=1.1, cost=1.6, clean=clean)
+    given_up = run(own, tokens=1.1, cost=1.6, clean=clean, rows=rows)
     assert given_up is not None
-    assert 31 <= given_up < 120
+    assert 5 <= given_up < most
     assert own.gain < 0.9
 
 
 def test_a_verdict_holds_for_a_while_and_then_for_longer() -> None:
     own = OwnDrafts()
     run(own, tokens=1.1, cost=1.6)
-    assert own.mode(30.0) is Mode.PLAIN
-    assert own.mode(40.0) is Mode.SPECULATE
+    assert own.mode(LOAD, 30.0) is Mode.PLAIN
+    assert own.mode(LOAD, 40.0) is Mode.SPECULATE
     assert run(own, tokens=1.1, cost=1.6, start=40.0) is not None
-    assert own.mode(95.0) is Mode.PLAIN
+    assert own.mode(LOAD, 95.0) is Mode.PLAIN
 
 
-def test_what_the_device_takes_is_asked_for_and_nothing_concluded_without() -> None:
+def test_what_one_load_found_is_no_verdict_at_another_but_evidence() -> None:
     own = OwnDrafts()
-    assert run(own, tokens=1.0, cost=3.0, known=False) is None
+    assert run(own, tokens=1.3, cost=2.0) is not None
+    now = own._until[LOAD] - 1.0
+    assert own.mode(LOAD, now) is Mode.PLAIN
+    assert own.mode(0, now) is Mode.SPECULATE
+    # At a load where drafts cost little the same tokens are worth it.
+    for _ in range(20):
+        own.observe(8, 10.0, 14.0, host_s=0.0)
+        own.judge(0, PLAIN_S, 1.05 * PLAIN_S, now)
+    assert own.mode(0, now) is Mode.SPECULATE
+    assert own.gain > 1.1
+
+
+def test_rounds_without_rows_tell_nothing() -> None:
+    own = OwnDrafts()
+    own.observe(0, 0.0, 0.0)
+    own.judge(LOAD, PLAIN_S, PLAIN_S, 0.0)
     assert math.isnan(own.gain)
+    assert own.mode(LOAD, 0.0) is Mode.SPECULATE
 
 
 def test_a_host_that_is_slow_makes_drafts_worth_more() -> None:

@@ -230,7 +230,7 @@ def test_kinds_are_told_apart_and_their_sessions_counted() -> None:
     assert warm.pace is not None
     assert cold[0].pace.known is cold[1].pace.known is not warm.pace.known
     cold[0].pace.known.contests[2] = Contest()
-    warm.pace.known.contests[2] = Contest(_mode=Mode.PLAIN)
+    warm.pace.known.contests[2] = Contest(_mode=Mode.PLAIN, _decided=True)
     assert [policy.pauses(s) for s in (*cold, warm)] == [False, False, True]
     assert policy.summary().count(";") == 1
     for session in (*cold, warm):
@@ -252,8 +252,16 @@ def test_slow_drafts_are_left_however_many_rounds_have_prompts_in_them(prompts: 
         took = 0.001 if pauses else 0.004
         now, paused = now + took, paused + pauses
         with_prompts = count % 100 < 100 * prompts
+        row = _row(session)
+        if not pauses:
+            draft = trim(make_tree([1, 2, 3, 4]), None, 4)
+            row = _row(session, (1,), VerifyRow(session=session, draft=draft))
         policy.observe_round(
-            [_row(session)], seconds=took, forward_s=took, prompts=with_prompts, now=now
+            [row],
+            seconds=took,
+            forward_s=took,
+            prompts=[3] if with_prompts else [],
+            now=now,
         )
     assert paused > 300
 
@@ -275,12 +283,12 @@ def test_drafts_are_shortened_for_forwards_that_cost_not_for_what_the_host_takes
             now += forward_s + host_s
             row = _row(session, tokens, VerifyRow(session, draft=draft))
             policy.observe_round(
-                [row], seconds=forward_s + host_s, forward_s=forward_s, prompts=False, now=now
+                [row], seconds=forward_s + host_s, forward_s=forward_s, prompts=(), now=now
             )
         else:
             now += 0.004
             plain = [_row(session)]
-            policy.observe_round(plain, seconds=0.004, forward_s=0.004, prompts=False, now=now)
+            policy.observe_round(plain, seconds=0.004, forward_s=0.004, prompts=(), now=now)
     assert (policy.limit(session) < 4) is shortened
 
 
@@ -292,7 +300,7 @@ def test_a_round_of_64_sessions_is_observed_in_no_time() -> None:
         policy.begin_round(64, 0.01 * count)
         began = time.perf_counter()
         policy.observe_round(
-            rows, seconds=0.01, forward_s=0.01, prompts=False, now=0.01 * count + 0.01
+            rows, seconds=0.01, forward_s=0.01, prompts=(), now=0.01 * count + 0.01
         )
         took.append(time.perf_counter() - began)
     # A hundred microseconds on a machine that has nothing else to do.
@@ -331,4 +339,4 @@ def _row(
 
 
 def _round(policy: Policy, session: Session) -> None:
-    policy.observe_round([_row(session)], seconds=0.001, forward_s=0.001, prompts=False, now=1.0)
+    policy.observe_round([_row(session)], seconds=0.001, forward_s=0.001, prompts=(), now=1.0)

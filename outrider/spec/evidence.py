@@ -1,0 +1,106 @@
+"""What rounds were seen to take and to emit, so that few of them tell much (pure).
+
+Times of rounds vary little but for stalls: the last few of them, stalls cut off, tell what a round
+takes. Tokens vary much from row to row and not at all from load to load: they are counted by rows,
+with their variance, so that 64 sessions know after a few rounds what a single one knows after many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+WINDOW: Final = 16
+"""Rounds that tell what one takes."""
+OUTLIER: Final = 3.0
+"""Usual rounds that one round counts as at most: a stall says nothing of a mode."""
+TIME_NOISE: Final = 0.15
+"""Deviation of one round's time, as a share of it."""
+UNSEEN: Final = 2.0
+"""Variance of a row's tokens that was missed, over the rows seen: a few equal ones are no proof
+that all are."""
+SURE: Final = 1.5
+"""Standard errors that make a difference."""
+
+
+@dataclass(slots=True)
+class RoundTimes:
+    """What rounds took lately."""
+
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _weights: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _mean: float = math.nan
+
+    def observe(self, seconds: float, rounds: float = 1.0) -> None:
+        """A round took `seconds`; one of a part of the sessions counts as a part of a round."""
+        self._seconds.append(seconds)
+        self._weights.append(rounds)
+        most = OUTLIER * sorted(self._seconds)[(len(self._seconds) - 1) // 2]
+        counted = sum(
+            weight * min(value, most)
+            for value, weight in zip(self._seconds, self._weights, strict=True)
+        )
+        self._mean = counted / sum(self._weights)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._seconds.clear()
+        self._weights.clear()
+        self._mean = math.nan
+
+    @property
+    def rounds(self) -> float:
+        """How many rounds these are."""
+        return sum(self._weights)
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds of a round; nan while nothing is known."""
+        return self._mean
+
+    def clipped(self, seconds: float) -> float:
+        """`seconds` of one more round, or as much as a stall counts as."""
+        return min(seconds, OUTLIER * self._mean) if len(self._seconds) > 2 else seconds
+
+
+@dataclass(slots=True)
+class Emitted:
+    """Tokens that rows emitted; rows of one session each."""
+
+    rows: float = 0.0
+    tokens: float = 0.0
+    squares: float = 0.0
+    rounds: float = 0.0
+
+    def observe(self, rows: float, tokens: float, squares: float, rounds: float) -> None:
+        """In `rounds`, `rows` emitted `tokens`; `squares`: the sum of the squares of each row's."""
+        self.rows += rows
+        self.tokens += tokens
+        self.squares += squares
+        self.rounds += rounds
+
+    def fade(self, half_lives: float) -> None:
+        """Count what is known less."""
+        keep = 0.5**half_lives
+        self.rows *= keep
+        self.tokens *= keep
+        self.squares *= keep
+        self.rounds *= keep
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a row; nan while nothing is known."""
+        return self.tokens / self.rows if self.rows > 0.0 else math.nan
+
+    def short_of(
+        self, needed: float, *, sure: float = SURE, time_noise: float = TIME_NOISE
+    ) -> bool:
+        """Whether rows emit fewer than `needed` tokens, chance and the noise of times aside."""
+        if not self.rounds > 0.0:
+            return False
+        mean = self.mean
+        spread = self.squares / self.rows - mean * mean + UNSEEN / self.rows
+        error = math.sqrt(spread / self.rows + (time_noise * needed) ** 2 / self.rounds)
+        return mean + sure * error < needed

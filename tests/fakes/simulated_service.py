@@ -1,0 +1,324 @@
+"""A verifier's rounds under load, in simulated time: the planner decides, the costs are given.
+
+Sessions follow each other in a closed loop, so that prompts arrive all the time. Which rows share a
+round is decided by the real schedule; drafts come from a drafter that answers a round's verdicts
+together, or from a head in the verifier itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+from outrider_verifier.engine import RowOutcome
+from outrider_verifier.packing import VerifyRow
+from outrider_verifier.policy import Policy
+from outrider_verifier.rows import Draft, trim
+from outrider_verifier.schedule import Limits, RoundPlan, RowState, plan_round
+from outrider_verifier.sessions import Session
+from outrider_verifier.settled import Settled
+
+from outrider.engine.acceptance import Acceptance
+from outrider.ids import DrafterId, SessionId
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import SamplingParams
+from outrider.wire.messages import SessionSpec
+from tests.fakes.scripted_drafter import make_tree
+
+ROWS = (1, 8, 32, 64)
+DRAFT = 4
+PIECE = 64
+ARRIVAL_S = 0.001
+"""Until the client of a session that ended has opened its next one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Milliseconds by `ROWS`, and of a piece of a prompt beside rows and alone."""
+
+    plain: tuple[float, ...]
+    verify: tuple[float, ...]
+    """A round of so many rows with drafts; with a head of the verifier's own, its drafting too."""
+    exchange: tuple[float, ...]
+    """From the end of a round to its sessions' next proposals; zeros for own drafts."""
+    piece: float
+    host: float = 0.0
+    """What a round takes beyond what the device was measured to."""
+
+    def of(self, row: Sequence[float], sessions: int) -> float:
+        """Seconds for so many sessions."""
+        return float(np.interp(sessions, ROWS, row)) / 1000.0
+
+    def times(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:
+        """What a warm-up finds."""
+        row = self.verify if own else self.plain
+        return self.of(row, rows) - self.host / 1000.0 + pieces * self.piece / 1000.0
+
+
+@dataclass(kw_only=True)
+class Service:
+    """One run: `waves` answers of each of `sessions` clients."""
+
+    costs: Costs
+    sessions: int
+    extra_tokens: float
+    """Draft tokens that stand in a round, in the mean."""
+    policy: Policy | None
+    """None: no session speculates."""
+    own: bool = False
+    waves: int = 2
+    seed: int = 0
+    noise: float = 0.08
+    stalls: float = 0.001
+    temperature: float = 0.0
+    now: float = 0.0
+    tokens: int = 0
+    rounds: int = 0
+    decoded: int = 0
+    """Session rounds."""
+    paused: int = 0
+    """Session rounds that were decoded plainly by the planner's decision."""
+
+    def run(self) -> float:
+        """Seconds that it takes until the last answer has ended."""
+        # Lengths are the same whatever is decided; all the rest may differ.
+        lengths = np.random.default_rng(self.seed)
+        count = self.waves * self.sessions
+        self._answers = np.minimum(lengths.geometric(1.0 / 110.0, count), 256).tolist()
+        self._prompts = lengths.integers(42, 244, count).tolist()
+        self._rng = np.random.default_rng((self.seed, 1))
+        self._rate = _rate(self.extra_tokens)
+        self._live: dict[SessionId, Session] = {}
+        self._left = list(range(count))
+        self._arrivals: list[float] = [self.now + 1e-5 * i for i in range(self.sessions)]
+        self._proposals: list[tuple[float, int, SessionId, int]] = []
+        self._ready: dict[SessionId, float] = {}
+        self._idle_since = began = self.now
+        while self._left or self._live:
+            self._step()
+        return self.now - began
+
+    # ---- what happens --------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        self._take_in()
+        self._turn()
+        plan = plan_round([self._state(s) for s in self._live.values()], self.now, self._limits)
+        if plan.empty:
+            due = [] if plan.wait_until is None else [plan.wait_until]
+            due += self._arrivals[:1] if self._left else []
+            due += [self._proposals[0][0]] if self._proposals else []
+            self.now = max(self.now + 1e-7, min(due))
+            return
+        self._round(plan)
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(
+            prefill_tokens=16 * PIECE,
+            prefill_beside=lambda rows: 4 * PIECE,
+            piece_tokens=PIECE,
+            decode_tokens=1024,
+            gather_s=0.005,
+        )
+
+    def _take_in(self) -> None:
+        while self._left and self._arrivals and self._arrivals[0] <= self.now:
+            heapq.heappop(self._arrivals)
+            self._open(self._left.pop(0))
+        while self._proposals and self._proposals[0][0] <= self.now:
+            _, _, name, length = heapq.heappop(self._proposals)
+            session = self._live.get(name)
+            if session is None or self.policy is None:
+                continue
+            usable = session.length == length and not session.paused
+            self.policy.arrived(session, prefix_len=length, usable=usable, now=self.now)
+            if usable:
+                self._ready[name] = session.proposal_at = self.now
+
+    def _open(self, index: int) -> None:
+        name, speculative = SessionId(f"s{index}"), self.policy is not None
+        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=DRAFT, patience_ms=2000)
+        spec = SessionSpec(
+            session_id=name,
+            epoch=0,
+            token_ids=(1,) * self._prompts[index],
+            prompt_len=self._prompts[index],
+            max_new_tokens=self._answers[index] + 8,
+            stop_token_ids=(),
+            sampling=SamplingParams(temperature=self.temperature),
+            plan=plan if speculative else Plan(),
+            drafter_id=DrafterId("drafter") if speculative and not self.own else None,
+        )
+        kv = cast(Any, None)
+        session = Session.create(spec, ticket=index, kv=kv, now=self.now, keeps_features=False)
+        session.handle = self._answers[index]
+        if self.policy is not None:
+            session.link_id = None if self.own else 1
+            session.own_draft = DRAFT if self.own else 0
+            self.policy.follow(session)
+        self._live[name] = session
+
+    def _turn(self) -> None:
+        if self.policy is None:
+            return
+        self.policy.begin_round(len(self._live), self.now)
+        if not self.policy.changed:
+            return
+        self.policy.changed = False
+        resumed = []
+        for session in self._live.values():
+            session.draft_limit = self.policy.limit(session)
+            pauses = self.policy.pauses(session)
+            if pauses == session.paused:
+                continue
+            self.policy.turn(session, paused=pauses)
+            if not pauses:
+                session.since = self.now
+                resumed.append(session)
+        self._tell(resumed, first=True)
+
+    def _state(self, session: Session) -> RowState:
+        at = self._ready.get(session.session_id)
+        awaits = at is None and session.awaits_proposal
+        patience = self.policy.patience(session) if awaits and self.policy is not None else 0.0
+        return RowState(
+            session_id=session.session_id,
+            prefill_left=session.prefill_left,
+            nodes=None if at is None else DRAFT,
+            own_nodes=session.own_depth,
+            awaits_proposal=awaits,
+            since=session.since,
+            proposal_at=at or 0.0,
+            patience_s=patience,
+            remaining=session.remaining,
+        )
+
+    def _round(self, plan: RoundPlan) -> None:
+        began = self.now
+        rows = [self._live[row.session_id] for row in plan.decode]
+        for row, session in zip(plan.decode, rows, strict=True):
+            if row.missed and self.policy is not None:
+                self.policy.missed(session)
+        drafted = [s.session_id in self._ready or s.own_depth > 0 for s in rows]
+        pieces = sum(-(-chunk.num_tokens // PIECE) for chunk in plan.prefill)
+        self.now += self._took(len(rows), any(drafted), pieces)
+        self._idle_since = self.now
+        settled, told = [], []
+        for chunk in plan.prefill:
+            session = self._live[chunk.session_id]
+            session.prefill_sent += chunk.num_tokens
+            if not session.prefill_left:
+                settled.append(self._commit(session, 0, None))
+                told.append(session)
+        for session, row, with_draft in zip(rows, plan.decode, drafted, strict=True):
+            settled.append(self._commit(session, DRAFT * with_draft, row.missed))
+            self._ready.pop(session.session_id, None)
+            self.decoded += 1
+            self.paused += session.paused
+            told.append(session)
+        first = [s for s in told if s.length == s.spec.prompt_len + 1]
+        self._tell([s for s in told if s not in first], first=False)
+        self._tell(first, first=True)
+        if self.policy is not None:
+            self.policy.observe_round(
+                settled,
+                seconds=self.now - began,
+                forward_s=self.now - began - self.costs.host / 1000.0,
+                prompts=[chunk.num_tokens for chunk in plan.prefill],
+                now=self.now,
+            )
+        self.rounds += 1
+        for session in told:
+            if session.emitted >= session.handle:
+                self._end(session)
+
+    def _took(self, rows: int, drafted: bool, pieces: int) -> float:
+        costs = self.costs
+        seconds = pieces * costs.piece / 1000.0
+        if rows:
+            seconds += costs.of(costs.verify if drafted else costs.plain, rows)
+        else:
+            seconds += costs.of(costs.plain, 1)
+        seconds *= math.exp(self._rng.normal(0.0, self.noise))
+        if self._rng.random() < self.stalls:
+            seconds += self._rng.uniform(0.0, 20.0) * costs.of(costs.plain, 1)
+        return seconds
+
+    def _commit(self, session: Session, drafted: int, missed: bool | None) -> Settled:
+        stood = 0
+        while stood < drafted and self._rng.random() < self._rate:
+            stood += 1
+        count = min(1 + stood, session.handle - session.emitted)
+        session.append((1,) * count, self.now)
+        self.tokens += count
+        accepted = Acceptance(
+            accepted_nodes=tuple(range(stood)),
+            tokens=(1,) * (1 + stood),
+            resampled=False,
+            used_target_only_fallback=False,
+        )
+        result = RowOutcome(acceptance=accepted, features=None, drafted=drafted if self.own else 0)
+        if missed is None:
+            return Settled(session, result, (1,))
+        draft = TREE if drafted and not self.own else None
+        verified = VerifyRow(session=session, draft=draft)
+        return Settled(session, result, (1,) * count, None, verified, missed)
+
+    def _tell(self, sessions: Sequence[Session], *, first: bool) -> None:
+        """The drafter hears of roots and answers, those of one round together."""
+        told = [s for s in sessions if s.link_id is not None and not s.paused]
+        if not told:
+            return
+        took = self.costs.of(self.costs.exchange, len(told)) * math.exp(
+            self._rng.normal(0.0, self.noise)
+        )
+        if first:
+            # Prompts, or what was missed in a pause, have to be read.
+            took = 1.5 * took + 0.0002 * len(told)
+        for session in told:
+            entry = (self.now + took, session.ticket, session.session_id, session.length)
+            heapq.heappush(self._proposals, entry)
+
+    def _end(self, session: Session) -> None:
+        if self.policy is not None:
+            self.policy.leave(session)
+        del self._live[session.session_id]
+        self._ready.pop(session.session_id, None)
+        heapq.heappush(self._arrivals, self.now + ARRIVAL_S)
+
+
+TREE: Draft = trim(make_tree([1] * DRAFT), None, DRAFT)
+
+
+def _rate(extra: float) -> float:
+    """Acceptance of each draft token with which so many of them stand in the mean."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        rate = (low + high) / 2.0
+        stood = sum(rate**depth for depth in range(1, DRAFT + 1))
+        low, high = (rate, high) if stood < extra else (low, rate)
+    return low
+
+
+def over_plain(make: Callable[[], Policy], service: Service, *, seeds: int) -> float:
+    """Speed relative to the same service without drafts, over whole runs that begin with a planner
+    that knows nothing."""
+    plain = drafts = 0.0
+    for seed in range(seeds):
+        plain += plain_s(service.costs, service.sessions, service.waves, seed)
+        drafts += replace(service, seed=seed, policy=make()).run()
+    return plain / drafts
+
+
+@cache
+def plain_s(costs: Costs, sessions: int, waves: int, seed: int) -> float:
+    """Seconds of a run without drafts."""
+    return Service(
+        costs=costs, sessions=sessions, extra_tokens=0.0, policy=None, waves=waves, seed=seed
+    ).run()

@@ -1,0 +1,72 @@
+"""A few rounds tell what one takes, stalls or not; rows tell what they emit, with their doubt."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from outrider.spec.evidence import OUTLIER, WINDOW, Emitted, RoundTimes
+
+
+def test_times_are_those_of_the_last_rounds_and_stalls_count_a_few_rounds() -> None:
+    times = RoundTimes()
+    assert math.isnan(times.mean_s)
+    for seconds in (0.01, 5.0, 0.01, 0.01):
+        times.observe(seconds)
+    assert times.mean_s == pytest.approx(0.01 * (3 + OUTLIER) / 4)
+    assert times.clipped(1.0) == pytest.approx(OUTLIER * times.mean_s)
+    for _ in range(WINDOW):
+        times.observe(0.03, 0.5)
+    assert times.mean_s == pytest.approx(0.03)
+    assert times.rounds == pytest.approx(WINDOW / 2)
+    times.forget()
+    assert math.isnan(times.mean_s)
+    assert times.rounds == 0.0
+    assert times.clipped(1.0) == 1.0
+
+
+def test_a_stall_in_the_first_two_rounds_is_not_what_a_round_takes() -> None:
+    for first in ((1.0, 0.01), (0.01, 1.0)):
+        times = RoundTimes()
+        for seconds in first:
+            times.observe(seconds)
+        assert times.mean_s <= 0.02
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_the_more_rows_the_sooner_too_few_tokens_are_too_few(rows: int) -> None:
+    rng, needed = np.random.default_rng(rows), 2.0
+    rounds = []
+    for _ in range(50):
+        emitted, count = Emitted(), 0
+        while not emitted.short_of(needed) and count < 500:
+            tokens = 1 + rng.poisson(0.4, rows)
+            emitted.observe(rows, float(tokens.sum()), float((tokens**2).sum()), 1.0)
+            count += 1
+        rounds.append(count)
+    assert np.mean(rounds) < {1: 10, 8: 3, 64: 2}[rows]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_enough_tokens_are_hardly_ever_too_few(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    wrong = 0
+    for _ in range(200):
+        emitted = Emitted()
+        for _ in range(4):
+            tokens = 1 + rng.poisson(1.4, rows)
+            emitted.observe(rows, float(tokens.sum()), float((tokens**2).sum()), 1.0)
+        wrong += emitted.short_of(2.0)
+    assert wrong <= 8
+
+
+def test_what_is_old_counts_less_and_nothing_is_short_of_nothing() -> None:
+    emitted = Emitted()
+    assert math.isnan(emitted.mean)
+    assert not emitted.short_of(10.0)
+    emitted.observe(10.0, 10.0, 10.0, 10.0)
+    emitted.fade(1.0)
+    emitted.observe(5.0, 15.0, 45.0, 5.0)
+    assert emitted.mean == pytest.approx(2.0)

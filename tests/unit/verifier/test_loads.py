@@ -1,0 +1,87 @@
+"""The load is steady where sessions come and go; prompts are no part of what rounds take."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from outrider_verifier.loads import Loads
+
+from outrider.spec.costs import CostTable
+
+
+def times(rows: int, *, own: bool, pieces: int = 0) -> float | None:
+    """A millisecond and a bit for a row, half of one for a piece."""
+    return (1.0 + 0.01 * rows + 0.5 * pieces + own) / 1000.0
+
+
+def unknown(rows: int, *, own: bool, pieces: int = 0) -> float | None:
+    """No graphs, no times."""
+    return None
+
+
+@pytest.mark.parametrize(("sessions", "load"), [(1, 0), (2, 1), (8, 3), (32, 5), (64, 6)])
+def test_a_session_that_ends_before_the_next_one_begins_is_no_other_load(
+    sessions: int, load: int
+) -> None:
+    loads = Loads(times, CostTable())
+    loads.begin_round(sessions)
+    assert loads.load == load
+    for count in (sessions - 1, sessions, sessions + 1) * 4:
+        if sessions > 2:
+            assert not loads.begin_round(count)
+    assert loads.begin_round(4 * sessions)
+    assert loads.load == load + 2
+
+
+def test_sessions_between_two_loads_change_nothing_back_and_forth() -> None:
+    loads = Loads(times, CostTable())
+    loads.begin_round(11)
+    before = loads.load
+    assert not any(loads.begin_round(count) for count in (12, 11, 12, 11, 10))
+    assert loads.load == before
+
+
+def test_plain_rounds_are_those_seen_or_those_of_the_device_with_the_host_of_the_nearest() -> None:
+    loads = Loads(times, CostTable())
+    loads.begin_round(8)
+    assert loads.plain_s == pytest.approx(0.00108)
+    for _ in range(5):
+        loads.observe(8, 0, 0, 64, 0.00216, own=False)
+    assert loads.plain_s == pytest.approx(0.00216)
+    loads.begin_round(64)
+    assert loads.plain_s == pytest.approx(2.0 * 0.00164)
+    # Rounds of a few of the sessions, of drafts or of own drafts are no plain rounds.
+    loads.observe(8, 0, 0, 64, 1.0, own=False)
+    loads.observe(64, 256, 0, 64, 1.0, own=False)
+    loads.observe(64, 0, 0, 64, 1.0, own=True)
+    assert loads.plain_s == pytest.approx(2.0 * 0.00164)
+
+
+def test_without_times_nothing_is_expected_before_it_was_seen() -> None:
+    loads = Loads(unknown, CostTable())
+    loads.begin_round(4)
+    assert math.isnan(loads.plain_s)
+    assert loads.round_s == 0.0
+    loads.observe(4, 0, 0, 1, 0.01, own=False)
+    assert loads.plain_s == loads.round_s == 0.01
+
+
+def test_what_prompts_add_is_left_out_by_the_devices_times() -> None:
+    loads = Loads(times, CostTable())
+    loads.begin_round(8)
+    assert loads.observe(8, 0, 2, 64, 0.0025, own=False) == pytest.approx(0.0015)
+    assert loads.prompts_s == pytest.approx(0.001)
+    assert loads.alone_s == 0.0
+    # Alone they count as they would beside the sessions; that others had to wait is not left out.
+    loads.observe(0, 0, 2, 64, 0.004, own=False)
+    assert loads.prompts_s == pytest.approx(0.002)
+    assert loads.alone_s == pytest.approx(0.004)
+    # However wrong the times are, a round took something.
+    assert loads.observe(8, 0, 16, 64, 0.001, own=False) == pytest.approx(0.0001)
+
+
+def test_without_times_prompts_take_their_share_of_the_tokens() -> None:
+    loads = Loads(unknown, CostTable())
+    loads.begin_round(4)
+    assert loads.observe(4, 12, 48, 1, 0.064, own=False) == pytest.approx(0.016)

@@ -1,0 +1,97 @@
+"""Own drafts are judged by kind of session while kinds come alone, and together where they meet."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from outrider_verifier.engine import RowOutcome
+from outrider_verifier.known import Kind, Known, Pace
+from outrider_verifier.loads import Loads
+from outrider_verifier.own_verdicts import MAX_KINDS, OwnVerdicts
+from outrider_verifier.packing import VerifyRow
+from outrider_verifier.sessions import Session
+from outrider_verifier.settled import Settled
+
+from outrider.spec.costs import CostTable
+from outrider.spec.plan import DraftMethod
+from outrider.spec.sampling import Rule
+from tests.unit.verifier.harness import make_spec
+
+OUTCOME = RowOutcome(acceptance=None, features=None, drafted=4)
+
+
+def times(rows: int, *, own: bool, pieces: int = 0) -> float | None:
+    """Own drafts make rounds half as long again."""
+    return 0.006 if own else 0.004
+
+
+def kind(temperature: float) -> Kind:
+    return Kind(None, DraftMethod.EAGLE3, 4, 1, Rule.COUPLED, temperature)
+
+
+COLD, HOT = kind(0.0), kind(2.0)
+
+
+def row(of: Kind, tokens: int) -> Settled:
+    session = Session.create(
+        make_spec(drafter=None), ticket=1, kv=cast(Any, None), now=0.0, keeps_features=False
+    )
+    session.pace = Pace(Known(of), own=True)
+    return Settled(session, OUTCOME, (1,) * tokens, None, VerifyRow(session=session))
+
+
+def verdicts(*kinds: Kind) -> OwnVerdicts:
+    loads = Loads(times, CostTable())
+    loads.begin_round(8)
+    own = OwnVerdicts(loads)
+    for of in kinds:
+        own.follow(of)
+    return own
+
+
+def rounds(own: OwnVerdicts, rows: list[Settled], *, count: int = 20, now: float = 0.0) -> None:
+    for _ in range(count):
+        own.observe(rows, 0.0065, 0, now)
+
+
+def test_hot_sessions_give_drafts_up_and_cold_ones_that_follow_do_not() -> None:
+    own = verdicts(HOT)
+    rounds(own, [row(HOT, 1)] * 8)
+    assert own.plain(1.0)
+    assert [name for name, _, _ in own.summaries(1.0)] == [f"own drafts, {HOT}"]
+    own.leave(HOT)
+    own.follow(COLD)
+    assert not own.plain(1.0)
+    own.leave(COLD)
+    own.follow(HOT)
+    assert own.plain(2.0)
+    assert not own.plain(40.0)
+
+
+def test_while_sessions_of_a_kind_without_drafts_are_served_all_decode_plainly() -> None:
+    own = verdicts(HOT)
+    rounds(own, [row(HOT, 1)] * 8)
+    own.follow(COLD)
+    assert own.plain(1.0)
+
+
+def test_kinds_that_share_rounds_are_judged_by_what_these_give() -> None:
+    own = verdicts(HOT, COLD)
+    rounds(own, [row(HOT, 1)] * 4 + [row(COLD, 4)] * 4)
+    assert not own.plain(1.0)
+    rounds(own, [row(HOT, 1)] * 7 + [row(COLD, 2)], count=200)
+    assert own.plain(1.0)
+    own.leave(HOT)
+    assert not own.plain(1.0)
+
+
+def test_rounds_with_others_tell_of_tokens_and_no_more_kinds_are_kept_than_fit() -> None:
+    own = verdicts(HOT)
+    for _ in range(20):
+        own.observe([row(HOT, 1)] * 8, None, 3, 0.0)
+    assert own.plain(1.0)
+    own.leave(HOT)
+    for index in range(2 * MAX_KINDS):
+        own.follow(kind(3.0 + index))
+        own.leave(kind(3.0 + index))
+    assert len(own._drafts) <= MAX_KINDS

@@ -1,0 +1,81 @@
+"""Whether sessions draft with the head of this process: one verdict for all of them (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from outrider.spec.contest import Mode
+from outrider.spec.own_drafts import OwnDrafts
+from outrider_verifier.known import Kind
+from outrider_verifier.loads import Loads
+from outrider_verifier.settled import Settled
+
+MAX_KINDS: Final = 256
+"""Kinds that are remembered; the oldest one without sessions is forgotten."""
+
+
+class OwnVerdicts:
+    """What is known of own drafts, by kind of session, and what follows for those of now.
+
+    Kinds are judged apart while they come alone: greedy sessions need not suffer for what hot ones
+    found. While several are served, what their common rounds give is judged, and if any of them is
+    to decode plainly, all do.
+    """
+
+    def __init__(self, loads: Loads) -> None:
+        self._loads = loads
+        self._drafts: dict[Kind | None, OwnDrafts] = {}
+        """None: of rounds with sessions of several kinds."""
+        self._sessions: Counter[Kind] = Counter()
+
+    def follow(self, kind: Kind) -> None:
+        """A session of this kind begins."""
+        self._sessions[kind] += 1
+        if kind in self._drafts:
+            return
+        idle = [old for old in self._drafts if old is not None and old not in self._sessions]
+        if len(self._drafts) >= MAX_KINDS and idle:
+            del self._drafts[idle[0]]
+        self._drafts[kind] = OwnDrafts()
+
+    def leave(self, kind: Kind) -> None:
+        """A session that was followed is over."""
+        self._sessions[kind] -= 1
+        if self._sessions[kind] <= 0:
+            del self._sessions[kind]
+
+    def plain(self, now: float) -> bool:
+        """Whether the sessions that are being followed are to decode plainly."""
+        load = self._loads.load
+        return any(own.mode(load, now) is Mode.PLAIN for _, own in self._concerned())
+
+    def observe(
+        self, rows: Sequence[Settled], seconds: float | None, pieces: int, now: float
+    ) -> None:
+        """`rows` verified own drafts, beside `pieces` of prompts, in a round that took `seconds`;
+        None: rows without drafts took part."""
+        loads, count = self._loads, len(rows)
+        plain_s, own_s = loads.times(count, own=False), loads.times(count, own=True)
+        if not plain_s or not own_s:
+            return
+        took_s = loads.times(count, own=True, pieces=pieces)
+        host_s = None if seconds is None or not took_s else seconds - took_s
+        kinds = {row.session.pace.known.kind for row in rows if row.session.pace is not None}
+        drafts = self._drafts.setdefault(kinds.pop() if len(kinds) == 1 else None, OwnDrafts())
+        emitted = [len(row.tokens) for row in rows]
+        drafts.observe(count, sum(emitted), sum(n * n for n in emitted), host_s=host_s)
+        drafts.judge(loads.load, plain_s, own_s, now)
+
+    def summaries(self, now: float) -> Iterator[tuple[str, Mode, float]]:
+        """Of each kind being served: its name, what it is to do, and what drafts gain."""
+        for kind, own in self._concerned():
+            name = "own drafts of several kinds" if kind is None else f"own drafts, {kind}"
+            yield name, own.mode(self._loads.load, now), own.gain
+
+    def _concerned(self) -> Iterator[tuple[Kind | None, OwnDrafts]]:
+        """The verdicts that concern the sessions of now."""
+        for kind, own in list(self._drafts.items()):
+            if kind in self._sessions or (kind is None and len(self._sessions) > 1):
+                yield kind, own
