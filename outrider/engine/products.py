@@ -26,9 +26,8 @@ SAMPLE_BYTES: Final = 32 << 20
 WORTH_BYTES: Final = 1 << 20
 """Smaller weights stay in the caches, and no choice matters much."""
 REPEATS: Final = 7
-"""At least; then until nothing has become clearly faster for SETTLED turns. Other processes load
-their models at the same time, and where they take a core both threads of a product wait for it:
-seven turns were then decided by who was disturbed less."""
+"""At least; then until nothing has become clearly faster for SETTLED turns: other processes load
+their models at the same time."""
 SETTLED: Final = 4
 SETTLED_GAIN: Final = 0.99
 BUDGET_S: Final = 0.6
@@ -93,7 +92,14 @@ def measure(
     copies = max(1, SAMPLE_BYTES // (out * width * dtype.itemsize))
     weight = torch.full((out, width), 0.5, dtype=dtype)
     layers = {name: [maker(weight.clone()) for _ in range(copies)] for name, maker in make.items()}
-    return _least_seconds(layers, torch.ones((1, width), dtype=dtype))
+    # By one thread: where another process takes a core, all threads of a product wait for the one
+    # that lost it, and what was disturbed least would win.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _least_seconds(layers, torch.ones((1, width), dtype=dtype))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _least_seconds(layers: Mapping[str, list[Product]], x: Tensor) -> dict[str, float]:

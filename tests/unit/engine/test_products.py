@@ -44,6 +44,25 @@ def test_a_measurement_tells_a_slow_product_from_a_quick_one() -> None:
     assert 0.0 < times["quick"] < times["slow"]
 
 
+def test_one_thread_measures_and_the_number_of_threads_stays() -> None:
+    before, seen = torch.get_num_threads(), set[int]()
+
+    def watched(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        def product(x: torch.Tensor) -> torch.Tensor:
+            seen.add(torch.get_num_threads())
+            return F.linear(x, weight)
+
+        return product
+
+    try:
+        torch.set_num_threads(2)
+        measure((64, 64), torch.float32, {"watched": watched})
+        assert seen == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 @needs_packing
 @pytest.mark.parametrize("choice", list(Single))
 @pytest.mark.parametrize("has_bias", [True, False])
