@@ -47,11 +47,12 @@ async def on_a_device(*, drafts: int = 3) -> AsyncIterator[tuple[Rig, FakeRunner
         yield rig, runner
 
 
-def break_in_collect(runner: FakeRunner, number: int) -> None:
-    """The device is lost in the round with this number."""
+def break_in_collect(runner: FakeRunner, number: int, *, decoding: int = 0) -> None:
+    """The device is lost in the first round from this number on in which so many decode."""
 
     def fail(flight: FakeFlight) -> None:
-        if runner.flights.index(flight) >= number:
+        ready = len(flight.verify) >= decoding and runner.flights.index(flight) >= number
+        if ready or not runner.usable:
             runner.usable = False
             raise RuntimeError("an illegal memory access was encountered")
 
@@ -68,7 +69,7 @@ async def test_a_failing_collect_on_a_lost_device_fails_every_session(
     drafts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with on_a_device(drafts=drafts) as (rig, runner):
-        break_in_collect(runner, 6)
+        break_in_collect(runner, 6, decoding=3)
         specs = [own_spec(f"s{i}") for i in range(3)]
         results = await rig.run_all(specs)
         assert reasons(results) == {LOST}
@@ -79,7 +80,8 @@ async def test_a_failing_collect_on_a_lost_device_fails_every_session(
         async with asyncio.timeout(5):
             await rig.service.lost.wait()
         # A round may have been under way behind the failed one; none follows.
-        assert len(runner.flights) <= 8
+        rounds = next(i for i, f in enumerate(runner.flights) if i >= 6 and len(f.verify) == 3)
+        assert len(runner.flights) <= rounds + 2
         assert rig.service._core.counters["device_losses"] == 1
         assert rig.service._core.counters["failed_rounds"] == 1
         critical = [record for record in caplog.records if record.levelno == logging.CRITICAL]

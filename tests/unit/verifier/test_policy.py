@@ -127,7 +127,8 @@ async def test_own_drafts_that_lose_are_given_up_by_all_and_those_that_win_are_k
             assert all((s.paused_rounds > 0.5 * s.rounds) is given_up for s in stats)
             later = [replace(spec, session_id=SessionId(f"t{i}")) for i, spec in enumerate(specs)]
             stats = [result.last.stats for result in await rig.run_all(later)]
-            assert all((s.paused_rounds == s.rounds) is given_up for s in stats)
+            # Which load the first of them meet depends on how they arrive.
+            assert all((s.paused_rounds > 0.9 * s.rounds) is given_up for s in stats)
             decision = "plain/faster" if given_up else "speculate/faster"
             assert {s.decision for s in stats} == {decision}
             await rig.idle()
