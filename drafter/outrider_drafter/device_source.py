@@ -163,12 +163,13 @@ class DeviceHeadSource(HeadFollower):
 
     @torch.inference_mode()
     def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
-        """Catch up and draft: one launch for all sessions of a shape."""
+        """Catch up and draft: one launch for all sessions of a shape; those that have much to catch
+        up with, as after a prompt, hold up nobody and come last."""
         again = self._again(sessions)
         if again is not None:
             yield self._draft(*again)
             return
-        groups: dict[Shape, list[Session]] = {}
+        groups: dict[tuple[bool, Shape], list[Session]] = {}
         hosted: list[Session] = []
         for session in sessions:
             shape = self._known_shape(session)
@@ -178,8 +179,9 @@ class DeviceHeadSource(HeadFollower):
             if shape is None and self._follows(session):
                 shape = self._new_shape(session)
             if shape is not None:
-                groups.setdefault(shape, []).append(session)
-        for shape, members in groups.items():
+                late = len(session.tokens) - 1 - self._stable(session) > self._rows_with_draft
+                groups.setdefault((late, shape), []).append(session)
+        for (_, shape), members in sorted(groups.items(), key=lambda group: group[0][0]):
             seated = self._prepare(members, shape)
             most = most_sessions(shape)
             for first in range(0, len(seated), most):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,24 +92,6 @@ class Told:
             whole=self.whole[chosen],
             wanted=self.wanted[chosen],
             features=[self.features[place] for place in kept],
-        )
-
-    def joined(self, others: Told) -> Told:
-        """These sessions and others."""
-
-        def both(column: str) -> NDArray[Any]:
-            return np.concatenate((getattr(self, column), getattr(others, column)))
-
-        return Told(
-            sessions=[*self.sessions, *others.sessions],
-            handles=both("handles"),
-            lengths=both("lengths"),
-            counts=both("counts"),
-            tokens=both("tokens"),
-            written=both("written"),
-            whole=both("whole"),
-            wanted=both("wanted"),
-            features=[*self.features, *others.features],
         )
 
     def news(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -181,9 +181,12 @@ class Rounds:
             sheet = Sheet.of([row.session for row in flying.verify])
             outcome = self._engine.collect(flying.flight)
             self._idle_since = self._clock()
+            self._core.tell_round(sheet.verdicts(outcome.decoded))
+            # A prompt's features take long to copy: who decodes does not wait for them.
+            handed = self.flush()
             prompts = self._settle_prompts(flying.prefill, outcome.prefill)
-            self._core.tell_round(self._with_prompts(prompts, sheet.verdicts(outcome.decoded)))
-            if self.flush() and _await_drafts(flying):
+            self._core.tell_round(_prompted(prompts))
+            if (self.flush() or handed) and _await_drafts(flying):
                 time.sleep(GIVE_WAY_S)
             rows = zip(flying.verify, outcome.decoded.rows(), strict=True)
             settled = prompts + [
@@ -311,17 +314,6 @@ class Rounds:
         session.round_id += int(row is not None)
         return Settled(session, result, tokens, reason, row, missed)
 
-    @staticmethod
-    def _with_prompts(prompts: Sequence[Settled], told: Told) -> Told:
-        """What drafters hear of prompts too, which are settled already."""
-        rows = [row for row in prompts if row.reason is None and is_told(row.session)]
-        if not rows:
-            return told
-        prompted = Told.present(
-            [row.session for row in rows], [row.result.features for row in rows]
-        )
-        return prompted.joined(told)
-
     def _follow_up(self, settled: Settled) -> int:
         """Count, emit; finish the session if that was its end."""
         session, tokens = settled.session, settled.tokens
@@ -421,6 +413,12 @@ def _drafted_row(session: Session, held: Held) -> VerifyRow:
     proposal = held.proposal
     cut = trim(proposal.tree, proposal.law, session.max_draft_depth)
     return VerifyRow(session, held, draft=cut)
+
+
+def _prompted(prompts: Sequence[Settled]) -> Told:
+    """What drafters hear of prompts, which are settled already."""
+    rows = [row for row in prompts if row.reason is None and is_told(row.session)]
+    return Told.present([row.session for row in rows], [row.result.features for row in rows])
 
 
 def _await_drafts(flying: _InFlight) -> bool:

@@ -126,7 +126,8 @@ def plan_round(
     within `prefill_tokens`. While other rows still await proposals, a round starts only
     `gather_s` after its first row became ready, so that proposals of one draft batch share it; or
     after the last round ended, `idle_since`, if that was later: else the sessions of two rounds,
-    each ready while the other runs, would never share one. `most_rows`: of a half, where sessions
+    each ready while the other runs, would never share one. Few are waited for as many times
+    shorter as they are fewer than those that wait for them. `most_rows`: of a half, where sessions
     take turns (`halves`); nothing is gathered beyond half of one.
     """
     prefilling, ready, deadlines = _sorted_out(rows, now)
@@ -135,8 +136,9 @@ def plan_round(
     if deadlines and not _fill_a_half(ready, most_rows):
         first = min([entry.at for entry in ready] + [row.since for row in prefilling])
         first = max(first, idle_since)
-        if now < first + limits.gather_s:
-            return RoundPlan(wait_until=min(first + limits.gather_s, *deadlines))
+        gathered = first + limits.gather_s * min(1.0, len(deadlines) / max(1, len(ready)))
+        if now < gathered:
+            return RoundPlan(wait_until=min(gathered, *deadlines))
     return _round(prefilling, ready, limits, most_rows)
 
 

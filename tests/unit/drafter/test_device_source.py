@@ -20,7 +20,7 @@ from outrider.spec.law import validate_law
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import is_chain, validate_tree
-from outrider.wire.messages import PlanChange, Proposal, SessionEnd
+from outrider.wire.messages import PlanChange, Proposal, Proposals, SessionEnd
 from tests.factories import make_eagle3_head
 from tests.unit.drafter.helpers import (
     CHAIN,
@@ -107,6 +107,24 @@ def test_chunks_of_a_prompt_are_taken_in_before_the_draft_is_wanted(
         engine.handle(1, script.verdict(49))
         proposals += drain(engine)
     assert_same(*proposals)
+
+
+def test_a_session_that_has_its_prompt_to_read_holds_up_no_other(head: DraftHead) -> None:
+    engine, old, new = make_engine([on_device(head)]), Script("s0"), Script("s1", seed=4)
+    engine.handle(1, old.start(prompt_len=20, plan=CHAIN))
+    engine.handle(1, old.verdict(21))
+    (first,) = drain(engine)
+    engine.handle(1, new.start(prompt_len=60, plan=CHAIN))
+    engine.handle(1, new.verdict(61))
+    engine.handle(1, old.verdict(23))
+    batches = [
+        message.handles.tolist()
+        for batch in engine.draft()
+        for _, message in batch
+        if isinstance(message, Proposals)
+    ]
+    assert first.handle == old.handle
+    assert batches == [[old.handle], [new.handle]]
 
 
 def test_the_same_verdict_again_gives_the_same_draft(head: DraftHead) -> None:

@@ -153,7 +153,8 @@ async def test_an_exception_in_a_round_fails_its_sessions_and_never_the_loop() -
         await rig.attach(good_chain(rig.target))
 
         def explode(batch: ForwardBatch) -> None:
-            if any(segment.sequence.len > 12 for segment in batch.segments):
+            # By then the other one is through, or it is not in this round.
+            if len(batch.segments) == 1 and batch.segments[0].sequence.len > 30:
                 raise RuntimeError("injected")
 
         rig.target.before_forward = explode

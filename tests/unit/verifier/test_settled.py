@@ -97,5 +97,3 @@ def test_what_a_drafter_missed_comes_before_what_is_new() -> None:
     assert told.news(np.array([4, 6]), np.array([8, 7])).tolist() == [5, 7, 8, 9, 5]
     present = Told.present(sessions, [None, None])
     assert present.news(np.array([0, 6]), np.array([6, 6])).tolist() == [3, 1, 4, 1, 5, 7]
-    both = present.joined(told)
-    assert both.handles.tolist() == [0, 1, 0, 1] and len(both) == 4
