@@ -49,7 +49,8 @@ def placing_of(args: argparse.Namespace) -> Placing:
         "drafter_device": args.drafter_device or "",
         "placement": args.placement or SEPARATE,
         "draft_length": args.draft_length,
-        "draft_topk": args.draft_topk,
+        # What else it means is for each command to say, so not all have the flag.
+        "draft_topk": getattr(args, "draft_topk", None),
         "cuda_graphs": not args.no_cuda_graphs,
         "awake_cores": args.awake_cores,
         "simulated_acceptance": args.simulated_acceptance or "",
