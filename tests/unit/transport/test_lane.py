@@ -9,8 +9,6 @@ import random
 import secrets
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -19,27 +17,12 @@ from outrider.transport.lane import Lane, LaneListener, join_lane
 from outrider.transport.lane.lane import MAX_FRAME_BYTES
 from outrider.transport.lane.ring import RING_BYTES, Ring
 from outrider.wire.messages import LaneOffer
-
-
-@contextmanager
-def pair() -> Iterator[tuple[Lane, Lane]]:
-    """Both ends of a lane."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    there, back = Ring.make(), Ring.make()
-    left = Lane(ours, outgoing=Ring.of(there), incoming=Ring.of(back))
-    right = Lane(theirs, outgoing=Ring.of(back), incoming=Ring.of(there))
-    os.close(there)
-    os.close(back)
-    try:
-        yield left, right
-    finally:
-        left.close()
-        right.close()
+from tests.fakes.lanes import lane_pair
 
 
 def test_frames_of_all_sizes_cross_in_order_both_ways() -> None:
     rng = random.Random(1)
-    with pair() as (left, right):
+    with lane_pair() as (left, right):
         for sender, receiver in ((left, right), (right, left)):
             for _ in range(40):
                 sizes = [rng.choice([0, 1, 5000, 32768, 32769, 2_000_000]) for _ in range(3)]
@@ -52,7 +35,7 @@ def test_frames_of_all_sizes_cross_in_order_both_ways() -> None:
 def test_what_finds_no_room_is_kept_and_sent_later_in_order() -> None:
     rng = random.Random(2)
     frames = [rng.randbytes(rng.choice([100, 3_000_000])) for _ in range(40)]
-    with pair() as (left, right):
+    with lane_pair() as (left, right):
         left.send(*frames)
         assert left.unsent > 0
         assert left.unsent_bytes == sum(map(len, frames[-left.unsent :]))
@@ -65,7 +48,7 @@ def test_what_finds_no_room_is_kept_and_sent_later_in_order() -> None:
 
 
 def test_a_reader_that_stopped_costs_its_sender_nothing_but_memory() -> None:
-    with pair() as (left, right):
+    with lane_pair() as (left, right):
         for number in range(5000):
             left.send(number.to_bytes(4, "little") * 25)
         assert left.unsent > 0
@@ -76,7 +59,7 @@ def test_a_reader_that_stopped_costs_its_sender_nothing_but_memory() -> None:
 
 
 def test_a_frame_that_no_ring_holds_is_refused() -> None:
-    with pair() as (left, right):
+    with lane_pair() as (left, right):
         with pytest.raises(InvalidMessageError):
             left.send(bytes(MAX_FRAME_BYTES + 1))
         left.send(b"after")
@@ -84,7 +67,7 @@ def test_a_frame_that_no_ring_holds_is_refused() -> None:
 
 
 def test_the_end_comes_after_what_was_sent_before_it() -> None:
-    with pair() as (left, right):
+    with lane_pair() as (left, right):
         left.send(b"last words")
         left.close()
         left.close()

@@ -1,0 +1,114 @@
+"""The verifier's end of lanes: what a drafter does wrong costs that drafter, and nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from outrider_verifier.checks import DrafterChecks, Identity
+from outrider_verifier.commands import Lost, Offered
+from outrider_verifier.lanes import Lanes
+
+from outrider.ids import VerifierId
+from outrider.transport.lane import Lane
+from outrider.wire.codec import (
+    decode_verifier_messages,
+    encode_drafter_message,
+    encode_drafter_messages,
+)
+from outrider.wire.messages import (
+    Encoded,
+    Heartbeat,
+    LaneAnswer,
+    Proposals,
+    SessionEnd,
+    SessionsLost,
+    Welcome,
+)
+from tests.fakes.lanes import lane_pair
+from tests.wire.samples import CHAIN
+
+LINK = 7
+
+
+class Rig:
+    """Lanes with one link, whose drafter is `theirs`."""
+
+    def __init__(self, ours: Lane, theirs: Lane) -> None:
+        self.theirs = theirs
+        self.lost: list[int] = []
+        identity = Identity(
+            welcome=Welcome(protocol_version=1, verifier_id=VerifierId("v"), incarnation="i"),
+            vocab_size=49152,
+            tokenizer_hash="",
+            feature_fingerprint="",
+            max_tree_nodes=64,
+        )
+        checks = DrafterChecks(identity)
+        self.lanes = Lanes(checks, queue_bytes=1 << 20, on_lost=self.lost.append)
+        self.lanes.attach(LINK, ours)
+
+    @property
+    def invalid(self) -> int:
+        return self.lanes.counters["messages_invalid"]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with lane_pair() as (ours, theirs):
+        yield Rig(ours, theirs)
+
+
+def test_messages_become_commands_in_order(rig: Rig) -> None:
+    together = [Proposals.of([CHAIN]), SessionsLost((3,)), Heartbeat(1)]
+    rig.theirs.send(*encode_drafter_messages(together))
+    offered, lost = rig.lanes.receive(rig.lanes.readers)
+    assert isinstance(offered, Offered) and offered.sound.tolist() == [True]
+    assert lost == Lost(LINK, (3,))
+
+
+def test_garbage_is_counted_and_what_follows_it_is_heard(rig: Rig) -> None:
+    lost = encode_drafter_message(SessionsLost((3,)))
+    rig.theirs.send(b"\xff\xff garbage", b"", encode_drafter_message(LaneAnswer(True)), lost)
+    assert rig.lanes.receive(rig.lanes.readers) == [Lost(LINK, (3,))]
+    assert rig.invalid == 3
+    assert rig.lost == []
+
+
+def test_a_drafter_that_leaves_is_lost_once_and_told_nothing(rig: Rig) -> None:
+    (reader,) = rig.lanes.readers
+    rig.theirs.close()
+    assert rig.lanes.receive([reader]) == []
+    rig.lanes.tell(LINK, [SessionEnd(handle=3)])
+    rig.lanes.flush()
+    assert rig.lost == [LINK]
+    # Nothing may go by another way before the hub knows.
+    assert rig.lanes.carries(LINK)
+    assert rig.lanes.readers == []
+    rig.lanes.detach(LINK)
+    rig.lanes.detach(LINK)
+    assert not rig.lanes.carries(LINK)
+
+
+def test_a_drafter_that_does_not_read_is_lost_when_too_much_waits(rig: Rig) -> None:
+    piece = Encoded(bytes(30_000))
+    for _ in range(200):
+        rig.lanes.tell(LINK, [piece])
+    assert rig.lost == [LINK]
+    assert rig.lanes.counters["drafters_overflowed"] == 1
+
+
+def test_what_waited_goes_on_in_order_when_there_is_room(rig: Rig) -> None:
+    for handle in range(3000):
+        rig.lanes.tell(LINK, [SessionEnd(handle=handle)])
+    assert rig.lanes.writers
+    heard: list[int] = []
+    while len(heard) < 3000:
+        for frame in rig.theirs.receive():
+            for message in decode_verifier_messages(frame):
+                assert isinstance(message, SessionEnd)
+                heard.append(message.handle)
+        rig.lanes.flush()
+    assert heard == list(range(3000))
+    assert rig.lanes.writers == []
+    assert rig.lost == []
