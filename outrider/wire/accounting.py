@@ -15,8 +15,19 @@ REASON_FLAGS: Final = {why: code << DECISION_SHIFT for code, why in enumerate(_R
 def decision_of(flags: int) -> str:
     """What a planner had in force for a round and why: "speculate/faster"; "" where it decides
     nothing. `flags` as in `SessionEvents`."""
+    return _DECISIONS[flags & _DECISION_BITS]
+
+
+def _decision(flags: int) -> str:
     why = _REASONS[flags >> DECISION_SHIFT & 3]
     return f"{Mode.PLAIN if flags & PAUSED else Mode.SPECULATE}/{why}" if why else ""
+
+
+_DECISION_BITS: Final = PAUSED | 3 << DECISION_SHIFT
+# Every round of every session asks.
+_DECISIONS: Final = {
+    flags: _decision(flags) for flags in range(_DECISION_BITS + 1) if not flags & ~_DECISION_BITS
+}
 
 
 def add_round(
@@ -37,10 +48,11 @@ def add_round(
     force, 0 where it decides nothing.
     """
     assert 0 <= accepted_len <= proposed, (accepted_len, proposed)
-    per_depth = list(stats.accepted_per_depth)
-    per_depth += [0] * (accepted_len - len(per_depth))
-    for index in range(accepted_len):
-        per_depth[index] += 1
+    per_depth = stats.accepted_per_depth
+    if accepted_len:
+        missing = (0,) * (accepted_len - len(per_depth))
+        stood = [count + 1 for count in (*per_depth, *missing)[:accepted_len]]
+        per_depth = (*stood, *per_depth[accepted_len:])
     # Not `replace`, which takes several times as long.
     return SpecStats(
         rounds=stats.rounds + 1,
@@ -51,5 +63,5 @@ def add_round(
         target_only_rounds=stats.target_only_rounds + int(target_only),
         paused_rounds=stats.paused_rounds + int(planned & PAUSED > 0),
         decision=decision_of(planned),
-        accepted_per_depth=tuple(per_depth),
+        accepted_per_depth=per_depth,
     )

@@ -192,7 +192,7 @@ class Core:
             session = Session.create(spec, ticket=ticket, kv=kv, now=now, keeps_features=keeps)
             session.own_draft = self._own_draft(spec, spec.plan)
             if keeps and self.store is not None:
-                self.store.open(spec.session_id, session.max_len)
+                self.store.open(spec.session_id)
             self._runner.open(session)
         except Exception:
             if self.store is not None:

@@ -93,7 +93,9 @@ class Known:
     tallies: tuple[Tally, ...] = ()
     """By mode and whether it is settled: see `tally`."""
     fresh_at: int = -1
-    """The round for which the next two were looked up."""
+    """The round for which the next three were looked up."""
+    plain: bool = False
+    """Whether its sessions are to decode plainly."""
     patience_s: float = 0.0
     why: int = 0
     """Flags of `accounting.REASON_FLAGS`."""

@@ -120,7 +120,7 @@ class Policy:
             return False
         if pace.own:
             return session.paused or self._own.plain(self._now)
-        return self._contest(pace.known).mode is Mode.PLAIN
+        return self._fresh(pace.known).plain
 
     def limit(self, session: Session) -> int:
         """Draft levels of the session that are worth verifying."""
@@ -356,7 +356,9 @@ class Policy:
             known.patience_s = patience_s(
                 known.arrival, self._round_s, bound_s=math.inf, ceiling_s=self._ceiling_s
             )
-            known.why = REASON_FLAGS[self._contest(known).reason]
+            contest = self._contest(known)
+            known.plain = contest.mode is Mode.PLAIN
+            known.why = REASON_FLAGS[contest.reason]
         return known
 
     def _known(self, kind: Kind) -> Known:

@@ -240,6 +240,9 @@ class Rounds:
         """What the schedule must know of a session; `held`: nodes of its proposal, -1 if there is
         none."""
         left, remaining = session.prefill_left, session.remaining
+        if session.paused:
+            ahead, name = self._runs_ahead(session), session.spec.session_id
+            return RowState(name, left, None, session.since, runs_ahead=ahead, remaining=remaining)
         # What `draft_wanted` says, with the budget at hand.
         wanted = remaining > 1 and session.draft_limit > 0 and session.wishes_drafts
         if held >= 0 and left == 0 and wanted:
@@ -345,11 +348,15 @@ class Rounds:
         accepted_len = len(acceptance.accepted_nodes)
         fallback = settled.missed or (row.own_depth > 0 and result.drafted == 0)
         counters = self._core.counters
-        counters["fallback_rounds"] += int(fallback)
-        counters["paused_rounds"] += int(session.paused)
-        counters["accepted_tokens"] += accepted_len
-        counters["proposed_tokens"] += proposed
-        counters["proposals_used"] += int(row.drafted)
+        if fallback:
+            counters["fallback_rounds"] += 1
+        if session.paused:
+            counters["paused_rounds"] += 1
+        if proposed:
+            counters["accepted_tokens"] += accepted_len
+            counters["proposed_tokens"] += proposed
+        if row.drafted:
+            counters["proposals_used"] += 1
         session.stats = add_round(
             session.stats,
             proposed=proposed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from outrider_verifier.features import FeatureStore
+from outrider_verifier.features import CHUNK, FeatureStore
 
 from outrider.ids import SessionId
 
@@ -22,7 +22,7 @@ def store(budget_rows: int = 100) -> FeatureStore:
 
 def test_features_are_read_back_across_appends() -> None:
     kept = store()
-    kept.open(A, 10)
+    kept.open(A)
     kept.append(A, rows(3))
     kept.append(A, rows(2, 3))
     assert np.array_equal(kept.read(A, 1, 5), rows(4, 1))
@@ -31,8 +31,8 @@ def test_features_are_read_back_across_appends() -> None:
 
 def test_a_session_past_the_budget_loses_its_features_and_the_others_keep_theirs() -> None:
     kept = store(budget_rows=5)
-    kept.open(A, 10)
-    kept.open(B, 10)
+    kept.open(A)
+    kept.open(B)
     kept.append(A, rows(3))
     kept.append(B, rows(3))
     assert kept.complete(A)
@@ -43,9 +43,40 @@ def test_a_session_past_the_budget_loses_its_features_and_the_others_keep_theirs
 
 def test_closing_frees_the_bytes_and_may_be_repeated() -> None:
     kept = store()
-    kept.open(A, 10)
+    kept.open(A)
     kept.append(A, rows(4))
     kept.close(A)
     kept.close(A)
     assert kept.used_bytes == 0
     assert not kept.complete(A)
+
+
+def test_any_part_is_read_back_whatever_the_appends() -> None:
+    rng = np.random.default_rng(3)
+    kept = store(budget_rows=10_000)
+    for session in (A, B, A):
+        kept.close(session)
+        kept.open(session)
+        total = 0
+        while total < 5 * CHUNK:
+            count = int(rng.integers(1, 2 * CHUNK))
+            kept.append(session, rows(count, total))
+            total += count
+            start, stop = sorted(rng.choice(total + 1, 2, replace=False).tolist())
+            assert np.array_equal(kept.read(session, start, stop), rows(stop - start, start))
+            assert np.array_equal(kept.read(session, 0, total), rows(total))
+
+
+def test_memory_is_used_again_within_the_budget() -> None:
+    kept = store(budget_rows=4 * CHUNK)
+    kept.open(A)
+    kept.append(A, rows(3 * CHUNK))
+    before = {id(chunk) for chunk in kept._held[A].chunks}
+    kept.close(A)
+    kept.open(B)
+    kept.append(B, rows(3 * CHUNK))
+    assert {id(chunk) for chunk in kept._held[B].chunks} == before
+    kept.append(B, rows(CHUNK, 3 * CHUNK))
+    kept.close(B)
+    assert len(kept._free) == 4
+    assert kept.used_bytes == 0
