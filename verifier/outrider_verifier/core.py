@@ -24,35 +24,31 @@ from outrider.errors import (
 )
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
-from outrider.wire.codec import encode_verifier_message
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     FALLBACK,
     REASON_CODES,
     TARGET_ONLY,
-    Encoded,
     FinishReason,
     PlanChange,
-    SessionEnd,
     SessionSpec,
-    VerifierMessage,
 )
+from outrider_verifier.announcing import Announcer
 from outrider_verifier.commands import (
     Attached,
     Close,
     Command,
     Detached,
-    Link,
     Lost,
     Offered,
     Open,
     SetPlan,
     Stop,
 )
-from outrider_verifier.effects import Answer, Effect, Emits, Fail, Post, Tell
+from outrider_verifier.effects import Answer, Effect, Emits, Fail, Post
 from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
-from outrider_verifier.handover import FEATURE_FED, Handover, Told
+from outrider_verifier.handover import FEATURE_FED, Handover
 from outrider_verifier.inbox import Inbox, Offer
 from outrider_verifier.policy import Policy
 from outrider_verifier.sessions import Session, check_plan, check_spec
@@ -63,8 +59,6 @@ KEEPS_FEATURES = (*FEATURE_FED, DraftMethod.NONE)
 """Plans whose sessions keep features: NONE may become one of the others later."""
 OWN_METHODS = (DraftMethod.EAGLE3,)
 """How a verifier with a head of its own drafts."""
-_MOST_LOSSES = 3
-"""How often a session that its drafter lost is announced to it again."""
 _COUNTER_OF = {offer: f"proposals_{offer.value}" for offer in Offer}
 
 
@@ -102,12 +96,14 @@ class Core:
         self.sessions: dict[SessionId, Session] = {}
         """Sessions being served, in order of opening."""
         self._by_handle: list[Session | None] = [None] * max_sessions
-        self._links: dict[DrafterId, Link] = {}
         self._arrivals: list[tuple[Session, int, float]] = []
         """Usable proposals that the policy has yet to hear of: session, length of the prefix, when.
         """
         self.counters: Counter[str] = Counter()
         """Monotonic counts for metrics; written here, read anywhere."""
+        self.drafters = Announcer(
+            handover, post=post, sessions=lambda: self.sessions.values(), counters=self.counters
+        )
 
     @property
     def num_sessions(self) -> int:
@@ -121,7 +117,7 @@ class Core:
 
     def sessions_of(self, drafter_id: DrafterId) -> int:
         """Sessions that are announced to this drafter now."""
-        link = self._links.get(drafter_id)
+        link = self.drafters.link_of(drafter_id)
         if link is None:
             return 0
         return sum(s.link_id == link.link_id for s in list(self.sessions.values()))
@@ -138,9 +134,10 @@ class Core:
             case Open() | SetPlan() | Close():
                 self._answer(command, now)
             case Attached(link=link):
-                self._attach(link)
+                self.policy.attached(link.drafter_id)
+                self.drafters.attach(link)
             case Detached(link_id=link_id):
-                self._detach(link_id)
+                self.drafters.detach(link_id)
             case Stop():
                 self.fail_all(UnavailableError("the verifier is stopping", reason="STOPPING"))
             case _:
@@ -205,7 +202,7 @@ class Core:
             self._by_handle[session.handle] = session
             self.handover.open(session)
             self.policy.follow(session)
-            self._announce(session)
+            self.drafters.announce(session)
         except Exception:
             # From here on there is a session to be freed, its slot and its seat included.
             self.free(session)
@@ -252,15 +249,15 @@ class Core:
         self.policy.follow(session)
         if lags:
             # Its drafter was told of the old plan only, and starts anew.
-            self.withdraw(session)
-            self.follow_alone(session)
+            self.drafters.withdraw(session)
+            self.drafters.follow_alone(session)
         if session.link_id is None:
-            self._announce(session)
+            self.drafters.announce(session)
         elif plan.speculative and same_method:
-            self.tell(session, PlanChange(handle=session.handle, plan=plan))
+            self.drafters.tell(session, PlanChange(handle=session.handle, plan=plan))
         else:
-            self.withdraw(session)
-            self._announce(session)
+            self.drafters.withdraw(session)
+            self.drafters.announce(session)
 
     def _close(self, command: Close) -> None:
         session = self.sessions.get(command.session_id)
@@ -314,12 +311,7 @@ class Core:
         """Begin anew with sessions that their drafter lost, a few times each."""
         handles = np.array(command.handles, dtype=np.int64)
         for handle in set(handles[self.handover.owned(command.link_id, handles)].tolist()):
-            session = self._of_handle(handle)
-            self.counters["sessions_lost_by_drafters"] += 1
-            session.losses += 1
-            self.withdraw(session)
-            if session.losses <= _MOST_LOSSES:
-                self._announce(session)
+            self.drafters.announce_again(self._of_handle(handle))
 
     def _free_handle(self) -> int:
         held = enumerate(self._by_handle)
@@ -329,48 +321,6 @@ class Core:
         session = self._by_handle[handle]
         assert session is not None, handle
         return session
-
-    def _attach(self, link: Link) -> None:
-        self.counters["attached"] += 1
-        self._links[link.drafter_id] = link
-        self.policy.attached(link.drafter_id)
-        for session in self.sessions.values():
-            if session.spec.drafter_id == link.drafter_id:
-                self.handover.forget(session)
-                session.link_id = None
-                self._announce(session)
-
-    def _detach(self, link_id: int) -> None:
-        for drafter_id, link in list(self._links.items()):
-            if link.link_id == link_id:
-                del self._links[drafter_id]
-        for session in self.sessions.values():
-            if session.link_id == link_id:
-                session.link_id = None
-                self.handover.forget(session)
-
-    def _announce(self, session: Session) -> None:
-        """Hand the session to its drafter if that is attached and can serve it."""
-        drafter_id = session.spec.drafter_id
-        link = self._links.get(drafter_id) if drafter_id is not None else None
-        if link is None or not self.handover.can_announce(session, link):
-            return
-        session.link_id = link.link_id
-        session.suspect = False
-        for message in self.handover.announce(session, link):
-            self.tell(session, message)
-
-    def withdraw(self, session: Session) -> None:
-        """End the session at its drafter, if it is announced to one."""
-        if session.link_id is not None:
-            self.tell(session, SessionEnd(handle=session.handle))
-            session.link_id = None
-        self.handover.forget(session)
-
-    def follow_alone(self, session: Session) -> None:
-        """Take in what a paused session committed; no drafter is told."""
-        if session.spec.drafter_id is not None:
-            self.handover.advance(Told.present([session], [None]))
 
     # ---- what rounds and commands share --------------------------------------------------------
 
@@ -386,7 +336,8 @@ class Core:
             self.post(self._emits)
         stats, told = session.stats, session.told
         session.told = stats
-        flags = DRAFTER_ATTACHED if session.spec.drafter_id in self._links else 0
+        attached = self.drafters.link_of(session.spec.drafter_id) is not None
+        flags = DRAFTER_ATTACHED if attached else 0
         if stats.fallback_rounds > told.fallback_rounds:
             flags |= FALLBACK
         if stats.target_only_rounds > told.target_only_rounds:
@@ -407,24 +358,13 @@ class Core:
         """What was posted is about to be handed over: no event may join it any more."""
         self._emits = None
 
-    def tell_round(self, told: Told) -> None:
-        """Say to each drafter what a round committed of its sessions. Encoded here and now: so the
-        features may lie in memory that the next round writes to."""
-        for link_id, verdicts in self.handover.advance(told):
-            self.post(Tell(link_id, Encoded(encode_verifier_message(verdicts))))
-
-    def tell(self, session: Session, message: VerifierMessage) -> None:
-        """Send a message to the session's drafter."""
-        assert session.link_id is not None, session.session_id
-        self.post(Tell(session.link_id, message))
-
     def post(self, effect: Effect) -> None:
         """Hand an effect to the asyncio thread."""
         self._post(effect)
 
     def free(self, session: Session) -> None:
         """Forget a session and give back its blocks, proposals and features."""
-        self.withdraw(session)
+        self.drafters.withdraw(session)
         self.policy.leave(session)
         self.sessions.pop(session.session_id, None)
         if session.handle >= 0:

@@ -38,10 +38,10 @@ def _resume(core: Core, session: Session, now: float) -> None:
     core.policy.turn(session, paused=False)
     core.counters["speculation_resumed"] += 1
     if session.link_id is None or not core.handover.can_catch_up(session):
-        core.withdraw(session)
-        core.follow_alone(session)
+        core.drafters.withdraw(session)
+        core.drafters.follow_alone(session)
         return
     # Its drafter hears of the root now, so the wait for it begins now.
     session.since = now
     for message in core.handover.catch_up(session):
-        core.tell(session, message)
+        core.drafters.tell(session, message)

@@ -10,19 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.wire.accounting import add_round
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
-from outrider_verifier.engine import Flight, RoundOutcome, RoundRunner, RowOutcome
+from outrider_verifier.engine import RoundOutcome, RoundRunner, RowOutcome
+from outrider_verifier.flying import InFlight, await_drafts, drafted_row, is_drafted, prompted
 from outrider_verifier.halves import Halves
-from outrider_verifier.handover import Told
-from outrider_verifier.inbox import Held
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.planning import turn
-from outrider_verifier.rows import cut_emission, trim
+from outrider_verifier.rows import cut_emission
 from outrider_verifier.schedule import (
     DecodeRow,
     Limits,
@@ -34,30 +32,13 @@ from outrider_verifier.schedule import (
     plan_round,
 )
 from outrider_verifier.sessions import Session
-from outrider_verifier.settled import Settled, Sheet, is_told
+from outrider_verifier.settled import Settled, Sheet
 
 logger = logging.getLogger(__name__)
 
 GIVE_WAY_S = 0.0001
 """How long this thread stands back when verdicts leave and no session can go on without a draft:
 the thread that sends them needs the interpreter lock, and drafting takes longer than this."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _InFlight:
-    """A round that was submitted and is not settled."""
-
-    plan: RoundPlan
-    prefill: list[PrefillRow]
-    verify: list[VerifyRow]
-    flight: Flight
-    began: float
-    waited_s: float
-
-    @property
-    def sessions(self) -> list[Session]:
-        """All sessions of the round."""
-        return [row.session for row in self.prefill] + [row.session for row in self.verify]
 
 
 def device_lost_error() -> UnavailableError:
@@ -80,7 +61,7 @@ class Rounds:
         self._engine = engine
         self._limits = limits
         self._clock = clock
-        self._flying: _InFlight | None = None
+        self._flying: InFlight | None = None
         self._settled_at = 0.0
         """When the last round was reported, on the clock of `time.perf_counter`."""
         self._halves = Halves(engine.verify_s)
@@ -139,7 +120,7 @@ class Rounds:
         policy = self._core.policy
         if not (self._engine.run_ahead and policy.automatic):
             return None
-        drafted = [s for s in self._core.sessions.values() if _is_drafted(s)]
+        drafted = [s for s in self._core.sessions.values() if is_drafted(s)]
         if not drafted:
             return None
         nodes = 1 + max(min(s.plan.draft_tokens, s.draft_limit) for s in drafted)
@@ -181,12 +162,12 @@ class Rounds:
             sheet = Sheet.of([row.session for row in flying.verify])
             outcome = self._engine.collect(flying.flight)
             self._idle_since = self._clock()
-            self._core.tell_round(sheet.verdicts(outcome.decoded))
+            self._core.drafters.tell_round(sheet.verdicts(outcome.decoded))
             # A prompt's features take long to copy: who decodes does not wait for them.
             handed = self.flush()
             prompts = self._settle_prompts(flying.prefill, outcome.prefill)
-            self._core.tell_round(_prompted(prompts))
-            if (self.flush() or handed) and _await_drafts(flying):
+            self._core.drafters.tell_round(prompted(prompts))
+            if (self.flush() or handed) and await_drafts(flying):
                 time.sleep(GIVE_WAY_S)
             rows = zip(flying.verify, outcome.decoded.rows(), strict=True)
             settled = prompts + [
@@ -217,7 +198,7 @@ class Rounds:
         self._core.counters["device_losses"] += 1
         logger.critical("the device is lost", exc_info=bug)
 
-    def _submit(self, plan: RoundPlan, began: float, waited_s: float) -> _InFlight:
+    def _submit(self, plan: RoundPlan, began: float, waited_s: float) -> InFlight:
         prefill = [
             PrefillRow.next_of(self._core.sessions[chunk.session_id], chunk.num_tokens)
             for chunk in plan.prefill
@@ -227,7 +208,7 @@ class Rounds:
         self._core.book_arrivals()
         for row in prefill:
             row.session.prefill_sent = row.end
-        return _InFlight(
+        return InFlight(
             plan=plan,
             prefill=prefill,
             verify=verify,
@@ -260,7 +241,7 @@ class Rounds:
             remaining=remaining,
         )
 
-    def _may_stay_in_flight(self, flying: _InFlight) -> bool:
+    def _may_stay_in_flight(self, flying: InFlight) -> bool:
         if self._half is not None and len(flying.sessions) < len(self._core.sessions):
             return True
         # Proposals need the host after their round; so no command can come between.
@@ -279,12 +260,12 @@ class Rounds:
         drafted = [s.handle for s, row in zip(sessions, decode, strict=True) if row.drafted]
         taken = self._core.inbox.take(drafted) if drafted else []
         if len(taken) == len(sessions):
-            return list(map(_drafted_row, sessions, taken))
+            return list(map(drafted_row, sessions, taken))
         left = iter(taken)
         rows: list[VerifyRow] = []
         for session, row in zip(sessions, decode, strict=True):
             if row.drafted:
-                rows.append(_drafted_row(session, next(left)))
+                rows.append(drafted_row(session, next(left)))
                 continue
             if row.missed:
                 self._core.policy.missed(session)
@@ -382,7 +363,7 @@ class Rounds:
             if not session.ended:
                 self._core.fail(session, error)
 
-    def _report(self, flying: _InFlight, outcome: RoundOutcome, emitted: int) -> float:
+    def _report(self, flying: InFlight, outcome: RoundOutcome, emitted: int) -> float:
         """Post what the round took; returns its seconds, without waiting."""
         messages = {id(row.held.proposals): row.held.proposals for row in flying.verify if row.held}
         drafted_s = max((message.draft_us for message in messages.values()), default=0) / 1e6
@@ -409,31 +390,3 @@ class Rounds:
             )
         )
         return total_s
-
-
-def _drafted_row(session: Session, held: Held) -> VerifyRow:
-    """A row with what of a proposal may stand."""
-    # What `max_draft_depth` says, without a call; no node is deeper than there are nodes.
-    room = session.spec.max_new_tokens - session.emitted - 1
-    if held.nodes <= room and held.nodes <= session.draft_limit:
-        return VerifyRow(session, held)
-    proposal = held.proposal
-    cut = trim(proposal.tree, proposal.law, session.max_draft_depth)
-    return VerifyRow(session, held, draft=cut)
-
-
-def _prompted(prompts: Sequence[Settled]) -> Told:
-    """What drafters hear of prompts, which are settled already."""
-    rows = [row for row in prompts if row.reason is None and is_told(row.session)]
-    return Told.present([row.session for row in rows], [row.result.features for row in rows])
-
-
-def _await_drafts(flying: _InFlight) -> bool:
-    """Whether no session of the round can go on without a draft."""
-    sessions = [session for session in flying.sessions if not session.ended]
-    return bool(sessions) and all(s.link_id is not None and not s.paused for s in sessions)
-
-
-def _is_drafted(session: Session) -> bool:
-    """Whether a drafter outside makes drafts for the session's rounds."""
-    return session.link_id is not None and not session.paused and session.prefill_left == 0

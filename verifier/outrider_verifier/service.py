@@ -18,31 +18,26 @@ from outrider.transport.base import RouterConnection, ServingConnection, Verifie
 from outrider.transport.inproc import local_sessions
 from outrider.transport.lane import LaneListener
 from outrider.transport.sessions import SessionIterators
-from outrider.wire.limits import MAX_PLANNER_BYTES, MAX_SEQUENCE_LEN
+from outrider.wire.limits import MAX_PLANNER_BYTES
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     AttachedDrafter,
-    TensorDtype,
     VerifierInfo,
     Welcome,
 )
+from outrider_verifier.assembly import assemble, feature_dtype
 from outrider_verifier.checks import DrafterChecks, Identity
 from outrider_verifier.commands import Attached, Close, Command, Offered, Open, SetPlan
-from outrider_verifier.config import AUTOMATIC_PLANNER, VerifierConfig
-from outrider_verifier.core import OWN_METHODS, Core
+from outrider_verifier.config import VerifierConfig
+from outrider_verifier.core import OWN_METHODS
 from outrider_verifier.drafters import DrafterHub
 from outrider_verifier.effects import Answer, Effect, Emits, Fail, RoundReport, Tell, told_by_link
 from outrider_verifier.engine import Projection, RoundEngine, RoundRunner, Target
-from outrider_verifier.features import FeatureStore
-from outrider_verifier.handover import Handover
-from outrider_verifier.inbox import Inbox
 from outrider_verifier.lanes import Lanes
 from outrider_verifier.loop import EngineLoop
 from outrider_verifier.metrics import Metrics
-from outrider_verifier.policy import Policy
-from outrider_verifier.rounds import Rounds, device_lost_error
+from outrider_verifier.rounds import device_lost_error
 from outrider_verifier.routers import RouterHub
-from outrider_verifier.schedule import Limits
 
 _DRAIN_POLL_S = 0.02
 _STOP_TIMEOUT_S = 10.0
@@ -98,7 +93,7 @@ class VerifierService(SessionIterators):
         limits = (config.max_context_len, max_context_len, fits)
         self._max_context_len = min(limit for limit in limits if limit > 0)
         self._outbox: list[Effect] = []
-        self._core, self._rounds = _assemble(
+        self._core, self._rounds = assemble(
             config, target, projection, runner, pool, self._max_context_len, self._outbox
         )
         self._hub = DrafterHub(
@@ -349,65 +344,3 @@ def _settle(future: asyncio.Future[None], error: OutriderError | None) -> None:
         future.set_result(None)
     else:
         future.set_exception(error)
-
-
-def feature_dtype(config: VerifierConfig) -> TensorDtype:
-    """Element type in which features cross the wire: the target's own."""
-    return TensorDtype(config.dtype)
-
-
-def _assemble(
-    config: VerifierConfig,
-    target: Target,
-    projection: Projection | None,
-    runner: RoundRunner,
-    pool: KVPool,
-    max_context_len: int,
-    outbox: list[Effect],
-) -> tuple[Core, Rounds]:
-    """Everything that the engine thread will own."""
-    dtype = feature_dtype(config)
-    store = None
-    if projection is not None:
-        store = FeatureStore(
-            width=projection.hidden_size,
-            dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
-            budget_bytes=config.feature_budget_mb << 20,
-        )
-    inbox = Inbox(
-        max_sessions=config.max_sessions,
-        per_session=config.inbox_per_session,
-        total=config.inbox_total,
-    )
-    core = Core(
-        pool=pool,
-        runner=runner,
-        inbox=inbox,
-        handover=Handover(
-            inbox=inbox,
-            store=store,
-            dtype=dtype,
-            chunk_tokens=config.prefill_tokens,
-            max_sessions=config.max_sessions,
-        ),
-        store=store,
-        vocab_size=target.vocab_size,
-        max_context_len=max_context_len,
-        max_tree_nodes=config.max_tree_nodes,
-        max_sessions=config.max_sessions,
-        policy=Policy(
-            automatic=config.planner == AUTOMATIC_PLANNER,
-            ceiling_s=config.ceiling_s,
-            times=runner.round_s,
-            piece_tokens=runner.piece_tokens,
-        ),
-        post=outbox.append,
-    )
-    limits = Limits(
-        prefill_tokens=min(config.prefill_tokens, runner.most_prompt_tokens or MAX_SEQUENCE_LEN),
-        prefill_beside=runner.prompt_tokens_beside,
-        piece_tokens=runner.piece_tokens,
-        decode_tokens=config.decode_tokens_per_round,
-        gather_s=config.gather_s,
-    )
-    return core, Rounds(core, runner, limits)

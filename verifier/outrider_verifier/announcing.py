@@ -1,0 +1,101 @@
+"""Which sessions are announced to which attached drafter, and what is said to them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from outrider.ids import DrafterId
+from outrider.wire.codec import encode_verifier_message
+from outrider.wire.messages import Encoded, SessionEnd, VerifierMessage
+from outrider_verifier.commands import Link
+from outrider_verifier.effects import Post, Tell
+from outrider_verifier.handover import Handover, Told
+from outrider_verifier.sessions import Session
+
+_MOST_LOSSES = 3
+"""How often a session that its drafter lost is announced to it again."""
+
+
+class Announcer:
+    """Attached drafters by name; engine thread only. Sessions are the caller's."""
+
+    def __init__(
+        self,
+        handover: Handover,
+        *,
+        post: Post,
+        sessions: Callable[[], Iterable[Session]],
+        counters: Counter[str],
+    ) -> None:
+        """`sessions`: those being served."""
+        self._handover = handover
+        self._post = post
+        self._sessions = sessions
+        self._counters = counters
+        self._links: dict[DrafterId, Link] = {}
+
+    def link_of(self, drafter_id: DrafterId | None) -> Link | None:
+        """The connection of a drafter that is attached now."""
+        return None if drafter_id is None else self._links.get(drafter_id)
+
+    def attach(self, link: Link) -> None:
+        """A drafter is ready: its sessions, from their present prefixes on."""
+        self._counters["attached"] += 1
+        self._links[link.drafter_id] = link
+        for session in self._sessions():
+            if session.spec.drafter_id == link.drafter_id:
+                self._handover.forget(session)
+                session.link_id = None
+                self.announce(session)
+
+    def detach(self, link_id: int) -> None:
+        """A connection is gone."""
+        for drafter_id, link in list(self._links.items()):
+            if link.link_id == link_id:
+                del self._links[drafter_id]
+        for session in self._sessions():
+            if session.link_id == link_id:
+                session.link_id = None
+                self._handover.forget(session)
+
+    def announce(self, session: Session) -> None:
+        """Hand the session to its drafter if that is attached and can serve it."""
+        link = self.link_of(session.spec.drafter_id)
+        if link is None or not self._handover.can_announce(session, link):
+            return
+        session.link_id = link.link_id
+        session.suspect = False
+        for message in self._handover.announce(session, link):
+            self.tell(session, message)
+
+    def announce_again(self, session: Session) -> None:
+        """Begin anew with a session that its drafter lost, a few times."""
+        self._counters["sessions_lost_by_drafters"] += 1
+        session.losses += 1
+        self.withdraw(session)
+        if session.losses <= _MOST_LOSSES:
+            self.announce(session)
+
+    def withdraw(self, session: Session) -> None:
+        """End the session at its drafter, if it is announced to one."""
+        if session.link_id is not None:
+            self.tell(session, SessionEnd(handle=session.handle))
+            session.link_id = None
+        self._handover.forget(session)
+
+    def follow_alone(self, session: Session) -> None:
+        """Take in what a paused session committed; no drafter is told."""
+        if session.spec.drafter_id is not None:
+            self._handover.advance(Told.present([session], [None]))
+
+    def tell_round(self, told: Told) -> None:
+        """Say to each drafter what a round committed of its sessions. Encoded here and now: so the
+        features may lie in memory that the next round writes to."""
+        for link_id, verdicts in self._handover.advance(told):
+            self._post(Tell(link_id, Encoded(encode_verifier_message(verdicts))))
+
+    def tell(self, session: Session, message: VerifierMessage) -> None:
+        """Send a message to the session's drafter."""
+        assert session.link_id is not None, session.session_id
+        self._post(Tell(session.link_id, message))

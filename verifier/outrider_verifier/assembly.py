@@ -1,0 +1,79 @@
+"""What the engine thread will own, put together."""
+
+from __future__ import annotations
+
+from outrider.engine.kvcache import KVPool
+from outrider.wire.limits import MAX_SEQUENCE_LEN
+from outrider.wire.messages import TensorDtype
+from outrider_verifier.config import AUTOMATIC_PLANNER, VerifierConfig
+from outrider_verifier.core import Core
+from outrider_verifier.effects import Effect
+from outrider_verifier.engine import Projection, RoundRunner, Target
+from outrider_verifier.features import FeatureStore
+from outrider_verifier.handover import Handover
+from outrider_verifier.inbox import Inbox
+from outrider_verifier.policy import Policy
+from outrider_verifier.rounds import Rounds
+from outrider_verifier.schedule import Limits
+
+
+def feature_dtype(config: VerifierConfig) -> TensorDtype:
+    """Element type in which features cross the wire: the target's own."""
+    return TensorDtype(config.dtype)
+
+
+def assemble(
+    config: VerifierConfig,
+    target: Target,
+    projection: Projection | None,
+    runner: RoundRunner,
+    pool: KVPool,
+    max_context_len: int,
+    outbox: list[Effect],
+) -> tuple[Core, Rounds]:
+    """Everything that the engine thread will own."""
+    dtype = feature_dtype(config)
+    store = None
+    if projection is not None:
+        store = FeatureStore(
+            width=projection.hidden_size,
+            dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
+            budget_bytes=config.feature_budget_mb << 20,
+        )
+    inbox = Inbox(
+        max_sessions=config.max_sessions,
+        per_session=config.inbox_per_session,
+        total=config.inbox_total,
+    )
+    core = Core(
+        pool=pool,
+        runner=runner,
+        inbox=inbox,
+        handover=Handover(
+            inbox=inbox,
+            store=store,
+            dtype=dtype,
+            chunk_tokens=config.prefill_tokens,
+            max_sessions=config.max_sessions,
+        ),
+        store=store,
+        vocab_size=target.vocab_size,
+        max_context_len=max_context_len,
+        max_tree_nodes=config.max_tree_nodes,
+        max_sessions=config.max_sessions,
+        policy=Policy(
+            automatic=config.planner == AUTOMATIC_PLANNER,
+            ceiling_s=config.ceiling_s,
+            times=runner.round_s,
+            piece_tokens=runner.piece_tokens,
+        ),
+        post=outbox.append,
+    )
+    limits = Limits(
+        prefill_tokens=min(config.prefill_tokens, runner.most_prompt_tokens or MAX_SEQUENCE_LEN),
+        prefill_beside=runner.prompt_tokens_beside,
+        piece_tokens=runner.piece_tokens,
+        decode_tokens=config.decode_tokens_per_round,
+        gather_s=config.gather_s,
+    )
+    return core, Rounds(core, runner, limits)

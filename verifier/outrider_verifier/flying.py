@@ -1,0 +1,60 @@
+"""A round on its way, and what its rows are made of (no effects)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider_verifier.engine import Flight
+from outrider_verifier.handover import Told
+from outrider_verifier.inbox import Held
+from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.rows import trim
+from outrider_verifier.schedule import RoundPlan
+from outrider_verifier.sessions import Session
+from outrider_verifier.settled import Settled, is_told
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class InFlight:
+    """A round that was submitted and is not settled."""
+
+    plan: RoundPlan
+    prefill: list[PrefillRow]
+    verify: list[VerifyRow]
+    flight: Flight
+    began: float
+    waited_s: float
+
+    @property
+    def sessions(self) -> list[Session]:
+        """All sessions of the round."""
+        return [row.session for row in self.prefill] + [row.session for row in self.verify]
+
+
+def drafted_row(session: Session, held: Held) -> VerifyRow:
+    """A row with what of a proposal may stand."""
+    # What `max_draft_depth` says, without a call; no node is deeper than there are nodes.
+    room = session.spec.max_new_tokens - session.emitted - 1
+    if held.nodes <= room and held.nodes <= session.draft_limit:
+        return VerifyRow(session, held)
+    proposal = held.proposal
+    cut = trim(proposal.tree, proposal.law, session.max_draft_depth)
+    return VerifyRow(session, held, draft=cut)
+
+
+def prompted(prompts: Sequence[Settled]) -> Told:
+    """What drafters hear of prompts, which are settled already."""
+    rows = [row for row in prompts if row.reason is None and is_told(row.session)]
+    return Told.present([row.session for row in rows], [row.result.features for row in rows])
+
+
+def await_drafts(flying: InFlight) -> bool:
+    """Whether no session of the round can go on without a draft."""
+    sessions = [session for session in flying.sessions if not session.ended]
+    return bool(sessions) and all(s.link_id is not None and not s.paused for s in sessions)
+
+
+def is_drafted(session: Session) -> bool:
+    """Whether a drafter outside makes drafts for the session's rounds."""
+    return session.link_id is not None and not session.paused and session.prefill_left == 0
