@@ -152,12 +152,12 @@ class DraftWorker:
             self._untaken.extend((connection, message) for message in content)
             if any(isinstance(message, ConnectionClosed) for message in content):
                 lanes.detach(connection)
-        self._untaken.extend(lanes.receive(ready))
+        self._untaken.extend(lanes.messages(ready))
         return came
 
     def _send(self, answers: Answers) -> None:
         """By lanes; what goes by none is another thread's to send."""
-        rest = self._lanes.send(answers)
+        rest = self._lanes.answer(answers)
         if rest:
             self._deliver(rest)
             self._gives_way = True

@@ -135,7 +135,7 @@ class EngineLoop:
             lanes.flush()
         for command in self._commands.take():
             self._guarded_handle(command)
-        for command in lanes.receive(ready):
+        for command in lanes.commands(ready):
             self._guarded_handle(command)
 
     def _timeout(self, wait_until: float | None) -> float | None:

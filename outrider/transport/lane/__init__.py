@@ -7,5 +7,6 @@ and, where a message is large, a ring of shared memory: no event loop, no other 
 
 from outrider.transport.lane.join import LaneListener, join_lane, lanes_exist
 from outrider.transport.lane.lane import Lane
+from outrider.transport.lane.lane_set import LaneSet
 
-__all__ = ["Lane", "LaneListener", "join_lane", "lanes_exist"]
+__all__ = ["Lane", "LaneListener", "LaneSet", "join_lane", "lanes_exist"]

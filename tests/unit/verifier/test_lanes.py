@@ -62,7 +62,7 @@ def rig() -> Iterator[Rig]:
 def test_messages_become_commands_in_order(rig: Rig) -> None:
     together = [Proposals.of([CHAIN]), SessionsLost((3,)), Heartbeat(1)]
     rig.theirs.send(*encode_drafter_messages(together))
-    offered, lost = rig.lanes.receive(rig.lanes.readers)
+    offered, lost = rig.lanes.commands(rig.lanes.readers)
     assert isinstance(offered, Offered) and offered.sound.tolist() == [True]
     assert lost == Lost(LINK, (3,))
 
@@ -70,7 +70,7 @@ def test_messages_become_commands_in_order(rig: Rig) -> None:
 def test_garbage_is_counted_and_what_follows_it_is_heard(rig: Rig) -> None:
     lost = encode_drafter_message(SessionsLost((3,)))
     rig.theirs.send(b"\xff\xff garbage", b"", encode_drafter_message(LaneAnswer(True)), lost)
-    assert rig.lanes.receive(rig.lanes.readers) == [Lost(LINK, (3,))]
+    assert rig.lanes.commands(rig.lanes.readers) == [Lost(LINK, (3,))]
     assert rig.invalid == 3
     assert rig.lost == []
 
@@ -78,7 +78,7 @@ def test_garbage_is_counted_and_what_follows_it_is_heard(rig: Rig) -> None:
 def test_a_drafter_that_leaves_is_lost_once_and_told_nothing(rig: Rig) -> None:
     (reader,) = rig.lanes.readers
     rig.theirs.close()
-    assert rig.lanes.receive([reader]) == []
+    assert rig.lanes.commands([reader]) == []
     rig.lanes.tell(LINK, [SessionEnd(handle=3)])
     rig.lanes.flush()
     assert rig.lost == [LINK]

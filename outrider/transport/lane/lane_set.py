@@ -1,0 +1,96 @@
+"""The lanes of one working thread, by the number of the connection that each belongs to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from outrider.errors import OutriderError
+from outrider.transport.lane.lane import Lane
+
+logger = logging.getLogger(__name__)
+
+
+class LaneSet:
+    """Used by one thread. A lane that is lost takes its connection along: `on_lost` is told, which
+    ends it; until then what is meant for it is dropped, for nothing may overtake it elsewhere."""
+
+    def __init__(self, on_lost: Callable[[int], None]) -> None:
+        """`on_lost` is told of the connection, on the thread that uses the lanes."""
+        self._on_lost = on_lost
+        self._lanes: dict[int, Lane | None] = {}
+        """None: lost, while its connection still stands."""
+
+    def attach(self, number: int, lane: Lane) -> None:
+        """From here on a connection's messages go by this lane."""
+        self._lanes[number] = lane
+
+    def detach(self, number: int) -> None:
+        """The connection is gone; idempotent."""
+        lane = self._lanes.pop(number, None)
+        if lane is not None:
+            lane.close()
+
+    def close(self) -> None:
+        """Close all lanes."""
+        for number in list(self._lanes):
+            self.detach(number)
+
+    def carries(self, number: int) -> bool:
+        """Whether a connection's messages go by a lane, if one that is lost."""
+        return number in self._lanes
+
+    @property
+    def readers(self) -> list[int]:
+        """File descriptors to wait for; `receive` takes those that are ready."""
+        return [lane.fileno() for lane in self._lanes.values() if lane is not None]
+
+    @property
+    def writers(self) -> list[int]:
+        """File descriptors to wait for, to go on with `flush`."""
+        open_lanes = (lane for lane in self._lanes.values() if lane is not None)
+        return [lane.fileno() for lane in open_lanes if lane.unsent]
+
+    def send(self, number: int, *frames: bytes) -> Lane | None:
+        """Send frames, or keep what finds no room for `flush`; the lane, whose owner bounds what it
+        keeps, or None if it is lost."""
+        lane = self._lanes[number]
+        if lane is not None:
+            try:
+                lane.send(*frames)
+            except OutriderError as error:
+                self.lose(number, error.message)
+                return None
+        return lane
+
+    def flush(self) -> None:
+        """Send on what found no room before."""
+        for number, lane in list(self._lanes.items()):
+            if lane is not None and lane.unsent:
+                try:
+                    lane.flush()
+                except OutriderError as error:
+                    self.lose(number, error.message)
+
+    def receive(self, ready: Iterable[int]) -> list[tuple[int, bytes]]:
+        """(connection, frame) of all that has come by the lanes with these file descriptors."""
+        ready = set(ready)
+        found: list[tuple[int, bytes]] = []
+        for number, lane in list(self._lanes.items()):
+            if lane is None or lane.fileno() not in ready:
+                continue
+            try:
+                found += [(number, frame) for frame in lane.receive()]
+            except OutriderError as error:
+                self.lose(number, error.message)
+        return found
+
+    def lose(self, number: int, why: str) -> None:
+        """Give a lane up, and its connection with it; idempotent."""
+        lane = self._lanes[number]
+        if lane is None:
+            return
+        logger.warning("lane lost", extra={"connection": number, "reason": why})
+        self._lanes[number] = None
+        lane.close()
+        self._on_lost(number)
