@@ -10,16 +10,18 @@ from typing import Final
 
 from outrider.errors import ConnectionLostError, InvalidMessageError, OutriderError
 from outrider.transport.lane.ring import RING_BYTES, Ring
+from outrider.wire.limits import MAX_MESSAGE_BYTES
 
-MAX_FRAME_BYTES: Final = RING_BYTES // 2
-"""Of a frame; of larger ones a ring that is not empty might never have room."""
+PART_BYTES: Final = RING_BYTES // 4
+"""Larger frames cross in parts of this size: for these a ring has room again and again."""
 _INLINE_BYTES: Final = 32 << 10
 """Frames up to this size cross in the packet itself."""
-_INLINE, _IN_RING = b"\0", b"\1"
+_INLINE, _IN_RING, _GOES_ON = b"\0", b"\1", b"\2"
+"""A frame in the packet; a frame or its last part in the ring; a part that is not the last."""
 _PLACE: Final = struct.Struct("<QQ")
 """Offset and size of a frame in the ring."""
-_MOST_READ: Final = 256
-"""Frames taken at once: a peer that never stops must not keep its reader from all else."""
+_MOST_READ: Final = 64
+"""Packets taken at once: a peer that never stops must not keep its reader from all else."""
 
 
 class Lane:
@@ -31,6 +33,10 @@ class Lane:
         self._socket = connected
         self._outgoing, self._incoming = outgoing, incoming
         self._unsent: deque[bytes] = deque()
+        self._begun = 0
+        """Bytes of the first of these that have left in parts."""
+        self._parts: list[bytes] = []
+        """Of a frame that is not here as a whole yet."""
         self.unsent_bytes = 0
         """Size of the frames that did not find room yet; their sender bounds it."""
         self.closed = False
@@ -48,9 +54,9 @@ class Lane:
         """Hand frames over, in order, or keep them until there is room. Raises ConnectionLostError
         when the peer is gone, InvalidMessageError for a frame that no lane carries."""
         for frame in frames:
-            if len(frame) > MAX_FRAME_BYTES:
+            if len(frame) > MAX_MESSAGE_BYTES:
                 raise InvalidMessageError(
-                    f"a frame of {len(frame)} bytes, a lane carries {MAX_FRAME_BYTES}",
+                    f"a frame of {len(frame)} bytes, a lane carries {MAX_MESSAGE_BYTES}",
                     reason="LANE_FRAME",
                 )
         self._unsent.extend(frames)
@@ -63,17 +69,22 @@ class Lane:
             frame = self._unsent[0]
             if not self._sent(frame):
                 return
-            self.drop_oldest()
+            if self._begun >= len(frame):
+                self._begun = 0
+                self.unsent_bytes -= len(self._unsent.popleft())
 
     def drop_oldest(self) -> None:
-        """Forget the frame that has been unsent for longest."""
-        self.unsent_bytes -= len(self._unsent.popleft())
+        """Forget the frame that has been unsent for longest, but for one that is under way."""
+        place = int(self._begun > 0)
+        if place < len(self._unsent):
+            self.unsent_bytes -= len(self._unsent[place])
+            del self._unsent[place]
 
     def receive(self) -> list[bytes]:
         """The frames that have arrived. Raises ConnectionLostError at the end, and for a peer that
         does not keep to the form of packets; the frames before it are lost with it."""
         frames: list[bytes] = []
-        while len(frames) < _MOST_READ:
+        for _ in range(_MOST_READ):
             try:
                 packet = self._socket.recv(_INLINE_BYTES + 1)
             except (BlockingIOError, InterruptedError):
@@ -85,7 +96,9 @@ class Lane:
                 if frames:
                     break
                 raise _lost("the peer closed it")
-            frames.append(self._frame(packet))
+            frame = self._frame(packet)
+            if frame is not None:
+                frames.append(frame)
         return frames
 
     def close(self) -> None:
@@ -100,13 +113,15 @@ class Lane:
         self._incoming.close()
 
     def _sent(self, frame: bytes) -> bool:
-        """Whether there was room for the frame."""
-        packet = _INLINE + frame
+        """Whether there was room for the frame, or its next part."""
+        packet, size = _INLINE + frame, len(frame)
         if len(frame) > _INLINE_BYTES:
-            offset = self._outgoing.write(frame)
+            part = memoryview(frame)[self._begun : self._begun + PART_BYTES]
+            offset, size = self._outgoing.write(part), len(part)
             if offset is None:
                 return False
-            packet = _IN_RING + _PLACE.pack(offset, len(frame))
+            last = self._begun + size == len(frame)
+            packet = (_IN_RING if last else _GOES_ON) + _PLACE.pack(offset, size)
         try:
             self._socket.send(packet)
         except (BlockingIOError, InterruptedError):
@@ -115,18 +130,30 @@ class Lane:
             return False
         except OSError as error:
             raise _lost(str(error)) from None
+        self._begun += size
         return True
 
-    def _frame(self, packet: bytes) -> bytes:
-        if packet[:1] == _INLINE:
+    def _frame(self, packet: bytes) -> bytes | None:
+        """The frame that a packet completes."""
+        kind, parts = packet[:1], self._parts
+        if kind == _INLINE and not parts:
             return packet[1:]
-        if packet[:1] != _IN_RING or len(packet) != 1 + _PLACE.size:
+        if kind not in (_IN_RING, _GOES_ON) or len(packet) != 1 + _PLACE.size:
             raise _lost("a packet of no known form")
         offset, size = _PLACE.unpack_from(packet, 1)
         try:
-            return self._incoming.read(offset, size)
+            part = self._incoming.read(offset, size)
         except OutriderError as error:
             raise _lost(error.message) from None
+        if kind == _IN_RING and not parts:
+            return part
+        parts.append(part)
+        if sum(map(len, parts)) > MAX_MESSAGE_BYTES:
+            raise _lost("a frame that is larger than any message")
+        if kind == _GOES_ON:
+            return None
+        self._parts = []
+        return b"".join(parts)
 
 
 def _lost(why: str) -> ConnectionLostError:

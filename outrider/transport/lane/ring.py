@@ -66,7 +66,7 @@ class Ring:
             )
         return cls(descriptor, size)
 
-    def write(self, frame: bytes) -> int | None:
+    def write(self, frame: bytes | memoryview) -> int | None:
         """Copy a frame in; its offset, or None while there is no room for it."""
         start = self._room(len(frame))
         if start is None:

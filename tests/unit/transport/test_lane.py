@@ -14,8 +14,9 @@ import pytest
 
 from outrider.errors import ConnectionLostError, InvalidMessageError, UnavailableError
 from outrider.transport.lane import Lane, LaneListener, join_lane
-from outrider.transport.lane.lane import MAX_FRAME_BYTES
+from outrider.transport.lane.lane import PART_BYTES
 from outrider.transport.lane.ring import RING_BYTES, Ring
+from outrider.wire.limits import MAX_MESSAGE_BYTES
 from outrider.wire.messages import LaneOffer
 from tests.fakes.lanes import lane_pair
 
@@ -58,10 +59,37 @@ def test_a_reader_that_stopped_costs_its_sender_nothing_but_memory() -> None:
         assert right.receive()[0] == bytes(4) * 25
 
 
-def test_a_frame_that_no_ring_holds_is_refused() -> None:
+@pytest.mark.parametrize("size", [PART_BYTES, PART_BYTES + 1, 5 * PART_BYTES, 30_000_001])
+def test_frames_larger_than_the_ring_cross_in_parts_between_others(size: int) -> None:
+    large = random.Random(size).randbytes(size)
+    with lane_pair() as (left, right):
+        left.send(b"before", large, b"after", large)
+        found: list[bytes] = []
+        while len(found) < 4:
+            found += right.receive()
+            left.flush()
+        assert found == [b"before", large, b"after", large]
+        assert left.unsent == left.unsent_bytes == 0
+
+
+def test_a_frame_that_is_under_way_is_not_dropped() -> None:
+    large = random.Random(5).randbytes(6 * PART_BYTES)
+    with lane_pair() as (left, right):
+        left.send(large, b"first", b"second")
+        assert left.unsent == 3
+        left.drop_oldest()
+        found: list[bytes] = []
+        while len(found) < 2:
+            found += right.receive()
+            left.flush()
+        assert found == [large, b"second"]
+        assert left.unsent_bytes == 0
+
+
+def test_a_frame_that_is_no_message_is_refused() -> None:
     with lane_pair() as (left, right):
         with pytest.raises(InvalidMessageError):
-            left.send(bytes(MAX_FRAME_BYTES + 1))
+            left.send(bytes(MAX_MESSAGE_BYTES + 1))
         left.send(b"after")
         assert right.receive() == [b"after"]
 
@@ -81,6 +109,7 @@ def test_the_end_comes_after_what_was_sent_before_it() -> None:
 @pytest.mark.parametrize(
     "packet",
     [
+        b"\3what",
         b"\2what",
         b"\1",
         b"\1" + struct.pack("<QQ", RING_BYTES, 1),
@@ -99,6 +128,21 @@ def test_packets_of_no_form_end_the_lane(packet: bytes) -> None:
     with ours:
         ours.send(packet)
         with pytest.raises(ConnectionLostError):
+            lane.receive()
+    lane.close()
+
+
+@pytest.mark.parametrize("then", [b"\2" + struct.pack("<QQ", 0, PART_BYTES), b"\0inline"])
+def test_parts_that_never_make_a_message_end_the_lane(then: bytes) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    there, back = Ring.make(), Ring.make()
+    lane = Lane(theirs, outgoing=Ring.of(there), incoming=Ring.of(back))
+    os.close(there)
+    os.close(back)
+    with ours, pytest.raises(ConnectionLostError):
+        ours.send(b"\2" + struct.pack("<QQ", 0, PART_BYTES))
+        for _ in range(MAX_MESSAGE_BYTES // PART_BYTES + 1):
+            ours.send(then)
             lane.receive()
     lane.close()
 
