@@ -306,7 +306,12 @@ class DrafterService:
         if answer.lane is None:
             return None
         lane = await self._join(answer.lane)
-        await connection.send(LaneAnswer(joined=lane is not None))
+        try:
+            await connection.send(LaneAnswer(joined=lane is not None))
+        except BaseException:
+            if lane is not None:
+                lane.close()
+            raise
         return lane
 
     async def _join(self, offer: LaneOffer) -> Lane | None:
