@@ -179,7 +179,7 @@ async def test_a_session_that_cannot_be_announced_gives_everything_back(
 
         with monkeypatch.context() as patch:
             patch.setattr(runner, "close", noted)
-            patch.setattr(core, "_announce", broken)
+            patch.setattr(core.drafters, "announce", broken)
             result = await rig.run(make_spec())
         assert isinstance(result.error, InternalError)
         assert closed == ["s"]
