@@ -10,62 +10,26 @@ themselves, `socket` a Unix socket; `socket.aio` leaves the socket to the loops.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import multiprocessing
-import queue
-import socket
-import struct
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
 
-import grpc
 import numpy as np
 
-from outrider.spec.tree import DraftTree
-from outrider.transport.lane import Lane, LaneListener, join_lane
-from outrider.transport.letterbox import Letterbox
 from outrider.wire.codec import (
     decode_drafter_messages,
-    decode_verifier_messages,
-    encode_drafter_message,
     encode_verifier_message,
 )
-from outrider.wire.limits import MAX_MESSAGE_BYTES
 from outrider.wire.messages import (
     FeatureRows,
-    LaneOffer,
-    Proposal,
     Proposals,
     TensorDtype,
     Verdicts,
 )
+from outrider_bench.exchange_ways import ROWS, WAYS, Channel
 
 WIDTH = 4096
-ROWS = 4
-"""Tokens and features of a session in a round."""
-_METHOD = "/bench/Exchange"
-_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-]
-_WAIT_S = 30.0
-
-
-class Channel(Protocol):
-    """Frames between two working threads."""
-
-    def send(self, frame: bytes) -> None:
-        """Hand a frame to the other end."""
-        ...
-
-    def receive(self) -> bytes:
-        """Wait for a frame."""
-        ...
 
 
 def verdicts(sessions: int) -> Verdicts:
@@ -88,24 +52,6 @@ def verdicts(sessions: int) -> Verdicts:
     )
 
 
-def answer(channel: Channel) -> None:
-    """The drafter's working thread: a chain of four for every session, for ever."""
-    made: dict[int, Proposals] = {}
-    while True:
-        (told,) = decode_verifier_messages(channel.receive())
-        assert isinstance(told, Verdicts)
-        count = len(told)
-        if count not in made:
-            tree = DraftTree.chain(np.arange(ROWS, dtype=np.int32))
-            made[count] = Proposals.of(
-                [
-                    Proposal(handle=handle, prefix_digest=handle, prefix_len=9, tree=tree)
-                    for handle in range(count)
-                ]
-            )
-        channel.send(encode_drafter_message(made[count]))
-
-
 def measure(channel: Channel, sessions: int, *, rounds: int, idle_s: float) -> list[float]:
     """The verifier's working thread: microseconds of each round trip."""
     told = verdicts(sessions)
@@ -118,259 +64,6 @@ def measure(channel: Channel, sessions: int, *, rounds: int, idle_s: float) -> l
         taken.append((time.perf_counter() - began) * 1e6)
         assert isinstance(drafts, Proposals) and len(drafts) == sessions
     return taken[rounds // 10 :]
-
-
-class LoopChannel:
-    """A working thread beside an event loop that owns the stream."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._write: Callable[[bytes], Any] | None = None
-
-    async def serve(self, stream: Any) -> None:
-        """Run the stream on the event loop until it ends."""
-        self._write = stream.write
-        while (frame := await stream.read()) is not grpc.aio.EOF:
-            self._arrived.put(frame)
-
-    def send(self, frame: bytes) -> None:
-        self._loop.call_soon_threadsafe(self._begin, frame)
-
-    def receive(self) -> bytes:
-        return self._arrived.get(timeout=_WAIT_S)
-
-    def _begin(self, frame: bytes) -> None:
-        assert self._write is not None
-        self._writing = asyncio.ensure_future(self._write(frame))
-
-
-class StreamChannel:
-    """The working thread reads and writes a synchronous stream."""
-
-    def __init__(self) -> None:
-        self._leaving: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self.incoming: Iterator[bytes] = iter(())
-
-    def outgoing(self) -> Iterator[bytes]:
-        """What gRPC's own thread writes."""
-        while True:
-            yield self._leaving.get()
-
-    def send(self, frame: bytes) -> None:
-        self._leaving.put(frame)
-
-    def receive(self) -> bytes:
-        return next(self.incoming)
-
-
-class SocketChannel:
-    """The working thread reads and writes a Unix socket; a length goes before each frame."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
-
-    def send(self, frame: bytes) -> None:
-        self._socket.sendall(struct.pack("<I", len(frame)))
-        self._socket.sendall(frame)
-
-    def receive(self) -> bytes:
-        (size,) = struct.unpack("<I", self._read(4))
-        return self._read(size)
-
-    def _read(self, size: int) -> bytes:
-        data = bytearray(size)
-        view = memoryview(data)
-        while len(view):
-            view = view[self._socket.recv_into(view) :]
-        return bytes(data)
-
-
-class LaneChannel:
-    """The working thread reads and writes a lane."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._letterbox: Letterbox[None] = Letterbox()
-        self._frames: list[bytes] = []
-
-    def send(self, frame: bytes) -> None:
-        self._lane.send(frame)
-
-    def receive(self) -> bytes:
-        while not self._frames:
-            if not self._letterbox.wait(_WAIT_S, [self._lane.fileno()]):
-                raise TimeoutError("no frame came by the lane")
-            self._frames = self._lane.receive()
-        return self._frames.pop(0)
-
-
-class LoopSocket:
-    """Frames of a Unix socket that an event loop reads and writes."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        connected.setblocking(False)
-        self._socket = connected
-
-    async def read(self) -> bytes:
-        """The next frame."""
-        (size,) = struct.unpack("<I", await self._read(4))
-        return await self._read(size)
-
-    async def write(self, frame: bytes) -> None:
-        """Send a frame."""
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self._socket, struct.pack("<I", len(frame)))
-        await loop.sock_sendall(self._socket, frame)
-
-    async def _read(self, size: int) -> bytes:
-        data, loop = bytearray(size), asyncio.get_running_loop()
-        view = memoryview(data)
-        while len(view):
-            view = view[await loop.sock_recv_into(self._socket, view) :]
-        return bytes(data)
-
-
-def _serve_aio(address: str) -> None:
-    async def serve() -> None:
-        async def exchange(_requests: object, context: Any) -> None:
-            channel = LoopChannel(asyncio.get_running_loop())
-            threading.Thread(target=answer, args=(channel,), daemon=True).start()
-            await channel.serve(context)
-
-        handlers: dict[str, Any] = {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)}
-        server = grpc.aio.server(options=_OPTIONS)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
-        server.add_insecure_port(address)
-        await server.start()
-        await server.wait_for_termination()
-
-    asyncio.run(serve())
-
-
-def _serve_grpc(address: str) -> None:
-    def exchange(requests: Iterator[bytes], _context: object) -> Iterator[bytes]:
-        channel = StreamChannel()
-        channel.incoming = requests
-        threading.Thread(target=answer, args=(channel,), daemon=True).start()
-        yield from channel.outgoing()
-
-    handlers: dict[str, Any] = {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)}
-    server = grpc.server(ThreadPoolExecutor(4), options=_OPTIONS)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
-    server.add_insecure_port(address)
-    server.start()
-    server.wait_for_termination()
-
-
-def _serve_socket(address: str) -> None:
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(address)
-        listening.listen()
-        connected, _ = listening.accept()
-        answer(SocketChannel(connected))
-
-
-def _serve_socket_aio(address: str) -> None:
-    async def serve(connected: socket.socket) -> None:
-        channel = LoopChannel(asyncio.get_running_loop())
-        threading.Thread(target=answer, args=(channel,), daemon=True).start()
-        await channel.serve(LoopSocket(connected))
-
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(address)
-        listening.listen()
-        asyncio.run(serve(listening.accept()[0]))
-
-
-def _serve_lane(address: str) -> None:
-    async def join() -> Lane:
-        listener = LaneListener()
-        offer = listener.offer()
-        written = Path(f"{address}.new")
-        written.write_text(f"{offer.name} {offer.token.hex()}")
-        written.rename(address)
-        try:
-            return await listener.joined(offer)
-        finally:
-            listener.close()
-
-    answer(LaneChannel(asyncio.run(join())))
-
-
-def _through_aio(address: str, work: Callable[[Channel], None]) -> None:
-    async def run() -> None:
-        async with grpc.aio.insecure_channel(address, options=_OPTIONS) as remote:
-            await asyncio.wait_for(remote.channel_ready(), _WAIT_S)
-            call: Any = remote.stream_stream(_METHOD)()
-            channel = LoopChannel(asyncio.get_running_loop())
-            serving = asyncio.ensure_future(channel.serve(call))
-            await asyncio.sleep(0)
-            await asyncio.to_thread(work, channel)
-            serving.cancel()
-            call.cancel()
-
-    asyncio.run(run())
-
-
-def _through_grpc(address: str, work: Callable[[Channel], None]) -> None:
-    with grpc.insecure_channel(address, options=_OPTIONS) as remote:
-        grpc.channel_ready_future(remote).result(_WAIT_S)
-        channel = StreamChannel()
-        method: Any = remote.stream_stream(_METHOD)
-        call = method(channel.outgoing())
-        channel.incoming = call
-        work(channel)
-        call.cancel()
-
-
-def _await_file(address: str) -> None:
-    deadline = time.monotonic() + _WAIT_S
-    while not Path(address).exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
-def _through_lane(address: str, work: Callable[[Channel], None]) -> None:
-    _await_file(address)
-    name, token = Path(address).read_text().split()
-    lane = join_lane(LaneOffer(name=name, token=bytes.fromhex(token)))
-    try:
-        work(LaneChannel(lane))
-    finally:
-        lane.close()
-
-
-def _connect(address: str) -> socket.socket:
-    _await_file(address)
-    connected = socket.socket(socket.AF_UNIX)
-    connected.connect(address)
-    return connected
-
-
-def _through_socket(address: str, work: Callable[[Channel], None]) -> None:
-    with _connect(address) as connected:
-        work(SocketChannel(connected))
-
-
-def _through_socket_aio(address: str, work: Callable[[Channel], None]) -> None:
-    async def run(connected: socket.socket) -> None:
-        channel = LoopChannel(asyncio.get_running_loop())
-        serving = asyncio.ensure_future(channel.serve(LoopSocket(connected)))
-        await asyncio.sleep(0)
-        await asyncio.to_thread(work, channel)
-        serving.cancel()
-
-    with _connect(address) as connected:
-        asyncio.run(run(connected))
-
-
-WAYS: dict[str, tuple[Callable[[str], None], Callable[[str, Callable[[Channel], None]], None]]] = {
-    "grpc.aio": (_serve_aio, _through_aio),
-    "lane": (_serve_lane, _through_lane),
-    "grpc": (_serve_grpc, _through_grpc),
-    "socket.aio": (_serve_socket_aio, _through_socket_aio),
-    "socket": (_serve_socket, _through_socket),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

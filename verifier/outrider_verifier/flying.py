@@ -52,9 +52,9 @@ def prompted(prompts: Sequence[Settled]) -> Told:
 def await_drafts(flying: InFlight) -> bool:
     """Whether no session of the round can go on without a draft."""
     sessions = [session for session in flying.sessions if not session.ended]
-    return bool(sessions) and all(s.link_id is not None and not s.paused for s in sessions)
+    return bool(sessions) and all(session.has_drafter for session in sessions)
 
 
 def is_drafted(session: Session) -> bool:
-    """Whether a drafter outside makes drafts for the session's rounds."""
-    return session.link_id is not None and not session.paused and session.prefill_left == 0
+    """Whether the session's next round is to verify a drafter's drafts."""
+    return session.has_drafter and session.prefill_left == 0

@@ -209,7 +209,11 @@ class EngineLoop:
     def _by_lane(self, effects: list[Effect]) -> list[Effect]:
         """Tell the drafters that have lanes; returns the other effects."""
         lanes = self._lanes
-        mine = [e for e in effects if isinstance(e, Tell) and lanes.carries(e.link_id)]
+        mine: list[Effect] = []
+        others: list[Effect] = []
+        for effect in effects:
+            by_lane = isinstance(effect, Tell) and lanes.carries(effect.link_id)
+            (mine if by_lane else others).append(effect)
         for link_id, messages in told_by_link(mine).items():
             lanes.tell(link_id, messages)
-        return [e for e in effects if not (isinstance(e, Tell) and lanes.carries(e.link_id))]
+        return others

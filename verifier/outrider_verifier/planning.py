@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-
-from outrider.ids import SessionId
 from outrider_verifier.core import Core
+from outrider_verifier.schedule import RoundPlan
 from outrider_verifier.sessions import Session
 
 
-def turn(core: Core, now: float, *, flying: Container[SessionId]) -> None:
+def turn(core: Core, now: float, *, flying: RoundPlan | None) -> None:
     """Before a round is planned, pause and resume speculation where the policy has changed its
-    mind; `flying`: the sessions of the round in flight."""
+    mind; `flying`: the round in flight."""
     policy = core.policy
     policy.begin_round(core.num_sessions, now)
     if not policy.changed:
         return
     policy.changed = False
+    under_way = set() if flying is None else set(flying.session_ids)
     for session in core.sessions.values():
         session.draft_limit = policy.limit(session)
         pauses = policy.pauses(session)
         if pauses == session.paused:
             continue
-        if session.link_id is not None and session.session_id in flying:
+        if session.link_id is not None and session.session_id in under_way:
             # What the drafter is told must not miss the round in flight: ask again then.
             policy.changed = True
         elif pauses:

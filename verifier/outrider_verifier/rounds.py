@@ -88,7 +88,7 @@ class Rounds:
         """What to do now; while a round is in flight, an empty plan means to settle it, at once or,
         if the plan says when to look again, once it has `landed`."""
         flying = self._flying
-        turn(self._core, now, flying=() if flying is None else set(flying.plan.session_ids))
+        turn(self._core, now, flying=None if flying is None else flying.plan)
         half = self._half = self._most_rows()
         sessions = list(self._core.sessions.values())
         held = self._core.inbox.nodes([session.handle for session in sessions])

@@ -160,6 +160,11 @@ class Session:
         return 0 if self.paused else min(self.own_draft, self.plan.draft_tokens)
 
     @property
+    def has_drafter(self) -> bool:
+        """Whether a drafter outside follows it and makes its drafts."""
+        return self.link_id is not None and not self.paused
+
+    @property
     def awaits_proposal(self) -> bool:
         """Whether the next round should wait for a proposal, within the patience."""
         return self.link_id is not None and not self.suspect and self.draft_wanted

@@ -82,14 +82,17 @@ class LaneListener:
 
     def withdraw(self, offer: LaneOffer) -> None:
         """Nobody will join: close the lane if somebody did; idempotent."""
-        waiting = self._expected.pop(offer.token, None)
+        self._forget_offer(offer.token)
+
+    def _forget_offer(self, token: bytes) -> None:
+        waiting = self._expected.pop(token, None)
         if waiting is not None and waiting.done() and not waiting.cancelled():
             waiting.result().close()
 
     def close(self) -> None:
         """Stop listening; idempotent."""
-        for offered in list(self._expected):
-            self.withdraw(LaneOffer(name=self._name, token=offered))
+        for token in list(self._expected):
+            self._forget_offer(token)
         for stranger in list(self._strangers):
             self._forget(stranger).close()
         self._loop.remove_reader(self._socket)
