@@ -7,18 +7,17 @@ import fcntl
 import os
 import random
 import secrets
-import socket
 import struct
 
 import pytest
 
 from outrider.errors import ConnectionLostError, InvalidMessageError, UnavailableError
-from outrider.transport.lane import Lane, LaneListener, join_lane
+from outrider.transport.lane import LaneListener, join_lane
 from outrider.transport.lane.lane import PART_BYTES
 from outrider.transport.lane.ring import RING_BYTES, Ring
 from outrider.wire.limits import MAX_MESSAGE_BYTES
 from outrider.wire.messages import LaneOffer
-from tests.fakes.lanes import lane_pair
+from tests.fakes.lanes import hostile_peer, lane_pair
 
 
 def test_frames_of_all_sizes_cross_in_order_both_ways() -> None:
@@ -120,31 +119,19 @@ def test_the_end_comes_after_what_was_sent_before_it() -> None:
     ],
 )
 def test_packets_of_no_form_end_the_lane(packet: bytes) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    there, back = Ring.make(), Ring.make()
-    lane = Lane(theirs, outgoing=Ring.of(there), incoming=Ring.of(back))
-    os.close(there)
-    os.close(back)
-    with ours:
-        ours.send(packet)
+    with hostile_peer() as (theirs, lane):
+        theirs.send(packet)
         with pytest.raises(ConnectionLostError):
             lane.receive()
-    lane.close()
 
 
 @pytest.mark.parametrize("then", [b"\2" + struct.pack("<QQ", 0, PART_BYTES), b"\0inline"])
 def test_parts_that_never_make_a_message_end_the_lane(then: bytes) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    there, back = Ring.make(), Ring.make()
-    lane = Lane(theirs, outgoing=Ring.of(there), incoming=Ring.of(back))
-    os.close(there)
-    os.close(back)
-    with ours, pytest.raises(ConnectionLostError):
-        ours.send(b"\2" + struct.pack("<QQ", 0, PART_BYTES))
+    with hostile_peer() as (theirs, lane), pytest.raises(ConnectionLostError):
+        theirs.send(b"\2" + struct.pack("<QQ", 0, PART_BYTES))
         for _ in range(MAX_MESSAGE_BYTES // PART_BYTES + 1):
-            ours.send(then)
+            theirs.send(then)
             lane.receive()
-    lane.close()
 
 
 def test_memory_that_its_maker_could_take_away_is_refused() -> None:
