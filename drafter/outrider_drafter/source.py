@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.spec.plan import DraftMethod
+from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout, Laws, Proposal, Proposals, WireTensor
 from outrider_drafter.growth import Draft
 from outrider_drafter.sessions import Session
@@ -43,6 +44,49 @@ class Drafted:
             logprobs=flat.logprobs,
             laws=flat.laws,
         )
+
+
+class Live(NamedTuple):
+    """The proposal for a session's present prefix: sent, its verdict still to come."""
+
+    session: Session
+    tree: DraftTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scored:
+    """What the target may emit at each place of some live proposals. Row 0 of a proposal is its
+    root, row i + 1 its node i; c candidates a place, the same for all."""
+
+    tokens: Sequence[NDArray[np.int32]]
+    """Of each proposal [1 + n, c]: target ids, best first; under the coupled rule by shared
+    noise."""
+    logprobs: Sequence[NDArray[np.float32]]
+    """Of each proposal [1 + n, c]: log-prob of each candidate; -inf: there is none, as at places
+    that were not looked at."""
+
+
+class Outcome(NamedTuple):
+    """A verdict that may come: the path to `node` stands and `token`, no child of it, follows."""
+
+    live: int
+    """Index of its proposal."""
+    node: int
+    """ROOT if nothing stands."""
+    token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Branches:
+    """Pre-drafts that are ready together, one an outcome; columns [B], nodes of all trees flat."""
+
+    outcomes: NDArray[np.int64]
+    """Indices of the outcomes that were asked for; some may be left out."""
+    node_counts: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    laws: Laws | None = None
 
 
 class DraftSource(Protocol):
@@ -81,4 +125,19 @@ class DraftSource(Protocol):
 
     def release(self, session: Session) -> None:
         """Free what is kept of a session; idempotent."""
+        ...
+
+
+@runtime_checkable
+class AheadSource(DraftSource, Protocol):
+    """A source that can draft for outcomes before they happen."""
+
+    def score(self, lives: Sequence[Live]) -> Scored:
+        """Catch up, then say what the target may emit at each place of these proposals, from the
+        freshest features; K/V of the draft rows stays until the next call but `branch`."""
+        ...
+
+    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+        """Draft for outcomes of the proposals last scored, from the source's own features; yields
+        what is ready as soon as it is. No session may have moved or ended since."""
         ...
