@@ -111,10 +111,8 @@ class OwnRows:
         positions = (self._roots[:, None] + depth).flatten()
         inputs = self._head.inputs(tokens.flatten(), features)
         keys, values = self._head.kv(inputs, features, positions)
-        self._keys = torch.cat((self._keys, keys.view(answers, width, *keys.shape[1:])), dim=1)
-        self._values = torch.cat(
-            (self._values, values.view(answers, width, *values.shape[1:])), dim=1
-        )
+        self._keys = _behind(self._keys, keys)
+        self._values = _behind(self._values, values)
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(answers, -1, -1)
         sees = torch.cat((_take(self._sees, parents), own), dim=2)
         self._sees = torch.cat((F.pad(self._sees, (0, width)), sees), dim=1)
@@ -234,9 +232,9 @@ def score(rows: OwnRows, trees: Sequence[DraftTree], count: int) -> list[Candida
         for row, (tree, found) in enumerate(zip(trees, nodes, strict=True)):
             parents[row, : len(found)] = columns[row, tree.parents[found] + 1]
             tokens[row, : len(found)] = tree.tokens[found]
-        new = rows.extend(*(torch.from_numpy(part).to(device) for part in (parents, tokens)))
         for row, found in enumerate(nodes):
-            columns[row, found + 1] = new[row, : len(found)].cpu().numpy()
+            columns[row, found + 1] = rows.x.shape[1] + np.arange(len(found))
+        rows.extend(*(torch.from_numpy(part).to(device) for part in (parents, tokens)))
     best = rows.logprobs(torch.from_numpy(columns).to(device)).topk(count, dim=-1)
     ids = rows.to_target_ids(best.indices).int().cpu().numpy()
     values = best.values.float().cpu().numpy()

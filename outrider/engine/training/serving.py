@@ -8,6 +8,8 @@ the answer's next token.
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -54,15 +56,10 @@ Watch = Callable[[Round], None]
 
 
 class Counted(NamedTuple):
-    """Rounds of some answers and the tokens they emitted."""
+    """Rounds of an answer and the tokens that they emitted."""
 
-    rounds: int = 0
-    tokens: int = 0
-
-    @property
-    def mean(self) -> float:
-        """Tokens a round."""
-        return self.tokens / max(1, self.rounds)
+    rounds: int
+    tokens: int
 
 
 def walk(
@@ -130,38 +127,41 @@ def serving_report(
     all) and shape; looping answers are left out. `watch` says who looks at the rounds of a shape
     in lock-step (False) or with look-ahead (True).
     """
-    totals: dict[str, dict[str, list[Counted]]] = {}
-    for task, samples in _parts(tasks):
+    counts: dict[tuple[str, str, bool], list[Counted]] = defaultdict(list)
+    for names, samples in _parts(tasks):
         rows = stable_rows(target, head, projection, samples)
-        for name, shape in shapes.items():
-            for ahead in (False, True):
-                watching = watch(name, ahead) if watch else None
-                found = walk(head, rows, samples, shape, look_ahead=ahead, watch=watching)
-                for key in (task, "all"):
-                    counts = totals.setdefault(key, {}).setdefault(name, [Counted(), Counted()])
-                    counts[ahead] = _sum([counts[ahead], *found])
-    return {
-        task: {name: _modes(*counts) for name, counts in by_shape.items()}
-        for task, by_shape in totals.items()
-    }
+        for name, ahead in itertools.product(shapes, (False, True)):
+            watching = watch(name, ahead) if watch else None
+            found = walk(head, rows, samples, shapes[name], look_ahead=ahead, watch=watching)
+            for task, counted in zip(names, found, strict=True):
+                counts[task, name, ahead].append(counted)
+                counts["all", name, ahead].append(counted)
+    report: dict[str, dict[str, dict[str, float]]] = {}
+    for task, name, _ in counts:
+        fresh, stale = (_mean(counts[task, name, ahead]) for ahead in (False, True))
+        report.setdefault(task, {})[name] = {
+            "lock_step": fresh,
+            "look_ahead": stale,
+            "stale_over_fresh": stale / fresh,
+        }
+    return report
 
 
-def _sum(counts: Sequence[Counted]) -> Counted:
-    return Counted(*(sum(column) for column in zip(*counts, strict=True)))
+def _parts(
+    tasks: Mapping[str, Sequence[Sample]],
+) -> Iterator[tuple[Sequence[str], Sequence[Sample]]]:
+    """Answers that do not loop and their tasks, those of like length together."""
+    clean = [
+        (task, sample)
+        for task, samples in tasks.items()
+        for sample in samples
+        if len(sample.answer) > 1 and repeated_share(sample.answer) <= 0.5
+    ]
+    clean.sort(key=lambda one: len(one[1]))
+    for first in range(0, len(clean), _TOGETHER):
+        names, samples = zip(*clean[first : first + _TOGETHER], strict=True)
+        yield names, samples
 
 
-def _parts(tasks: Mapping[str, Sequence[Sample]]) -> Iterator[tuple[str, list[Sample]]]:
-    """Answers that do not loop, by task, those of like length together."""
-    for task, samples in tasks.items():
-        clean = [s for s in samples if len(s.answer) > 1 and repeated_share(s.answer) <= 0.5]
-        clean.sort(key=len)
-        for first in range(0, len(clean), _TOGETHER):
-            yield task, clean[first : first + _TOGETHER]
-
-
-def _modes(fresh: Counted, stale: Counted) -> dict[str, float]:
-    return {
-        "lock_step": fresh.mean,
-        "look_ahead": stale.mean,
-        "stale_over_fresh": stale.mean / max(fresh.mean, 1e-9),
-    }
+def _mean(counts: Sequence[Counted]) -> float:
+    return sum(c.tokens for c in counts) / sum(c.rounds for c in counts)
