@@ -6,9 +6,15 @@ import argparse
 
 from outrider.client.local import DEVICES
 from outrider.errors import InvalidRequestError
+from outrider.transport.ray import EXCHANGES
 
-EXCHANGES = ("grpc", "refs")
-STRATEGIES = ("pack", "spread", "strict-pack", "strict-spread")
+STRATEGIES = PACK, SPREAD, STRICT_PACK, STRICT_SPREAD = (
+    "pack",
+    "spread",
+    "strict-pack",
+    "strict-spread",
+)
+"""Ray's ways of placing a group: on few nodes or on many; strict ones on one, or on one each."""
 
 
 def add_ray_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +42,7 @@ def ray_flags(args: argparse.Namespace) -> list[str]:
     given = {name: str(value) for name, value in values.items() if value is not None}
     if args.runtime != "ray" and given:
         raise InvalidRequestError(
-            "flags that begin with --ray- need --runtime ray", reason="INVALID_FLAG"
+            "flags like --ray-address and --ray-exchange need --runtime ray", reason="INVALID_FLAG"
         )
     if args.runtime == "ray" and args.drafter_device not in (None, *DEVICES):
         raise InvalidRequestError(

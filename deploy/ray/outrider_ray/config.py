@@ -11,6 +11,7 @@ from outrider_router.config import RouterConfig
 from outrider_verifier.config import SEPARATE, VerifierConfig
 
 from outrider.client.local import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACTION
+from outrider.client.on_ray import PACK, STRATEGIES
 from outrider.config import load_config
 from outrider.spec.plan import DraftMethod
 from outrider.transport.ray import EXCHANGES, GRPC, RayConfig
@@ -20,13 +21,6 @@ VERIFIER = "verifier-0"
 DRAFTER = "drafter-0"
 """Actor name of the drafter."""
 HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
-STRATEGIES = PACK, SPREAD, STRICT_PACK, STRICT_SPREAD = (
-    "pack",
-    "spread",
-    "strict-pack",
-    "strict-spread",
-)
-"""Ray's ways of placing a group: on few nodes or on many; strict ones on one, or on one each."""
 LOCAL_HOST = "127.0.0.1"
 
 

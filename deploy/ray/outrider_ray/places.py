@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from outrider.client.local import CUDA
+from outrider.client.on_ray import STRICT_PACK, STRICT_SPREAD
 from outrider.errors import UnavailableError
-from outrider_ray.config import STRICT_PACK, STRICT_SPREAD, LaunchConfig, Role
+from outrider_ray.config import LaunchConfig, Role
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,8 @@ class Places:
 
         config = self._config
         bundles = [bundle(config, role) for role in self._roles]
-        facts: dict[str, object] = {"strategy": config.strategy, "bundles": bundles}
+        facts = {"strategy": config.strategy, "bundles": bundles}
+        logger.info("reserving places", extra=facts)
         try:
             self._group = placement_group(bundles, strategy=config.ray_strategy, name=GROUP)
         except ValueError as error:
@@ -93,8 +95,7 @@ class Places:
                 reason="NO_PLACES",
             ) from None
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        facts["nodes"] = [nodes[index] for index in range(len(bundles))]
-        logger.info("places are reserved", extra=facts)
+        logger.info("places are reserved", extra={"nodes": [nodes[i] for i in range(len(bundles))]})
 
     def options(self, role: Role) -> dict[str, object]:
         """Ray's options for an actor in its bundle."""
