@@ -64,6 +64,8 @@ class LookAhead:
         """What was launched, with the live proposals of the sessions."""
         self._held = 0
         """Rows of held places."""
+        self._branching: Branching | None = None
+        """What branches begin from, once any was asked for."""
 
     def warm_up_scores(self, levels: Levels, batch: DraftBatch, *, warps: bool) -> None:
         """Compile and capture the scoring of one form."""
@@ -83,6 +85,7 @@ class LookAhead:
         self._placed.clear()
         self._parts.clear()
         self._held = 0
+        self._branching = None
 
     def add(self, live: int, shape: Shape) -> Levels:
         """Place a proposal whose branches will have a shape; what of it will be scored."""
@@ -109,16 +112,24 @@ class LookAhead:
             self._scores.put(live, self._placed[live][0], words[row], self._held)
             self._held += levels.places
 
+    def adopt(self, lives: Sequence[int], scored: Scored) -> None:
+        """What another source found of these."""
+        for live, tokens, logprobs in zip(lives, scored.tokens, scored.logprobs, strict=True):
+            self._scores.adopt(live, tokens, logprobs)
+
     def scored(self) -> Scored:
         """All that was scored since `begin`."""
         return self._scores.scored()
 
     def branch(self, outcomes: Sequence[Outcome], seats: NDArray[np.int64]) -> Iterator[Branches]:
         """See `AheadSource.branch`; `seats` [X]: slots of `DeviceRows` by slot of the table."""
-        if self._parts and outcomes:
-            yield from self._brancher.branch(outcomes, self._branching(seats))
+        if not self._parts or not outcomes:
+            return
+        if self._branching is None:
+            self._branching = self._collect(seats)
+        yield from self._brancher.branch(outcomes, self._branching)
 
-    def _branching(self, seats: NDArray[np.int64]) -> Branching:
+    def _collect(self, seats: NDArray[np.int64]) -> Branching:
         order = [live for _, lives in self._parts for live in lives]
         members = self._parts[0][0]
         if len(self._parts) > 1:

@@ -218,14 +218,7 @@ class Brancher:
         counts = lengths(shape, members.wanted[rows], found.rooms[chosen])
         words = download.wait().numpy()
         drafted = self._grower.drafted(shape, sessions, counts, words, entries)
-        return Branches(
-            outcomes=chosen,
-            node_counts=drafted.node_counts,
-            tokens=drafted.tokens,
-            parents=drafted.parents,
-            logprobs=drafted.logprobs,
-            laws=drafted.laws,
-        )
+        return Branches.of(chosen, drafted)
 
     def _launch(self, shape: Shape, rows: BranchRows, *, general: bool) -> Grown:
         def run() -> Grown:

@@ -23,7 +23,7 @@ from outrider.engine.kernels.drafts.topk import MAX_TOPK
 from outrider_drafter.device_places import NOWHERE, Indices, Placed, ScoredPlaces
 from outrider_drafter.device_rows import DeviceRows
 from outrider_drafter.device_shapes import CHAIN_LEVELS, TREE_LEVELS, Levels
-from outrider_drafter.source import Live, Scored
+from outrider_drafter.source import Live, Scored, no_scores
 
 CANDIDATES: Final = MAX_TOPK
 """c."""
@@ -105,11 +105,10 @@ class LiveScores:
     """The scores of live proposals as their launches come back; none at first."""
 
     def __init__(self, lives: Sequence[Live]) -> None:
-        shapes = [(1 + len(live.tree), CANDIDATES) for live in lives]
+        unknown = no_scores(lives, CANDIDATES)
         self._lives = lives
-        self._tokens: list[NDArray[np.int32]] = [np.full(shape, -1, np.int32) for shape in shapes]
-        self._logprobs = [np.full(shape, -np.inf, dtype=np.float32) for shape in shapes]
-        self._rows: list[Indices] = [np.full(shape[0], NOWHERE) for shape in shapes]
+        self._tokens, self._logprobs = list(unknown.tokens), list(unknown.logprobs)
+        self._rows: list[Indices] = [np.full(1 + len(live.tree), NOWHERE) for live in lives]
 
     def put(self, live: int, placed: Placed, words: NDArray[np.int32], first: int) -> None:
         """What came back of one proposal, int32 [P, 2, c]; its places are held from `first` on."""
@@ -119,6 +118,12 @@ class LiveScores:
         logprobs = found[:, 1].view(np.float32)
         self._logprobs[live] = np.where(there[:, None], logprobs, np.float32(-np.inf))
         self._rows[live] = np.where(there, first + placed.places, NOWHERE)
+
+    def adopt(self, live: int, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
+        """What another source found of one proposal, [1 + n, any]; nothing of it is held."""
+        width = min(tokens.shape[1], CANDIDATES)
+        self._tokens[live][:, :width] = tokens[:, :width]
+        self._logprobs[live][:, :width] = logprobs[:, :width]
 
     def scored(self) -> Scored:
         """All of them, in the order of the proposals."""

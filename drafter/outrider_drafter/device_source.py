@@ -15,6 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,7 +32,6 @@ from outrider_drafter.device_branches import SCRATCH_BLOCKS
 from outrider_drafter.device_drafts import lengths
 from outrider_drafter.device_following import DeviceFollower
 from outrider_drafter.device_growing import Grower, Grown
-from outrider_drafter.device_scores import LiveScores
 from outrider_drafter.device_shapes import (
     BATCH_SIZES,
     SCORE_ROW_BUCKETS,
@@ -44,7 +44,7 @@ from outrider_drafter.device_shapes import (
 )
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.sessions import Session, SessionKey
-from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored
+from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_scores
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,8 @@ class DeviceHeadSource(DeviceFollower):
         of it may have gone."""
         self._on_host: set[SessionKey] = set()
         self._host: HeadSource | None = None
+        self._hosted: list[int] = []
+        """Of the proposals scored last, those of sessions on the host."""
 
     @property
     def used_rows(self) -> int:
@@ -198,17 +200,20 @@ class DeviceHeadSource(DeviceFollower):
 
     @torch.inference_mode()
     def score(self, lives: Sequence[Live]) -> Scored:
-        """Catch up and score: one launch for all proposals of a form. Those of sessions on the
-        host, and of sessions that cannot be drafted, have no candidates."""
+        """Catch up and score: one launch for all proposals of a form."""
         ahead = self._ahead
         if ahead is None:
-            return LiveScores(lives).scored()
+            return no_scores(lives)
         ahead.begin(lives)
+        self._hosted = []
         groups: dict[Levels, dict[int, int]] = {}
         for live, (session, _) in enumerate(lives):
-            if self._is_on_host(session) or not self._follows(session):
+            if self._is_on_host(session):
+                self._hosted.append(live)
                 continue
-            shape = self._known_shape(session) or self._new_shape(session)
+            shape = self._known_shape(session)
+            if shape is None and self._follows(session):
+                shape = self._new_shape(session)
             if shape is not None:
                 groups.setdefault(ahead.add(live, shape), {})[session.slot] = live
         for levels, members in groups.items():
@@ -218,13 +223,24 @@ class DeviceHeadSource(DeviceFollower):
                 part = seated[first : first + levels.sizes[-1]]
                 if ahead.has_room(len(part), levels):
                     self._score(ahead, levels, part, [members[each.slot] for each in part])
+        if self._hosted:
+            theirs = self._host_source().score([lives[live] for live in self._hosted])
+            ahead.adopt(self._hosted, theirs)
         return ahead.scored()
 
     @torch.inference_mode()
     def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
         """One launch for all outcomes of a shape; it may be left before its end."""
-        if self._ahead is not None:
-            yield from self._ahead.branch(outcomes, self._seats.seats)
+        if self._ahead is None:
+            return
+        yield from self._ahead.branch(outcomes, self._seats.seats)
+        numbers = {live: number for number, live in enumerate(self._hosted)}
+        hosted = [index for index, outcome in enumerate(outcomes) if outcome.live in numbers]
+        if hosted:
+            theirs = [outcomes[index] for index in hosted]
+            theirs = [outcome._replace(live=numbers[outcome.live]) for outcome in theirs]
+            for branches in self._host_source().branch(theirs):
+                yield replace(branches, outcomes=np.array(hosted)[branches.outcomes])
 
     def release(self, session: Session) -> None:
         """Free what is kept of a session; idempotent."""
