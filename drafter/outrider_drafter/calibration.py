@@ -25,6 +25,7 @@ _PRIOR: Final = 8.0
 """Observations that outweigh what the source says, and again that let a depth speak for itself."""
 _MEMORY: Final = 8192.0
 """Observations after which those of a cell count half."""
+_TINY: Final = 1e-30
 
 
 class Predictor(Protocol):
@@ -47,6 +48,10 @@ class Calibration:
     def __init__(self) -> None:
         self._seen = np.zeros(_CELLS)
         self._hits = np.zeros(_CELLS)
+        self._places = np.zeros(_DEPTHS)
+        """Places that were reached,"""
+        self._among = np.zeros(_DEPTHS)
+        """and those of them where a candidate was emitted."""
         self._lines: tuple[Floats, Floats] | None = None
         """By cell (a, b): the probability is a + b x the source's own."""
 
@@ -56,7 +61,7 @@ class Calibration:
         above, size = layout.tree.parents + 1, logprobs.shape[1]
         known = probs[above, np.minimum(layout.ranks, size - 1)]
         # A node that is no candidate has at most what these leave.
-        rest = 1.0 - probs.sum(axis=1)
+        rest = np.maximum(1.0 - probs.sum(axis=1), 0.0)
         stands = np.where(layout.ranks < size, known, rest[above])
         found: Floats = layout.reach(stands)[:, None] * probs
         return found
@@ -71,11 +76,16 @@ class Calibration:
         reached; depths [m]. A candidate of log-prob -inf has none."""
         offsets, slopes = self._fitted()
         cells = _cells(depths, logprobs)
-        found = np.exp(logprobs, dtype=np.float64)
-        found *= slopes[cells]
+        own = np.exp(logprobs, dtype=np.float64)
+        found = own * slopes[cells]
         found += offsets[cells]
         found[logprobs == -np.inf] = 0.0
-        found /= np.maximum(found.sum(axis=1, keepdims=True), 1.0)
+        at = np.minimum(depths, _DEPTHS - 1)
+        among = own.sum(axis=1) * _PRIOR + self._among[at]
+        among /= self._places[at] + _PRIOR
+        # A row of shares does not add up by itself.
+        sums = np.maximum(found.sum(axis=1), _TINY)
+        found *= (np.minimum(among, 1.0) / sums)[:, None]
         return found
 
     def observe(self, depths: Indices, logprobs: NDArray[np.float32], columns: Indices) -> None:
@@ -84,9 +94,15 @@ class Calibration:
         self._seen += np.bincount(cells[logprobs > -np.inf], minlength=_CELLS)
         hit = columns >= 0
         self._hits += np.bincount(cells[hit, columns[hit]], minlength=_CELLS)
+        at = np.minimum(depths, _DEPTHS - 1)
+        self._places += np.bincount(at, minlength=_DEPTHS)
+        self._among += np.bincount(at[hit], minlength=_DEPTHS)
         old = self._seen > _MEMORY
         self._seen[old] *= 0.5
         self._hits[old] *= 0.5
+        old = self._places > _MEMORY
+        self._places[old] *= 0.5
+        self._among[old] *= 0.5
         self._lines = None
 
     def _fitted(self) -> tuple[Floats, Floats]:
