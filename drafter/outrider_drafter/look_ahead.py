@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_FAN_OUT: Final = 16
 """Outcomes of a proposal where its plan leaves them to the drafter."""
-MAX_FAN_OUT: Final = 256
-"""Whatever a plan says."""
 MAX_BRANCHES: Final = 64
 """Outcomes of all sessions that one launch drafts for."""
 _TEMPERATURES: Final = (0.0, 0.5, 0.85, 1.15)
@@ -262,7 +260,7 @@ class LookAhead:
         layout = Layout.of(one.tree, tokens)
         one.layout, one.logprobs = layout, logprobs
         gains = self._predictor(session).gains(layout, logprobs)
-        wanted = min(session.plan.fan_out or DEFAULT_FAN_OUT, MAX_FAN_OUT)
+        wanted = session.plan.fan_out or DEFAULT_FAN_OUT
         chosen = best(layout, gains, room=session.room, count=wanted + len(there))
         ends = _digests(one.tree, session.digest)[chosen.nodes + 1]
         found = _Expected(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,78 +9,16 @@ import numpy as np
 import pytest
 from outrider_drafter import look_ahead
 from outrider_drafter.engine import ConnectionClosed, DraftEngine
-from outrider_drafter.growth import Draft
-from outrider_drafter.ngram import NgramSource
-from outrider_drafter.sessions import Session
-from outrider_drafter.source import AheadSource, Branches, Drafted, Live, Outcome, Scored
+from outrider_drafter.source import AheadSource
 
 from outrider.spec.digest import extend_digest
-from outrider.spec.plan import DraftMethod, Plan
-from outrider.spec.tree import DraftTree, path
+from outrider.spec.plan import Plan
+from outrider.spec.tree import path
 from outrider.wire.messages import PlanChange, Proposal, Proposals, SessionEnd
-from tests.unit.drafter.helpers import Script, answers, counted, make_engine
+from tests.unit.drafter.helpers import answers, counted, make_engine
+from tests.unit.drafter.scripted_ahead import AHEAD, Scripted, counting, started
 
-C = 4
-AHEAD = Plan(method=DraftMethod.NGRAM, draft_tokens=2, look_ahead=1, fan_out=3)
 HITS = "outrider_drafter_outcomes_total"
-
-
-class Scripted(NgramSource):
-    """Drafts token, token + 1 after a prefix that ends with token - 1; its candidates at a place
-    are the following ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scored: list[list[Session]] = []
-        self.branched: list[list[Outcome]] = []
-        self.batch = 64
-        self.fails_in = ""
-        self.works = True
-
-    @property
-    def usable(self) -> bool:  # type: ignore[override]
-        return self.works
-
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
-        yield Drafted.of([(s, _draft(int(s.tokens.view[-1]))) for s in sessions])
-
-    def score(self, lives: Sequence[Live]) -> Scored:
-        assert self.fails_in != "score"
-        self.scored.append([live.session for live in lives])
-        self._lives = lives
-        tokens = []
-        for session, tree in lives:
-            ends = np.array([session.tokens.view[-1], *tree.tokens])
-            tokens.append((ends[:, None] + 1 + np.arange(C)).astype(np.int32))
-        chances = np.log(np.array([0.6, 0.2, 0.12, 0.08], dtype=np.float32))
-        return Scored(tokens=tokens, logprobs=[np.tile(chances, (len(t), 1)) for t in tokens])
-
-    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
-        assert self.fails_in != "branch"
-        self.branched.append(list(outcomes))
-        for first in range(0, len(outcomes), self.batch):
-            part = outcomes[first : first + self.batch]
-            drafts = [(self._lives[o.live].session, _draft(o.token)) for o in part]
-            yield Branches.of(np.arange(first, first + len(part)), Drafted.of(drafts))
-
-
-def _draft(token: int) -> Draft:
-    return Draft(tree=DraftTree.chain(np.array([token + 1, token + 2], np.int32)))
-
-
-def counting(name: str = "s") -> Script:
-    """A prefix of 0, 1, 2, ..."""
-    script = Script(name)
-    script.tokens[:] = np.arange(len(script.tokens))
-    return script
-
-
-def started(source: Scripted, *scripts: Script, plan: Plan = AHEAD, **start: Any) -> DraftEngine:
-    engine = make_engine([source])
-    for script in scripts:
-        engine.handle(1, script.start(plan=plan, **start))
-        engine.handle(1, script.verdict(10, with_features=False))
-    return engine
 
 
 def looked(engine: DraftEngine) -> list[Proposal]:
@@ -234,7 +171,7 @@ def test_a_session_that_is_gone_is_not_looked_ahead_for(end: str) -> None:
 def test_nothing_is_drafted_for_beyond_the_sessions_end() -> None:
     for max_len, deepest in ((11, 0), (12, 0), (13, 1), (14, 2), (15, 3), (16, 3)):
         source = Scripted()
-        engine = started(source, counting(), plan=replace(AHEAD, fan_out=99), max_len=max_len)
+        engine = started(source, counting(), plan=replace(AHEAD, fan_out=64), max_len=max_len)
         answers(engine)
         assert max([p.prefix_len - 10 for p in looked(engine)], default=0) == deepest
 
