@@ -57,14 +57,14 @@ def simulate(
     rng = np.random.default_rng(5)
     tokens = np.tile(np.arange(C, dtype=np.int32), (len(parents) + 1, 1))
     tree = tree_of(parents, tokens)
-    layout = Layout.of(tree, tokens)
+    layout = Layout.of([tree], tokens)
     expected = hits = 0.0
     for number in range(ROUNDS):
         law, logprobs = world.places(rng, layout.depths)
         gains = predictor.gains(layout, logprobs)
         if spread:
             gains = 1.0 / (1.0 + np.cumsum(~layout.is_child, axis=1))
-        chosen = best(layout, gains, room=99, count=FAN_OUT)
+        chosen = best(layout, gains, 0, room=99, count=FAN_OUT)
         node, emitted = ROOT, list[int]()
         while True:
             token = int(rng.choice(C, p=law[node + 1]))
@@ -75,8 +75,8 @@ def simulate(
             node = int(below[0])
         if number >= ROUNDS // 2:
             expected += chosen.gains.sum()
-            hits += bool(((chosen.nodes == node) & (chosen.tokens == token)).any())
-        predictor.learn(layout, logprobs, seen(layout, emitted))
+            hits += bool(((chosen.places == node + 1) & (chosen.tokens == token)).any())
+        predictor.learn(layout, logprobs, seen(layout, 0, emitted))
     return expected / (ROUNDS - ROUNDS // 2), hits / (ROUNDS - ROUNDS // 2)
 
 
@@ -116,11 +116,11 @@ def test_the_fixed_spread_knows_no_probability() -> None:
     rng = np.random.default_rng(2)
     tokens = np.tile(np.arange(C, dtype=np.int32), (len(TREE) + 1, 1))
     tree = tree_of(TREE, tokens)
-    layout = Layout.of(tree, tokens)
+    layout = Layout.of([tree], tokens)
     spread = FixedSpread()
     for emitted in ([0, 0, 9], [1, 20], [5], [0, 1, 0]):
         _, logprobs = WORLDS[0].places(rng, layout.depths)
-        spread.learn(layout, logprobs, seen(layout, emitted))
+        spread.learn(layout, logprobs, seen(layout, 0, emitted))
     first, second = (
         spread.gains(layout, WORLDS[0].places(rng, layout.depths)[1]) for _ in range(2)
     )

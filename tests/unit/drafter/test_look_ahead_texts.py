@@ -15,8 +15,8 @@ from tests.fakes.rounds_by_digest import Rounds, Row, ahead, fresh, markov, tabl
 
 V, PROMPT, MAX_LEN = 6, 2, 16
 TARGET, DRAFT = markov(3, V), markov(3, V) + 0.4 * markov(4, V)
-CHAIN = Plan(method=DraftMethod.MODEL, draft_tokens=3, look_ahead=1, fan_out=5)
-TREE = Plan(method=DraftMethod.MODEL, draft_tokens=6, top_k=3, look_ahead=1)
+CHAIN = Plan(method=DraftMethod.MODEL, draft_tokens=3, look_ahead=1, fan_out=4)
+TREE = Plan(method=DraftMethod.MODEL, draft_tokens=6, top_k=3, look_ahead=1, fan_out=4)
 SAMPLINGS = [SamplingParams(), SamplingParams(temperature=1.0, rule=Rule.COUPLED)]
 
 
