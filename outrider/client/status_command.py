@@ -66,9 +66,10 @@ def _verifier(verifier: VerifierSummary) -> str:
 
 
 def _drafter(drafter: DrafterSummary) -> str:
+    handicap = f", SLOWED DOWN: {drafter.handicap}" if drafter.handicap else ""
     return (
         f"drafter {drafter.drafter_id} at {drafter.address}: {_health(drafter.healthy)}, "
-        f"{', '.join(drafter.methods) or 'no methods'}, {drafter.sessions} sessions"
+        f"{', '.join(drafter.methods) or 'no methods'}, {drafter.sessions} sessions{handicap}"
     )
 
 

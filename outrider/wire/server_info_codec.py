@@ -74,6 +74,7 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 healthy=drafter.healthy,
                 methods=[METHODS[method] for method in drafter.methods],
                 sessions=drafter.sessions,
+                handicap=drafter.handicap,
             )
             for drafter in info.drafters
         ],
@@ -115,6 +116,7 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 healthy=drafter.healthy,
                 methods=methods_from_pb(drafter.methods),
                 sessions=drafter.sessions,
+                handicap=text(drafter.handicap, "handicap", empty=True),
             )
             for drafter in message.drafters
         ),

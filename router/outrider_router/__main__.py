@@ -45,6 +45,20 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
     parser.add_argument(
         "--drafter", metavar="ADDR", action="append", dest="drafters", help="repeatable"
     )
+    parser.add_argument(
+        "--look-ahead",
+        type=int,
+        choices=(0, 1),
+        dest="speculation.look_ahead",
+        help="of requests that leave it open; 0 drafts in lock-step, 1 is the planner's choice",
+    )
+    parser.add_argument(
+        "--fan-out",
+        type=int,
+        metavar="N",
+        dest="speculation.fan_out",
+        help="outcomes drafted ahead, of requests that leave it open; 0: the drafter's choice",
+    )
     parser.add_argument("--queue-limit", type=int, metavar="N", help="requests that may wait")
     parser.add_argument("--metrics-port", type=int, metavar="P", help="0 takes a free port")
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")

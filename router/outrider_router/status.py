@@ -65,4 +65,5 @@ def _drafter(peer: DrafterPeer) -> DrafterSummary:
         healthy=peer.serving,
         methods=info.methods if info is not None else (),
         sessions=info.sessions if info is not None else 0,
+        handicap=info.handicap if info is not None else "",
     )

@@ -63,6 +63,8 @@ REQUESTS = st.builds(
         method=st.none() | st.sampled_from(DraftMethod),
         draft_tokens=st.none() | UINT32,
         draft_top_k=st.none() | UINT32,
+        look_ahead=st.none() | UINT32,
+        fan_out=st.none() | UINT32,
     ),
 )
 FINISHES = st.one_of(
@@ -127,6 +129,7 @@ SERVER_INFOS = st.builds(
             healthy=st.booleans(),
             methods=METHODS,
             sessions=UINT32,
+            handicap=MAYBE_NAMES,
         ),
         max_size=2,
     ).map(tuple),

@@ -45,6 +45,8 @@ def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
     add("--placement", metavar="WHERE", help="of the head: separate, colocated or fused")
     add("--draft-length", type=int, metavar="K", help="of a head in the verifier")
     add("--draft-topk", type=int, metavar="K", help="children it tries of a node")
+    add("--look-ahead", type=int, choices=(0, 1), help="of requests that leave it open")
+    add("--fan-out", type=int, metavar="N", help="outcomes drafted ahead; 0: drafter's choice")
     add("--planner", help="automatic (default) or fixed: who decides whether drafts pay")
     add(
         "--no-cuda-graphs",

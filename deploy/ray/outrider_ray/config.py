@@ -62,6 +62,11 @@ class LaunchConfig:
     """Children that such a head tries of a node; None takes its default."""
     planner: str | None = None
     """Who decides whether drafts pay, automatic or fixed; None takes the verifier's default."""
+    look_ahead: int | None = None
+    """Of requests that leave it open: 0 drafts in lock-step, 1 is the planner's choice; None takes
+    the router's default."""
+    fan_out: int | None = None
+    """Outcomes drafted ahead a round, of requests that leave them open; None as above."""
     cuda_graphs: bool = True
     """Whether GPUs replay rounds from CUDA graphs."""
     simulated_acceptance: str = ""
@@ -266,6 +271,8 @@ def router_config(config: LaunchConfig, model: Path) -> RouterConfig:
             "verifiers": (VERIFIER,),
             "drafters": (DRAFTER,) if config.drafter_methods else (),
             "queue_limit": config.queue_limit,
+            "speculation.look_ahead": config.look_ahead,
+            "speculation.fan_out": config.fan_out,
             "metrics_port": config.metrics_port,
             "drain_s": config.drain_s,
             "log_level": config.log_level,
