@@ -22,6 +22,7 @@ from outrider.wire.messages import (
     Verdicts,
     WireTensor,
 )
+from outrider_drafter.fair import MOST_TOGETHER, first_served
 from outrider_drafter.metrics import Metrics
 from outrider_drafter.sessions import Limits, Session, SessionKey, refusal
 from outrider_drafter.source import Drafted, DraftSource
@@ -163,7 +164,11 @@ class DraftEngine:
         sessions with the same plans, so that what follows from them need not be worked out anew."""
         table = self._table
         slots = np.flatnonzero(table.wanting)
-        table.wanting[:] = False
+        if len(slots) > MOST_TOGETHER:
+            # The rest goes on wanting, beside what is wished for meanwhile.
+            owners = [table.session(slot).key.connection for slot in slots.tolist()]
+            slots = slots[first_served(np.array(owners), table.used_at[slots], MOST_TOGETHER)]
+        table.wanting[slots] = False
         state = (table.version, slots.tobytes())
         if state != self._batched:
             by_method: dict[DraftMethod, list[Session]] = {}
