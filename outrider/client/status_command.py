@@ -76,6 +76,8 @@ def _drafter(drafter: DrafterSummary) -> str:
         parts.append(f"{link.verifier_id} ({link.sessions} sessions{answers})")
     if drafter.draining:
         parts.append("leaving")
+    if drafter.handicap:
+        parts.append(f"SLOWED DOWN: {drafter.handicap}")
     return ", ".join(parts)
 
 

@@ -173,6 +173,7 @@ def encode_drafter_info(info: DrafterInfo) -> bytes:
         sessions=info.sessions,
         verifiers=info.verifiers,
         draft_ms_p50=info.draft_ms_p50,
+        handicap=info.handicap,
     ).SerializeToString(deterministic=True)
 
 
@@ -195,4 +196,5 @@ def decode_drafter_info(data: bytes | memoryview) -> DrafterInfo:
             for address in message.verifiers
         ),
         draft_ms_p50=finite(message.draft_ms_p50, "draft_ms_p50"),
+        handicap=text(message.handicap, "handicap", empty=True),
     )

@@ -104,6 +104,10 @@ class SpeculationOptions:
     """Draft nodes a round."""
     draft_top_k: int | None = None
     """Children per expanded node; 1 drafts a chain."""
+    look_ahead: int | None = None
+    """0 drafts in lock-step; 1 lets the verifier's planner draft ahead of the verdicts."""
+    fan_out: int | None = None
+    """Outcomes pre-drafted a round; 0 lets the drafter choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +228,8 @@ class DrafterSummary:
     healthy: bool
     methods: tuple[DraftMethod, ...]
     sessions: int
+    handicap: str = ""
+    """Not empty: how it is slowed down (benchmarks only)."""
     draining: bool = False
     """Whether it is being removed."""
     links: tuple[DrafterLink, ...] = ()

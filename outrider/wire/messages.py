@@ -408,3 +408,5 @@ class DrafterInfo:
     verifiers: tuple[str, ...]
     """Addresses of the verifiers it is connected to."""
     draft_ms_p50: float = 0.0
+    handicap: str = ""
+    """Not empty: how it is slowed down (benchmarks only)."""

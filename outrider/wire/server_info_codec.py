@@ -75,6 +75,7 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 healthy=drafter.healthy,
                 methods=[METHODS[method] for method in drafter.methods],
                 sessions=drafter.sessions,
+                handicap=drafter.handicap,
                 draining=drafter.draining,
                 links=[
                     pb.DrafterLink(
@@ -125,6 +126,7 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 healthy=drafter.healthy,
                 methods=methods_from_pb(drafter.methods),
                 sessions=drafter.sessions,
+                handicap=text(drafter.handicap, "handicap", empty=True),
                 draining=drafter.draining,
                 links=_links(drafter.links),
             )

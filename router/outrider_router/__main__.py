@@ -46,6 +46,20 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
         "--drafter", metavar="ADDR", action="append", dest="drafters", help="repeatable"
     )
     parser.add_argument(
+        "--look-ahead",
+        type=int,
+        choices=(0, 1),
+        dest="speculation.look_ahead",
+        help="of requests that leave it open; 0 drafts in lock-step, 1 is the planner's choice",
+    )
+    parser.add_argument(
+        "--fan-out",
+        type=int,
+        metavar="N",
+        dest="speculation.fan_out",
+        help="outcomes drafted ahead, of requests that leave it open; 0: the drafter's choice",
+    )
+    parser.add_argument(
         "--pool-listen", metavar="HOST:PORT", help="where drafters are added and removed"
     )
     parser.add_argument("--queue-limit", type=int, metavar="N", help="requests that may wait")

@@ -71,6 +71,7 @@ def _drafter(peer: DrafterPeer, service: RouterService) -> DrafterSummary:
         healthy=peer.serving,
         methods=info.methods if info is not None else (),
         sessions=info.sessions if info is not None else 0,
+        handicap=info.handicap if info is not None else "",
         draining=peer.draining,
         links=_links(info, service) if info is not None else (),
     )

@@ -64,6 +64,8 @@ REQUESTS = st.builds(
         method=st.none() | st.sampled_from(DraftMethod),
         draft_tokens=st.none() | UINT32,
         draft_top_k=st.none() | UINT32,
+        look_ahead=st.none() | UINT32,
+        fan_out=st.none() | UINT32,
     ),
 )
 FINISHES = st.one_of(
@@ -128,6 +130,7 @@ SERVER_INFOS = st.builds(
             healthy=st.booleans(),
             methods=METHODS,
             sessions=UINT32,
+            handicap=MAYBE_NAMES,
             draining=st.booleans(),
             links=st.lists(
                 st.builds(

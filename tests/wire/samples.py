@@ -280,6 +280,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             sessions=3,
             verifiers=("10.0.0.1:7001", "10.0.0.2:7001"),
             draft_ms_p50=4.5,
+            handicap="drafts 2x as slow",
         ),
     ),
     "request": (
@@ -305,7 +306,12 @@ SAMPLES: dict[str, tuple[str, Any]] = {
                 max_tokens=0, stop=("\n\n",), stop_token_ids=(2,), ignore_eos=False
             ),
             speculation=api.SpeculationOptions(
-                enabled=False, method=DraftMethod.NGRAM, draft_tokens=0, draft_top_k=1
+                enabled=False,
+                method=DraftMethod.NGRAM,
+                draft_tokens=0,
+                draft_top_k=1,
+                look_ahead=0,
+                fan_out=16,
             ),
         ),
     ),

@@ -52,8 +52,8 @@ PLANS = st.builds(
     draft_tokens=st.integers(0, 256),
     top_k=st.integers(1, 32),
     depth=st.integers(0, 256),
-    look_ahead=UINT32,
-    fan_out=UINT32,
+    look_ahead=st.integers(0, 1),
+    fan_out=st.integers(0, 64),
     patience_ms=st.integers(0, 60_000),
 )
 STATS = st.builds(
@@ -309,5 +309,6 @@ DRAFTER_INFOS = st.builds(
     sessions=UINT32,
     verifiers=st.lists(NAMES, max_size=3).map(tuple),
     draft_ms_p50=TIMES,
+    handicap=MAYBE_NAMES,
 )
 REMOVED = st.builds(Removed, moved=UINT32, left=UINT32)

@@ -220,7 +220,7 @@ class DrafterServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DrafterServiceGetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "sessions", "verifiers", "draft_ms_p50")
+    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "sessions", "verifiers", "draft_ms_p50", "handicap")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +232,7 @@ class DrafterServiceGetInfoResponse(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MS_P50_FIELD_NUMBER: _ClassVar[int]
+    HANDICAP_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     drafter_id: str
     incarnation: str
@@ -243,7 +244,8 @@ class DrafterServiceGetInfoResponse(_message.Message):
     sessions: int
     verifiers: _containers.RepeatedScalarFieldContainer[str]
     draft_ms_p50: float
-    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., sessions: _Optional[int] = ..., verifiers: _Optional[_Iterable[str]] = ..., draft_ms_p50: _Optional[float] = ...) -> None: ...
+    handicap: str
+    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., sessions: _Optional[int] = ..., verifiers: _Optional[_Iterable[str]] = ..., draft_ms_p50: _Optional[float] = ..., handicap: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("verifier_address",)
