@@ -24,6 +24,8 @@ from outrider.wire.accounting import add_round
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     FALLBACK,
+    HIT,
+    LOOKED_AHEAD,
     MALFORMED_ROW,
     PLANNED,
     REASONS,
@@ -338,6 +340,8 @@ def _event(
             fallback=bool(flags & FALLBACK),
             target_only=bool(flags & TARGET_ONLY),
             planned=flags & PLANNED,
+            looked_ahead=bool(flags & LOOKED_AHEAD),
+            hit=bool(flags & HIT),
         )
     return SessionEvent(
         session_id=followed.spec.session_id,

@@ -13,9 +13,9 @@ from outrider.ids import DrafterId
 from outrider.transport.base import RouterConnection, ServingConnection
 from outrider.transport.inproc import local_sessions
 from outrider.transport.sessions import SessionIterators, failure_of
+from outrider.wire.accounting import flags_of_round
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
-    FALLBACK,
     REASON_CODES,
     MalformedOpen,
     SessionEvent,
@@ -82,14 +82,14 @@ class ServesGenerators(SessionIterators):
 def one_row(handle: int, event: SessionEvent, told: SpecStats) -> SessionEvents:
     """An event as a message; `told` is what the session's statistics were before."""
     stats, reason = event.stats, event.finish_reason
-    fallback = stats.fallback_rounds > told.fallback_rounds
+    flags = DRAFTER_ATTACHED * event.drafter_attached | flags_of_round(told, stats)
     return SessionEvents(
         handles=np.array([handle], np.uint32),
         round_ids=np.array([event.round_id], np.uint32),
         counts=np.array([len(event.tokens)], np.uint32),
         tokens=np.array(event.tokens, np.int32),
         finish_reasons=np.array([0 if reason is None else REASON_CODES[reason]], np.uint8),
-        flags=np.array([DRAFTER_ATTACHED * event.drafter_attached | FALLBACK * fallback], np.uint8),
+        flags=np.array([flags], np.uint8),
         proposed=np.array([stats.proposed - told.proposed], np.uint16),
         accepted=np.array([stats.accepted - told.accepted], np.uint16),
     )

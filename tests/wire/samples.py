@@ -51,6 +51,11 @@ STATS = m.SpecStats(
     accepted_per_depth=(9, 7, 5),
     paused_rounds=4,
     decision="speculate/faster",
+    look_ahead_rounds=9,
+    hit_rounds=6,
+    hit_accepted=13,
+    fresh_rounds=2,
+    fresh_accepted=5,
 )
 TREE = DraftTree(
     tokens=np.array([11, 12, 49151], dtype=np.int32),

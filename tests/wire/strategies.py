@@ -67,6 +67,11 @@ STATS = st.builds(
     accepted_per_depth=st.lists(UINT64, max_size=8).map(tuple),
     paused_rounds=UINT64,
     decision=st.text("abc/é", max_size=32),
+    look_ahead_rounds=UINT64,
+    hit_rounds=UINT64,
+    hit_accepted=UINT64,
+    fresh_rounds=UINT64,
+    fresh_accepted=UINT64,
 )
 
 

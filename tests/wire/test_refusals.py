@@ -168,12 +168,12 @@ def test_a_bad_entry_costs_itself_alone(name: str) -> None:
     assert sound_proposals(decoded, vocab_size=49152, max_nodes=256).tolist() == [True, False]
 
 
-def test_of_entries_with_one_handle_the_last_counts() -> None:
+def test_entries_of_one_session_may_be_for_different_prefixes() -> None:
     message = proposals_pb()
     column(message.proposals, 0, int32(3, 3))
     decoded = codec.decode_drafter_message(message.SerializeToString())
     assert isinstance(decoded, Proposals)
-    assert sound_proposals(decoded, vocab_size=49152, max_nodes=256).tolist() == [False, True]
+    assert sound_proposals(decoded, vocab_size=49152, max_nodes=256).tolist() == [True, True]
 
 
 BAD_SPECS: dict[str, tuple[Change, str]] = {

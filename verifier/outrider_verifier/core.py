@@ -11,6 +11,7 @@ from collections import Counter
 from typing import assert_never
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.engine.kvcache import KVPool
 from outrider.errors import (
@@ -24,11 +25,10 @@ from outrider.errors import (
 )
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
+from outrider.wire.accounting import flags_of_round
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
-    FALLBACK,
     REASON_CODES,
-    TARGET_ONLY,
     FinishReason,
     PlanChange,
     SessionSpec,
@@ -287,25 +287,31 @@ class Core:
         good = known & sound
         if not bool(good.all()):
             self.counters["proposals_unknown"] += int(np.count_nonzero(sound & ~known))
-            for handle in proposals.handles[known & ~sound].tolist():
+            for handle in np.unique(proposals.handles[known & ~sound]).tolist():
                 self._of_handle(handle).suspect = True
         places = np.flatnonzero(good)
-        current, results = self.inbox.offer(proposals, places)
-        for offer, count in results.items():
+        offers = self.inbox.offer(proposals, places)
+        for offer, count in offers.results.items():
             self.counters[_COUNTER_OF[offer]] += count
-        entries = zip(
-            proposals.handles[places].tolist(),
-            proposals.prefix_lens[places].tolist(),
-            current.tolist(),
-            strict=True,
-        )
-        for handle, prefix_len, usable in entries:
+        handles, lengths = proposals.handles[places], proposals.prefix_lens[places]
+        if offers.stale.any():
+            self._note_stale(handles[offers.stale], offers.late[offers.stale], now)
+        current = offers.current
+        arrived = dict(zip(handles[current].tolist(), lengths[current].tolist(), strict=True))
+        for handle, prefix_len in arrived.items():
             session = self._of_handle(handle)
-            if usable:
-                session.proposal_at = now
-                self._arrivals.append((session, prefix_len, now))
-            else:
-                self.policy.arrived(session, prefix_len=prefix_len, usable=False, now=now)
+            session.proposal_at = now
+            self._arrivals.append((session, prefix_len, now))
+
+    def _note_stale(self, handles: NDArray[np.int64], late: NDArray[np.bool_], now: float) -> None:
+        """Of drafts [n] that came too late: which sessions were served at all, and which of them
+        with what they had waited for. One call a session, however many drafts there are."""
+        in_vain = set(handles[late].tolist())
+        for handle in np.unique(handles).tolist():
+            session = self._of_handle(handle)
+            pace = session.pace
+            length = pace.missed_len if pace is not None and handle in in_vain else 0
+            self.policy.arrived(session, prefix_len=length, usable=False, now=now)
 
     def book_arrivals(self) -> None:
         """Let the policy know of the usable proposals that have come: when the round that uses
@@ -345,12 +351,8 @@ class Core:
         session.told = stats
         attached = self.drafters.link_of(session.spec.drafter_id) is not None
         flags = DRAFTER_ATTACHED if attached else 0
-        if stats.fallback_rounds > told.fallback_rounds:
-            flags |= FALLBACK
-        if stats.target_only_rounds > told.target_only_rounds:
-            flags |= TARGET_ONLY
         if stats.rounds > told.rounds:
-            flags |= self.policy.planned(session)
+            flags |= flags_of_round(told, stats) | self.policy.planned(session)
         self._emits.add(
             session.ticket,
             session.round_id,

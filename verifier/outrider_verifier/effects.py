@@ -24,7 +24,7 @@ class Emits:
     reasons: list[int] = field(default_factory=list)
     """Codes of finish reasons, 0: the session goes on."""
     flags: list[int] = field(default_factory=list)
-    """DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | flags of PLANNED."""
+    """DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | LOOKED_AHEAD | HIT | flags of PLANNED."""
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
@@ -106,6 +106,9 @@ class RoundReport:
     """Sessions that decoded."""
     prefill_tokens: int
     emitted: int
+    hit_idle_s: float | None = None
+    """If all of it were hits: how long nothing ran between the end of the round before it and its
+    submission."""
 
     @property
     def other_s(self) -> float:

@@ -143,7 +143,8 @@ class Handover:
         self._digests = np.zeros(max_sessions, dtype=np.uint64)
 
     def owned(self, link_id: int, handles: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[n]: which of these handles are announced on a link; they may be any numbers >= 0."""
+        """[n]: which of these handles are announced on a link; they may be any numbers >= 0, and
+        repeat."""
         known = handles < len(self._links)
         announced: NDArray[np.bool_] = self._links[np.where(known, handles, 0)] == link_id
         return known & announced
@@ -154,9 +155,7 @@ class Handover:
         self._links[handle] = NO_LINK
         self._tokens[handle] = self._features[handle] = 0
         self._digests[handle] = EMPTY_DIGEST
-        # No draft continues an unfinished prompt.
-        beyond = np.array([session.max_len], dtype=np.int64)
-        self._inbox.move(np.array([handle]), np.zeros(1, dtype=np.uint64), beyond)
+        self._inbox.open(handle)
 
     def can_announce(self, session: Session, link: Link) -> bool:
         """Whether this drafter can serve the session from its present prefix on."""
