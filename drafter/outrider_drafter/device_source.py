@@ -233,7 +233,7 @@ class DeviceHeadSource(DeviceFollower):
         """One launch for all outcomes of a shape; it may be left before its end."""
         if self._ahead is None:
             return
-        yield from self._ahead.branch(outcomes, self._seats.seats)
+        yield from self._ahead.branch(outcomes)
         numbers = {live: number for number, live in enumerate(self._hosted)}
         hosted = [index for index, outcome in enumerate(outcomes) if outcome.live in numbers]
         if hosted:
@@ -307,7 +307,7 @@ class DeviceHeadSource(DeviceFollower):
         download = ahead.launch(levels, rows, members, lives)
         # While the device works.
         self._took(ready, size, num_rows)
-        ahead.take(levels, download.wait().numpy())
+        ahead.take(download.wait().numpy())
 
     def _took(self, ready: Ready, size: int, num_rows: int) -> None:
         """The new rows of a launch are stable, and their features used."""
