@@ -27,7 +27,7 @@ from outrider_drafter.sessions import Session
 from outrider_drafter.source import Branches, Live, Outcome, Scored
 
 
-class LookAhead:
+class DeviceLookAhead:
     """What was scored last, and the drafts that begin there."""
 
     def __init__(
