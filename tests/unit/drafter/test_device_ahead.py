@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,13 +28,14 @@ from outrider.spec.noise import (
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, depths, path, validate_tree
-from outrider.wire.messages import SessionEnd
+from outrider.wire.messages import Proposal, Proposals, SessionEnd
 from tests.factories import make_eagle3_head
-from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB
+from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, drain
 from tests.unit.drafter.looking_ahead import (
     AHEAD,
     ENDS,
     Followed,
+    Made,
     assert_same,
     made,
     some_outcomes,
@@ -301,3 +303,35 @@ def test_no_proposals_and_no_outcomes_give_nothing(head: DraftHead) -> None:
     assert list(source.branch([Outcome(0, ROOT, 3)])) == []
     scored = source.score([])
     assert list(scored.tokens) == [] and list(source.branch([])) == []
+
+
+def ahead_of(followed: Followed) -> dict[int, Proposal]:
+    """What an engine drafts ahead of verdicts, by prefix digest."""
+    return {
+        proposal.prefix_digest: proposal
+        for together in followed.engine.look_ahead()
+        for _, message in together
+        if isinstance(message, Proposals)
+        for proposal in message.entries()
+    }
+
+
+def test_an_engine_sends_the_hosts_drafts_ahead_and_answers_a_hit_with_none(
+    head: DraftHead,
+) -> None:
+    device, host = both(head)
+    ours, theirs = ahead_of(device), ahead_of(host)
+    shared = ours.keys() & theirs.keys()
+    assert len(shared) > 0.8 * len(theirs) and len(theirs) > 100
+    for digest in shared:
+        one, other = ours[digest], theirs[digest]
+        assert one.prefix_len == other.prefix_len
+        assert_same(Made(one.tree, one.law), Made(other.tree, other.law))
+    script, session = device.scripts[0], device.session(0)
+    known, next_digest = len(session.tokens), partial(extend_digest, session.digest)
+    token = next(t for t in range(VOCAB) if next_digest((t,)) in ours)
+    script.tokens[known] = token
+    device.engine.handle(1, script.verdict(known + 1))
+    assert drain(device.engine) == [], "what was sent ahead is the live proposal"
+    further = ahead_of(device)
+    assert further and all(p.handle == script.handle for p in further.values())
