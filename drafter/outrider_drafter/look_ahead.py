@@ -136,6 +136,9 @@ class LookAhead:
         self._off: set[int] = set()
         """Slots of sessions whose look-ahead has failed."""
         self._predictors: dict[Kind, Predictor] = {}
+        self._starved = False
+        """Whether the last scores came to nothing because a message waited: many verifiers may send
+        faster than one can score, so the next ones are used first."""
 
     @property
     def is_wanted(self) -> bool:
@@ -230,7 +233,9 @@ class LookAhead:
         seconds = self._metrics.look_ahead_seconds
         self._later(partial(seconds.labels("score").observe, self._now() - started))
         for first in range(0, len(expected.lives), MAX_BRANCHES):
-            yield []
+            if first or not self._starved:
+                self._starved = not first
+                yield []
             started = self._now()
             launch = expected.only(slice(first, first + MAX_BRANCHES))
             outcomes = [
@@ -243,6 +248,7 @@ class LookAhead:
                 )
             ]
             for branches in source.branch(outcomes):
+                self._starved = False
                 yield self._sent(ones, launch, branches, self._now() - started)
             self._later(partial(seconds.labels("branch").observe, self._now() - started))
         for one in ones:

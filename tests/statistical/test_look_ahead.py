@@ -16,11 +16,11 @@ from outrider.spec.sampling import Rule, SamplingParams
 from tests.fakes.rounds_by_digest import Rounds, Row, ahead, fresh, markov, table_engine
 from tests.reference.goodness import LEAST_P, p_value
 
-V, LENGTH, TRIALS = 4, 4, 2500
+V, LENGTH, TRIALS = 4, 3, 1500
 TARGET, DRAFT = markov(1, V), markov(2, V)
 CHAIN = Plan(method=DraftMethod.MODEL, draft_tokens=2, look_ahead=1, fan_out=4)
 TREE = Plan(method=DraftMethod.MODEL, draft_tokens=5, top_k=3, look_ahead=1, fan_out=6)
-EXTRA = 6
+EXTRA = 4
 """Tokens beyond those that are judged: a session's end bounds its drafts."""
 
 
