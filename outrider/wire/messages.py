@@ -214,7 +214,15 @@ class MalformedOpen:
     error: InvalidMessageError
 
 
-SessionsRequest = SessionOpen | SessionLeave | Heartbeat
+@dataclass(frozen=True, slots=True)
+class SessionMove:
+    """Let another drafter draft for a session; `SessionMoved` answers."""
+
+    handle: int
+    drafter_id: DrafterId
+
+
+SessionsRequest = SessionOpen | SessionLeave | SessionMove | Heartbeat
 """What a router says on the stream that carries its sessions."""
 
 # ---- control: verifier -> router ---------------------------------------------------------------
@@ -285,7 +293,15 @@ class SessionFailure:
     retry_after_s: float | None = None
 
 
-SessionsMessage = SessionEvents | SessionFailure | Heartbeat
+@dataclass(frozen=True, slots=True)
+class SessionMoved:
+    """Whose session it is after a `SessionMove`, done or not."""
+
+    handle: int
+    drafter_id: DrafterId | None
+
+
+SessionsMessage = SessionEvents | SessionFailure | SessionMoved | Heartbeat
 """What a verifier says on a router's stream."""
 
 
@@ -314,6 +330,10 @@ class AttachedDrafter:
     incarnation: str
     methods: tuple[DraftMethod, ...]
     sessions: int
+    answer_ms: float = 0.0
+    """From the end of a round to its proposals, mean of late; 0 while unknown."""
+    same_host: bool = False
+    """Whether it is known to be on the verifier's host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,7 +111,12 @@ class RouterMetrics:
         )
         self.drafter_detached_sessions = self._counter(
             "drafter_detached_sessions_total",
-            "Sessions whose drafter was lost while they ran; they decode plainly.",
+            "Times that a running session lost its drafter; it decodes plainly until given one.",
+        )
+        self.session_moves = self._counter(
+            "session_moves_total",
+            "Running sessions that were given to another drafter: lost, drained, balance.",
+            "why",
         )
 
     def _add_ahead(self, flags: NDArray[np.uint8], accepted: NDArray[np.uint16]) -> None:

@@ -9,6 +9,7 @@ from contextlib import aclosing
 import numpy as np
 
 from outrider.errors import InvalidMessageError
+from outrider.ids import DrafterId
 from outrider.transport.base import RouterConnection, ServingConnection
 from outrider.transport.inproc import local_sessions
 from outrider.transport.sessions import SessionIterators, failure_of
@@ -20,6 +21,8 @@ from outrider.wire.messages import (
     SessionEvent,
     SessionEvents,
     SessionLeave,
+    SessionMove,
+    SessionMoved,
     SessionOpen,
     SessionSpec,
     SpecStats,
@@ -33,11 +36,16 @@ class ServesGenerators(SessionIterators):
         """The events of a session; closed when its router leaves."""
         raise NotImplementedError
 
+    def move_session(self, spec: SessionSpec, drafter_id: DrafterId) -> DrafterId | None:
+        """Give a session to a drafter; who has it afterwards."""
+        return spec.drafter_id
+
     async def sessions(self) -> RouterConnection:
         return local_sessions(self)  # type: ignore[arg-type]
 
     async def serve_sessions(self, connection: ServingConnection) -> None:
         running: dict[int, asyncio.Task[None]] = {}
+        specs: dict[int, SessionSpec] = {}
         try:
             while True:
                 try:
@@ -46,11 +54,15 @@ class ServesGenerators(SessionIterators):
                     continue
                 match message:
                     case SessionOpen(handle=handle, spec=spec):
+                        specs[handle] = spec
                         running[handle] = asyncio.create_task(self._serve(connection, handle, spec))
                     case MalformedOpen(handle=handle, error=error):
                         await connection.send(failure_of(handle, error))
                     case SessionLeave(handle=handle):
                         running.pop(handle).cancel()
+                    case SessionMove(handle=handle, drafter_id=drafter_id):
+                        now = self.move_session(specs[handle], drafter_id)
+                        await connection.send(SessionMoved(handle, now))
         finally:
             for task in running.values():
                 task.cancel()

@@ -133,6 +133,16 @@ SERVER_INFOS = st.builds(
             methods=METHODS,
             sessions=UINT32,
             handicap=MAYBE_NAMES,
+            draining=st.booleans(),
+            links=st.lists(
+                st.builds(
+                    inference.DrafterLink,
+                    verifier_id=NAMES.map(VerifierId),
+                    sessions=UINT32,
+                    answer_ms=TIMES,
+                ),
+                max_size=2,
+            ).map(tuple),
         ),
         max_size=2,
     ).map(tuple),

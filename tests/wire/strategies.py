@@ -13,6 +13,7 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree, children
 from outrider.wire import messages
+from outrider.wire.pool_codec import Removed
 
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1)
@@ -222,6 +223,7 @@ SESSIONS_REQUESTS: st.SearchStrategy[messages.SessionsRequest] = (
     HEARTBEATS
     | st.builds(messages.SessionOpen, handle=UINT32, spec=session_specs())
     | st.builds(messages.SessionLeave, handle=UINT32)
+    | st.builds(messages.SessionMove, handle=UINT32, drafter_id=NAMES.map(DrafterId))
 )
 
 
@@ -259,6 +261,7 @@ SESSIONS_MESSAGES: st.SearchStrategy[messages.SessionsMessage] = (
         reason=MAYBE_NAMES,
         retry_after_s=st.none() | st.floats(0, 1e6),
     )
+    | st.builds(messages.SessionMoved, handle=UINT32, drafter_id=st.none() | NAMES.map(DrafterId))
 )
 VERIFIER_INFOS = st.builds(
     messages.VerifierInfo,
@@ -281,6 +284,8 @@ VERIFIER_INFOS = st.builds(
             incarnation=MAYBE_NAMES,
             methods=METHODS,
             sessions=UINT32,
+            answer_ms=TIMES,
+            same_host=st.booleans(),
         ),
         max_size=3,
     ).map(tuple),
@@ -313,3 +318,4 @@ DRAFTER_INFOS = st.builds(
     draft_ms_p50=TIMES,
     handicap=MAYBE_NAMES,
 )
+REMOVED = st.builds(Removed, moved=UINT32, left=UINT32)

@@ -22,8 +22,9 @@ from outrider.wire.messages import (
     SessionEvents,
     SessionOpen,
 )
+from outrider.wire.pool_codec import address_from_pb
 from outrider.wire.rounds import sound_proposals
-from outrider.wire.v1 import common_pb2, control_pb2, exchange_pb2, inference_pb2
+from outrider.wire.v1 import common_pb2, control_pb2, exchange_pb2, inference_pb2, pool_pb2
 from tests.wire.samples import PLAN, SAMPLES, SAMPLING, SESSION, TREE
 
 
@@ -324,6 +325,18 @@ def test_set_plan_names_a_session() -> None:
     message.session_id = ""
     with pytest.raises(InvalidMessageError, match="session_id"):
         codec.decode_set_plan(message.SerializeToString())
+
+
+def test_a_move_names_a_drafter() -> None:
+    message = control_pb2.SessionsRequest(move=control_pb2.SessionMove(handle=3))
+    with pytest.raises(InvalidMessageError, match="drafter_id"):
+        codec.decode_sessions_request(message.SerializeToString())
+
+
+def test_a_pool_request_names_a_drafter_by_a_bounded_address() -> None:
+    for address in ("", "x" * 1025):
+        with pytest.raises(InvalidMessageError, match="address"):
+            address_from_pb(pool_pb2.RemoveDrafterRequest(address=address))
 
 
 def test_a_seed_never_crosses_to_a_drafter() -> None:

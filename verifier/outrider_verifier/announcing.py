@@ -59,6 +59,11 @@ class Announcer:
                 session.link_id = None
                 self._handover.forget(session)
 
+    def can_announce(self, session: Session, drafter_id: DrafterId) -> bool:
+        """Whether a drafter is attached and could serve the session from now on."""
+        link = self.link_of(drafter_id)
+        return link is not None and self._handover.can_announce(session, link)
+
     def announce(self, session: Session) -> None:
         """Hand the session to its drafter if that is attached and can serve it."""
         link = self.link_of(session.spec.drafter_id)

@@ -42,21 +42,21 @@ from outrider_verifier.commands import (
     Lost,
     Offered,
     Open,
+    SetDrafter,
     SetPlan,
     Stop,
 )
-from outrider_verifier.effects import Answer, Effect, Emits, Fail, Post
+from outrider_verifier.effects import Answer, Effect, Emits, Fail, Moved, Post
 from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
-from outrider_verifier.handover import FEATURE_FED, Handover
+from outrider_verifier.handover import FEATURE_FED, Handover, may_need_features
 from outrider_verifier.inbox import Inbox, Offer
+from outrider_verifier.moving import move
 from outrider_verifier.policy import Policy
 from outrider_verifier.sessions import Session, check_plan, check_spec
 
 logger = logging.getLogger(__name__)
 
-KEEPS_FEATURES = (*FEATURE_FED, DraftMethod.NONE)
-"""Plans whose sessions keep features: NONE may become one of the others later."""
 OWN_METHODS = (DraftMethod.EAGLE3,)
 """How a verifier with a head of its own drafts."""
 _COUNTER_OF = {offer: f"proposals_{offer.value}" for offer in Offer}
@@ -133,6 +133,8 @@ class Core:
                 self._announce_again(command)
             case Open() | SetPlan() | Close():
                 self._answer(command, now)
+            case SetDrafter():
+                self._set_drafter(command)
             case Attached(link=link):
                 self.policy.attached(link.drafter_id)
                 self.drafters.attach(link)
@@ -179,15 +181,12 @@ class Core:
         self._check_room(kv_tokens, old)
         if old is not None:
             self._cancel(old)
-        keeps = (
-            self.store is not None
-            and spec.drafter_id is not None
-            and spec.plan.method in KEEPS_FEATURES
-        )
+        own_draft = self._own_draft(spec, spec.plan)
+        keeps = self.store is not None and may_need_features(spec, own_draft)
         kv = self._pool.allocate(kv_tokens)
         try:
             session = Session.create(spec, ticket=ticket, kv=kv, now=now, keeps_features=keeps)
-            session.own_draft = self._own_draft(spec, spec.plan)
+            session.own_draft = own_draft
             if keeps and self.store is not None:
                 self.store.open(spec.session_id)
             self._runner.open(session)
@@ -229,6 +228,14 @@ class Core:
         """Length of the drafts that this process makes for a session; 0: it makes none."""
         own = spec.drafter_id is None and plan.speculative and plan.method in OWN_METHODS
         return self._runner.drafts_itself if own else 0
+
+    def _set_drafter(self, command: SetDrafter) -> None:
+        session = self.sessions.get(command.session_id)
+        if session is None or session.ticket != command.ticket:
+            return
+        done = move(session, command.drafter_id, self.drafters, self.policy)
+        self.counters["sessions_moved" if done else "moves_refused"] += 1
+        self._post(Moved(session.ticket, session.spec.drafter_id))
 
     def _set_plan(self, session_id: SessionId, plan: Plan) -> None:
         session = self.sessions.get(session_id)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.errors import OutriderError
+from outrider.ids import DrafterId
 from outrider.wire.messages import VerifierMessage
 
 
@@ -58,6 +59,14 @@ class Fail:
 
     ticket: int
     error: OutriderError
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Tell a session's router whose it is after a `SetDrafter`."""
+
+    ticket: int
+    drafter_id: DrafterId | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +125,7 @@ class RoundReport:
         return max(0.0, self.total_s + self.waited_s - models_s)
 
 
-Effect = Emits | Fail | Tell | Answer | RoundReport
+Effect = Emits | Fail | Moved | Tell | Answer | RoundReport
 Post = Callable[[Effect], None]
 
 

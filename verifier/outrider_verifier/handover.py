@@ -18,6 +18,7 @@ from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import (
     FeatureLayout,
     FeatureRows,
+    SessionSpec,
     SessionStart,
     TensorDtype,
     Verdict,
@@ -268,6 +269,15 @@ class Handover:
         """The session is no longer announced."""
         if session.handle >= 0:
             self._links[session.handle] = NO_LINK
+
+
+def may_need_features(spec: SessionSpec, own_draft: int) -> bool:
+    """Whether the session's features may have to be told to a drafter some day: to its own one (of
+    a plan without drafts, which may become another), or, where it should have one and none was
+    there, to one that comes later. `own_draft` is 0 where its drafts are not made here."""
+    if spec.drafter_id is not None:
+        return spec.plan.method in (*FEATURE_FED, DraftMethod.NONE)
+    return spec.plan.speculative and spec.plan.method in FEATURE_FED and not own_draft
 
 
 def _part(
