@@ -86,6 +86,9 @@ class Accounts:
         looked_ahead = session.looks_ahead and (row.drafted or settled.missed)
         hit = looked_ahead and row.held is not None and row.held.ahead
         counters = self._core.counters
+        counters["session_rounds"] += 1
+        counters["session_round_tokens"] += len(settled.tokens)
+        counters["target_only_rounds"] += int(acceptance.used_target_only_fallback)
         if fallback:
             counters["fallback_rounds"] += 1
         if session.paused:

@@ -143,7 +143,11 @@ class Rounds:
     @property
     def landed(self) -> bool:
         """Whether the round in flight can be settled without waiting."""
-        return self._flying is None or self._engine.landed(self._flying.flight)
+        try:
+            return self._flying is None or self._engine.landed(self._flying.flight)
+        except Exception:
+            # A lost device; `settle` finds out, and says whom that ends.
+            return True
 
     @property
     def pause_s(self) -> float:
@@ -332,7 +336,7 @@ class Rounds:
 
     def _stays_for_drafts(self, flying: InFlight) -> bool:
         """Whether drafts for what the round may emit can be taken in while it runs."""
-        if not (self._engine.run_ahead and flying.looks_ahead):
+        if not flying.looks_ahead:
             return False
         if math.isinf(flying.lands_at):
             nodes = 1 + max([row.nodes for row in flying.verify])
