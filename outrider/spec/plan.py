@@ -9,6 +9,8 @@ from outrider.errors import InvalidRequestError
 
 MAX_DRAFT_TOKENS = 256
 MAX_DRAFT_TOP_K = 32
+MAX_LOOK_AHEAD = 1
+MAX_FAN_OUT = 64
 MAX_PATIENCE_MS = 60_000
 
 
@@ -45,9 +47,11 @@ class Plan:
     depth: int = 0
     """Levels of a tree; 0 lets the drafter choose. A chain's depth is draft_tokens."""
     look_ahead: int = 0
-    """Rounds drafted ahead of the verdict; 0 is lock-step."""
+    """Rounds drafted ahead of the verdict, 0 or 1; 0 is lock-step. Where a verifier decides how
+    sessions are drafted for, 1 allows it to choose; see its `planner`."""
     fan_out: int = 0
-    """Predicted outcomes pre-drafted per round when look_ahead > 0."""
+    """Predicted outcomes pre-drafted per round when look_ahead > 0; 0 lets the drafter choose. In
+    [0, 64]."""
     patience_ms: int = 1000
     """Longest wait of a row for its proposal before it decodes plainly."""
 
@@ -64,8 +68,14 @@ class Plan:
             0 <= self.depth <= MAX_DRAFT_TOKENS,
             f"depth must be in [0, {MAX_DRAFT_TOKENS}], got {self.depth}",
         )
-        _require(self.look_ahead >= 0, f"look_ahead must be >= 0, got {self.look_ahead}")
-        _require(self.fan_out >= 0, f"fan_out must be >= 0, got {self.fan_out}")
+        _require(
+            0 <= self.look_ahead <= MAX_LOOK_AHEAD,
+            f"look_ahead must be in [0, {MAX_LOOK_AHEAD}], got {self.look_ahead}",
+        )
+        _require(
+            0 <= self.fan_out <= MAX_FAN_OUT,
+            f"fan_out must be in [0, {MAX_FAN_OUT}], got {self.fan_out}",
+        )
         _require(
             0 <= self.patience_ms <= MAX_PATIENCE_MS,
             f"patience_ms must be in [0, {MAX_PATIENCE_MS}], got {self.patience_ms}",

@@ -51,8 +51,8 @@ PLANS = st.builds(
     draft_tokens=st.integers(0, 256),
     top_k=st.integers(1, 32),
     depth=st.integers(0, 256),
-    look_ahead=UINT32,
-    fan_out=UINT32,
+    look_ahead=st.integers(0, 1),
+    fan_out=st.integers(0, 64),
     patience_ms=st.integers(0, 60_000),
 )
 STATS = st.builds(

@@ -46,6 +46,8 @@ class Held(NamedTuple):
     proposals: Proposals
     entry: int
     nodes: int
+    ahead: bool = False
+    """Whether it was there before its prefix was."""
 
     @property
     def proposal(self) -> Proposal:

@@ -43,6 +43,8 @@ _COUNTERS = {
     "paused_rounds": "Session rounds decoded plainly because the planner had found that faster",
     "speculation_paused": "Sessions whose speculation the planner paused",
     "speculation_resumed": "Sessions whose speculation the planner resumed",
+    "look_ahead_begun": "Sessions that the planner had drafted for ahead of their verdicts",
+    "look_ahead_ended": "Sessions that the planner had drafted for in lock-step again",
     "messages_invalid": "Messages of drafters and routers that failed validation",
     "drafters_attached": "Drafter connections accepted",
     "drafters_lost": "Drafter connections that ended",
