@@ -14,6 +14,8 @@ small_model a separate small language model
 engine      messages in, proposals out; single-threaded, no I/O
 worker      the one drafting thread
 service     connections to verifiers, and the control interface
+slow_*      what benchmarks make it suffer: a link that holds everything (through relay, a process),
+            a device that takes longer
 metrics     Prometheus metrics, and the figures of `DrafterInfo`
 config      settings; build: from them to loaded sources and a service; __main__: the process
 """

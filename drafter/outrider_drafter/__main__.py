@@ -58,6 +58,16 @@ def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
     parser.add_argument("--awake-cores", type=int, help="cores kept from going idle while serving")
     parser.add_argument("--drafter-id", metavar="NAME", help="stable name of this drafter")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
+    parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
+    parser.add_argument(
+        "--bench-exchange-delay-ms",
+        type=float,
+        metavar="MS",
+        help="benchmarks: hold all that is exchanged with verifiers, each way",
+    )
+    parser.add_argument(
+        "--bench-slowdown", type=float, metavar="F", help="benchmarks: drafts take F times as long"
+    )
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     flags = vars(parser.parse_args(argv))
     path = flags.pop("config")
@@ -74,10 +84,16 @@ async def serve(config: DrafterConfig) -> int:
 
 async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
     from outrider.transport.grpc import GrpcDialer, GrpcServer, drafter_services
+    from outrider.transport.lane import join_lane
     from outrider_drafter.build import build_service
+    from outrider_drafter.slow_link import SlowDialer
 
-    dialer = GrpcDialer()
-    service = await asyncio.to_thread(build_service, config, dialer, awake)
+    dialer: GrpcDialer | SlowDialer = GrpcDialer()
+    join = join_lane
+    if config.bench_exchange_delay_ms:
+        dialer = SlowDialer(dialer, config.bench_exchange_delay_ms)
+        join = dialer.join_lane
+    service = await asyncio.to_thread(build_service, config, dialer, awake, join)
     tune_interpreter()
     awake.adopt_thread()
     metrics_address = _serve_metrics(config, service.metrics.registry)

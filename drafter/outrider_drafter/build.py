@@ -20,10 +20,12 @@ from outrider.models import resolve
 from outrider.spec.plan import DraftMethod
 from outrider.text.tokenizer import tokenizer_hash
 from outrider.transport.base import Dialer
+from outrider.transport.lane import JoinLane, join_lane
 from outrider_drafter.config import DrafterConfig
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.ngram import NgramSource
 from outrider_drafter.service import DrafterService, Identity
+from outrider_drafter.slow_source import slowed
 from outrider_drafter.small_model import SmallModelSource
 from outrider_drafter.source import DraftSource
 
@@ -32,9 +34,13 @@ _WARM_BATCH = 8
 
 
 def build_service(
-    config: DrafterConfig, dialer: Dialer, awake: AwakeCores | None = None
+    config: DrafterConfig,
+    dialer: Dialer,
+    awake: AwakeCores | None = None,
+    join: JoinLane = join_lane,
 ) -> DrafterService:
-    """Load everything that `config` names; the service keeps `awake` while it serves.
+    """Load everything that `config` names; the service keeps `awake` while it serves, and comes to
+    its lanes by `join`.
 
     Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
     together.
@@ -43,8 +49,9 @@ def build_service(
     make_current(config.device)
     config = with_paths(config)
     identity = load_identity(config)
-    sources = [_load_source(method, config, identity) for method in config.methods]
-    return DrafterService(config, sources, dialer, identity=identity, awake=awake)
+    loaded = (_load_source(method, config, identity) for method in config.methods)
+    sources = [slowed(source, config.bench_slowdown) for source in loaded]
+    return DrafterService(config, sources, dialer, identity=identity, awake=awake, join=join)
 
 
 def with_paths(config: DrafterConfig) -> DrafterConfig:

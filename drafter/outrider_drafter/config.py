@@ -9,6 +9,9 @@ from outrider.awake import check_request
 from outrider.spec.plan import DraftMethod
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_DELAY_MS = 400.0
+"""Of the exchange, for benchmarks: both ways together stay well below the heartbeat's timeout."""
+MAX_SLOWDOWN = 1000.0
 
 
 def _require(ok: bool, message: str) -> None:
@@ -98,6 +101,12 @@ class DrafterConfig:
     """Messages of a verifier that may wait for the drafting thread before it is read no further."""
     max_outbox: int = 1024
     """Draft batches that may wait for a slow connection; beyond it the oldest are dropped."""
+    trace_file: str = ""
+    """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
+    bench_exchange_delay_ms: float = 0.0
+    """For benchmarks: all that is exchanged with verifiers is held by so much, each way."""
+    bench_slowdown: float = 1.0
+    """For benchmarks: drafts take so many times as long, by waiting."""
     ngram: NgramConfig = NgramConfig()
     reconnect: ReconnectConfig = ReconnectConfig()
 
@@ -126,4 +135,22 @@ class DrafterConfig:
         _require(self.threads >= 0, "threads must not be negative")
         check_request(self.awake_cores, self.device)
         _require(self.head_max_context >= 0, "head_max_context must not be negative")
+        _require(
+            0.0 <= self.bench_exchange_delay_ms <= MAX_DELAY_MS,
+            f"bench_exchange_delay_ms must be in [0, {MAX_DELAY_MS:g}]",
+        )
+        _require(
+            1.0 <= self.bench_slowdown <= MAX_SLOWDOWN,
+            f"bench_slowdown must be in [1, {MAX_SLOWDOWN:g}]",
+        )
         _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")
+
+    @property
+    def handicap(self) -> str:
+        """How it is slowed down, in words; "" if it is not."""
+        parts = []
+        if self.bench_exchange_delay_ms:
+            parts.append(f"exchange held by {self.bench_exchange_delay_ms:g} ms each way")
+        if self.bench_slowdown != 1.0:
+            parts.append(f"drafts {self.bench_slowdown:g}x as slow")
+        return ", ".join(parts)

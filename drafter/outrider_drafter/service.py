@@ -23,7 +23,7 @@ from outrider.errors import (
 from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
 from outrider.transport.base import Dialer, DrafterConnection
-from outrider.transport.lane import Lane, join_lane, lanes_exist
+from outrider.transport.lane import JoinLane, Lane, join_lane, lanes_exist
 from outrider.transport.outgoing import Outgoing
 from outrider.wire.codec import encode_drafter_message
 from outrider.wire.messages import (
@@ -85,12 +85,14 @@ class DrafterService:
         identity: Identity,
         metrics: Metrics | None = None,
         awake: AwakeCores | None = None,
+        join: JoinLane = join_lane,
     ) -> None:
-        """`awake` is kept while there are sessions."""
+        """`awake` is kept while there are sessions; `join` is called on a thread of its own."""
         kept = awake or AwakeCores.claim(0)
         self.metrics = metrics or Metrics()
         self._config = config
         self._dialer = dialer
+        self._join_lane = join
         self._identity = identity
         self._incarnation = secrets.token_hex(8)
         self._methods: tuple[DraftMethod, ...] = tuple(s.method for s in sources)
@@ -153,6 +155,7 @@ class DrafterService:
             sessions=self._worker.num_sessions,
             verifiers=tuple(a for a, link in self._links.items() if link.connected),
             draft_ms_p50=self.metrics.draft_ms_p50,
+            handicap=self._config.handicap,
         )
 
     async def attach(self, verifier_address: str) -> None:
@@ -316,7 +319,7 @@ class DrafterService:
 
     async def _join(self, offer: LaneOffer) -> Lane | None:
         try:
-            return await asyncio.to_thread(join_lane, offer)
+            return await asyncio.to_thread(self._join_lane, offer)
         except OutriderError as error:
             logger.info("no lane: %s", error.message)
             return None

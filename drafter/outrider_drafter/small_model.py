@@ -16,11 +16,13 @@ from outrider.engine.target import ForwardBatch, Segment, TargetModel
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import FeatureLayout, WireTensor
+from outrider_drafter.ahead import Ahead, branch, score
 from outrider_drafter.ancestry import Ancestry
+from outrider_drafter.forest import Forest, Span
 from outrider_drafter.grow import Job, grow, make_job
 from outrider_drafter.growth import Frontier
 from outrider_drafter.sessions import Session, SessionKey
-from outrider_drafter.source import Drafted
+from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_scores
 
 _MAX_ROWS_PER_FORWARD = 512
 _MIN_ROWS_AHEAD = 32
@@ -89,6 +91,59 @@ class SmallModelBatch:
         self._sequences[slot].truncate(self._real[slot])
 
 
+class _SmallForest(Forest):
+    """Draft rows committed behind the real tokens of their sequences, until they are forgotten."""
+
+    def __init__(self, model: TargetModel, vocab_size: int, prefixes: Sequence[_Prefix]) -> None:
+        super().__init__([p.sequence.len + p.token_ids.shape[0] for p in prefixes])
+        self._model = model
+        self._vocab_size = vocab_size
+        self._sequences = [p.sequence for p in prefixes]
+        self._roots = SmallModelBatch(model, vocab_size, prefixes).root_logits()
+
+    def root_logits(self) -> Tensor:
+        """Logits [L, V] below the roots."""
+        return self._roots
+
+    def space(self, owner: int) -> int:
+        """Slots that the sequence has left."""
+        return self._sequences[owner].capacity - self._sequences[owner].len
+
+    def deepest(self, owner: int) -> int:
+        """No bound but those of slots and of the session's length."""
+        return self._sequences[owner].capacity
+
+    def _run(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        positions: Sequence[int],
+        spans: Sequence[Span],
+    ) -> Tensor:
+        where = torch.tensor(positions)
+        segments = [
+            Segment(
+                sequence=self._sequences[owner],
+                num_rows=size,
+                positions=where[first : first + size],
+                mask=torch.from_numpy(visible),
+            )
+            for owner, first, size, visible in spans
+        ]
+        logits = _run(self._model, torch.tensor(tokens), segments, None)
+        return logits[:, : self._vocab_size]
+
+    def _drop(self, kept: Sequence[int]) -> None:
+        for sequence, base, rows in zip(self._sequences, self._bases, kept, strict=True):
+            sequence.truncate(base + rows)
+
+    def forget(self) -> None:
+        """Drop all draft rows; sessions may have ended."""
+        for sequence, base in zip(self._sequences, self._bases, strict=True):
+            if not sequence.released:
+                sequence.truncate(base)
+
+
 class SmallModelSource:
     """A small language model as a draft source; its K/V can be rebuilt from tokens at any time."""
 
@@ -102,6 +157,10 @@ class SmallModelSource:
         self._model = model
         self._vocab_size = vocab_size
         self._sequences: dict[SessionKey, KVSequence] = {}
+        self._ahead: Ahead | None = None
+        """The proposals scored last, if nothing was drafted since;"""
+        self._forest: _SmallForest | None = None
+        """their rows."""
 
     @property
     def usable(self) -> bool:
@@ -115,6 +174,7 @@ class SmallModelSource:
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[Session]) -> None:
         """Run the tokens of sessions that draft by this model, but for the newest of each."""
+        self._forget()
         for session in sessions:
             if session.plan.method is self.method:
                 self._run_ahead(session)
@@ -125,6 +185,7 @@ class SmallModelSource:
         ready: list[Session] = []
         jobs: list[Job] = []
         prefixes: list[_Prefix] = []
+        self._forget()
         for session in sessions:
             job = make_job(len(jobs), session)
             prefix = self._prefix(session, slots=job.growth.max_rows) if job else None
@@ -139,11 +200,41 @@ class SmallModelSource:
             batch.finish(slot)
             yield Drafted.of([(ready[slot], draft)])
 
+    @torch.inference_mode()
+    def score(self, lives: Sequence[Live]) -> Scored:
+        """Catch up, then run all nodes of all proposals, level by level."""
+        self._forget()
+        ready: list[int] = []
+        prefixes: list[_Prefix] = []
+        for index, live in enumerate(lives):
+            prefix = self._prefix(live.session, slots=len(live.tree))
+            if prefix is not None:
+                ready.append(index)
+                prefixes.append(prefix)
+        if not ready:
+            return no_scores(lives)
+        self._forest = _SmallForest(self._model, self._vocab_size, prefixes)
+        self._ahead, scored = score(self._forest, lives, ready)
+        return scored
+
+    @torch.inference_mode()
+    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+        """Grow drafts together, below the rows of the proposals scored last: as many at a time as
+        the sessions have slots for."""
+        if self._ahead is not None:
+            yield from branch(self._ahead, outcomes)
+
     def release(self, session: Session) -> None:
         """Free the session's K/V."""
         sequence = self._sequences.pop(session.key, None)
         if sequence is not None:
             sequence.release()
+
+    def _forget(self) -> None:
+        """Let go of what was scored: sequences hold real tokens only from here on."""
+        if self._forest is not None:
+            self._forest.forget()
+        self._forest = self._ahead = None
 
     def _prefix(self, session: Session, *, slots: int) -> _Prefix | None:
         """What is left to run, the root last, with room for `slots` draft rows; None if none."""

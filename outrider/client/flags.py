@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 
+from outrider.spec.plan import MAX_FAN_OUT
 from outrider.spec.sampling import UINT64_MAX
+
+AUTO = "auto"
+"""A choice that is left to the server."""
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -21,6 +26,50 @@ def at_least(low: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def number_from(low: float) -> Callable[[str], float]:
+    """A finite number that is not below `low`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not low <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be at least {low:g}, got {text}")
+        return value
+
+    return parse
+
+
+def look_ahead(text: str) -> int | None:
+    """0, 1, or auto: None."""
+    if text == AUTO:
+        return None
+    if text not in ("0", "1"):
+        raise argparse.ArgumentTypeError(f"must be 0, 1 or auto, got {text!r}")
+    return int(text)
+
+
+def fan_out(text: str) -> int:
+    """A number of outcomes that are drafted ahead."""
+    value = at_least(0)(text)
+    if value > MAX_FAN_OUT:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_FAN_OUT}, got {value}")
+    return value
+
+
+def add_look_ahead_arguments(add: Callable[..., object]) -> None:
+    """Declare --look-ahead and --fan-out; `add` is a parser's `add_argument`."""
+    add(
+        "--look-ahead",
+        metavar="0|1|auto",
+        type=look_ahead,
+        help="draft ahead of verdicts: never, where the planner finds that it pays, or as the "
+        "router says (default)",
+    )
+    add("--fan-out", metavar="N", type=fan_out, help="outcomes drafted ahead; 0: drafter's choice")
 
 
 def bias(text: str) -> tuple[int, float]:

@@ -69,6 +69,11 @@ class LocalConfig:
     planner: str | None = None
     """automatic, where the verifier decides whether and how far sessions speculate, or fixed, where
     it does what they ask for; None takes its default, automatic."""
+    look_ahead: int | None = None
+    """Of requests that leave it open: 0 drafts in lock-step, 1 is the planner's choice; None takes
+    the router's default."""
+    fan_out: int | None = None
+    """Outcomes drafted ahead a round, of requests that leave them open; None as above."""
     cuda_graphs: bool = True
     simulated_acceptance: str = ""
     """Benchmarks with random weights only: see the verifier's option of this name."""
@@ -82,6 +87,12 @@ class LocalConfig:
     """Threads of verifier and drafter each; None takes torch's choice."""
     awake_cores: int | None = None
     """Cores that verifier and drafter each keep from going idle while they serve; GPUs only."""
+    exchange_delay_ms: float = 0.0
+    """Benchmarks only: see the drafter's option bench_exchange_delay_ms."""
+    drafter_slowdown: float = 1.0
+    """Benchmarks only: see the drafter's option bench_slowdown."""
+    trace_dir: Path | None = None
+    """Where verifier and drafter leave their timelines when they end; None: they keep none."""
     metrics_port: int | None = None
     """Prometheus port of the router; None serves none."""
     log_dir: Path | None = None
@@ -301,6 +312,7 @@ def verifier_args(config: LocalConfig, gpus: int = 0) -> list[str]:
         max_sessions=config.max_sessions,
         threads=config.threads,
         awake_cores=config.awake_cores,
+        trace_file=None if config.trace_dir is None else config.trace_dir / "verifier.json",
         verifier_id="verifier-0",
     )
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
@@ -318,6 +330,9 @@ def drafter_args(config: LocalConfig, gpus: int = 0) -> list[str]:
         device=devices(config, gpus)[1],
         threads=config.threads,
         awake_cores=config.awake_cores,
+        bench_exchange_delay_ms=config.exchange_delay_ms or None,
+        bench_slowdown=config.drafter_slowdown if config.drafter_slowdown != 1.0 else None,
+        trace_file=None if config.trace_dir is None else config.trace_dir / "drafter.json",
         drafter_id="drafter-0",
     )
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
@@ -330,6 +345,8 @@ def router_args(config: LocalConfig, verifier: str, drafter: str | None) -> list
         model_name=config.model_name or None,
         verifier=verifier,
         drafter=drafter,
+        look_ahead=config.look_ahead,
+        fan_out=config.fan_out,
         queue_limit=config.queue_limit,
         metrics_port=config.metrics_port,
     )

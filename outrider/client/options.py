@@ -63,6 +63,10 @@ class GenerateOptions(TypedDict, total=False):
     """Draft nodes a round."""
     draft_top_k: int
     """Children per expanded node; 1 drafts a chain."""
+    look_ahead: int
+    """0 drafts in lock-step; 1 lets the verifier's planner have drafts made ahead of verdicts."""
+    fan_out: int
+    """Outcomes drafted ahead a round, at most 64; 0 leaves them to the drafter."""
     model: str
     """Name of a served model."""
     request_id: str
@@ -133,6 +137,8 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
             method=None if drafter is None else _member(DraftMethod, drafter),
             draft_tokens=options.get("draft_tokens"),
             draft_top_k=options.get("draft_top_k"),
+            look_ahead=options.get("look_ahead"),
+            fan_out=options.get("fan_out"),
         ),
     )
 

@@ -8,10 +8,11 @@ import threading
 import time
 from pathlib import Path
 
-from outrider.client.flags import at_least
-from outrider.client.local import CUDA, LocalCluster, LocalConfig, say
+from outrider.client.flags import add_look_ahead_arguments, at_least, number_from
+from outrider.client.local import LocalCluster, LocalConfig, say
 from outrider.client.modelfiles import DEFAULT_MODEL, find_model
 from outrider.client.modules import run_module
+from outrider.client.on_ray import add_ray_arguments, ray_flags
 from outrider.client.placing import add_placing_arguments, placing_of
 from outrider.client.processes import ChildProcess
 from outrider.errors import InvalidRequestError
@@ -40,19 +41,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_placing_arguments(parser)
     add("--planner", choices=("automatic", "fixed"), help="whether plans follow measurements")
     add("--draft-topk", type=at_least(1), metavar="K", help="children that head tries of a node")
+    add_look_ahead_arguments(add)
     add("--kv-tokens", type=at_least(1), metavar="N", help="KV budget of the verifier")
     add("--max-sessions", type=at_least(1), metavar="N", help="sessions served at once")
     add("--queue-limit", type=at_least(0), metavar="N", help="requests that may wait")
     add("--threads", type=at_least(1), metavar="N", help="of verifier and drafter each")
     add("--metrics-port", type=at_least(0), metavar="P", help="of the router")
+    add("--trace-dir", type=Path, help="verifier and drafter leave their timelines there")
+    bench = parser.add_argument_group("benchmarks only").add_argument
+    bench(
+        "--exchange-delay-ms",
+        type=number_from(0.0),
+        default=0.0,
+        help="of all between verifier and drafter, each way",
+    )
+    bench(
+        "--drafter-slowdown",
+        type=number_from(1.0),
+        default=1.0,
+        help="how many times as long drafts take",
+    )
+    add_ray_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. Raises OutriderError."""
+    own = ray_flags(args)
     config = make_config(args)
     if args.runtime == "ray":
         # Ray's launcher is a process of its own: this one imports no Ray.
-        return run_module(RAY_MODULE, ray_args(config))
+        return run_module(RAY_MODULE, [*ray_args(config), *own])
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -83,7 +101,12 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         max_sessions=args.max_sessions,
         queue_limit=args.queue_limit,
         planner=args.planner,
+        look_ahead=args.look_ahead,
+        fan_out=args.fan_out,
         threads=args.threads,
+        exchange_delay_ms=args.exchange_delay_ms,
+        drafter_slowdown=args.drafter_slowdown,
+        trace_dir=args.trace_dir,
         metrics_port=args.metrics_port,
         inherit_logs=True,
     )
@@ -130,7 +153,12 @@ class Keeper:
 
 
 def ray_args(config: LocalConfig) -> list[str]:
-    """Flags of the Ray launcher."""
+    """Flags of the Ray launcher. Raises InvalidRequestError for what it has not."""
+    if config.exchange_delay_ms or config.drafter_slowdown != 1.0 or config.trace_dir is not None:
+        raise InvalidRequestError(
+            "--exchange-delay-ms, --drafter-slowdown and --trace-dir are for --runtime processes",
+            reason="INVALID_FLAG",
+        )
     values: dict[str, object] = {
         "model": config.model,
         "model-name": config.model_name,
@@ -142,8 +170,11 @@ def ray_args(config: LocalConfig) -> list[str]:
         "draft-length": config.draft_length,
         "draft-topk": config.draft_topk,
         "planner": config.planner,
+        "look-ahead": config.look_ahead,
+        "fan-out": config.fan_out,
         "simulated-acceptance": config.simulated_acceptance or None,
-        "gpus-per-actor": 1 if config.device == CUDA else None,
+        "device": config.device,
+        "drafter-device": config.drafter_device or None,
         "listen": config.listen,
         "kv-tokens": config.kv_tokens,
         "max-sessions": config.max_sessions,

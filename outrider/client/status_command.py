@@ -66,10 +66,19 @@ def _verifier(verifier: VerifierSummary) -> str:
 
 
 def _drafter(drafter: DrafterSummary) -> str:
-    return (
-        f"drafter {drafter.drafter_id} at {drafter.address}: {_health(drafter.healthy)}, "
-        f"{', '.join(drafter.methods) or 'no methods'}, {drafter.sessions} sessions"
-    )
+    parts = [
+        f"drafter {drafter.drafter_id} at {drafter.address}: {_health(drafter.healthy)}",
+        ", ".join(drafter.methods) or "no methods",
+        f"{drafter.sessions} sessions",
+    ]
+    for link in drafter.links:
+        answers = f", answers in {link.answer_ms:.2f} ms" if link.answer_ms else ""
+        parts.append(f"{link.verifier_id} ({link.sessions} sessions{answers})")
+    if drafter.draining:
+        parts.append("leaving")
+    if drafter.handicap:
+        parts.append(f"SLOWED DOWN: {drafter.handicap}")
+    return ", ".join(parts)
 
 
 def _health(healthy: bool) -> str:

@@ -256,7 +256,6 @@ class Contest:
 
     def _note_plain(self, seen: Seen) -> None:
         if seen.timed:
-            # A row of it emits `worth` tokens but where a stop cuts it.
             self._plain.observe(seen.round_s, seen.rounds)
 
     def _note_drafts(self, seen: Seen) -> None:

@@ -9,9 +9,10 @@ from outrider.errors import InvalidRequestError
 
 MAX_DRAFT_TOKENS = 256
 MAX_DRAFT_TOP_K = 32
-MAX_LOOK_AHEAD = 1
-MAX_FAN_OUT = 64
 MAX_PATIENCE_MS = 60_000
+MAX_LOOK_AHEAD = 1
+"""Rounds that may be drafted ahead: the outcomes of an outcome are too many to pay."""
+MAX_FAN_OUT = 64
 
 
 def default_depth(num_nodes: int) -> int:
@@ -47,11 +48,11 @@ class Plan:
     depth: int = 0
     """Levels of a tree; 0 lets the drafter choose. A chain's depth is draft_tokens."""
     look_ahead: int = 0
-    """Rounds drafted ahead of the verdict, 0 or 1; 0 is lock-step. Where a verifier decides how
-    sessions are drafted for, 1 allows it to choose; see its `planner`."""
+    """Rounds drafted ahead of the verdict, in [0, 1]; 0 is lock-step. A verifier whose planner
+    decides takes 1 for leave to do so."""
     fan_out: int = 0
-    """Predicted outcomes pre-drafted per round when look_ahead > 0; 0 lets the drafter choose. In
-    [0, 64]."""
+    """Predicted outcomes pre-drafted per round when look_ahead > 0, in [0, 64]; 0 lets the drafter
+    choose."""
     patience_ms: int = 1000
     """Longest wait of a row for its proposal before it decodes plainly."""
 

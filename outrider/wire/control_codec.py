@@ -90,6 +90,8 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
                 incarnation=drafter.incarnation,
                 methods=[METHODS[method] for method in drafter.methods],
                 sessions=drafter.sessions,
+                answer_ms=drafter.answer_ms,
+                same_host=drafter.same_host,
             )
             for drafter in info.drafters
         ],
@@ -117,6 +119,8 @@ def _attached_drafters(
             incarnation=text(drafter.incarnation, "incarnation", empty=True),
             methods=methods_from_pb(drafter.methods),
             sessions=drafter.sessions,
+            answer_ms=finite(drafter.answer_ms, "answer_ms"),
+            same_host=drafter.same_host,
         )
         for drafter in messages
     )
@@ -169,6 +173,7 @@ def encode_drafter_info(info: DrafterInfo) -> bytes:
         sessions=info.sessions,
         verifiers=info.verifiers,
         draft_ms_p50=info.draft_ms_p50,
+        handicap=info.handicap,
     ).SerializeToString(deterministic=True)
 
 
@@ -191,4 +196,5 @@ def decode_drafter_info(data: bytes | memoryview) -> DrafterInfo:
             for address in message.verifiers
         ),
         draft_ms_p50=finite(message.draft_ms_p50, "draft_ms_p50"),
+        handicap=text(message.handicap, "handicap", empty=True),
     )

@@ -104,6 +104,10 @@ class SpeculationOptions:
     """Draft nodes a round."""
     draft_top_k: int | None = None
     """Children per expanded node; 1 drafts a chain."""
+    look_ahead: int | None = None
+    """0 drafts in lock-step; 1 lets the verifier's planner draft ahead of the verdicts."""
+    fan_out: int | None = None
+    """Outcomes pre-drafted a round; 0 lets the drafter choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +209,17 @@ class VerifierSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterLink:
+    """What a verifier says of a drafter that is connected to it."""
+
+    verifier_id: VerifierId
+    sessions: int
+    """The verifier's sessions that it drafts for."""
+    answer_ms: float = 0.0
+    """From the end of a round to its proposals, mean of late; 0 while unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSummary:
     """A drafter as the router sees it."""
 
@@ -213,6 +228,12 @@ class DrafterSummary:
     healthy: bool
     methods: tuple[DraftMethod, ...]
     sessions: int
+    handicap: str = ""
+    """Not empty: how it is slowed down (benchmarks only)."""
+    draining: bool = False
+    """Whether it is being removed."""
+    links: tuple[DrafterLink, ...] = ()
+    """One for each verifier that it is connected to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

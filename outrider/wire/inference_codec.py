@@ -202,6 +202,8 @@ def _speculation_to_pb(options: SpeculationOptions) -> pb.SpeculationOptions:
         method=None if options.method is None else METHODS[options.method],
         draft_tokens=options.draft_tokens,
         draft_top_k=options.draft_top_k,
+        look_ahead=options.look_ahead,
+        fan_out=options.fan_out,
     )
     if options.enabled is not None:
         message.enabled = options.enabled
@@ -214,6 +216,8 @@ def _speculation_from_pb(message: pb.SpeculationOptions) -> SpeculationOptions:
         method=maybe(METHODS_FROM_PB, message.method, "method"),
         draft_tokens=_set(message, "draft_tokens", message.draft_tokens),
         draft_top_k=_set(message, "draft_top_k", message.draft_top_k),
+        look_ahead=_set(message, "look_ahead", message.look_ahead),
+        fan_out=_set(message, "fan_out", message.fan_out),
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from outrider.ids import DrafterId, RequestId, VerifierId
-from outrider.wire.checks import count, text
+from outrider.wire.checks import count, finite, text
 from outrider.wire.common_codec import METHODS, methods_from_pb
 from outrider.wire.inference import (
     MAX_ABORT_IDS,
+    DrafterLink,
     DrafterSummary,
     ModelInfo,
     ServerInfo,
@@ -74,6 +75,16 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 healthy=drafter.healthy,
                 methods=[METHODS[method] for method in drafter.methods],
                 sessions=drafter.sessions,
+                handicap=drafter.handicap,
+                draining=drafter.draining,
+                links=[
+                    pb.DrafterLink(
+                        verifier_id=link.verifier_id,
+                        sessions=link.sessions,
+                        answer_ms=link.answer_ms,
+                    )
+                    for link in drafter.links
+                ],
             )
             for drafter in info.drafters
         ],
@@ -115,9 +126,24 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 healthy=drafter.healthy,
                 methods=methods_from_pb(drafter.methods),
                 sessions=drafter.sessions,
+                handicap=text(drafter.handicap, "handicap", empty=True),
+                draining=drafter.draining,
+                links=_links(drafter.links),
             )
             for drafter in message.drafters
         ),
+    )
+
+
+def _links(messages: Collection[pb.DrafterLink]) -> tuple[DrafterLink, ...]:
+    count(messages, "links", high=MAX_PEERS)
+    return tuple(
+        DrafterLink(
+            verifier_id=VerifierId(text(link.verifier_id, "verifier_id")),
+            sessions=link.sessions,
+            answer_ms=finite(link.answer_ms, "answer_ms"),
+        )
+        for link in messages
     )
 
 

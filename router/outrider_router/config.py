@@ -18,6 +18,10 @@ class SpeculationDefaults:
     """Draft nodes a round."""
     top_k: int = 1
     """Children per expanded node; 1 drafts a chain."""
+    look_ahead: int = 1
+    """1 lets the verifier's planner have drafts made ahead of verdicts; 0 drafts in lock-step."""
+    fan_out: int = 0
+    """Outcomes that are pre-drafted a round; 0 lets the drafter choose."""
     patience_ms: int = 1000
     """Longest wait of a row for its proposal."""
     ngram_patience_ms: int = 20
@@ -31,7 +35,12 @@ class SpeculationDefaults:
                 raise ValueError(f"{name} must be in [0, {MAX_PATIENCE_MS}]")
         if self.draft_tokens > self.max_draft_tokens:
             raise ValueError("draft_tokens must not be greater than max_draft_tokens")
-        Plan(draft_tokens=self.max_draft_tokens, top_k=self.top_k)
+        Plan(
+            draft_tokens=self.max_draft_tokens,
+            top_k=self.top_k,
+            look_ahead=self.look_ahead,
+            fan_out=self.fan_out,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +57,9 @@ class RouterConfig:
     """Addresses of the verifiers, as the drafters reach them too."""
     drafters: tuple[str, ...] = ()
     """Addresses of the drafters."""
+    pool_listen: str = ""
+    """HOST:PORT where operators add and remove drafters; port 0 takes a free one, "" serves none.
+    """
     queue_limit: int = 256
     """Most requests that may wait; more are refused with RESOURCE_EXHAUSTED."""
     default_max_tokens: int = 256

@@ -25,6 +25,8 @@ def make_plan(options: SpeculationOptions, defaults: SpeculationDefaults) -> Pla
         method=method,
         draft_tokens=_or(options.draft_tokens, defaults.draft_tokens),
         top_k=_or(options.draft_top_k, defaults.top_k),
+        look_ahead=_or(options.look_ahead, defaults.look_ahead),
+        fan_out=_or(options.fan_out, defaults.fan_out),
         patience_ms=defaults.ngram_patience_ms if ngram else defaults.patience_ms,
     )
     if not wanted.speculative:

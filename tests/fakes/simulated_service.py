@@ -19,7 +19,7 @@ from outrider_verifier.engine import RowOutcome
 from outrider_verifier.inbox import Held
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.policy import Policy
-from outrider_verifier.schedule import Limits, RoundPlan, RowState, plan_round
+from outrider_verifier.schedule import Limits, RoundPlan, RowState, Times, plan_round
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Settled
 
@@ -123,6 +123,7 @@ class Service:
         self._branched: set[SessionId] = set()
         """Those for whose present drafts the drafter drafts ahead."""
         self._idle_since = began = self.now
+        self._round_s = 0.0
         while self._left or self._live:
             self._step()
         return self.now - began
@@ -132,7 +133,13 @@ class Service:
     def _step(self) -> None:
         self._take_in()
         self._turn()
-        plan = plan_round([self._state(s) for s in self._live.values()], self.now, self._limits)
+        answer_s = 0.0 if self.policy is None else self.policy.answer_s()
+        plan = plan_round(
+            [self._state(s) for s in self._live.values()],
+            self.now,
+            self._limits,
+            times=Times(answer_s=answer_s, round_s=self._round_s),
+        )
         if plan.empty:
             due = [] if plan.wait_until is None else [plan.wait_until]
             due += self._arrivals[:1] if self._left else []
@@ -241,7 +248,7 @@ class Service:
         pieces = sum(-(-chunk.num_tokens // PIECE) for chunk in plan.prefill)
         stretches = self.ahead is not None and any(s.ahead and not s.paused for s in rows)
         self.now += self._took(len(rows), any(drafted), pieces, stretches=stretches)
-        self._idle_since = self.now
+        self._idle_since, self._round_s = self.now, self.now - began
         settled, told = [], []
         for chunk in plan.prefill:
             session = self._live[chunk.session_id]
@@ -336,7 +343,8 @@ class Service:
         if not drafted_for or self.ahead is None or self._rng.random() >= self.ahead.hits:
             return False
         self._hits.add(name)
-        self._ready[name] = session.proposal_at = self.now
+        # It was there when the round ended.
+        self._ready[name] = session.proposal_at = self.now - 1e-6
         return True
 
     def _end(self, session: Session) -> None:

@@ -16,6 +16,7 @@ from tests.wire.strategies import (
     METHODS,
     NAMES,
     STATS,
+    TIMES,
     UINT32,
     UINT64,
     id_lists,
@@ -63,6 +64,8 @@ REQUESTS = st.builds(
         method=st.none() | st.sampled_from(DraftMethod),
         draft_tokens=st.none() | UINT32,
         draft_top_k=st.none() | UINT32,
+        look_ahead=st.none() | UINT32,
+        fan_out=st.none() | UINT32,
     ),
 )
 FINISHES = st.one_of(
@@ -127,6 +130,17 @@ SERVER_INFOS = st.builds(
             healthy=st.booleans(),
             methods=METHODS,
             sessions=UINT32,
+            handicap=MAYBE_NAMES,
+            draining=st.booleans(),
+            links=st.lists(
+                st.builds(
+                    inference.DrafterLink,
+                    verifier_id=NAMES.map(VerifierId),
+                    sessions=UINT32,
+                    answer_ms=TIMES,
+                ),
+                max_size=2,
+            ).map(tuple),
         ),
         max_size=2,
     ).map(tuple),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -158,11 +158,21 @@ class Known:
         return self.arrivals[self.ahead]
 
     @property
-    def answer_s(self) -> float:
-        """From a round's end until a row's proposal is there, in the mean: those that were drafted
-        ahead are at once; 0 while unknown."""
+    def waits_s(self) -> float:
+        """How long a row waits for its proposal, in the mean: what was drafted ahead is there at
+        once; 0 while unknown."""
         share = self.look.misses if self.ahead and self.look is not None else 1.0
         return share * self.arrival.mean_s
+
+    def summaries(self, load: int) -> Iterator[str]:
+        """What is in force for it at a load and why, while it is being served."""
+        contest = self.contests.get(load)
+        if not self.sessions or contest is None:
+            return
+        yield f"{self.kind}: {contest.mode} ({contest.reason}{named_gain(contest.gain)})"
+        if self.look is not None:
+            way = "look-ahead" if self.look.ahead(load) else "lock-step"
+            yield f"{self.kind}: {way}{named_gain(self.look.gain(load), 'lock-step')}"
 
     def attached(self) -> None:
         """A drafter has connected: what was found of its predecessor's speed is void."""
@@ -183,6 +193,11 @@ class Known:
                 stood[level] += rounds
         self.judged.clear()
         self.acceptance.add(tried, stood)
+
+
+def named_gain(gain: float, over: str = "plain") -> str:
+    """A gain as summaries say it; "" while it is not known."""
+    return "" if math.isnan(gain) else f", {gain:.2f}x of {over}"
 
 
 def begun_contest(known: Known, others: Iterable[Known], load: int) -> Contest:

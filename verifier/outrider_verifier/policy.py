@@ -26,7 +26,7 @@ from outrider.spec.estimates import patience_s
 from outrider.spec.look_ahead import LookAhead
 from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
-from outrider_verifier.known import Kind, Known, Pace, Tally, begun_contest
+from outrider_verifier.known import Kind, Known, Pace, Tally, begun_contest, named_gain
 from outrider_verifier.loads import Loads, Times
 from outrider_verifier.own_verdicts import MAX_KINDS, OwnVerdicts
 from outrider_verifier.sessions import NO_LIMIT, Session
@@ -160,10 +160,18 @@ class Policy:
                 known.attached()
 
     def answer_s(self) -> float:
-        """From a round's end until a row's proposal is there, in the mean, of the slowest drafts in
-        use; 0 while unknown."""
-        served = (known.answer_s for known in self._kinds.values() if known.sessions)
+        """From a round's end to the proposals for what it emitted, of the slowest drafts in use;
+        what was drafted ahead does not count. 0 while unknown."""
+        served = (known.arrival.mean_s for known in self._kinds.values() if known.sessions)
         return max(served, default=0.0)
+
+    def answer_s_of(self, drafter_id: DrafterId) -> float:
+        """The same of one drafter, as it was last if none are in use; any thread may ask."""
+        kinds = [
+            known for known in list(self._kinds.values()) if known.kind.drafter_id == drafter_id
+        ]
+        used = [known for known in kinds if known.sessions]
+        return max((known.arrival.mean_s for known in used or kinds), default=0.0)
 
     # ---- waiting -------------------------------------------------------------------------------
 
@@ -319,7 +327,7 @@ class Policy:
         length = choose_length(
             known.acceptance.reached(longest),
             lambda lengths: self.costs.estimates(rows, lengths * np.float64(rows)),
-            extra_s=known.answer_s + self._host_s,
+            extra_s=known.waits_s + self._host_s,
             present=min(known.limit, longest),
         )
         return NO_LIMIT if length >= longest else max(1, length)
@@ -342,15 +350,9 @@ class Policy:
 
     def _summaries(self) -> Iterator[str]:
         for name, mode, gain in self._own.summaries(self._now):
-            yield f"{name}: {mode}{_gain(gain)}"
-        load = self._loads.load
-        for kind, known in list(self._kinds.items()):
-            contest = known.contests.get(load)
-            if known.sessions and contest is not None:
-                yield f"{kind}: {contest.mode} ({contest.reason}{_gain(contest.gain)})"
-                if known.look is not None:
-                    way = "look-ahead" if known.look.ahead(load) else "lock-step"
-                    yield f"{kind}: {way}{_gain(known.look.gain(load), 'lock-step')}"
+            yield f"{name}: {mode}{named_gain(gain)}"
+        for known in list(self._kinds.values()):
+            yield from known.summaries(self._loads.load)
 
     @property
     def automatic(self) -> bool:
@@ -389,7 +391,3 @@ class Policy:
             contest.expected_s = self._loads.plain_s
             known.contests[load] = contest
         return contest
-
-
-def _gain(gain: float, over: str = "plain") -> str:
-    return "" if math.isnan(gain) else f", {gain:.2f}x of {over}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from outrider.client import GenerateOptions
@@ -24,6 +24,10 @@ BIAS: Final = 5.0
 BIASED_IDS: Final = (260, 282, 284)
 SEED: Final = 1234
 _SHAPE: Final = re.compile(r"(chain|tree|model)-(\d+)(?:x(\d+))?")
+LOCK_STEP, AHEAD = "+lockstep", "+ahead"
+_AHEAD: Final = re.compile(r"(.+?)(?:(\+lockstep)|\+ahead(\d*))")
+LOOK_AHEAD: Final = {"0": 0, "1": 1, "auto": None}
+"""Values of --look-ahead; None leaves it to the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +38,24 @@ class Drafts:
     tokens: int | None = None
     """Nodes a round; None leaves them to the server."""
     top_k: int = 1
+    look_ahead: int | None = None
+    """0: in lock-step, 1: ahead of the verdicts; None leaves it to the server."""
+    fan_out: int | None = None
+    """Outcomes drafted ahead; None leaves them to the server."""
 
     @property
     def name(self) -> str:
-        """none, auto, ngram, ngram-N, chain-N, tree-N or model-N."""
+        """none, auto, ngram, ngram-N, chain-N, tree-N or model-N; with +lockstep, +ahead or
+        +aheadN where look-ahead and its fan-out are said."""
+        if self.look_ahead is None:
+            return self.shape
+        if self.look_ahead == 0:
+            return self.shape + LOCK_STEP
+        return f"{self.shape}{AHEAD}{'' if self.fan_out is None else self.fan_out}"
+
+    @property
+    def shape(self) -> str:
+        """The name without what it says of look-ahead."""
         if self.method is DraftMethod.NONE:
             return NONE
         if self.method is not DraftMethod.EAGLE3:
@@ -54,7 +72,15 @@ class Drafts:
         if self.tokens is not None:
             wanted["draft_tokens"] = self.tokens
             wanted["draft_top_k"] = self.top_k
+        if self.look_ahead is not None:
+            wanted["look_ahead"] = self.look_ahead
+        if self.fan_out is not None:
+            wanted["fan_out"] = self.fan_out
         return wanted
+
+    def within(self) -> Drafts:
+        """The same, made within a verifier: there is no exchange to be ahead of."""
+        return replace(self, look_ahead=None, fan_out=None)
 
 
 def parse_drafts(text: str) -> Drafts:
@@ -62,6 +88,17 @@ def parse_drafts(text: str) -> Drafts:
 
     Raises InvalidRequestError for a name that means none.
     """
+    match = _AHEAD.fullmatch(text)
+    if match is None:
+        return _parse_shape(text)
+    drafts, lock_step = _parse_shape(match[1]), match[2] is not None
+    if drafts.method is DraftMethod.NONE:
+        raise InvalidRequestError(f"{text!r}: nothing is drafted", reason="INVALID_FLAG")
+    fan_out = int(match[3]) if match[3] else None
+    return replace(drafts, look_ahead=0 if lock_step else 1, fan_out=fan_out)
+
+
+def _parse_shape(text: str) -> Drafts:
     simple = {
         NONE: Drafts(),
         AUTO: Drafts(method=DraftMethod.EAGLE3),
@@ -73,7 +110,8 @@ def parse_drafts(text: str) -> Drafts:
     match = _SHAPE.fullmatch(text)
     if match is None or int(match[2]) < 1:
         raise InvalidRequestError(
-            f"drafts are auto, ngram, model, chain-N, tree-N, tree-NxK or model-N, not {text!r}",
+            f"drafts are auto, ngram, model, chain-N, tree-N, tree-NxK or model-N, with +ahead, "
+            f"+aheadN or +lockstep, not {text!r}",
             reason="INVALID_FLAG",
         )
     kind, tokens, top_k = match[1], int(match[2]), match[3]
@@ -126,6 +164,27 @@ SETS: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Handicap:
+    """What a drafter suffers, to measure what it costs; the default is nothing."""
+
+    exchange_delay_ms: float = 0.0
+    """Of all that it exchanges with a verifier, each way."""
+    drafter_slowdown: float = 1.0
+    """How many times as long its drafts take."""
+
+    def __str__(self) -> str:
+        parts = []
+        if self.exchange_delay_ms:
+            parts.append(f"{self.exchange_delay_ms:g} ms each way")
+        if self.drafter_slowdown != 1.0:
+            parts.append(f"drafts {self.drafter_slowdown:g}x as slow")
+        return ", ".join(parts)
+
+
+NO_HANDICAP: Final = Handicap()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """One figure of the table: everything that it depends on."""
 
@@ -139,6 +198,7 @@ class Cell:
     """Requests that arrive in a second in an open loop."""
     max_tokens: int = 256
     awake_cores: int = 0
+    handicap: Handicap = NO_HANDICAP
 
     def described(self) -> dict[str, object]:
         """The fields that identify a cell in service.json."""
@@ -147,12 +207,15 @@ class Cell:
             "placement": self.placement,
             "drafts": self.drafts.name,
             "draft_top_k": self.drafts.top_k,
+            "look_ahead": self.drafts.look_ahead,
+            "fan_out": self.drafts.fan_out,
             **asdict(self.sampling),
             "rule": self.sampling.rule if self.sampling.temperature > 0.0 else Rule.GREEDY.value,
             "sessions": self.sessions,
             "rate": self.rate,
             "max_tokens": self.max_tokens,
             "awake_cores": self.awake_cores,
+            **asdict(self.handicap),
         }
 
     def __str__(self) -> str:
@@ -160,15 +223,33 @@ class Cell:
         parameters = ", ".join(f"{k} {v}" for k, v in drawn.items() if k != "logit_bias")
         load = f"{self.sessions} at a time" if self.rate is None else f"{self.rate:g} requests/s"
         bias = ", bias" if self.sampling.logit_bias else ""
-        return f"{self.placement} {self.drafts.name}, {parameters}{bias}, {load}"
+        slowed = f", {self.handicap}" if str(self.handicap) else ""
+        return f"{self.placement} {self.drafts.name}, {parameters}{bias}, {load}{slowed}"
 
 
 KEY: Final = (
     *("model", "placement", "drafts", "draft_top_k", "temperature", "rule", "top_p", "min_p"),
     *("repetition_penalty", "logit_bias", "sessions", "rate", "max_tokens", "awake_cores"),
+    *("look_ahead", "fan_out", "exchange_delay_ms", "drafter_slowdown"),
 )
-_PLACING: Final = ("placement", "drafts", "draft_top_k", "awake_cores")
+_AHEAD_KEYS: Final = ("drafts", "look_ahead", "fan_out")
+_PLACING: Final = (
+    *("placement", "drafts", "draft_top_k", "awake_cores"),
+    *("look_ahead", "fan_out", "exchange_delay_ms", "drafter_slowdown"),
+)
 _SAMPLING: Final = (*("temperature", "rule", "top_p", "min_p", "repetition_penalty", "logit_bias"),)
+
+
+def handicap_of(cell: dict[str, Any]) -> str:
+    """What a cell's drafter suffered, for labels; results from before there was such a thing say
+    nothing."""
+    said = str(
+        Handicap(
+            exchange_delay_ms=cell.get("exchange_delay_ms", 0.0),
+            drafter_slowdown=cell.get("drafter_slowdown", 1.0),
+        )
+    )
+    return f" ({said})" if said else ""
 
 
 def key(cell: dict[str, Any]) -> tuple[object, ...]:
@@ -180,6 +261,12 @@ def plain_key(cell: dict[str, Any]) -> tuple[object, ...]:
     """What a cell and the plain decoding that it is compared with have in common."""
     # Plain decoding has nothing to accept: its text is drawn alike under every rule.
     return tuple(cell.get(name) for name in KEY if name not in (*_PLACING, "rule"))
+
+
+def lock_step_key(cell: dict[str, Any]) -> tuple[object, ...]:
+    """What a cell and the one in lock-step that it is compared with have in common."""
+    shape = str(cell["drafts"]).partition("+")[0]
+    return (shape, *(cell.get(name) for name in KEY if name not in _AHEAD_KEYS))
 
 
 def greedy_key(cell: dict[str, Any]) -> tuple[object, ...]:

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from outrider.client.flags import at_least
+from outrider.client.flags import at_least, fan_out
 from outrider.client.local import CPU, CUDA, DEVICES, SEPARATE
 from outrider.client.modelfiles import DEFAULT_MODEL
 from outrider.errors import InternalError, InvalidRequestError
@@ -22,7 +22,7 @@ from outrider_bench.gpu.bench import AWAKE_CORES
 from outrider_bench.prompts import DEFAULT_PROMPTS
 from outrider_bench.report import table
 from outrider_bench.serve import results
-from outrider_bench.serve.cells import PLACEMENTS, SETS
+from outrider_bench.serve.cells import PLACEMENTS, SETS, handicap_of
 from outrider_bench.serve.picture import write_picture
 from outrider_bench.serve.run import Run
 
@@ -30,7 +30,7 @@ PLANNERS: Final = ("automatic", "fixed")
 DRAFTERS: Final = ("eagle3", "ngram", "model")
 HEADERS: Final = (
     *("placement", "drafts", "T", "rule", "load", "tokens/s", "steady", "over plain"),
-    *("efficiency", "a round", "first/last", "TTFT p50", "p99", "ITL p50", "p99"),
+    *("lock-step", "efficiency", "a round", "first/last", "TTFT p50", "p99", "ITL p50", "p99"),
 )
 
 
@@ -83,7 +83,25 @@ def _add_drafts(parser: argparse.ArgumentParser) -> None:
     add(
         "--drafts",
         metavar="A,B",
-        help="several at once, instead of the three: auto, ngram, chain-3, tree-32, tree-32x4",
+        help="several at once, instead of the three: auto, ngram, chain-3, tree-32, tree-32x4; "
+        "chain-3+ahead, +ahead16 (outcomes) and +lockstep say what --look-ahead does",
+    )
+    add(
+        "--look-ahead",
+        metavar="A,B",
+        help="each of the drafts in each of these ways: 0 in lock-step, 1 ahead of verdicts (with "
+        "--planner fixed always, else where it pays), auto as the router says; default: auto",
+    )
+    add("--fan-out", metavar="N", type=fan_out, help="outcomes drafted ahead; default: drafter's")
+    add(
+        "--exchange-delay-ms",
+        metavar="A,B",
+        help="each way between verifier and drafter; a start of services each; default: 0",
+    )
+    add(
+        "--drafter-slowdown",
+        metavar="A,B",
+        help="how many times as long drafts take, by waiting; a start of services each; default: 1",
     )
     add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     add("--rule", choices=[rule.value for rule in Rule], default=Rule.COUPLED.value)
@@ -159,8 +177,9 @@ def row(cell: dict[str, object]) -> tuple[object, ...]:
     assert isinstance(first, dict)
     assert isinstance(between, dict)
     load = cell["sessions"] if cell["rate"] is None else f"{cell['rate']}/s"
-    names = ("tokens_per_s", "steady_tokens_per_s", "over_plain", "efficiency")
+    names = ("tokens_per_s", "steady_tokens_per_s", "over_plain", "over_lockstep", "efficiency")
     figures = (*names, "emitted_per_round", "first_wave_ratio")
-    where = (cell["placement"], cell["drafts"], cell["temperature"], cell["rule"], load)
+    drafts = f"{cell['drafts']}{handicap_of(cell)}"
+    where = (cell["placement"], drafts, cell["temperature"], cell["rule"], load)
     times = (first.get("p50"), first.get("p99"), between.get("p50"), between.get("p99"))
     return (*where, *(cell[name] for name in figures), *times)

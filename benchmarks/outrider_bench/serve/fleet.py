@@ -14,7 +14,7 @@ from outrider.client.modelfiles import ModelFiles
 from outrider.spec.plan import DraftMethod
 from outrider.transport.grpc import GrpcDialer
 from outrider_bench.report import say
-from outrider_bench.serve.cells import OWN_HEAD, PLAIN, Drafts
+from outrider_bench.serve.cells import NO_HANDICAP, OWN_HEAD, PLAIN, Drafts, Handicap
 
 SPARE_SESSIONS = 2
 """K/V for more sessions than run at a time: one that has just ended may still be held."""
@@ -48,6 +48,7 @@ class Service:
     placement: str
     drafts: tuple[Drafts, ...]
     awake_cores: int = 0
+    handicap: Handicap = NO_HANDICAP
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +70,15 @@ class Fleet:
 
 
 def plan_services(
-    placements: Sequence[str], drafts: Sequence[Drafts], awake: dict[str, int]
+    placements: Sequence[str],
+    drafts: Sequence[Drafts],
+    awake: dict[str, int],
+    handicaps: Sequence[Handicap] = (NO_HANDICAP,),
 ) -> list[Service]:
     """The services to start, plain first.
 
     A head in the verifier drafts in the shape that it was started with, so each shape is a start of
-    its own; drafts by other means ride with the first.
+    its own; drafts by other means ride with the first. So is each handicap of separate drafters.
     """
     services = []
     for placement in placements:
@@ -84,7 +88,7 @@ def plan_services(
             continue
         groups: dict[tuple[int, int] | None, list[Drafts]] = {}
         others = []
-        for draft in drafts:
+        for draft in drafts_at(placement, drafts):
             shape = own_shape(draft)
             if placement in OWN_HEAD and shape is not None:
                 groups.setdefault(shape, []).append(draft)
@@ -93,10 +97,19 @@ def plan_services(
         if others:
             groups.setdefault(next(iter(groups), None), []).extend(others)
         services += [
-            Service(placement=placement, drafts=tuple(group), awake_cores=cores)
+            Service(placement=placement, drafts=tuple(group), awake_cores=cores, handicap=handicap)
             for group in groups.values()
+            for handicap in (handicaps if placement == SEPARATE else (NO_HANDICAP,))
         ]
     return services
+
+
+def drafts_at(placement: str, drafts: Sequence[Drafts]) -> tuple[Drafts, ...]:
+    """The drafts that differ from each other in a placement."""
+    if placement not in OWN_HEAD:
+        return tuple(drafts)
+    within = (draft.within() if own_shape(draft) is not None else draft for draft in drafts)
+    return tuple(dict.fromkeys(within))
 
 
 def is_chain(draft: Drafts) -> bool:
@@ -138,6 +151,8 @@ def local_config(machine: Machine, service: Service) -> LocalConfig:
         threads=machine.threads,
         planner=machine.planner,
         awake_cores=service.awake_cores or None,
+        exchange_delay_ms=service.handicap.exchange_delay_ms,
+        drafter_slowdown=service.handicap.drafter_slowdown,
         log_dir=None if machine.log_dir is None else machine.log_dir / service.placement,
     )
 

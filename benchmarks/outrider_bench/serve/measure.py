@@ -10,7 +10,7 @@ from typing import Any
 from outrider.client.status_command import simulation_note
 from outrider.errors import InternalError
 from outrider_bench.prompts import BenchPrompt
-from outrider_bench.serve.cells import PLAIN, Cell, plain_key
+from outrider_bench.serve.cells import PLAIN, Cell, lock_step_key, plain_key
 from outrider_bench.serve.clients import Clients
 from outrider_bench.serve.fleet import Fleet
 from outrider_bench.serve.lab import FORWARD, Lab, LabRound, efficiency
@@ -59,6 +59,8 @@ class Meter:
     """What starting the services took until they were ready."""
     plain: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
     """Plain cells of this run by `plain_key`."""
+    lock_step: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
+    """Cells of this run that draft in lock-step, by `lock_step_key`."""
 
     def cell(self, fleet: Fleet, cell: Cell) -> dict[str, Any]:
         """A cell of service.json. Raises InternalError if a wave has no answer at all."""
@@ -76,7 +78,11 @@ class Meter:
             facts["SIMULATED_ACCEPTANCE"] = note
         if cell.placement == PLAIN:
             self.plain[plain_key(facts)] = facts
-        facts["over_plain"] = over_plain(facts, self.plain.get(plain_key(facts)))
+        facts["over_plain"] = ratio(facts, self.plain.get(plain_key(facts)))
+        if cell.drafts.look_ahead == 0:
+            self.lock_step[lock_step_key(facts)] = facts
+        else:
+            facts["over_lockstep"] = ratio(facts, self.lock_step.get(lock_step_key(facts)))
         return facts
 
 
@@ -96,27 +102,28 @@ def describe_cell(
         last.emitted_per_round,
         None if lab is None else lab.ms,
     )
-    ratio = first.tokens_per_s / last.tokens_per_s if len(waves) > 1 else None
+    settling = first.tokens_per_s / last.tokens_per_s if len(waves) > 1 else None
     return {
         **cell.described(),
         **last.figures(),
         "over_plain": None,
+        "over_lockstep": None,
         "efficiency": rounded(reached, 4),
         "lab_round_ms": None if lab is None else rounded(lab.ms, 4),
         "lab_source": None if lab is None else lab.source,
         "forward_ms": rounded(forward_ms, 4),
-        "first_wave_ratio": rounded(ratio, 4),
+        "first_wave_ratio": rounded(settling, 4),
         "first_wave_ttft_ms": first.figures()["ttft_ms"],
         "waves_tokens_per_s": [rounded(wave.tokens_per_s, 2) for wave in waves],
     }
 
 
-def over_plain(cell: dict[str, Any], plain: dict[str, Any] | None) -> float | None:
-    """A cell's tokens/s over plain decoding's: steady ones, or of whole waves where one of the two
-    has no steady state; None without a plain cell."""
-    if plain is None:
+def ratio(cell: dict[str, Any], base: dict[str, Any] | None) -> float | None:
+    """A cell's tokens/s over another's: steady ones, or of whole waves where one of the two has no
+    steady state; None without another."""
+    if base is None:
         return None
     for name in ("steady_tokens_per_s", "tokens_per_s"):
-        if cell.get(name) and plain.get(name):
-            return round(float(cell[name]) / float(plain[name]), 4)
+        if cell.get(name) and base.get(name):
+            return round(float(cell[name]) / float(base[name]), 4)
     return None

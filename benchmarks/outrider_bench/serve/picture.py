@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from outrider.errors import InvalidRequestError
 from outrider_bench.gpu.svg import COLOURS
-from outrider_bench.serve.cells import PLAIN
+from outrider_bench.serve.cells import PLAIN, handicap_of
 
 _WIDTH, _HEIGHT = 820, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 250, 48, 50
@@ -33,6 +33,7 @@ def lines(cells: Sequence[dict[str, Any]]) -> dict[str, Line]:
         if _kind(cell) == chosen[0] and (plain or cell["rule"] == chosen[1]):
             awake = f" ({cell['awake_cores']} awake cores)" if cell["awake_cores"] else ""
             name = PLAIN if plain else f"{cell['placement']}, {cell['drafts']}{awake}"
+            name += handicap_of(cell)
             found.setdefault(name, []).append((cell["sessions"], cell["tokens_per_s"]))
     return found
 

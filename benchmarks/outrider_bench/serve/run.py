@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -22,11 +23,14 @@ from outrider_bench.prompts import load_prompts
 from outrider_bench.report import say
 from outrider_bench.serve import results
 from outrider_bench.serve.cells import (
+    LOOK_AHEAD,
+    NO_HANDICAP,
     PLACEMENTS,
     PLAIN,
     SETS,
     Cell,
     Drafts,
+    Handicap,
     Sampling,
     parse_drafts,
     parse_list,
@@ -38,6 +42,7 @@ from outrider_bench.serve.fleet import (
     Machine,
     Service,
     connected,
+    drafts_at,
     placement_of,
     plan_services,
     started,
@@ -87,7 +92,12 @@ class Run:
             names = args.placement or (GRID_PLACEMENTS if grid else SEPARATE)
             wanted = parse_list(names, PLACEMENTS, "--placement")
             places = [name for name in PLACEMENTS if name == PLAIN or name in wanted]
-            self._services = plan_services(places, self._drafts, awake)
+            self._services = plan_services(places, self._drafts, awake, handicaps_of(args))
+        elif handicaps_of(args) != (NO_HANDICAP,):
+            raise InvalidRequestError(
+                "--exchange-delay-ms and --drafter-slowdown are for drafters that are started here",
+                reason="INVALID_FLAG",
+            )
 
     def measure(self) -> dict[str, Any]:
         """Measure every cell that the budget allows; the merged content of the file."""
@@ -149,7 +159,8 @@ class Run:
         model = fleet.info.verifiers[0].model if fleet.info.verifiers else self._args.model
         awake = self._args.awake_cores or 0
         plain = Service(placement=PLAIN, drafts=(Drafts(),), awake_cores=awake)
-        drafted = Service(placement=placement, drafts=self._drafts, awake_cores=awake)
+        drafts = drafts_at(placement, self._drafts)
+        drafted = Service(placement=placement, drafts=drafts, awake_cores=awake)
         for service in (plain,) if placement == PLAIN else (plain, drafted):
             self._measure_cells(meter, nullcontext(fleet), list(self._cells(service, model)))
 
@@ -181,6 +192,7 @@ class Run:
                         rate=rate,
                         max_tokens=self._max_tokens,
                         awake_cores=service.awake_cores,
+                        handicap=service.handicap,
                     )
                     if cell not in seen:
                         yield cell
@@ -259,12 +271,48 @@ def parse_sessions(text: str) -> tuple[int, ...]:
 
 
 def drafts_of(args: argparse.Namespace) -> tuple[Drafts, ...]:
-    """What --drafts lists, or the one that the three flags describe."""
+    """What --drafts lists, or the one that the three flags describe; each with every kind of
+    look-ahead that is listed, unless its name says one."""
     names = args.drafts or (GRID_DRAFTS if args.grid and args.draft_tokens is None else None)
-    if names is not None:
-        return tuple(parse_drafts(name.strip()) for name in names.split(","))
     method = DraftMethod(args.drafter)
-    return (Drafts(method=method, tokens=args.draft_tokens, top_k=args.draft_topk),)
+    drafts = [Drafts(method=method, tokens=args.draft_tokens, top_k=args.draft_topk)]
+    if names is not None:
+        drafts = [parse_drafts(name.strip()) for name in names.split(",")]
+    if args.look_ahead is None and args.fan_out is None:
+        return tuple(drafts)
+    wanted = parse_list(args.look_ahead or "auto", LOOK_AHEAD, "--look-ahead")
+    return tuple(ahead for draft in drafts for ahead in _aheads(draft, wanted, args.fan_out))
+
+
+def _aheads(draft: Drafts, wanted: tuple[str, ...], fan_out: int | None) -> Iterator[Drafts]:
+    if draft.look_ahead is not None or draft.method is DraftMethod.NONE:
+        yield draft
+        return
+    for value in map(LOOK_AHEAD.__getitem__, wanted):
+        yield replace(draft, look_ahead=value, fan_out=None if value == 0 else fan_out)
+
+
+def handicaps_of(args: argparse.Namespace) -> tuple[Handicap, ...]:
+    """What drafters are to suffer, each in turn; nothing first. Raises InvalidRequestError."""
+    delays = _numbers(args.exchange_delay_ms or "0", "--exchange-delay-ms", low=0.0)
+    factors = _numbers(args.drafter_slowdown or "1", "--drafter-slowdown", low=1.0)
+    return tuple(
+        Handicap(exchange_delay_ms=delay, drafter_slowdown=factor)
+        for factor in factors
+        for delay in delays
+    )
+
+
+def _numbers(text: str, what: str, *, low: float) -> tuple[float, ...]:
+    try:
+        numbers = tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(low <= number < math.inf for number in numbers):
+        raise InvalidRequestError(
+            f"{what}: {text!r} must be numbers from {low:g} on", reason="INVALID_FLAG"
+        )
+    return numbers
 
 
 def samplings_of(args: argparse.Namespace) -> tuple[Sampling, ...]:

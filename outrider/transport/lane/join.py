@@ -14,12 +14,16 @@ import secrets
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from typing import Final
 
 from outrider.errors import OutriderError, UnavailableError
 from outrider.transport.lane.lane import Lane
 from outrider.transport.lane.ring import Ring
 from outrider.wire.messages import LaneOffer
+
+JoinLane = Callable[[LaneOffer], Lane]
+"""A way of joining the lane that a peer offers, as `join_lane`."""
 
 _TOKEN_BYTES: Final = 16
 _JOIN_S: Final = 2.0

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.wire.v1 import common_pb2 as outrider_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n outrider/wire/v1/inference.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"=\n\nChatPrompt\x12/\n\x08messages\x18\x01 \x03(\x0b\x32\x1d.outrider.wire.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xc4\x03\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x06H\x07\x88\x01\x01\x12$\n\x04rule\x18\t \x01(\x0e\x32\x16.outrider.wire.v1.Rule\x12\x18\n\x10\x62\x61nned_token_ids\x18\n \x03(\r\x12/\n\nlogit_bias\x18\x0b \x03(\x0b\x32\x1b.outrider.wire.v1.LogitBiasB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\xaf\x01\n\x0fStoppingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x17\n\nignore_eos\x18\x05 \x01(\x08H\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eos\"\xbb\x01\n\x12SpeculationOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12-\n\x06method\x18\x02 \x01(\x0e\x32\x1d.outrider.wire.v1.DraftMethod\x12\x19\n\x0c\x64raft_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0b\x64raft_top_k\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\n\n\x08_enabledB\x0f\n\r_draft_tokensB\x0e\n\x0c_draft_top_k\"\xf8\x02\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x32\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x1d.outrider.wire.v1.TokenPromptH\x00\x12,\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1c.outrider.wire.v1.ChatPromptH\x00\x12\x33\n\x08sampling\x18\x06 \x01(\x0b\x32!.outrider.wire.v1.SamplingOptions\x12\x33\n\x08stopping\x18\x07 \x01(\x0b\x32!.outrider.wire.v1.StoppingOptions\x12\x39\n\x0bspeculation\x18\x08 \x01(\x0b\x32$.outrider.wire.v1.SpeculationOptionsB\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_model\"\xa1\x01\n\x10GenerateResponse\x12\x31\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x1c.outrider.wire.v1.PromptInfo\x12\'\n\x06output\x18\x02 \x01(\x0b\x32\x17.outrider.wire.v1.Delta\x12\x31\n\x0b\x66inish_info\x18\x03 \x01(\x0b\x32\x1c.outrider.wire.v1.FinishInfo\"K\n\x15GenerateStreamRequest\x12\x32\n\x07request\x18\x01 \x01(\x0b\x32!.outrider.wire.v1.GenerateRequest\"\xb5\x01\n\x16GenerateStreamResponse\x12\x33\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x1c.outrider.wire.v1.PromptInfoH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.outrider.wire.v1.DeltaH\x00\x12\x33\n\x0b\x66inish_info\x18\x03 \x01(\x0b\x32\x1c.outrider.wire.v1.FinishInfoH\x00\x42\x07\n\x05\x65vent\"F\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\"(\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xe0\x01\n\nFinishInfo\x12.\n\x06reason\x18\x01 \x01(\x0e\x32\x1e.outrider.wire.v1.FinishReason\x12&\n\x05usage\x18\x02 \x01(\x0b\x32\x17.outrider.wire.v1.Usage\x12<\n\x11spec_decode_stats\x18\x03 \x01(\x0b\x32!.outrider.wire.v1.SpecDecodeStats\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x05 \x01(\rH\x00\x42\x0c\n\nstop_match\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\t\"\x16\n\x14GetServerInfoRequest\"\xe2\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x13\n\x0bqueue_bound\x18\x04 \x01(\r\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x34\n\tverifiers\x18\x06 \x03(\x0b\x32!.outrider.wire.v1.VerifierSummary\x12\x32\n\x08\x64rafters\x18\x07 \x03(\x0b\x32 .outrider.wire.v1.DrafterSummary\"\x93\x02\n\x0fVerifierSummary\x12\x13\n\x0bverifier_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07healthy\x18\x03 \x01(\x08\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08sessions\x18\x05 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x06 \x01(\r\x12\x16\n\x0ekv_free_blocks\x18\x07 \x01(\r\x12\x17\n\x0fkv_total_blocks\x18\x08 \x01(\r\x12\x32\n\x0bown_methods\x18\t \x03(\x0e\x32\x1d.outrider.wire.v1.DraftMethod\x12\x1c\n\x14simulated_acceptance\x18\n \x01(\t\x12\x0f\n\x07planner\x18\x0b \x01(\t\"\x88\x01\n\x0e\x44rafterSummary\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07healthy\x18\x03 \x01(\x08\x12.\n\x07methods\x18\x04 \x03(\x0e\x32\x1d.outrider.wire.v1.DraftMethod\x12\x10\n\x08sessions\x18\x05 \x01(\r\"\x13\n\x11ListModelsRequest\"A\n\x12ListModelsResponse\x12+\n\x06models\x18\x01 \x03(\x0b\x32\x1b.outrider.wire.v1.ModelInfo\"^\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x17\n\x0fmax_context_len\x18\x03 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t2\xd1\x03\n\x10InferenceService\x12Q\n\x08Generate\x12!.outrider.wire.v1.GenerateRequest\x1a\".outrider.wire.v1.GenerateResponse\x12\x65\n\x0eGenerateStream\x12\'.outrider.wire.v1.GenerateStreamRequest\x1a(.outrider.wire.v1.GenerateStreamResponse0\x01\x12H\n\x05\x41\x62ort\x12\x1e.outrider.wire.v1.AbortRequest\x1a\x1f.outrider.wire.v1.AbortResponse\x12`\n\rGetServerInfo\x12&.outrider.wire.v1.GetServerInfoRequest\x1a\'.outrider.wire.v1.GetServerInfoResponse\x12W\n\nListModels\x12#.outrider.wire.v1.ListModelsRequest\x1a$.outrider.wire.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n outrider/wire/v1/inference.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"=\n\nChatPrompt\x12/\n\x08messages\x18\x01 \x03(\x0b\x32\x1d.outrider.wire.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xc4\x03\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x06H\x07\x88\x01\x01\x12$\n\x04rule\x18\t \x01(\x0e\x32\x16.outrider.wire.v1.Rule\x12\x18\n\x10\x62\x61nned_token_ids\x18\n \x03(\r\x12/\n\nlogit_bias\x18\x0b \x03(\x0b\x32\x1b.outrider.wire.v1.LogitBiasB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\xaf\x01\n\x0fStoppingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x17\n\nignore_eos\x18\x05 \x01(\x08H\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eos\"\x85\x02\n\x12SpeculationOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12-\n\x06method\x18\x02 \x01(\x0e\x32\x1d.outrider.wire.v1.DraftMethod\x12\x19\n\x0c\x64raft_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0b\x64raft_top_k\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x17\n\nlook_ahead\x18\x05 \x01(\rH\x03\x88\x01\x01\x12\x14\n\x07\x66\x61n_out\x18\x06 \x01(\rH\x04\x88\x01\x01\x42\n\n\x08_enabledB\x0f\n\r_draft_tokensB\x0e\n\x0c_draft_top_kB\r\n\x0b_look_aheadB\n\n\x08_fan_out\"\xf8\x02\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x32\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x1d.outrider.wire.v1.TokenPromptH\x00\x12,\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1c.outrider.wire.v1.ChatPromptH\x00\x12\x33\n\x08sampling\x18\x06 \x01(\x0b\x32!.outrider.wire.v1.SamplingOptions\x12\x33\n\x08stopping\x18\x07 \x01(\x0b\x32!.outrider.wire.v1.StoppingOptions\x12\x39\n\x0bspeculation\x18\x08 \x01(\x0b\x32$.outrider.wire.v1.SpeculationOptionsB\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_model\"\xa1\x01\n\x10GenerateResponse\x12\x31\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x1c.outrider.wire.v1.PromptInfo\x12\'\n\x06output\x18\x02 \x01(\x0b\x32\x17.outrider.wire.v1.Delta\x12\x31\n\x0b\x66inish_info\x18\x03 \x01(\x0b\x32\x1c.outrider.wire.v1.FinishInfo\"K\n\x15GenerateStreamRequest\x12\x32\n\x07request\x18\x01 \x01(\x0b\x32!.outrider.wire.v1.GenerateRequest\"\xb5\x01\n\x16GenerateStreamResponse\x12\x33\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x1c.outrider.wire.v1.PromptInfoH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.outrider.wire.v1.DeltaH\x00\x12\x33\n\x0b\x66inish_info\x18\x03 \x01(\x0b\x32\x1c.outrider.wire.v1.FinishInfoH\x00\x42\x07\n\x05\x65vent\"F\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\"(\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xe0\x01\n\nFinishInfo\x12.\n\x06reason\x18\x01 \x01(\x0e\x32\x1e.outrider.wire.v1.FinishReason\x12&\n\x05usage\x18\x02 \x01(\x0b\x32\x17.outrider.wire.v1.Usage\x12<\n\x11spec_decode_stats\x18\x03 \x01(\x0b\x32!.outrider.wire.v1.SpecDecodeStats\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x05 \x01(\rH\x00\x42\x0c\n\nstop_match\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\t\"\x16\n\x14GetServerInfoRequest\"\xe2\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x13\n\x0bqueue_bound\x18\x04 \x01(\r\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x34\n\tverifiers\x18\x06 \x03(\x0b\x32!.outrider.wire.v1.VerifierSummary\x12\x32\n\x08\x64rafters\x18\x07 \x03(\x0b\x32 .outrider.wire.v1.DrafterSummary\"\x93\x02\n\x0fVerifierSummary\x12\x13\n\x0bverifier_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07healthy\x18\x03 \x01(\x08\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08sessions\x18\x05 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x06 \x01(\r\x12\x16\n\x0ekv_free_blocks\x18\x07 \x01(\r\x12\x17\n\x0fkv_total_blocks\x18\x08 \x01(\r\x12\x32\n\x0bown_methods\x18\t \x03(\x0e\x32\x1d.outrider.wire.v1.DraftMethod\x12\x1c\n\x14simulated_acceptance\x18\n \x01(\t\x12\x0f\n\x07planner\x18\x0b \x01(\t\"\xda\x01\n\x0e\x44rafterSummary\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07healthy\x18\x03 \x01(\x08\x12.\n\x07methods\x18\x04 \x03(\x0e\x32\x1d.outrider.wire.v1.DraftMethod\x12\x10\n\x08sessions\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12,\n\x05links\x18\x07 \x03(\x0b\x32\x1d.outrider.wire.v1.DrafterLink\x12\x10\n\x08handicap\x18\x08 \x01(\t\"G\n\x0b\x44rafterLink\x12\x13\n\x0bverifier_id\x18\x01 \x01(\t\x12\x10\n\x08sessions\x18\x02 \x01(\r\x12\x11\n\tanswer_ms\x18\x03 \x01(\x01\"\x13\n\x11ListModelsRequest\"A\n\x12ListModelsResponse\x12+\n\x06models\x18\x01 \x03(\x0b\x32\x1b.outrider.wire.v1.ModelInfo\"^\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x17\n\x0fmax_context_len\x18\x03 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t2\xd1\x03\n\x10InferenceService\x12Q\n\x08Generate\x12!.outrider.wire.v1.GenerateRequest\x1a\".outrider.wire.v1.GenerateResponse\x12\x65\n\x0eGenerateStream\x12\'.outrider.wire.v1.GenerateStreamRequest\x1a(.outrider.wire.v1.GenerateStreamResponse0\x01\x12H\n\x05\x41\x62ort\x12\x1e.outrider.wire.v1.AbortRequest\x1a\x1f.outrider.wire.v1.AbortResponse\x12`\n\rGetServerInfo\x12&.outrider.wire.v1.GetServerInfoRequest\x1a\'.outrider.wire.v1.GetServerInfoResponse\x12W\n\nListModels\x12#.outrider.wire.v1.ListModelsRequest\x1a$.outrider.wire.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,41 +43,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPPINGOPTIONS']._serialized_start=684
   _globals['_STOPPINGOPTIONS']._serialized_end=859
   _globals['_SPECULATIONOPTIONS']._serialized_start=862
-  _globals['_SPECULATIONOPTIONS']._serialized_end=1049
-  _globals['_GENERATEREQUEST']._serialized_start=1052
-  _globals['_GENERATEREQUEST']._serialized_end=1428
-  _globals['_GENERATERESPONSE']._serialized_start=1431
-  _globals['_GENERATERESPONSE']._serialized_end=1592
-  _globals['_GENERATESTREAMREQUEST']._serialized_start=1594
-  _globals['_GENERATESTREAMREQUEST']._serialized_end=1669
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1672
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1853
-  _globals['_PROMPTINFO']._serialized_start=1855
-  _globals['_PROMPTINFO']._serialized_end=1925
-  _globals['_DELTA']._serialized_start=1927
-  _globals['_DELTA']._serialized_end=1967
-  _globals['_USAGE']._serialized_start=1969
-  _globals['_USAGE']._serialized_end=2026
-  _globals['_FINISHINFO']._serialized_start=2029
-  _globals['_FINISHINFO']._serialized_end=2253
-  _globals['_ABORTREQUEST']._serialized_start=2255
-  _globals['_ABORTREQUEST']._serialized_end=2290
-  _globals['_ABORTRESPONSE']._serialized_start=2292
-  _globals['_ABORTRESPONSE']._serialized_end=2336
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2338
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2360
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2363
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2589
-  _globals['_VERIFIERSUMMARY']._serialized_start=2592
-  _globals['_VERIFIERSUMMARY']._serialized_end=2867
-  _globals['_DRAFTERSUMMARY']._serialized_start=2870
-  _globals['_DRAFTERSUMMARY']._serialized_end=3006
-  _globals['_LISTMODELSREQUEST']._serialized_start=3008
-  _globals['_LISTMODELSREQUEST']._serialized_end=3027
-  _globals['_LISTMODELSRESPONSE']._serialized_start=3029
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3094
-  _globals['_MODELINFO']._serialized_start=3096
-  _globals['_MODELINFO']._serialized_end=3190
-  _globals['_INFERENCESERVICE']._serialized_start=3193
-  _globals['_INFERENCESERVICE']._serialized_end=3658
+  _globals['_SPECULATIONOPTIONS']._serialized_end=1123
+  _globals['_GENERATEREQUEST']._serialized_start=1126
+  _globals['_GENERATEREQUEST']._serialized_end=1502
+  _globals['_GENERATERESPONSE']._serialized_start=1505
+  _globals['_GENERATERESPONSE']._serialized_end=1666
+  _globals['_GENERATESTREAMREQUEST']._serialized_start=1668
+  _globals['_GENERATESTREAMREQUEST']._serialized_end=1743
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1746
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1927
+  _globals['_PROMPTINFO']._serialized_start=1929
+  _globals['_PROMPTINFO']._serialized_end=1999
+  _globals['_DELTA']._serialized_start=2001
+  _globals['_DELTA']._serialized_end=2041
+  _globals['_USAGE']._serialized_start=2043
+  _globals['_USAGE']._serialized_end=2100
+  _globals['_FINISHINFO']._serialized_start=2103
+  _globals['_FINISHINFO']._serialized_end=2327
+  _globals['_ABORTREQUEST']._serialized_start=2329
+  _globals['_ABORTREQUEST']._serialized_end=2364
+  _globals['_ABORTRESPONSE']._serialized_start=2366
+  _globals['_ABORTRESPONSE']._serialized_end=2410
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2412
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2434
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2437
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2663
+  _globals['_VERIFIERSUMMARY']._serialized_start=2666
+  _globals['_VERIFIERSUMMARY']._serialized_end=2941
+  _globals['_DRAFTERSUMMARY']._serialized_start=2944
+  _globals['_DRAFTERSUMMARY']._serialized_end=3162
+  _globals['_DRAFTERLINK']._serialized_start=3164
+  _globals['_DRAFTERLINK']._serialized_end=3235
+  _globals['_LISTMODELSREQUEST']._serialized_start=3237
+  _globals['_LISTMODELSREQUEST']._serialized_end=3256
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3258
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3323
+  _globals['_MODELINFO']._serialized_start=3325
+  _globals['_MODELINFO']._serialized_end=3419
+  _globals['_INFERENCESERVICE']._serialized_start=3422
+  _globals['_INFERENCESERVICE']._serialized_end=3887
 # @@protoc_insertion_point(module_scope)

@@ -68,16 +68,20 @@ class StoppingOptions(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
 
 class SpeculationOptions(_message.Message):
-    __slots__ = ("enabled", "method", "draft_tokens", "draft_top_k")
+    __slots__ = ("enabled", "method", "draft_tokens", "draft_top_k", "look_ahead", "fan_out")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOP_K_FIELD_NUMBER: _ClassVar[int]
+    LOOK_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    FAN_OUT_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     method: _common_pb2.DraftMethod
     draft_tokens: int
     draft_top_k: int
-    def __init__(self, enabled: bool = ..., method: _Optional[_Union[_common_pb2.DraftMethod, str]] = ..., draft_tokens: _Optional[int] = ..., draft_top_k: _Optional[int] = ...) -> None: ...
+    look_ahead: int
+    fan_out: int
+    def __init__(self, enabled: bool = ..., method: _Optional[_Union[_common_pb2.DraftMethod, str]] = ..., draft_tokens: _Optional[int] = ..., draft_top_k: _Optional[int] = ..., look_ahead: _Optional[int] = ..., fan_out: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "speculation")
@@ -226,18 +230,34 @@ class VerifierSummary(_message.Message):
     def __init__(self, verifier_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., model: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., own_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ...) -> None: ...
 
 class DrafterSummary(_message.Message):
-    __slots__ = ("drafter_id", "address", "healthy", "methods", "sessions")
+    __slots__ = ("drafter_id", "address", "healthy", "methods", "sessions", "draining", "links", "handicap")
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    HANDICAP_FIELD_NUMBER: _ClassVar[int]
     drafter_id: str
     address: str
     healthy: bool
     methods: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftMethod]
     sessions: int
-    def __init__(self, drafter_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ...) -> None: ...
+    draining: bool
+    links: _containers.RepeatedCompositeFieldContainer[DrafterLink]
+    handicap: str
+    def __init__(self, drafter_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., draining: bool = ..., links: _Optional[_Iterable[_Union[DrafterLink, _Mapping]]] = ..., handicap: _Optional[str] = ...) -> None: ...
+
+class DrafterLink(_message.Message):
+    __slots__ = ("verifier_id", "sessions", "answer_ms")
+    VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_MS_FIELD_NUMBER: _ClassVar[int]
+    verifier_id: str
+    sessions: int
+    answer_ms: float
+    def __init__(self, verifier_id: _Optional[str] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

@@ -13,13 +13,23 @@ from typing import Any
 import pytest
 from outrider_bench.prompts import BenchPrompt
 from outrider_bench.serve import results
-from outrider_bench.serve.cells import SETS, Cell, Drafts, Sampling, key, parse_drafts, plain_key
+from outrider_bench.serve.cells import (
+    SETS,
+    Cell,
+    Drafts,
+    Handicap,
+    Sampling,
+    key,
+    lock_step_key,
+    parse_drafts,
+    plain_key,
+)
 from outrider_bench.serve.fleet import Service, plan_services
 from outrider_bench.serve.lab import FORWARD, Lab, efficiency, read_lab
 from outrider_bench.serve.loads import Size, arrivals, make_load, shares
-from outrider_bench.serve.measure import Budget, describe_cell, over_plain
+from outrider_bench.serve.measure import Budget, describe_cell, ratio
 from outrider_bench.serve.picture import draw, lines, title
-from outrider_bench.serve.run import drafts_of, parse_sessions, samplings_of
+from outrider_bench.serve.run import drafts_of, handicaps_of, parse_sessions, samplings_of
 from outrider_bench.serve.waves import Answer, Wave
 
 from outrider.errors import InvalidRequestError
@@ -99,7 +109,11 @@ class TestWave:
 
 class TestCells:
     @pytest.mark.parametrize(
-        "name", ["none", "auto", "ngram", "chain-3", "tree-32", "model", "model-4"]
+        "name",
+        [
+            *("none", "auto", "ngram", "chain-3", "tree-32", "model", "model-4"),
+            *("chain-3+ahead", "tree-32+ahead16", "auto+lockstep", "ngram+ahead"),
+        ],
     )
     def test_names_of_drafts_are_read_back(self, name: str) -> None:
         assert parse_drafts(name).name == name
@@ -108,7 +122,20 @@ class TestCells:
         assert parse_drafts("tree-32").top_k == 8
         assert parse_drafts("tree-32x4").top_k == 4
 
-    @pytest.mark.parametrize("name", ["", "chain", "chain-0", "tree-x", "chain-3,", "eagle3-4"])
+    def test_a_name_may_say_how_far_ahead(self) -> None:
+        ahead, lock_step = parse_drafts("chain-3+ahead16"), parse_drafts("chain-3+lockstep")
+        assert (ahead.look_ahead, ahead.fan_out) == (1, 16)
+        assert ahead.options() == {**CHAIN.options(), "look_ahead": 1, "fan_out": 16}
+        assert lock_step.options() == {**CHAIN.options(), "look_ahead": 0}
+        assert parse_drafts("chain-3").options() == CHAIN.options()
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("", "chain", "chain-0", "tree-x", "chain-3,", "eagle3-4"),
+            *("none+ahead", "chain-3+", "chain-3+lockstep4", "chain-3+ahead+lockstep", "+ahead"),
+        ],
+    )
     def test_other_names_are_refused(self, name: str) -> None:
         with pytest.raises(InvalidRequestError):
             parse_drafts(name)
@@ -124,9 +151,23 @@ class TestCells:
             replace(CELL, sessions=None, rate=4.0),
             replace(CELL, max_tokens=64),
             replace(CELL, awake_cores=3),
+            replace(CELL, drafts=replace(CHAIN, look_ahead=0)),
+            replace(CELL, drafts=replace(CHAIN, look_ahead=1)),
+            replace(CELL, drafts=replace(CHAIN, look_ahead=1, fan_out=8)),
+            replace(CELL, drafts=replace(CHAIN, fan_out=8)),
+            replace(CELL, handicap=Handicap(exchange_delay_ms=0.5)),
+            replace(CELL, handicap=Handicap(drafter_slowdown=2.0)),
         ]
         keys = {key(cell.described()) for cell in (CELL, *others)}
         assert len(keys) == 1 + len(others)
+
+    def test_lock_step_is_what_a_cell_ahead_is_compared_with_all_else_alike(self) -> None:
+        lock_step = replace(CELL, drafts=replace(CHAIN, look_ahead=0))
+        ahead = replace(CELL, drafts=replace(CHAIN, look_ahead=1, fan_out=8))
+        far = replace(ahead, handicap=Handicap(exchange_delay_ms=1.0))
+        assert lock_step_key(ahead.described()) == lock_step_key(lock_step.described())
+        assert lock_step_key(far.described()) != lock_step_key(lock_step.described())
+        assert plain_key(far.described()) == plain_key(lock_step.described())
 
     def test_plain_decoding_is_alike_under_every_rule(self) -> None:
         rejection = replace(CELL, sampling=SETS["rejection"])
@@ -178,6 +219,17 @@ class TestServices:
             Service(placement="separate", drafts=(*chains, ngram), awake_cores=3),
             Service(placement="fused", drafts=(chains[0], ngram)),
             Service(placement="fused", drafts=(chains[1],)),
+        ]
+
+    def test_each_handicap_of_a_separate_drafter_has_a_start(self) -> None:
+        ahead = (parse_drafts("chain-3+lockstep"), parse_drafts("chain-3+ahead"))
+        slow = Handicap(exchange_delay_ms=1.0)
+        services = plan_services(("plain", "separate", "fused"), ahead, {}, (Handicap(), slow))
+        assert services == [
+            Service(placement="plain", drafts=(Drafts(),)),
+            Service(placement="separate", drafts=ahead),
+            Service(placement="separate", drafts=ahead, handicap=slow),
+            Service(placement="fused", drafts=(CHAIN,)),
         ]
 
     def test_a_budget_lets_begin_what_will_end_in_time(self) -> None:
@@ -243,9 +295,9 @@ class TestDescribe:
 
     def test_steady_figures_are_compared_where_both_have_them(self) -> None:
         plain = {"tokens_per_s": 50.0, "steady_tokens_per_s": 55.0}
-        assert over_plain(described(), plain) == 2.0
-        assert over_plain(described(steady_tokens_per_s=None), plain) == 2.0
-        assert over_plain(described(), None) is None
+        assert ratio(described(), plain) == 2.0
+        assert ratio(described(steady_tokens_per_s=None), plain) == 2.0
+        assert ratio(described(), None) is None
 
 
 class TestResults:
@@ -348,11 +400,35 @@ class TestFlags:
 
     def test_three_flags_or_a_list_say_the_drafts(self) -> None:
         args = argparse.Namespace(
-            drafts=None, grid=False, drafter="eagle3", draft_tokens=32, draft_topk=8
+            drafts=None,
+            grid=False,
+            drafter="eagle3",
+            draft_tokens=32,
+            draft_topk=8,
+            look_ahead=None,
+            fan_out=None,
         )
         assert drafts_of(args) == (parse_drafts("tree-32"),)
         args.drafts = "chain-3, ngram"
         assert [drafts.name for drafts in drafts_of(args)] == ["chain-3", "ngram"]
+        args.look_ahead, args.fan_out = "0,1", 12
+        args.drafts = "none, chain-3, tree-8+ahead4"
+        names = ["none", "chain-3+lockstep", "chain-3+ahead12", "tree-8+ahead4"]
+        assert [drafts.name for drafts in drafts_of(args)] == names
+        args.look_ahead = "2"
+        with pytest.raises(InvalidRequestError, match="--look-ahead"):
+            drafts_of(args)
+
+    def test_handicaps_are_all_pairs_and_nothing_by_default(self) -> None:
+        args = argparse.Namespace(exchange_delay_ms=None, drafter_slowdown=None)
+        assert handicaps_of(args) == (Handicap(),)
+        args.exchange_delay_ms, args.drafter_slowdown = "1,0,.1", "2"
+        found = [(h.exchange_delay_ms, h.drafter_slowdown) for h in handicaps_of(args)]
+        assert found == [(0.0, 2.0), (0.1, 2.0), (1.0, 2.0)]
+        for delay, factor in (("-1", "1"), ("nan", "1"), ("0", ".5"), ("0", "inf"), ("0", "1,,2")):
+            args.exchange_delay_ms, args.drafter_slowdown = delay, factor
+            with pytest.raises(InvalidRequestError, match="must be numbers"):
+                handicaps_of(args)
 
     def test_a_grid_has_its_temperatures(self) -> None:
         args = argparse.Namespace(

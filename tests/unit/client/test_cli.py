@@ -11,8 +11,9 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from outrider_ray.__main__ import parse_args
 
-from outrider.client import cli, generate, local, serve
+from outrider.client import cli, generate, local, on_ray, serve
 from outrider.client.modelfiles import ModelFiles
 from outrider.client.prompts import read_prompts
 from outrider.errors import InvalidRequestError, NotFoundError
@@ -125,6 +126,7 @@ def test_flags_reach_the_session(served: Served, capsys: pytest.CaptureFixture[s
     assert served.verifier is not None
     flags = "--max-tokens 2 --temperature 0.8 --top-p 0.9 --seed 0 --rule rejection"
     flags += " --drafter ngram --draft-tokens 32 --draft-topk 8 --json"
+    flags += " --look-ahead 0 --fan-out 12"
     flags += " --min-tokens 1 --logit-bias 3=-2.5 --logit-bias 5=1"
     arguments = ["generate", "--prompt", "x", *flags.split(), "--router", served.address]
     assert cli.main(arguments) == 0
@@ -133,6 +135,7 @@ def test_flags_reach_the_session(served: Served, capsys: pytest.CaptureFixture[s
     assert spec.sampling.rule == "rejection"
     assert (spec.min_new_tokens, spec.sampling.logit_bias) == (1, ((3, -2.5), (5, 1.0)))
     assert (spec.plan.method, spec.plan.draft_tokens, spec.plan.top_k) == ("ngram", 32, 8)
+    assert (spec.plan.look_ahead, spec.plan.fan_out) == (0, 12)
     capsys.readouterr()
 
 
@@ -146,6 +149,9 @@ def test_flags_reach_the_session(served: Served, capsys: pytest.CaptureFixture[s
         (["generate", "--prompt", "a", "--seed", str(2**64)], "64 bits"),
         (["generate", "--prompt", "a", "--rule", "magic"], "rejection"),
         (["generate", "--prompt", "a", "--drafter", "crystal"], "eagle3"),
+        (["generate", "--prompt", "a", "--look-ahead", "2"], "0, 1 or auto"),
+        (["generate", "--prompt", "a", "--fan-out", "65"], "at most 64"),
+        (["serve", "--look-ahead", "yes"], "0, 1 or auto"),
         (["generate", "--prompt", "a", "--no-such-flag"], "--no-such-flag"),
         (["generate", "--prompt", "a", "--max-token", "3"], "--max-token"),
         (["no-such-command"], "no-such-command"),
@@ -387,9 +393,24 @@ def test_serve_passes_placing_on_to_ray() -> None:
     )
     arguments = serve.ray_args(config)
     flags = flags_of(arguments)
-    assert (flags["placement"], flags["gpus-per-actor"], flags["dtype"]) == (
-        "fused",
-        "1",
-        "bfloat16",
-    )
+    assert (flags["placement"], flags["device"], flags["dtype"]) == ("fused", "cuda", "bfloat16")
     assert "--no-cuda-graphs" not in arguments
+
+
+def test_serve_passes_rays_own_flags_on() -> None:
+    given = ["--ray-address", "auto", "--ray-strategy", "strict-pack", "--ray-exchange", "refs"]
+    given += ["--ray-gpus-per-actor", "0.5", "--ray-cpus-per-actor", "4"]
+    args = cli.make_parser().parse_args(["serve", "--runtime", "ray", *given])
+    config = parse_args(["--model", "m", *on_ray.ray_flags(args)])
+    assert (config.ray_address, config.strategy, config.exchange) == ("auto", "strict-pack", "refs")
+    assert (config.gpus_per_actor, config.cpus_per_actor) == (0.5, 4.0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--ray-exchange", "refs"], ["--runtime", "ray", "--drafter-device", "cuda:1"]],
+)
+def test_flags_that_mean_nothing_to_the_runtime_are_refused(flags: list[str]) -> None:
+    args = cli.make_parser().parse_args(["serve", *flags])
+    with pytest.raises(InvalidRequestError, match=flags[-2]):
+        on_ray.ray_flags(args)

@@ -35,16 +35,29 @@ def test_what_is_left_out_stays_the_servers_choice() -> None:
     assert request.sampling.temperature is None
     assert request.stopping.max_tokens is None
     assert request.speculation.enabled is None
+    assert request.speculation.look_ahead is None
+    assert request.speculation.fan_out is None
 
 
 def test_zero_is_a_value() -> None:
-    request = make_request("a", {"temperature": 0.0, "seed": 0, "draft_tokens": 0, "top_k": 0})
+    request = make_request(
+        "a",
+        {
+            "temperature": 0.0,
+            "seed": 0,
+            "draft_tokens": 0,
+            "top_k": 0,
+            "look_ahead": 0,
+            "fan_out": 0,
+        },
+    )
     assert (request.sampling.temperature, request.sampling.seed, request.sampling.top_k) == (
         0.0,
         0,
         0,
     )
     assert request.speculation.draft_tokens == 0
+    assert (request.speculation.look_ahead, request.speculation.fan_out) == (0, 0)
 
 
 def test_a_logit_bias_is_a_mapping() -> None:

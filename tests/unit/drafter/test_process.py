@@ -49,6 +49,13 @@ def test_methods_are_a_list_separated_by_commas() -> None:
     assert config.methods == (DraftMethod.NGRAM, DraftMethod.MODEL)
 
 
+def test_a_drafter_says_how_it_is_slowed_down() -> None:
+    assert parse_args(["--model", "m", "--methods", "ngram"]).handicap == ""
+    flags = ["--model", "m", "--methods", "ngram", "--bench-exchange-delay-ms", ".5"]
+    config = parse_args([*flags, "--bench-slowdown", "3"])
+    assert config.handicap == "exchange held by 0.5 ms each way, drafts 3x as slow"
+
+
 @pytest.mark.parametrize(
     ("flags", "hint"),
     [
@@ -59,6 +66,11 @@ def test_methods_are_a_list_separated_by_commas() -> None:
         (["--methods", ""], "at least one"),
         (["--methods", "telepathy"], "ngram"),
         (["--methods", "ngram", "--threads", "-1"], "threads"),
+        (["--methods", "ngram", "--bench-exchange-delay-ms", "-1"], "bench_exchange_delay_ms"),
+        (["--methods", "ngram", "--bench-exchange-delay-ms", "500"], "bench_exchange_delay_ms"),
+        (["--methods", "ngram", "--bench-exchange-delay-ms", "nan"], "bench_exchange_delay_ms"),
+        (["--methods", "ngram", "--bench-slowdown", "0.5"], "bench_slowdown"),
+        (["--methods", "ngram", "--bench-slowdown", "-2"], "bench_slowdown"),
     ],
 )
 def test_a_mistake_is_named(flags: list[str], hint: str) -> None:

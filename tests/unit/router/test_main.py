@@ -30,6 +30,18 @@ def test_a_file_is_read_and_flags_override_it(tmp_path: Path) -> None:
     assert config.speculation.draft_tokens == 6
 
 
+def test_flags_reach_into_the_defaults_of_speculation(tmp_path: Path) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text(
+        'model = "m"\nverifiers = ["a:1"]\n[speculation]\nlook_ahead = 1\nfan_out = 6\n'
+    )
+    config = parse_args(["--config", str(file), "--look-ahead", "0"])
+    assert (config.speculation.look_ahead, config.speculation.fan_out) == (0, 6)
+    assert parse_args(["--config", str(file), "--fan-out", "0"]).speculation.fan_out == 0
+    with pytest.raises(InvalidRequestError, match="fan_out"):
+        parse_args(["--config", str(file), "--fan-out", "65"])
+
+
 def test_unknown_keys_and_bad_values_are_named(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
     file.write_text('model = "m"\nverifiers = ["a:1"]\nqueue_limits = 7\n')

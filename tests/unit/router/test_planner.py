@@ -33,6 +33,19 @@ def test_wishes_are_cut_to_the_routers_bound() -> None:
     assert (plan.draft_tokens, plan.top_k) == (32, 8)
 
 
+def test_drafting_ahead_is_allowed_unless_the_request_or_the_router_says_lock_step() -> None:
+    def ahead(options: SpeculationOptions, defaults: SpeculationDefaults) -> tuple[int, int]:
+        plan = make_plan(options, defaults)
+        return plan.look_ahead, plan.fan_out
+
+    lock_step = SpeculationDefaults(look_ahead=0, fan_out=12)
+    assert ahead(SpeculationOptions(), DEFAULTS) == (1, 0)
+    assert ahead(SpeculationOptions(look_ahead=0), DEFAULTS) == (0, 0)
+    assert ahead(SpeculationOptions(), lock_step) == (0, 12)
+    assert ahead(SpeculationOptions(look_ahead=1, fan_out=0), lock_step) == (1, 0)
+    assert ahead(SpeculationOptions(enabled=False, look_ahead=1, fan_out=8), DEFAULTS) == (0, 0)
+
+
 def test_an_ngram_miss_is_not_waited_for() -> None:
     plan = make_plan(SpeculationOptions(method=DraftMethod.NGRAM), DEFAULTS)
     assert plan.patience_ms == DEFAULTS.ngram_patience_ms
@@ -51,7 +64,13 @@ def test_every_way_of_opting_out_is_plain_decoding(options: SpeculationOptions) 
 
 
 @pytest.mark.parametrize(
-    "options", [SpeculationOptions(draft_top_k=0), SpeculationOptions(draft_tokens=10**6)]
+    "options",
+    [
+        SpeculationOptions(draft_top_k=0),
+        SpeculationOptions(draft_tokens=10**6),
+        SpeculationOptions(look_ahead=2),
+        SpeculationOptions(fan_out=65),
+    ],
 )
 def test_impossible_wishes_are_refused(options: SpeculationOptions) -> None:
     with pytest.raises(InvalidRequestError):
@@ -62,8 +81,9 @@ OWN = FakeVerifier.describe(own_methods=(DraftMethod.EAGLE3,), own_draft_length=
 
 
 def test_a_verifier_that_drafts_itself_does_so_in_chains_of_its_own_length() -> None:
-    wish = make_plan(SpeculationOptions(draft_tokens=20, draft_top_k=4), DEFAULTS)
+    wish = make_plan(SpeculationOptions(draft_tokens=20, draft_top_k=4, fan_out=8), DEFAULTS)
     plan = plan_on(wish, OWN)
+    assert (wish.look_ahead, wish.fan_out, plan.look_ahead, plan.fan_out) == (1, 8, 0, 0)
     assert drafts_itself(plan, OWN)
     assert (plan.method, plan.draft_tokens, plan.top_k) == (DraftMethod.EAGLE3, 3, 1)
 

@@ -1,0 +1,322 @@
+"""A slow link, for benchmarks: `python -m outrider_drafter.relay DELAY_MS`.
+
+Stands between a drafter and its verifiers and holds all that passes, each way, for a time. It is a
+process of its own: the drafting thread neither waits for it nor shares an interpreter with it.
+Told on stdin what to stand between, a line each, and answers on stdout, a line each ("error WHY"
+where it cannot); the end of its input ends it.
+
+dial HOST:PORT    the address to dial instead: bytes of TCP connections are held
+lane NAME TOKEN   NAME TOKEN of the lane to join instead: frames of a lane are held
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from outrider.errors import ConnectionLostError, OutriderError, UnavailableError
+from outrider.transport.lane import Lane, LaneListener, join_lane
+from outrider.wire.messages import LaneOffer
+
+SPIN_S: Final = 0.0002
+"""A sleep ends late by up to some 100 us: so long before something is due, the relay looks again
+and again instead."""
+_MOST_HELD: Final = 256 << 20
+"""Bytes of one direction; beyond them its source is read no further."""
+_CONNECT_S: Final = 5.0
+_READ_BYTES: Final = 1 << 18
+_MOST_READS: Final = 16
+"""Reads of one end at once: it must not keep the others waiting."""
+
+
+class End(Protocol):
+    """One of the two that a link joins; a `Lane` is one. Nothing blocks."""
+
+    def fileno(self) -> int:
+        """What to wait for."""
+        ...
+
+    @property
+    def unsent(self) -> int:
+        """How much found no room yet; `flush` tries again."""
+        ...
+
+    def send(self, *frames: bytes) -> None:
+        """Hand over, in order. Raises ConnectionLostError."""
+        ...
+
+    def flush(self) -> None:
+        """Send what there is room for by now. Raises ConnectionLostError."""
+        ...
+
+    def receive(self) -> list[bytes]:
+        """What has come. Raises ConnectionLostError at the end."""
+        ...
+
+    def close(self) -> None:
+        """Close it; idempotent."""
+        ...
+
+
+class Stream:
+    """A TCP connection as an end."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connected
+        self._unsent: deque[memoryview] = deque()
+
+    def fileno(self) -> int:
+        """What to wait for."""
+        return self._socket.fileno()
+
+    @property
+    def unsent(self) -> int:
+        """Pieces that found no room yet."""
+        return len(self._unsent)
+
+    def send(self, *frames: bytes) -> None:
+        """Hand bytes over, in order. Raises ConnectionLostError."""
+        self._unsent.extend(map(memoryview, frames))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for by now. Raises ConnectionLostError."""
+        while self._unsent:
+            piece = self._unsent[0]
+            try:
+                sent = self._socket.send(piece)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                raise ConnectionLostError(str(error), reason="PEER_LOST") from None
+            if sent < len(piece):
+                self._unsent[0] = piece[sent:]
+            else:
+                self._unsent.popleft()
+
+    def receive(self) -> list[bytes]:
+        """What has come, in pieces. Raises ConnectionLostError at the end."""
+        pieces: list[bytes] = []
+        while len(pieces) < _MOST_READS:
+            try:
+                piece = self._socket.recv(_READ_BYTES)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:
+                raise ConnectionLostError(str(error), reason="PEER_LOST") from None
+            if not piece:
+                if pieces:
+                    break
+                raise ConnectionLostError("the peer closed it", reason="PEER_CLOSED")
+            pieces.append(piece)
+        return pieces
+
+    def close(self) -> None:
+        """Close it; idempotent."""
+        self._socket.close()
+
+
+class Direction:
+    """From one end to the other: what has come and is not due yet, in order."""
+
+    def __init__(self, source: End, sink: End, delay_s: float) -> None:
+        self.source, self.sink = source, sink
+        self._delay_s = delay_s
+        self._held: deque[tuple[float, bytes]] = deque()
+        self._size = 0
+        self._ended_at: float | None = None
+
+    @property
+    def reads(self) -> bool:
+        """Whether its source is to be read."""
+        return self._ended_at is None and self._size < _MOST_HELD
+
+    @property
+    def due(self) -> float | None:
+        """When there is something to do next."""
+        return self._held[0][0] if self._held else self._ended_at
+
+    def over(self, now: float) -> bool:
+        """Whether the end of its source is due at the other end, after all that came before."""
+        ended = self._ended_at is not None and self._ended_at <= now
+        return ended and not self._held and not self.sink.unsent
+
+    def take_in(self, now: float) -> None:
+        """Read the source."""
+        try:
+            frames = self.source.receive()
+        except OutriderError:
+            self._ended_at = now + self._delay_s
+            return
+        self._held.extend((now + self._delay_s, frame) for frame in frames)
+        self._size += sum(map(len, frames))
+
+    def let_go(self, now: float) -> None:
+        """Hand over what is due. Raises ConnectionLostError when nobody is there to take it."""
+        while self._held and self._held[0][0] <= now:
+            frame = self._held.popleft()[1]
+            self._size -= len(frame)
+            self.sink.send(frame)
+        if self.sink.unsent:
+            self.sink.flush()
+
+
+class Relay:
+    """Links, and the listeners that make new ones; one thread, driven by `step`."""
+
+    def __init__(self, delay_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._delay_s = delay_s
+        self._clock = clock
+        self._links: list[tuple[Direction, Direction]] = []
+        self._listeners: dict[socket.socket, tuple[str, int]] = {}
+
+    @property
+    def links(self) -> int:
+        """Pairs of ends that are joined."""
+        return len(self._links)
+
+    def join(self, one: End, other: End) -> None:
+        """Carry what either of two ends says to the other one, until one of them ends."""
+        delay_s = self._delay_s
+        self._links.append((Direction(one, other, delay_s), Direction(other, one, delay_s)))
+
+    def listen(self, host: str, port: int) -> str:
+        """An address whose connections are carried to another. Raises OSError."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+        self._listeners[listener] = (host, port)
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def step(self, *others: int) -> bool:
+        """Wait until something is due or comes, and do it; whether one of the other descriptors
+        can be read."""
+        readers: list[int] = [*others, *(listener.fileno() for listener in self._listeners)]
+        writers: list[int] = []
+        for direction in self._directions():
+            if direction.reads:
+                readers.append(direction.source.fileno())
+            if direction.sink.unsent:
+                writers.append(direction.sink.fileno())
+        ready = set(select.select(readers, writers, (), self._wait_s())[0])
+        for link in list(self._links):
+            if not self._carry(link, ready):
+                self._links.remove(link)
+                link[0].source.close()
+                link[0].sink.close()
+        for listener in self._listeners:
+            if listener.fileno() in ready:
+                self._accept(listener)
+        return not ready.isdisjoint(others)
+
+    def close(self) -> None:
+        """Close everything; what is held is dropped."""
+        for one, _ in self._links:
+            one.source.close()
+            one.sink.close()
+        self._links.clear()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    def _directions(self) -> list[Direction]:
+        return [direction for link in self._links for direction in link]
+
+    def _wait_s(self) -> float | None:
+        """How long to sleep; None: until something comes."""
+        dues = [due for d in self._directions() if (due := d.due) is not None and not d.sink.unsent]
+        if not dues:
+            return None
+        return max(0.0, min(dues) - self._clock() - SPIN_S)
+
+    def _carry(self, link: tuple[Direction, Direction], ready: set[int]) -> bool:
+        """Whether the link still stands."""
+        for direction in link:
+            if direction.reads and direction.source.fileno() in ready:
+                direction.take_in(self._clock())
+        try:
+            for direction in link:
+                direction.let_go(self._clock())
+        except OutriderError:
+            return False
+        return not any(direction.over(self._clock()) for direction in link)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            caller, _ = listener.accept()
+        except OSError:
+            return
+        try:
+            called = socket.create_connection(self._listeners[listener], timeout=_CONNECT_S)
+        except OSError:
+            caller.close()
+            return
+        self.join(Stream(caller), Stream(called))
+
+
+def obey(relay: Relay, order: str, answer: Callable[[str], None]) -> None:
+    """Do what a line says; the answer goes out as soon as the asker may act on it."""
+    try:
+        match order.split():
+            case ["dial", address]:
+                host, _, port = address.rpartition(":")
+                answer(relay.listen(host.strip("[]"), int(port)))
+            case ["lane", name, token]:
+                far = join_lane(LaneOffer(name=name, token=bytes.fromhex(token)))
+                try:
+                    near = asyncio.run(_lane_of_asker(answer))
+                except BaseException:
+                    far.close()
+                    raise
+                relay.join(near, far)
+            case _:
+                answer("error what is that")
+    except (OutriderError, OSError, ValueError, OverflowError) as error:
+        answer(f"error {error}")
+
+
+async def _lane_of_asker(answer: Callable[[str], None]) -> Lane:
+    listener = LaneListener.open()
+    if listener is None:
+        raise UnavailableError("this system has no lanes", reason="NO_LANES")
+    try:
+        offer = listener.offer()
+        answer(f"{offer.name} {offer.token.hex()}")
+        return await listener.joined(offer)
+    finally:
+        listener.close()
+
+
+def main(delay_ms: float) -> None:
+    """Relay until the input ends."""
+    relay, said = Relay(delay_ms / 1000.0), b""
+
+    def answer(line: str) -> None:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        while True:
+            if not relay.step(0):
+                continue
+            more = os.read(0, 4096)
+            if not more:
+                break
+            *orders, said = (said + more).split(b"\n")
+            for order in orders:
+                obey(relay, order.decode(), answer)
+    relay.close()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

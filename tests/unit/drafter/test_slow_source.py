@@ -1,0 +1,110 @@
+"""A drafter of a slower device takes longer, and that is all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from outrider_drafter.growth import Draft
+from outrider_drafter.sessions import Session
+from outrider_drafter.slow_source import slowed, wait
+from outrider_drafter.source import AheadSource, Branches, Drafted, Live, Outcome, Scored
+
+from outrider.spec.plan import DraftMethod
+from outrider.spec.tree import DraftTree
+from outrider.wire.messages import FeatureLayout, WireTensor
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waited: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.waited.append(round(seconds, 6))
+        self.now += seconds
+
+
+class Source:
+    """Takes a second for each step."""
+
+    method = DraftMethod.NGRAM
+    feature_layout = FeatureLayout.NONE
+    feature_size = 0
+    feature_fingerprint = ""
+    usable = True
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.released = 0
+
+    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+        return wire.data
+
+    def catch_up(self, sessions: Sequence[Session]) -> None:
+        self._clock.now += 1.0
+
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+        for _ in range(2):
+            self._clock.now += 1.0
+            yield Drafted.of([])
+
+    def release(self, session: Session) -> None:
+        self.released += 1
+
+
+class Ahead(Source):
+    """The same, ahead of verdicts."""
+
+    def score(self, lives: Sequence[Live]) -> Scored:
+        self._clock.now += 1.0
+        return Scored(tokens=[], logprobs=[])
+
+    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+        self._clock.now += 1.0
+        nothing = Draft(tree=DraftTree.chain(np.zeros(0, np.int32)))
+        yield Branches(
+            outcomes=np.zeros(0, np.int64),
+            node_counts=np.zeros(0, np.int64),
+            tokens=nothing.tree.tokens,
+            parents=nothing.tree.parents,
+            logprobs=nothing.tree.logprobs,
+        )
+
+
+def test_every_step_is_followed_by_the_time_that_is_missing() -> None:
+    clock = Clock()
+    source = slowed(Ahead(clock), 3.0, now=clock, wait=clock.wait)
+    assert isinstance(source, AheadSource)
+    for _ in source.drafts([]):
+        clock.now += 100.0  # What is done with a draft is not the device's.
+    assert clock.waited == [2.0, 2.0, 0.0]
+    clock.waited.clear()
+    source.catch_up([])
+    source.score([])
+    assert [len(branches.outcomes) for branches in source.branch([])] == [0]
+    assert clock.waited == [2.0, 2.0, 2.0, 0.0]
+
+
+def test_a_source_stays_what_it_is() -> None:
+    clock = Clock()
+    plain = Source(clock)
+    slow = slowed(plain, 1.5, now=clock, wait=clock.wait)
+    assert not isinstance(slow, AheadSource)
+    assert (slow.method, slow.usable, slow.feature_size) == (DraftMethod.NGRAM, True, 0)
+    assert slowed(plain, 1.0) is plain
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.0001, 0.002])
+def test_a_wait_is_never_too_short(seconds: float) -> None:
+    began = time.perf_counter()
+    wait(seconds)
+    assert time.perf_counter() - began >= seconds
