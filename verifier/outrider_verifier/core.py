@@ -30,7 +30,6 @@ from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     REASON_CODES,
     FinishReason,
-    PlanChange,
     SessionSpec,
 )
 from outrider_verifier.announcing import Announcer
@@ -261,7 +260,7 @@ class Core:
         if session.link_id is None:
             self.drafters.announce(session)
         elif plan.speculative and same_method:
-            self.drafters.tell(session, PlanChange(handle=session.handle, plan=plan))
+            self.drafters.tell_plan(session)
         else:
             self.drafters.withdraw(session)
             self.drafters.announce(session)

@@ -52,6 +52,8 @@ _COUNTERS = {
     "fresh_accepted_tokens": "Draft nodes accepted in them",
     "speculation_paused": "Sessions whose speculation the planner paused",
     "speculation_resumed": "Sessions whose speculation the planner resumed",
+    "look_ahead_begun": "Sessions that the planner had drafted for ahead of their verdicts",
+    "look_ahead_ended": "Sessions that the planner had drafted for in lock-step again",
     "messages_invalid": "Messages of drafters and routers that failed validation",
     "drafters_attached": "Drafter connections accepted",
     "drafters_lost": "Drafter connections that ended",
