@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +22,8 @@ from outrider.wire.messages import (
     Verdicts,
     WireTensor,
 )
+from outrider_drafter.look_ahead import Answers as Answers
+from outrider_drafter.look_ahead import LookAhead
 from outrider_drafter.metrics import Metrics
 from outrider_drafter.sessions import Limits, Session, SessionKey, refusal
 from outrider_drafter.source import Drafted, DraftSource
@@ -38,8 +40,6 @@ class ConnectionClosed:
 
 
 SessionMessage = SessionStart | Verdicts | PlanChange | SessionEnd | ConnectionClosed
-Answers = list[tuple[int, Proposals | SessionsLost]]
-"""(connection, message): what goes out together."""
 Sessions = tuple[Session, ...]
 
 
@@ -97,6 +97,14 @@ class DraftEngine:
         self._batches: list[tuple[DraftMethod, Sessions]] = []
         self._addresses: dict[int, tuple[Sequence[Session], _Addresses]] = {}
         """Of those of `_batches` that were answered together, by identity."""
+        self._ahead = LookAhead(
+            sources,
+            self._table,
+            metrics,
+            now=now,
+            later=lambda write: self._unbooked.append(write),
+            failed=self.check_devices,
+        )
         self.device_lost = False
         """Whether a device was found not to work after a failure; no draft can follow."""
 
@@ -109,6 +117,11 @@ class DraftEngine:
     def wants_drafting(self) -> bool:
         """Whether a draft is wanted, or a verifier is to hear of a lost session."""
         return bool(self._lost) or bool(self._table.wanting.any())
+
+    @property
+    def wants_look_ahead(self) -> bool:
+        """Whether outcomes of live proposals may be drafted for."""
+        return self._ahead.is_wanted
 
     @property
     def is_behind(self) -> bool:
@@ -132,6 +145,7 @@ class DraftEngine:
                 if session is not None:
                     session.plan = message.plan
                     self._table.version += 1
+                    self._ahead.watch(session)
             case SessionEnd():
                 self._remove(self._table.get(SessionKey(connection, message.handle)))
             case ConnectionClosed():
@@ -157,6 +171,16 @@ class DraftEngine:
                 continue
             yield from self._draft_batch(source, sessions)
             self._unbooked.append(partial(self.metrics.batch_sessions.observe, len(sessions)))
+
+    def look_ahead(self) -> Generator[Answers]:
+        """Draft for outcomes that have not happened; to be called when no draft is wanted.
+
+        Yields what is ready together, which may be nothing. When a message waits the iterator must
+        be closed before it is taken in: sessions may move by it. The rest is for the next one.
+        """
+        if len(self._unbooked) >= _MAX_UNBOOKED:
+            self.book()
+        yield from self._ahead.work()
 
     def _wanting(self) -> Iterable[tuple[DraftMethod, Sessions]]:
         """The sessions that want a draft, by method; the same objects as long as they are the same
@@ -247,6 +271,8 @@ class DraftEngine:
         sessions, table = drafted.sessions, self._table
         method = sessions[0].plan.method
         self._unbooked.append(partial(self._book_answers, method, drafted.node_counts, seconds))
+        if self._ahead.watched:
+            self._ahead.take_up(drafted)
         address = self._address(sessions)
         proposals = Proposals(
             handles=address.handles,
@@ -298,7 +324,7 @@ class DraftEngine:
             return
         self._remove(self._table.get(key))
         self._remove(self._table.crowded_out(connection))
-        self._table.add(connection, message)
+        self._ahead.watch(self._table.add(connection, message))
 
     def _take_in(self, connection: int, verdicts: Verdicts) -> None:
         self._verdicts += len(verdicts)
@@ -307,6 +333,8 @@ class DraftEngine:
             self._ignored("unknown_session", taken.unknown)
         for session, reason in taken.lost:
             self._lose(session, reason)
+        if self._ahead.watched:
+            self._ahead.follow(taken.slots)
 
     def _find(self, key: SessionKey) -> Session | None:
         session = self._table.get(key)
@@ -336,6 +364,7 @@ class DraftEngine:
             self._release(session)
 
     def _release(self, session: Session) -> None:
+        self._ahead.forget(session)
         for source in self._sources.values():
             source.release(session)
 

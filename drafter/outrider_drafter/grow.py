@@ -10,7 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from outrider.engine.draft_sampling import LawLimits, law_limits_for, propose_children
-from outrider.engine.warper import EMPTY_HISTORY, TokenHistory
+from outrider.engine.warper import EMPTY_HISTORY, TokenHistory, has_penalties
+from outrider.spec.digest import extend_digest
+from outrider.spec.noise import Stream, prefix_keys
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider_drafter.growth import Children, Draft, Frontier, Growth, make_growth
 from outrider_drafter.sessions import Session
@@ -51,34 +53,43 @@ class Job:
     """Prompt and output so far; None unless a penalty is set."""
 
 
-def make_job(slot: int, session: Session) -> Job | None:
-    """The job of a session that wants a draft; None if there is nothing to draft."""
+def make_job(slot: int, session: Session, suffix: Sequence[int] = ()) -> Job | None:
+    """The job of a session that wants a draft for its prefix with `suffix` appended; None if there
+    is nothing to draft."""
     with_law = session.sampling.effective_rule is Rule.REJECTION
-    growth = make_growth(session.plan, room=session.room, with_law=with_law)
+    room = session.room - len(suffix)
+    growth = make_growth(session.plan, room=room, with_law=with_law)
     if growth is None:
         return None
-    history = None
-    if _has_penalty(session.sampling):
-        tokens = session.tokens.view
-        history = TokenHistory(
-            prompt_ids=tokens[: session.prompt_len].copy(),
-            output_ids=tokens[session.prompt_len :].copy(),
-        )
     return Job(
         slot=slot,
         growth=growth,
-        sampling=session.sampling,
-        prefix_len=len(session.tokens),
-        history=history,
+        sampling=_draft_sampling(session, suffix),
+        prefix_len=len(session.tokens) + len(suffix),
+        history=history_of(session, suffix),
     )
 
 
-def _has_penalty(sampling: SamplingParams) -> bool:
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty != 0.0
-        or sampling.frequency_penalty != 0.0
+def history_of(session: Session, suffix: Sequence[int] = ()) -> TokenHistory | None:
+    """What penalties look at, `suffix` counted as output; None if none is set."""
+    if not has_penalties(session.sampling):
+        return None
+    tokens = session.tokens.view
+    output = [tokens[session.prompt_len :], np.array(suffix, dtype=np.int32)]
+    return TokenHistory(
+        prompt_ids=tokens[: session.prompt_len].copy(), output_ids=np.concatenate(output)
     )
+
+
+def _draft_sampling(session: Session, suffix: Sequence[int]) -> SamplingParams:
+    """What a draft is drawn with. Under the rejection rule drafts that are thrown away must not
+    condition those that are used: where some are made ahead, each prefix has noise of its own."""
+    sampling = session.sampling
+    if not session.plan.look_ahead or sampling.effective_rule is not Rule.REJECTION:
+        return sampling
+    digest = extend_digest(session.digest, suffix)
+    key = int(prefix_keys(sampling.stream_key(Stream.DRAFT), digest))
+    return replace(sampling, seed=0, draft_key=key)
 
 
 def grow(model: DraftModel, jobs: Sequence[Job]) -> Iterator[tuple[int, Draft]]:

@@ -76,6 +76,11 @@ class HeadBatch:
         self._ancestry = Ancestry()
         self._level = 0
 
+    @property
+    def features(self) -> Tensor:
+        """x [R, H] of the rows run last; at first, of the live ones."""
+        return self._x
+
     def root_logits(self) -> Tensor:
         """Logits [slots, Vd] of the live rows."""
         return self._head.logits(self._x)

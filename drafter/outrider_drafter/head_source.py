@@ -11,12 +11,15 @@ from torch import Tensor
 
 from outrider.engine.heads import DraftHead
 from outrider.spec.plan import DraftMethod
+from outrider.spec.tree import depths
+from outrider_drafter.ahead import Ahead, branch, score
 from outrider_drafter.grow import Job, grow, make_job
 from outrider_drafter.head_batch import HeadBatch, RealRows, write_rows
 from outrider_drafter.head_following import MAX_ROWS_PER_WRITE, HeadFollower
+from outrider_drafter.head_forest import HeadForest
 from outrider_drafter.headkv import HeadKV, HeadKVBudget
 from outrider_drafter.sessions import Session, SessionKey
-from outrider_drafter.source import Drafted
+from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_scores
 
 
 class HeadSource(HeadFollower):
@@ -45,6 +48,8 @@ class HeadSource(HeadFollower):
         self._budget = HeadKVBudget(max_rows)
         self._kvs: dict[SessionKey, HeadKV | None] = {}
         """None for a session that is not followed any more."""
+        self._ahead: Ahead | None = None
+        """The proposals scored last."""
 
     @property
     def used_rows(self) -> int:
@@ -62,27 +67,46 @@ class HeadSource(HeadFollower):
         """Catch up, then grow the trees of all sessions in one batch."""
         ready: list[Session] = []
         jobs: list[Job] = []
-        rows: list[RealRows] = []
-        newest: list[NDArray[np.generic]] = []
+        self._ahead = None
         for session in sessions:
             job = make_job(len(jobs), session)
-            if job is None or (live := self._ready(session, job)) is None:
-                continue
-            kv = self._kv_of(session)
-            held = session.table.features.read(session.slot, kv.stable, live + 1)
-            ready.append(session)
-            jobs.append(job)
-            newest.append(held[-1])
-            tokens = self._tokens(session.tokens.view[kv.stable + 1 : live + 2])
-            rows.append(RealRows(kv=kv, token_ids=tokens, features=self._tensor(held)))
+            if job and self._ready(session, job.growth.depth, job.growth.max_rows):
+                ready.append(session)
+                jobs.append(job)
         if not jobs:
             return
-        batch = HeadBatch(self.head, rows)
-        for session, last in zip(ready, newest, strict=True):
-            session.table.features.use(session.slot, self._stable(session), last)
+        batch = self._batch(ready)
         for slot, draft in grow(batch, jobs):
-            rows[slot].kv.truncate(rows[slot].kv.stable)
+            kv = self._kv_of(ready[slot])
+            kv.truncate(kv.stable)
             yield Drafted.of([(ready[slot], draft)])
+
+    @torch.inference_mode()
+    def score(self, lives: Sequence[Live]) -> Scored:
+        """Catch up, then run all nodes of all proposals, level by level."""
+        ready = [
+            index
+            for index, live in enumerate(lives)
+            if self._ready(live.session, int(depths(live.tree.parents).max(initial=0)), 0)
+        ]
+        self._ahead = None
+        if not ready:
+            return no_scores(lives)
+        sessions = [lives[index].session for index in ready]
+        forest = HeadForest(
+            self.head,
+            self._batch(sessions),
+            [self._kv_of(session) for session in sessions],
+            max_context=self._max_context,
+        )
+        self._ahead, scored = score(forest, lives, ready)
+        return scored
+
+    @torch.inference_mode()
+    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+        """Grow all drafts together, below the rows of the proposals scored last."""
+        if self._ahead is not None:
+            yield from branch(self._ahead, outcomes)
 
     def release(self, session: Session) -> None:
         """Free the session's K/V."""
@@ -90,17 +114,32 @@ class HeadSource(HeadFollower):
         if kv is not None:
             kv.release()
 
-    def _ready(self, session: Session, job: Job) -> int | None:
-        """The live row, with all but it and what the draft may run itself written; None if the
-        session cannot be drafted."""
-        live = self._live_row(session, job.growth.depth)
+    def _ready(self, session: Session, depth: int, rows: int) -> bool:
+        """Whether the session can be drafted, by up to so many levels and draft rows in its K/V;
+        all but its live row and what the draft may run itself is written then."""
+        live = self._live_row(session, depth)
         if live is None or not self._follows(session):
-            return None
+            return False
         self._write_ahead(session, keep=1)
-        if not (self._follows(session) and self._reserve(session, live + 1 + job.growth.max_rows)):
-            return None
+        if not (self._follows(session) and self._reserve(session, live + 1 + rows)):
+            return False
         self._kv_of(session).truncate(live)
-        return live
+        return True
+
+    def _batch(self, sessions: Sequence[Session]) -> HeadBatch:
+        """Run what is left of these sessions' real rows, the live ones last."""
+        rows: list[RealRows] = []
+        newest: list[NDArray[np.generic]] = []
+        for session in sessions:
+            kv, stop = self._kv_of(session), len(session.tokens) - 1
+            held = session.table.features.read(session.slot, kv.stable, stop)
+            newest.append(held[-1])
+            tokens = self._tokens(session.tokens.view[kv.stable + 1 : stop + 1])
+            rows.append(RealRows(kv=kv, token_ids=tokens, features=self._tensor(held)))
+        batch = HeadBatch(self.head, rows)
+        for session, last in zip(sessions, newest, strict=True):
+            session.table.features.use(session.slot, self._stable(session), last)
+        return batch
 
     def _kv_of(self, session: Session) -> HeadKV:
         kv = self._kvs[session.key]

@@ -7,6 +7,8 @@ nq/nkv query/key-value heads, hd head dim, D draft rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -104,12 +106,22 @@ def attend(
 
     Every query sees all rows, but for those of the last D that `hidden_QD` (bool) hides from it.
     """
+    return attend_parts(query_QNh, [(keys_GSh, values_GSh)], hidden_QD)
+
+
+def attend_parts(
+    query_QNh: Tensor,
+    parts: Sequence[tuple[Tensor, Tensor]],
+    hidden_QD: Tensor | None = None,
+) -> Tensor:
+    """`attend` over rows that lie in several places: keys and values, [nkv, *, hd], of each."""
     num_rows, num_heads, head_dim = query_QNh.shape
-    num_kv, num_keys, _ = keys_GSh.shape
+    num_kv = parts[0][0].shape[0]
     group = num_heads // num_kv
     query = query_QNh.view(num_rows, num_kv, group, head_dim).transpose(0, 1)
     query = query.reshape(num_kv, num_rows * group, head_dim) * head_dim**-0.5
-    scores = torch.bmm(query, keys_GSh.transpose(1, 2))
+    scores = _joined([torch.bmm(query, keys.transpose(1, 2)) for keys, _ in parts])
+    num_keys = scores.shape[2]
     if hidden_QD is not None and hidden_QD.shape[1]:
         tail = scores.view(num_kv, num_rows, group, num_keys)[..., -hidden_QD.shape[1] :]
         tail.masked_fill_(hidden_QD[None, :, None, :], float("-inf"))
@@ -117,5 +129,13 @@ def attend(
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
     else:
         weights = torch.softmax(scores, dim=-1)
-    out = torch.bmm(weights, values_GSh).view(num_kv, num_rows, group, head_dim)
+    shares = torch.split(weights, [keys.shape[1] for keys, _ in parts], dim=2)
+    out = torch.bmm(shares[0], parts[0][1])
+    for share, (_, values) in zip(shares[1:], parts[1:], strict=True):
+        out = out.baddbmm(share, values)
+    out = out.view(num_kv, num_rows, group, head_dim)
     return out.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

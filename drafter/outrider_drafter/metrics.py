@@ -68,6 +68,7 @@ class Metrics:
             "Draft batches dropped because the connection was slow or gone",
             registry=registry,
         )
+        self._add_look_ahead()
         self.draft_seconds = Histogram(
             "outrider_drafter_draft_seconds",
             "Time from taking up a verdict to its proposal",
@@ -79,6 +80,45 @@ class Metrics:
             "outrider_drafter_batch_sessions",
             "Sessions drafted in one batch",
             buckets=(1, 2, 4, 8, 16, 32, 64, 128),
+            registry=registry,
+        )
+
+    def _add_look_ahead(self) -> None:
+        registry = self.registry
+        self.look_aheads = Counter(
+            "outrider_drafter_look_aheads",
+            "Passes that scored live proposals",
+            ["method"],
+            registry=registry,
+        )
+        self.branches = Counter(
+            "outrider_drafter_branches",
+            "Drafts sent for outcomes that had not happened",
+            ["method"],
+            registry=registry,
+        )
+        self.outcomes = Counter(
+            "outrider_drafter_outcomes",
+            "Verdicts on sessions that look ahead: whether their outcome was drafted for",
+            ["result"],
+            registry=registry,
+        )
+        self.dropped_outcomes = Counter(
+            "outrider_drafter_dropped_outcomes",
+            "Chosen outcomes that a verdict contradicted before they were drafted for",
+            registry=registry,
+        )
+        self.look_ahead_failures = Counter(
+            "outrider_drafter_look_ahead_failures",
+            "Look-aheads that failed; their sessions go on without",
+            ["method"],
+            registry=registry,
+        )
+        self.look_ahead_seconds = Histogram(
+            "outrider_drafter_look_ahead_seconds",
+            "Time of one pass, by step: score, branch",
+            ["step"],
+            buckets=_BUCKETS,
             registry=registry,
         )
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.spec.plan import DraftMethod
-from outrider.spec.tree import DraftTree
+from outrider.spec.tree import DraftTree, path
 from outrider.wire.messages import FeatureLayout, WireTensor
 from outrider_drafter.growth import Draft
 from outrider_drafter.sessions import Session
-from outrider_drafter.source import Drafted
+from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_scores
+
+_LOGPROB: Final = math.log(0.5)
+"""Of what a lookup says, until it is known how often that is so."""
 
 
 def lookup(
@@ -56,6 +61,8 @@ class NgramSource:
             raise ValueError(f"1 <= min_match <= max_match, not {min_match} and {max_match}")
         self._max_match = max_match
         self._min_match = min_match
+        self._lives: Sequence[Live] = ()
+        """The proposals scored last."""
 
     def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
         """Not asked for: the source takes no features."""
@@ -68,15 +75,39 @@ class NgramSource:
         """A chain for each session whose end occurred before."""
         drafted: list[tuple[Session, Draft]] = []
         for session in sessions:
-            found = lookup(
-                session.tokens.view,
-                min(session.plan.draft_tokens, session.room),
-                max_match=self._max_match,
-                min_match=self._min_match,
-            )
+            count = min(session.plan.draft_tokens, session.room)
+            found = self._continued(session.tokens.view, count)
             if len(found):
                 drafted.append((session, Draft(tree=DraftTree.chain(found))))
         yield Drafted.of(drafted)
+
+    def score(self, lives: Sequence[Live]) -> Scored:
+        """One candidate a place: how the text went on then."""
+        self._lives, scored = lives, no_scores(lives)
+        for live, tokens, logprobs in zip(lives, scored.tokens, scored.logprobs, strict=True):
+            found = self._continued(live.session.tokens.view, len(live.tree) + 1)
+            if np.array_equal(found[:-1], live.tree.tokens):
+                tokens[:, 0], logprobs[:, 0] = found, _LOGPROB
+        return scored
+
+    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+        """The chains that continue these outcomes."""
+        made: list[int] = []
+        drafted: list[tuple[Session, Draft]] = []
+        for index, outcome in enumerate(outcomes):
+            session, tree = self._lives[outcome.live]
+            suffix = np.append(tree.tokens[list(path(tree.parents, outcome.node))], outcome.token)
+            count = min(session.plan.draft_tokens, session.room - len(suffix))
+            tokens = np.concatenate((session.tokens.view, suffix.astype(np.int32)))
+            found = self._continued(tokens, count)
+            if len(found):
+                made.append(index)
+                drafted.append((session, Draft(tree=DraftTree.chain(found))))
+        if made:
+            yield Branches.of(np.array(made, dtype=np.int64), Drafted.of(drafted))
+
+    def _continued(self, tokens: NDArray[np.int32], count: int) -> NDArray[np.int32]:
+        return lookup(tokens, count, max_match=self._max_match, min_match=self._min_match)
 
     def release(self, session: Session) -> None:
         """Nothing is held."""

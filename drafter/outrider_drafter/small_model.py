@@ -16,11 +16,13 @@ from outrider.engine.target import ForwardBatch, Segment, TargetModel
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import FeatureLayout, WireTensor
+from outrider_drafter.ahead import Ahead, branch, score
 from outrider_drafter.ancestry import Ancestry
+from outrider_drafter.forest import Forest, Span
 from outrider_drafter.grow import Job, grow, make_job
 from outrider_drafter.growth import Frontier
 from outrider_drafter.sessions import Session, SessionKey
-from outrider_drafter.source import Drafted
+from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_scores
 
 _MAX_ROWS_PER_FORWARD = 512
 _MIN_ROWS_AHEAD = 32
@@ -89,6 +91,54 @@ class SmallModelBatch:
         self._sequences[slot].truncate(self._real[slot])
 
 
+class _SmallForest(Forest):
+    """Draft rows committed behind the real tokens of their sequences. Nothing forgets them: the
+    next pass over a session does, as it begins with real tokens."""
+
+    def __init__(self, model: TargetModel, vocab_size: int, prefixes: Sequence[_Prefix]) -> None:
+        super().__init__([p.sequence.len + p.token_ids.shape[0] for p in prefixes])
+        self._model = model
+        self._vocab_size = vocab_size
+        self._sequences = [p.sequence for p in prefixes]
+        self._roots = SmallModelBatch(model, vocab_size, prefixes).root_logits()
+
+    def root_logits(self) -> Tensor:
+        """Logits [L, V] below the roots."""
+        return self._roots
+
+    def space(self, owner: int) -> int:
+        """Slots that the sequence has left."""
+        return self._sequences[owner].capacity - self._sequences[owner].len
+
+    def deepest(self, owner: int) -> int:
+        """No bound but those of slots and of the session's length."""
+        return self._sequences[owner].capacity
+
+    def _run(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        positions: Sequence[int],
+        spans: Sequence[Span],
+    ) -> Tensor:
+        where = torch.tensor(positions)
+        segments = [
+            Segment(
+                sequence=self._sequences[owner],
+                num_rows=size,
+                positions=where[first : first + size],
+                mask=torch.from_numpy(visible),
+            )
+            for owner, first, size, visible in spans
+        ]
+        logits = _run(self._model, torch.tensor(tokens), segments, None)
+        return logits[:, : self._vocab_size]
+
+    def _drop(self, kept: Sequence[int]) -> None:
+        for sequence, base, rows in zip(self._sequences, self._bases, kept, strict=True):
+            sequence.truncate(base + rows)
+
+
 class SmallModelSource:
     """A small language model as a draft source; its K/V can be rebuilt from tokens at any time."""
 
@@ -102,6 +152,8 @@ class SmallModelSource:
         self._model = model
         self._vocab_size = vocab_size
         self._sequences: dict[SessionKey, KVSequence] = {}
+        self._ahead: Ahead | None = None
+        """The proposals scored last."""
 
     @property
     def usable(self) -> bool:
@@ -125,6 +177,7 @@ class SmallModelSource:
         ready: list[Session] = []
         jobs: list[Job] = []
         prefixes: list[_Prefix] = []
+        self._ahead = None
         for session in sessions:
             job = make_job(len(jobs), session)
             prefix = self._prefix(session, slots=job.growth.max_rows) if job else None
@@ -138,6 +191,31 @@ class SmallModelSource:
         for slot, draft in grow(batch, jobs):
             batch.finish(slot)
             yield Drafted.of([(ready[slot], draft)])
+
+    @torch.inference_mode()
+    def score(self, lives: Sequence[Live]) -> Scored:
+        """Catch up, then run all nodes of all proposals, level by level."""
+        self._ahead = None
+        ready: list[int] = []
+        prefixes: list[_Prefix] = []
+        for index, live in enumerate(lives):
+            prefix = self._prefix(live.session, slots=len(live.tree))
+            if prefix is not None:
+                ready.append(index)
+                prefixes.append(prefix)
+        if not ready:
+            return no_scores(lives)
+        self._ahead, scored = score(
+            _SmallForest(self._model, self._vocab_size, prefixes), lives, ready
+        )
+        return scored
+
+    @torch.inference_mode()
+    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+        """Grow drafts together, below the rows of the proposals scored last: as many at a time as
+        the sessions have slots for."""
+        if self._ahead is not None:
+            yield from branch(self._ahead, outcomes)
 
     def release(self, session: Session) -> None:
         """Free the session's K/V."""

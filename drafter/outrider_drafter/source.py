@@ -66,6 +66,15 @@ class Scored:
     that were not looked at."""
 
 
+def no_scores(lives: Sequence[Live], width: int = 1) -> Scored:
+    """Scores of proposals of which nothing is known; `width` columns."""
+    shapes = [(len(live.tree) + 1, width) for live in lives]
+    return Scored(
+        tokens=[np.full(shape, -1, dtype=np.int32) for shape in shapes],
+        logprobs=[np.full(shape, -np.inf, dtype=np.float32) for shape in shapes],
+    )
+
+
 class Outcome(NamedTuple):
     """A verdict that may come: the path to `node` stands and `token`, no child of it, follows."""
 
@@ -87,6 +96,18 @@ class Branches:
     parents: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     laws: Laws | None = None
+
+    @classmethod
+    def of(cls, outcomes: NDArray[np.int64], drafted: Drafted) -> Branches:
+        """Drafts for these outcomes."""
+        return cls(
+            outcomes=outcomes,
+            node_counts=drafted.node_counts,
+            tokens=drafted.tokens,
+            parents=drafted.parents,
+            logprobs=drafted.logprobs,
+            laws=drafted.laws,
+        )
 
 
 class DraftSource(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter, deque
@@ -27,7 +28,8 @@ interpreter lock. A message ends it."""
 
 
 class DraftWorker:
-    """Runs a `DraftEngine`: all waiting messages, then all wanted drafts, then a little catch-up.
+    """Runs a `DraftEngine`: all waiting messages, then all wanted drafts, then drafts for outcomes
+    that have not happened, for as long as no message comes, then a little catch-up.
 
     Verdicts that arrive together are drafted together, and so are those that arrive while a batch
     runs and wait for its end. Metrics wait until nobody waits for a draft.
@@ -120,7 +122,7 @@ class DraftWorker:
         """Take in all messages, waiting for one if there is nothing else to do, then do it."""
         engine = self._engine
         self._take_in()
-        while self._receive():
+        while self._receive(self._wait_s()):
             self._gives_way = False
             self._take_in()
         if self._stopping:
@@ -130,15 +132,27 @@ class DraftWorker:
                 self._send(answers)
             return
         self._gives_way = False
-        if engine.has_unbooked:
+        if engine.wants_look_ahead:
+            self._look_ahead()
+        elif engine.has_unbooked:
             engine.book()
         elif engine.is_behind:
             engine.catch_up()
 
-    def _receive(self) -> bool:
-        """Whether messages came while there was nothing more urgent to do."""
+    def _look_ahead(self) -> None:
+        """Until it is done, or a message waits: sessions may move by it."""
+        ahead = self._engine.look_ahead()
+        with contextlib.closing(ahead):
+            for answers in ahead:
+                self._send(answers)
+                self._receive(0.0)
+                if self._untaken or self._stopping:
+                    return
+
+    def _receive(self, wait_s: float | None) -> bool:
+        """Whether messages came within this time."""
         lanes = self._lanes
-        ready = self._inbox.wait(self._wait_s(), lanes.readers, lanes.writers)
+        ready = self._inbox.wait(wait_s, lanes.readers, lanes.writers)
         lanes.flush()
         came = bool(ready)
         for entry in self._inbox.take():
@@ -176,4 +190,5 @@ class DraftWorker:
             return 0.0
         if self._gives_way:
             return GIVE_WAY_S
-        return 0.0 if engine.has_unbooked or engine.is_behind else None
+        busy = engine.wants_look_ahead or engine.has_unbooked or engine.is_behind
+        return 0.0 if busy else None

@@ -55,7 +55,7 @@ def plan_segment(
     window = None if window is None or end <= window else window
     is_causal = window is None and mask is None and start == 0 and count > 1
     additive = None
-    if not is_causal and (count > 1 or window is not None):
+    if not is_causal and (count > 1 or window is not None or mask is not None):
         additive = _additive_mask(sequence, count, mask, window, dtype)
     storage, first = pool.storage, sequence.start
     keys: tuple[Tensor, ...] = ()

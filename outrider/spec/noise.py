@@ -79,6 +79,15 @@ def noise_keys(stream_keys: Words, positions: Words) -> NDArray[np.uint64]:
         return mix64_array(np.asarray(_words(stream_keys) + _words(positions), dtype=np.uint64))
 
 
+def prefix_keys(stream_keys: Words, digests: Words) -> NDArray[np.uint64]:
+    """Keys of a stream for one prefix alone, by broadcasting its keys with prefix digests.
+
+    mix64(stream_key ^ digest). Drafts that are made before it is known whether they will be used
+    draw from these: two drafts for one position share no noise unless they continue one prefix.
+    """
+    return mix64_array(np.asarray(_words(stream_keys) ^ _words(digests), dtype=np.uint64))
+
+
 def bits_from_keys(keys: NDArray[np.uint64], ids: Words) -> NDArray[np.uint64]:
     """Noise bits by broadcasting keys with ids (>= SHARED_COIN_ID)."""
     with np.errstate(over="ignore"):

@@ -1,0 +1,350 @@
+"""Drafts for outcomes that have not happened: whose, for which, and what verdicts make of them.
+
+Of a session that looks ahead the live proposal is known, the one that its verifier has, and which
+drafts went out for outcomes of it. A verdict that ends in one of these is a hit: that draft is the
+live proposal then, and nothing is drafted for its prefix again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.spec.digest import extend_digest, extend_digests
+from outrider.spec.plan import DraftMethod
+from outrider.spec.sampling import Rule
+from outrider.spec.tree import DraftTree
+from outrider.wire.messages import Proposals, SessionsLost
+from outrider_drafter.calibration import Calibration, FixedSpread, Predictor
+from outrider_drafter.metrics import Metrics
+from outrider_drafter.outcomes import Floats, Indices, Layout, best, seen
+from outrider_drafter.sessions import Session
+from outrider_drafter.source import AheadSource, Branches, Drafted, DraftSource, Live, Outcome
+from outrider_drafter.table import SessionTable
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_FAN_OUT: Final = 16
+"""Outcomes of a proposal where its plan leaves them to the drafter."""
+MAX_FAN_OUT: Final = 256
+"""Whatever a plan says."""
+MAX_BRANCHES: Final = 64
+"""Outcomes of all sessions that one launch drafts for."""
+_TEMPERATURES: Final = (0.0, 0.5, 0.85, 1.15)
+"""Upper ends of the classes whose sessions learn from each other."""
+
+Answers = list[tuple[int, Proposals | SessionsLost]]
+"""(connection, message): what goes out together."""
+Kind = tuple[DraftMethod, Rule, int]
+
+
+class _Expected(NamedTuple):
+    """Outcomes that are to be drafted for; [K] each."""
+
+    lives: Indices
+    nodes: Indices
+    tokens: NDArray[np.int32]
+    digests: NDArray[np.uint64]
+    """Of the prefixes that they make."""
+    lengths: Indices
+    """Of these prefixes."""
+    gains: Floats
+
+    def only(self, which: Indices | slice) -> _Expected:
+        """Some of them, in this order."""
+        return _Expected(
+            self.lives[which],
+            self.nodes[which],
+            self.tokens[which],
+            self.digests[which],
+            self.lengths[which],
+            self.gains[which],
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """A session that looks ahead."""
+
+    session: Session
+    tree: DraftTree | None = None
+    """The live proposal; None while there is none."""
+    length: int = 0
+    """Tokens of the prefix that it continues."""
+    layout: Layout | None = None
+    """Of the live proposal, once its candidates are known;"""
+    logprobs: NDArray[np.float32] | None = None
+    """theirs, [1 + n, c]."""
+    branches: dict[int, DraftTree] = field(default_factory=dict)
+    """What was sent for outcomes of the live proposal, by prefix digest."""
+    pending: int = 0
+    """Outcomes that were chosen and not drafted for yet."""
+
+    def take_up(self, tree: DraftTree | None) -> None:
+        """There is another live proposal, for the session's present prefix."""
+        self.tree, self.length = tree, len(self.session.tokens)
+        self.layout = self.logprobs = None
+        self.branches, self.pending = {}, 0
+
+
+class LookAhead:
+    """All sessions that look ahead. Every method is called from the engine's thread."""
+
+    def __init__(
+        self,
+        sources: Sequence[DraftSource],
+        table: SessionTable,
+        metrics: Metrics,
+        *,
+        now: Callable[[], float],
+        later: Callable[[Callable[[], None]], None],
+        failed: Callable[[], None],
+    ) -> None:
+        """`later` keeps what can wait until nobody waits for a draft; `failed` is told of every
+        failure of a source."""
+        self._sources = {s.method: s for s in sources if isinstance(s, AheadSource)}
+        self._table = table
+        self._metrics = metrics
+        self._now, self._later, self._failed = now, later, failed
+        self.watched: dict[int, _Watched] = {}
+        """By slot; empty if no session looks ahead."""
+        slots = len(table.followed)
+        self._is_watched = np.zeros(slots, dtype=np.bool_)
+        self._open = np.zeros(slots, dtype=np.bool_)
+        """[X]: whether there may be outcomes to draft for."""
+        self._off: set[int] = set()
+        """Slots of sessions whose look-ahead has failed."""
+        self._predictors: dict[Kind, Predictor] = {}
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is a live proposal whose outcomes were not all drafted for."""
+        return bool(self.watched) and bool(self._open.any())
+
+    def watch(self, session: Session) -> None:
+        """A session began, or has another plan: what was sent ahead by the old one is forgotten."""
+        self._unwatch(session.slot)
+        plan = session.plan
+        if not (plan.look_ahead and plan.speculative) or session.slot in self._off:
+            return
+        if plan.method in self._sources:
+            self.watched[session.slot] = _Watched(session)
+            self._is_watched[session.slot] = True
+
+    def forget(self, session: Session) -> None:
+        """A session ended, or was lost."""
+        self._unwatch(session.slot)
+        self._off.discard(session.slot)
+
+    def _unwatch(self, slot: int) -> None:
+        if self.watched.pop(slot, None) is not None:
+            self._is_watched[slot] = self._open[slot] = False
+
+    def take_up(self, drafted: Drafted) -> None:
+        """These drafts are live now."""
+        watched = [self.watched.get(session.slot) for session in drafted.sessions]
+        if not any(watched):
+            return
+        trees = _trees(drafted)
+        for one, tree in zip(watched, trees, strict=True):
+            if one is not None:
+                one.take_up(tree if len(tree) else None)
+                # An outcome takes a token, and a draft for it one more.
+                self._open[one.session.slot] = one.tree is not None and one.session.room >= 2
+
+    def follow(self, slots: Indices) -> None:
+        """The sessions in these slots were moved on: those that were drafted for want no draft."""
+        mine = slots[self._is_watched[slots]]
+        for slot, length, digest in zip(
+            mine.tolist(),
+            self._table.lengths[mine].tolist(),
+            self._table.digests[mine].tolist(),
+            strict=True,
+        ):
+            one = self.watched[slot]
+            if one.tree is not None and length > one.length:
+                self._move_on(one, slot, digest)
+
+    def _move_on(self, one: _Watched, slot: int, digest: int) -> None:
+        metrics = self._metrics
+        if one.pending:
+            metrics.dropped_outcomes.inc(one.pending)
+        if one.layout is not None and one.logprobs is not None:
+            told = self._table.tokens[slot, one.length : self._table.lengths[slot]].tolist()
+            predictor = self._predictor(one.session)
+            self._later(partial(_learn, predictor, one.layout, one.logprobs, told))
+        tree = one.branches.get(digest)
+        hit = tree is not None and bool(self._table.wanting[slot])
+        metrics.outcomes.labels("hit" if hit else "miss").inc()
+        if hit:
+            self._table.wanting[slot] = False
+        one.take_up(tree if hit else None)
+        self._open[slot] = hit and one.session.room >= 2
+
+    def work(self) -> Generator[Answers]:
+        """Draft for the outcomes of all live proposals, best expected gain first; yields
+        (connection, drafts) that are ready together. Where nothing is ready yet it yields nothing,
+        so that what has come meanwhile can be looked at.
+
+        As soon as a session may have moved the iterator must be closed; what is left is chosen
+        anew, from scores of its own, in the next one.
+        """
+        open_ones = [self.watched[slot] for slot in np.flatnonzero(self._open).tolist()]
+        open_ones.sort(key=lambda one: one.session.plan.method)
+        for method, group in groupby(open_ones, key=lambda one: one.session.plan.method):
+            ones = list(group)
+            try:
+                yield from self._look(self._sources[method], ones)
+            except Exception:
+                logger.exception("look-ahead failed", extra={"sessions": len(ones)})
+                self._metrics.look_ahead_failures.labels(method).inc()
+                for one in ones:
+                    self._unwatch(one.session.slot)
+                    self._off.add(one.session.slot)
+                self._failed()
+
+    def _look(self, source: AheadSource, ones: Sequence[_Watched]) -> Generator[Answers]:
+        started = self._now()
+        expected = self._choose(source, ones)
+        seconds = self._metrics.look_ahead_seconds
+        self._later(partial(seconds.labels("score").observe, self._now() - started))
+        for first in range(0, len(expected.lives), MAX_BRANCHES):
+            yield []
+            started = self._now()
+            launch = expected.only(slice(first, first + MAX_BRANCHES))
+            outcomes = [
+                Outcome(*entry)
+                for entry in zip(
+                    launch.lives.tolist(),
+                    launch.nodes.tolist(),
+                    launch.tokens.tolist(),
+                    strict=True,
+                )
+            ]
+            for branches in source.branch(outcomes):
+                yield self._sent(ones, launch, branches, self._now() - started)
+            self._later(partial(seconds.labels("branch").observe, self._now() - started))
+        for one in ones:
+            one.pending = 0
+            self._open[one.session.slot] = False
+
+    def _choose(self, source: AheadSource, ones: Sequence[_Watched]) -> _Expected:
+        """Score live proposals and choose among their outcomes, best first."""
+        self._metrics.look_aheads.labels(source.method).inc()
+        scored = source.score([Live(one.session, one.tree) for one in ones if one.tree is not None])
+        parts = [
+            self._outcomes(live, one, scored.tokens[live], scored.logprobs[live])
+            for live, one in enumerate(ones)
+        ]
+        found = _Expected(
+            np.concatenate([part.lives for part in parts]),
+            np.concatenate([part.nodes for part in parts]),
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.digests for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([part.gains for part in parts]),
+        )
+        return found.only(np.argsort(-found.gains, kind="stable"))
+
+    def _outcomes(
+        self, live: int, one: _Watched, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]
+    ) -> _Expected:
+        """Of one live proposal with these candidates [1 + n, c]."""
+        assert one.tree is not None
+        session, there = one.session, one.branches
+        layout = Layout.of(one.tree, tokens)
+        one.layout, one.logprobs = layout, logprobs
+        gains = self._predictor(session).gains(layout, logprobs)
+        wanted = min(session.plan.fan_out or DEFAULT_FAN_OUT, MAX_FAN_OUT)
+        chosen = best(layout, gains, room=session.room, count=wanted + len(there))
+        ends = _digests(one.tree, session.digest)[chosen.nodes + 1]
+        found = _Expected(
+            lives=np.full(len(chosen.nodes), live),
+            nodes=chosen.nodes,
+            tokens=chosen.tokens,
+            digests=extend_digests(ends, chosen.tokens),
+            lengths=one.length + layout.depths[chosen.nodes + 1] + 1,
+            gains=chosen.gains,
+        )
+        if there:
+            # A message came between them and these.
+            new = [i for i, digest in enumerate(found.digests.tolist()) if digest not in there]
+            found = found.only(np.array(new[: max(wanted - len(there), 0)], dtype=np.int64))
+        one.pending = len(found.lives)
+        return found
+
+    def _sent(
+        self, ones: Sequence[_Watched], launch: _Expected, branches: Branches, seconds: float
+    ) -> Answers:
+        """Keep what was made, and address it."""
+        places = branches.outcomes
+        lives = launch.lives[places].tolist()
+        trees = _trees(branches)
+        digests = launch.digests[places]
+        for live, digest, tree in zip(lives, digests.tolist(), trees, strict=True):
+            ones[live].pending -= 1
+            if len(tree):
+                ones[live].branches[digest] = tree
+        keys = [ones[live].session.key for live in lives]
+        proposals = Proposals(
+            handles=np.array([key.handle for key in keys], dtype=np.int64),
+            digests=digests,
+            prefix_lens=launch.lengths[places],
+            node_counts=branches.node_counts,
+            tokens=branches.tokens,
+            parents=branches.parents,
+            logprobs=branches.logprobs,
+            laws=branches.laws,
+            draft_us=int(seconds * 1e6),
+        )
+        method = ones[0].session.plan.method
+        made = int(np.count_nonzero(branches.node_counts))
+        self._later(partial(self._metrics.branches.labels(method).inc, made))
+        owners = np.array([key.connection for key in keys], dtype=np.int64)
+        there = branches.node_counts > 0
+        return [
+            (number, proposals.only(np.flatnonzero(there & (owners == number))))
+            for number in dict.fromkeys(owners[there].tolist())
+        ]
+
+    def _predictor(self, session: Session) -> Predictor:
+        sampling = session.sampling
+        rule = sampling.effective_rule
+        warmth = int(np.searchsorted(_TEMPERATURES, sampling.temperature))
+        kind = (session.plan.method, rule, warmth)
+        if kind not in self._predictors:
+            new = FixedSpread() if rule is Rule.REJECTION else Calibration()
+            self._predictors[kind] = new
+        return self._predictors[kind]
+
+
+def _learn(
+    predictor: Predictor, layout: Layout, logprobs: NDArray[np.float32], told: Sequence[int]
+) -> None:
+    predictor.learn(layout, logprobs, seen(layout, told))
+
+
+def _trees(drafts: Drafted | Branches) -> list[DraftTree]:
+    """Each draft's tree, in memory of its own."""
+    tokens, parents = drafts.tokens.copy(), drafts.parents.copy()
+    logprobs = drafts.logprobs.copy()
+    ends = drafts.node_counts.cumsum().tolist()
+    return [
+        DraftTree(tokens[begin:end], parents[begin:end], logprobs[begin:end])
+        for begin, end in zip([0, *ends], ends, strict=False)
+    ]
+
+
+def _digests(tree: DraftTree, digest: int) -> NDArray[np.uint64]:
+    """[1 + n]: the prefix digest at each place."""
+    result = [digest]
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        result.append(extend_digest(result[parent + 1], (token,)))
+    return np.array(result, dtype=np.uint64)
