@@ -14,6 +14,7 @@ from outrider.errors import OutriderError
 BENCHMARKS: Final = {
     "local": ("speed", "speculative, plain and transformers decoding, interleaved"),
     "acceptance": ("acceptance", "tokens emitted per round by task, rule and temperature"),
+    "look-ahead": ("look_ahead", "acceptance and hit rates of drafts made one round ahead"),
     "lossless": ("lossless", "token ids with and without a drafter, differences explained"),
     "load": ("load", "many concurrent streams, and a full queue"),
     "events": ("events", "events a second through one router, and its processor time for each"),

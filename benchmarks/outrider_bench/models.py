@@ -14,12 +14,17 @@ from outrider_bench.prompts import DEFAULT_PROMPTS
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that every benchmark takes."""
+    """Flags that every benchmark takes which starts services."""
+    add_input_arguments(parser)
+    add_placing_arguments(parser)
+
+
+def add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags for what is measured, and where the result goes."""
     add = parser.add_argument
     add("--model", default=DEFAULT_MODEL, help=f"name or directory; default: {DEFAULT_MODEL}")
     add("--head", type=Path, help="draft head; default: the one that ships for the model")
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
-    add_placing_arguments(parser)
     add("--threads", type=int, default=2, help="compute threads of each process; default: 2")
     add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSONL; default: the bundled 40")
     add("--limit", type=int, help="number of prompts; default: all")

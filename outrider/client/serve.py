@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 from outrider.client.flags import add_look_ahead_arguments, at_least, number_from
-from outrider.client.local import CUDA, LocalCluster, LocalConfig, say
+from outrider.client.local import LocalCluster, LocalConfig, say
 from outrider.client.modelfiles import DEFAULT_MODEL, find_model
 from outrider.client.modules import run_module
+from outrider.client.on_ray import add_ray_arguments, ray_flags
 from outrider.client.placing import add_placing_arguments, placing_of
 from outrider.client.processes import ChildProcess
 from outrider.errors import InvalidRequestError
@@ -60,14 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="how many times as long drafts take",
     )
+    add_ray_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. Raises OutriderError."""
+    own = ray_flags(args)
     config = make_config(args)
     if args.runtime == "ray":
         # Ray's launcher is a process of its own: this one imports no Ray.
-        return run_module(RAY_MODULE, ray_args(config))
+        return run_module(RAY_MODULE, [*ray_args(config), *own])
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -170,7 +173,8 @@ def ray_args(config: LocalConfig) -> list[str]:
         "look-ahead": config.look_ahead,
         "fan-out": config.fan_out,
         "simulated-acceptance": config.simulated_acceptance or None,
-        "gpus-per-actor": 1 if config.device == CUDA else None,
+        "device": config.device,
+        "drafter-device": config.drafter_device or None,
         "listen": config.listen,
         "kv-tokens": config.kv_tokens,
         "max-sessions": config.max_sessions,

@@ -15,12 +15,20 @@ from pathlib import Path
 import ray
 
 from outrider.transport.base import Dialer
-from outrider.transport.ray import RayConfig, RayDialer, RayEndpoint, serve_drafter, serve_verifier
+from outrider.transport.ray import (
+    REFS,
+    RayConfig,
+    RayDialer,
+    RayEndpoint,
+    serve_drafter,
+    serve_verifier,
+)
 from tests.integration.fake_endpoints import FakeDrafter, FakeVerifier
 from tests.integration.transport_harness import HEARTBEAT
 
 ROOT = Path(__file__).parents[2]
-CONFIG = RayConfig(heartbeat=HEARTBEAT)
+# Streams over gRPC are the gRPC transport's, and have its tests.
+CONFIG = RayConfig(exchange=REFS, heartbeat=HEARTBEAT)
 _names = itertools.count()
 
 
@@ -39,6 +47,8 @@ def start_ray() -> None:
     """One local instance, shared by all tests of the run."""
     if not ray.is_initialized():
         ray.init(
+            # Not one that another test has started.
+            address="local",
             num_cpus=2,
             include_dashboard=False,
             logging_level="ERROR",

@@ -234,7 +234,7 @@ def test_a_head_in_the_verifier_needs_no_drafter() -> None:
         cuda_graphs=False,
     )
     verifier = verifier_config(config)
-    assert (verifier.placement, verifier.draft_length, verifier.device) == ("fused", 5, "cuda")
+    assert (verifier.placement, verifier.draft_length, verifier.device) == ("fused", 5, "cuda:0")
     assert (verifier.features_from, verifier.cuda_graphs) == ("h", False)
     drafter = drafter_config(config)
     assert drafter is not None

@@ -18,6 +18,7 @@ from typing import Any
 from outrider.config import load_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
+from outrider.process import run
 from outrider_ray.config import LaunchConfig
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
     add("--draft-model", metavar="NAME|DIR", help="small model, same tokenizer")
     add("--methods", metavar="A,B", help="eagle3, eagle, ngram, model; or none")
     add("--dtype", help="element type of the models")
+    add("--device", help="of the models: cpu or cuda")
+    add("--drafter-device", metavar="DEVICE", help="cpu or cuda; default: that of the target")
+    add("--memory-fraction", type=float, metavar="F", help="of a GPU, for the verifier")
     add("--placement", metavar="WHERE", help="of the head: separate, colocated or fused")
     add("--draft-length", type=int, metavar="K", help="of a head in the verifier")
     add("--draft-topk", type=int, metavar="K", help="children it tries of a node")
@@ -59,10 +63,12 @@ def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
     add("--threads", type=int, metavar="N", help="compute threads of each actor")
     add("--awake-cores", type=int, metavar="N", help="cores that each actor keeps from going idle")
     add("--metrics-port", type=int, metavar="P", help="of the router; 0 takes a free one")
+    add("--exchange", help="grpc (default), or refs: actor calls with object refs")
     add("--ray-address", metavar="ADDR", help="cluster to join: HOST:PORT or auto")
     add("--namespace", metavar="NAME", help="Ray namespace of the actors")
     add("--cpus-per-actor", type=float, metavar="N", help="CPUs that Ray reserves; default 0")
-    add("--gpus-per-actor", type=float, metavar="N", help="GPUs that Ray reserves; default 0")
+    add("--gpus-per-actor", type=float, metavar="N", help="GPUs that Ray reserves on cuda")
+    add("--strategy", help="pack (default), spread, strict-pack or strict-spread")
     add("--verifier-resource", metavar="NAME", help="custom resource that places the verifier")
     add("--drafter-resource", metavar="NAME", help="custom resource that places the drafter")
     add("--start-timeout-s", type=float, metavar="S", help="longest start of an actor")
@@ -130,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from outrider_ray.cluster import ray_cluster
 
         with ray_cluster(config):
-            asyncio.run(serve(config))
+            run(serve(config))
     except (OutriderError, OSError) as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": str(error)}) + "\n")
         return _EXIT_MISUSE

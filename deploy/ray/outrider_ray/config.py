@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 from outrider_drafter.config import DrafterConfig
 from outrider_router.config import RouterConfig
 from outrider_verifier.config import SEPARATE, VerifierConfig
 
+from outrider.client.local import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACTION
+from outrider.client.on_ray import PACK, STRATEGIES
 from outrider.config import load_config
 from outrider.spec.plan import DraftMethod
-from outrider.transport.ray import RayConfig
+from outrider.transport.ray import EXCHANGES, GRPC, RayConfig
 
 VERIFIER = "verifier-0"
 """Actor name of the verifier, which is its address and its id."""
 DRAFTER = "drafter-0"
 """Actor name of the drafter."""
 HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
+LOCAL_HOST = "127.0.0.1"
+
+
+class Role(IntEnum):
+    """What an actor does."""
+
+    VERIFIER = 0
+    DRAFTER = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +47,13 @@ class LaunchConfig:
     """Ways of drafting; `none` starts no drafter; None takes all that `head` allows."""
     dtype: str = "float32"
     """Element type of target and draft models."""
+    device: str = ""
+    """cpu or cuda: where the models compute; "" takes cuda where `gpus_per_actor` is given."""
+    drafter_device: str = ""
+    """The same for the drafter alone; "" takes `device`, or cpu if n-grams are all it drafts."""
+    memory_fraction: float | None = None
+    """Share of its GPU's memory that the verifier may use; None takes 0.7 where the drafter may
+    have the same GPU, else the verifier's default."""
     placement: str = SEPARATE
     """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
     draft_length: int | None = None
@@ -67,19 +85,25 @@ class LaunchConfig:
     """Cores that each actor keeps from going idle while it serves; with GPUs only."""
     metrics_port: int = -1
     """Port of the router's Prometheus endpoint; 0 takes a free one, -1 serves none."""
+    exchange: str = GRPC
+    """How rounds and sessions travel: grpc, from process to process and by lanes within a node; or
+    refs, as actor calls with object refs for large messages, and no lanes."""
     ray_address: str = ""
     """Cluster to join: HOST:PORT of its head, or auto; "" starts a local one."""
     namespace: str = "outrider"
     """Ray namespace of the actors' names; one launcher a namespace."""
     cpus_per_actor: float = 0.0
     """CPUs that Ray reserves for each actor."""
-    gpus_per_actor: float = 0.0
-    """GPUs that Ray reserves for each actor, which then computes on its first one."""
+    gpus_per_actor: float | None = None
+    """GPUs that Ray reserves for each actor on cuda, which computes on its first one; None takes
+    one, or an equal share where there are fewer GPUs than actors."""
+    strategy: str = PACK
+    """How Ray places the two: pack, spread, strict-pack or strict-spread."""
     verifier_resource: str = ""
     """Custom resource of which the verifier takes one; places it on nodes that offer it."""
     drafter_resource: str = ""
     """The same for the drafter."""
-    start_timeout_s: float = 180.0
+    start_timeout_s: float = 600.0
     """How long an actor may take to be placed and to load its model."""
     drain_s: float = 5.0
     """Time that running requests get after SIGTERM."""
@@ -88,8 +112,20 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         for name in ("threads", "cpus_per_actor", "gpus_per_actor", "drain_s"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative")
+        choices = (
+            ("device", ("", *DEVICES)),
+            ("drafter_device", ("", *DEVICES)),
+            ("exchange", EXCHANGES),
+            ("strategy", STRATEGIES),
+        )
+        for name, known in choices:
+            if getattr(self, name) not in known:
+                words = ", ".join(filter(None, known))
+                raise ValueError(f"{name} must be one of {words}, got {getattr(self, name)!r}")
+        if self.gpus_per_actor == 0 and CUDA in self.devices:
+            raise ValueError("gpus_per_actor must be positive for actors on cuda")
         if self.start_timeout_s <= 0:
             raise ValueError("start_timeout_s must be positive")
         if self.ray_address.startswith("ray://"):
@@ -112,9 +148,17 @@ class LaunchConfig:
         return tuple(method for method in self.drafting if method not in HEAD_METHODS)
 
     @property
-    def device(self) -> str:
-        """torch device of the actors; Ray shows each only the GPUs that it reserved."""
-        return "cuda" if self.gpus_per_actor > 0 else "cpu"
+    def roles(self) -> tuple[Role, ...]:
+        """The actors that there are."""
+        return (Role.VERIFIER, Role.DRAFTER) if self.drafter_methods else (Role.VERIFIER,)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """cpu or cuda, of each of `roles`."""
+        verifier = self.device or (CUDA if self.gpus_per_actor else CPU)
+        looks_up = self.drafter_methods == (DraftMethod.NGRAM,)
+        drafter = self.drafter_device or (CPU if looks_up else verifier)
+        return (verifier, drafter)[: len(self.roles)]
 
     @property
     def actor_threads(self) -> int:
@@ -124,15 +168,40 @@ class LaunchConfig:
     @property
     def ray(self) -> RayConfig:
         """Settings of the transport."""
-        return RayConfig(namespace=self.namespace, start_timeout_s=self.start_timeout_s)
+        return RayConfig(
+            namespace=self.namespace,
+            exchange=self.exchange,
+            # A local Ray is for this machine alone.
+            listen_host="" if self.ray_address else LOCAL_HOST,
+            start_timeout_s=self.start_timeout_s,
+        )
 
-    def actor_options(self, resource: str) -> dict[str, object]:
-        """Ray's options for an actor that takes one of `resource` ("" takes none)."""
-        return {
-            "num_cpus": self.cpus_per_actor,
-            "num_gpus": self.gpus_per_actor,
-            "resources": {resource: 1.0} if resource else {},
-        }
+    @property
+    def ray_strategy(self) -> str:
+        """The strategy by Ray's own name."""
+        return self.strategy.replace("-", "_").upper()
+
+    def torch_device(self, role: Role) -> str:
+        """torch device of an actor: Ray shows each only the GPUs that it reserved."""
+        return CPU if self.devices[role] == CPU else "cuda:0"
+
+    def gpus_of(self, role: Role) -> float:
+        """GPUs that Ray reserves for an actor; without a number that was given, one."""
+        if self.devices[role] == CPU:
+            return 0.0
+        return 1.0 if self.gpus_per_actor is None else self.gpus_per_actor
+
+    def resource_of(self, role: Role) -> str:
+        """Custom resource that places an actor, "" if there is none."""
+        return (self.verifier_resource, self.drafter_resource)[role]
+
+    @property
+    def verifier_memory_fraction(self) -> float | None:
+        """Share of a GPU's memory for the verifier; None leaves it its default."""
+        shares = self.devices.count(CUDA) > 1 and self.gpus_of(Role.VERIFIER) < 1.0
+        if self.memory_fraction is None and shares:
+            return SHARED_MEMORY_FRACTION
+        return self.memory_fraction
 
 
 def verifier_config(config: LaunchConfig) -> VerifierConfig:
@@ -145,7 +214,9 @@ def verifier_config(config: LaunchConfig) -> VerifierConfig:
             "verifier_id": VERIFIER,
             "features_from": _portable(config.head) if uses_head else None,
             "dtype": config.dtype,
-            "device": config.device,
+            "device": config.torch_device(Role.VERIFIER),
+            "memory_fraction": config.verifier_memory_fraction,
+            "lanes": config.exchange == GRPC,
             "placement": config.placement,
             "draft_length": config.draft_length,
             "draft_topk": config.draft_topk,
@@ -168,6 +239,7 @@ def drafter_config(config: LaunchConfig) -> DrafterConfig | None:
         return None
     uses_head = bool(HEAD_METHODS & set(methods))
     uses_model = DraftMethod.MODEL in methods
+    device = config.torch_device(Role.DRAFTER)
     return load_config(
         DrafterConfig,
         overrides={
@@ -176,10 +248,12 @@ def drafter_config(config: LaunchConfig) -> DrafterConfig | None:
             "draft_model": _portable(config.draft_model) if uses_model else None,
             "methods": methods,
             "dtype": config.dtype,
-            "device": config.device,
+            "device": device,
+            "lanes": config.exchange == GRPC,
             "cuda_graphs": config.cuda_graphs,
             "threads": config.actor_threads,
-            "awake_cores": config.awake_cores,
+            # One that computes on cores needs them for itself.
+            "awake_cores": config.awake_cores if device != CPU else 0,
             "drafter_id": DRAFTER,
             "log_level": config.log_level,
         },

@@ -6,19 +6,27 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.transport.ray import RayEndpoint, serve_drafter, serve_verifier
+from outrider.transport.ray import (
+    EndpointFactory,
+    RayEndpoint,
+    serve_drafter,
+    serve_verifier,
+)
 from outrider_ray.actors import drafter_endpoint, verifier_endpoint
 from outrider_ray.config import (
     DRAFTER,
     VERIFIER,
     LaunchConfig,
+    Role,
     drafter_config,
     verifier_config,
 )
+from outrider_ray.places import Places, with_gpu_share
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +60,7 @@ class Keeper:
         began = time.monotonic()
         self._endpoint = await self._serve()
         seconds = round(time.monotonic() - began, 2)
-        facts = {"actor": self.name, "pid": self._endpoint.pid, "seconds": seconds}
+        facts = {"actor": self.name, "seconds": seconds} | asdict(self._endpoint.where)
         logger.info("actor is ready", extra=facts)
 
     def keep(self) -> None:
@@ -89,35 +97,40 @@ class Fleet:
     """The actors of one launcher."""
 
     def __init__(self, config: LaunchConfig) -> None:
-        """Raises InvalidRequestError where the parts do not fit together."""
-        ray_config, verifier, drafter = config.ray, verifier_config(config), drafter_config(config)
-        serve = partial(
-            serve_verifier,
-            VERIFIER,
-            partial(verifier_endpoint, verifier),
-            config=ray_config,
-            actor_options=config.actor_options(config.verifier_resource),
-        )
-        self._keepers = [Keeper(VERIFIER, serve)]
-        if drafter is not None:
-            serve = partial(
-                serve_drafter,
-                DRAFTER,
-                partial(drafter_endpoint, drafter, ray_config),
-                config=ray_config,
-                actor_options=config.actor_options(config.drafter_resource),
-            )
-            self._keepers.append(Keeper(DRAFTER, serve))
+        """Ray must be up. Raises InvalidRequestError where the parts do not fit together, and
+        UnavailableError where there is no GPU for those that compute on one.
+        """
+        config = with_gpu_share(config)
+        self._ray_config = config.ray
+        self._places = Places(config)
+        verifier = partial(verifier_endpoint, verifier_config(config))
+        self._keepers = [Keeper(VERIFIER, partial(self._serve_verifier, verifier))]
+        own = drafter_config(config)
+        if own is not None:
+            drafter = partial(drafter_endpoint, own, self._ray_config)
+            self._keepers.append(Keeper(DRAFTER, partial(self._serve_drafter, drafter)))
 
     async def start(self) -> None:
-        """Start all actors at once; returns when all are ready."""
+        """Reserve places, then start all actors at once; returns when all are ready."""
+        await self._places.reserve()
         await asyncio.gather(*(keeper.start() for keeper in self._keepers))
         for keeper in self._keepers:
             keeper.keep()
 
     async def stop(self) -> None:
-        """Stop all actors."""
+        """Stop all actors, then give their places back."""
         await asyncio.gather(*(keeper.stop() for keeper in self._keepers))
+        await self._places.release()
+
+    async def _serve_verifier(self, factory: EndpointFactory) -> RayEndpoint:
+        options = self._places.options(Role.VERIFIER)
+        return await serve_verifier(
+            VERIFIER, factory, config=self._ray_config, actor_options=options
+        )
+
+    async def _serve_drafter(self, factory: EndpointFactory) -> RayEndpoint:
+        options = self._places.options(Role.DRAFTER)
+        return await serve_drafter(DRAFTER, factory, config=self._ray_config, actor_options=options)
 
 
 async def _death(actor: Any, name: str) -> None:

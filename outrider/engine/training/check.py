@@ -23,7 +23,8 @@ from outrider.engine.training.data import (
     Sample,
     make_batch,
 )
-from outrider.engine.training.model import Trace, TrainableHead, UnrolledForward, make_labels
+from outrider.engine.training.head import TrainableHead
+from outrider.engine.training.model import Trace, UnrolledForward, make_labels
 from outrider.engine.training.target import Target, load_target
 
 logger = logging.getLogger(__name__)

@@ -7,14 +7,19 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from outrider.engine.heads import default_tap_layers, load_feature_projection, load_head
+from outrider.engine.heads import (
+    DraftHead,
+    default_tap_layers,
+    load_feature_projection,
+    load_head,
+)
 from outrider.engine.training.check import check_head, load_trainable
 from outrider.engine.training.data import (
     ChatTokenizer,
@@ -25,18 +30,22 @@ from outrider.engine.training.data import (
     read_prompts,
     save_samples,
 )
+from outrider.engine.training.drafting import CHAIN, TREE
 from outrider.engine.training.export import head_config_for, save_head
 from outrider.engine.training.generate import GenerateConfig, Request, generate
-from outrider.engine.training.loop import TrainConfig, Trainer
-from outrider.engine.training.model import TrainableHead
+from outrider.engine.training.head import TrainableHead
+from outrider.engine.training.loop import DEEP_SHARE, UNROLL, WHOLE_STEPS, TrainConfig, Trainer
 from outrider.engine.training.report import held_out_report
-from outrider.engine.training.serving import CHAIN, TREE, serving_report
+from outrider.engine.training.serving import serving_report
 from outrider.engine.training.target import Target, load_target
-from outrider.engine.training.vocab import build_vocabulary
+from outrider.engine.training.vocab import DraftVocabulary, build_vocabulary, given_vocabulary
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DRAFT_VOCABULARY = 16384
+_RATE = 1e-3
+_RATE_OF_A_HEAD = 3e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu")
     add("--dtype", choices=sorted(_DTYPES), help="compute dtype (default: bfloat16 on cuda)")
     add("--seed", type=int, default=0)
+    add("--head", type=Path, help="a head to start from, to evaluate or to check")
     add("--tap-layers", type=int, nargs="+", help="0-based layers (default: 1, L//2-1, L-4)")
-    add("--draft-vocab-size", type=int, default=16384)
+    add("--draft-vocab-size", type=int, help=f"of a new head (default: {_DRAFT_VOCABULARY})")
     add("--eval-prompts", type=Path, nargs="+", default=[], metavar="FILE")
     add("--no-compile", action="store_true", help="run without torch.compile and CUDA graphs")
     answers = parser.add_argument_group("answers")
@@ -67,13 +77,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = training.add_argument
     add("--steps", type=int, default=2000)
     add("--train-seconds", type=float, help="end the schedule by this time")
-    add("--learning-rates", type=float, nargs="+", default=[1e-3], help="several: tried first")
+    add(
+        "--learning-rates",
+        type=float,
+        nargs="+",
+        help=f"several: tried first (default: {_RATE:g}, or {_RATE_OF_A_HEAD:g} with --head)",
+    )
     add("--trial-steps", type=int, default=150)
     add("--warmup-steps", type=int, default=50)
     add("--log-every", type=int, default=50, help="steps between logged figures")
     add("--tokens-per-batch", type=int, default=32768)
     add("--row-len", type=int, default=1024)
-    add("--unroll", type=int, nargs=2, default=[5, 7], metavar=("EARLY", "LATE"))
+    add(
+        "--unroll",
+        type=int,
+        nargs=2,
+        default=UNROLL,
+        metavar=("EARLY", "LATE"),
+        help="draft steps in the first and the second half (default: %(default)s); look-ahead "
+        "needs twice the depth of a draft plus one",
+    )
+    add(
+        "--whole-steps",
+        type=int,
+        default=WHOLE_STEPS,
+        help="draft steps on the whole batch (default: %(default)s)",
+    )
+    add(
+        "--deep-share",
+        type=float,
+        default=DEEP_SHARE,
+        help="share of a batch that deeper steps run on (default: %(default)s)",
+    )
     evaluating = parser.add_argument_group("evaluation of a finished head")
     add = evaluating.add_argument
     add("--evaluate", action="store_true", help="figures of --head on --eval-prompts only")
@@ -81,7 +116,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checking = parser.add_argument_group("parity check")
     add = checking.add_argument
     add("--check", action="store_true", help="compare training with serving for one prompt")
-    add("--head", type=Path, help="directory of the head to check or evaluate")
     add("--prompt", help="text to check with")
 
 
@@ -110,9 +144,10 @@ def _dispatch(args: argparse.Namespace) -> int:
         return 0
     if args.out is None or not (args.prompts or args.self_prompts or args.answers):
         raise ValueError("training needs --out, and --prompts, --self-prompts or --answers")
+    if args.head is not None and (args.tap_layers or args.draft_vocab_size):
+        raise ValueError("--tap-layers and --draft-vocab-size are for new heads, not for --head")
     target = load_target(args.target, dtype=dtype, device=device)
-    run = _Run(args, target, ChatTokenizer(args.target))
-    run.train()
+    _Run(args, target, ChatTokenizer(args.target)).train()
     return 0
 
 
@@ -129,49 +164,34 @@ class _Run:
 
     def evaluate(self) -> None:
         """Figures of a finished head: teacher-forced ones, and drafts by the serving pieces."""
-        target, args = self._target, self._args
-        places: dict[str, Any] = {
-            "num_target_layers": target.config.num_layers,
-            "dtype": target.embedding.dtype,
-            "device": target.device,
-        }
-        lm_head = target.lm_head
-        head = load_head(args.head, embedding=target.embedding, lm_head=lm_head, **places)
-        projection = load_feature_projection(args.head, **places)
+        target = self._target
+        head = self._load_head()
+        projection = load_feature_projection(self._args.head, **self._places())
         tasks = self._evaluation_answers()
-        shapes = {"chain_4": CHAIN, "tree_32": TREE}
-        self._report["held_out"] = held_out_report(target, load_trainable(args.head, head), tasks)
+        shapes = {"chain_5": CHAIN, "tree_32": TREE}
+        trainable = load_trainable(self._args.head, head)
+        self._report["held_out"] = held_out_report(target, trainable, tasks)
         self._report["serving"] = serving_report(target, head, projection, tasks, shapes)
         self._write_report("evaluation.json")
 
     def train(self) -> None:
+        """Answers, vocabulary or a head to start from, training, figures."""
         args = self._args
+        config = self._config()
         samples = self._training_samples()
         if args.answers_only:
             self._write_report()
             return
         tasks = self._evaluation_answers()
-        head = self._new_head(samples)
+        head = self._new_head(samples) if args.head is None else self._given_head(samples)
         shape = choose_shape(samples, args.row_len, args.tokens_per_batch)
         self._report["batch"] = asdict(shape)
         trainer = Trainer(self._target, samples, shape, compile=self._fast)
-        config = TrainConfig(
-            steps=args.steps,
-            seconds=args.train_seconds,
-            learning_rate=args.learning_rates[0],
-            warmup_steps=args.warmup_steps,
-            unroll_early=args.unroll[0],
-            unroll_late=args.unroll[1],
-            seed=args.seed,
-            log_every=args.log_every,
-        )
-        rate = config.learning_rate
-        if len(args.learning_rates) > 1:
-            rate, trials = trainer.pick_learning_rate(
-                head, args.learning_rates, args.trial_steps, config
-            )
+        rates = self._rates()
+        if len(rates) > 1:
+            rate, trials = trainer.pick_learning_rate(head, rates, args.trial_steps, config)
             self._report["trials"] = trials
-        config = TrainConfig(**{**asdict(config), "learning_rate": rate})
+            config = replace(config, learning_rate=rate)
         self._report["config"] = asdict(config)
 
         def checkpoint(step: int) -> None:
@@ -184,6 +204,25 @@ class _Run:
         if tasks:
             self._report["held_out"] = held_out_report(self._target, head, tasks)
             self._write_report()
+
+    def _config(self) -> TrainConfig:
+        args = self._args
+        return TrainConfig(
+            steps=args.steps,
+            seconds=args.train_seconds,
+            learning_rate=self._rates()[0],
+            warmup_steps=args.warmup_steps,
+            unroll_early=args.unroll[0],
+            unroll_late=args.unroll[1],
+            whole_steps=args.whole_steps,
+            deep_share=args.deep_share,
+            seed=args.seed,
+            log_every=args.log_every,
+        )
+
+    def _rates(self) -> list[float]:
+        given: list[float] | None = self._args.learning_rates
+        return given or [_RATE if self._args.head is None else _RATE_OF_A_HEAD]
 
     def _training_samples(self) -> list[Sample]:
         args = self._args
@@ -271,12 +310,11 @@ class _Run:
 
     def _new_head(self, samples: Sequence[Sample]) -> TrainableHead:
         args, shape = self._args, self._target.config
-        size = min(args.draft_vocab_size, shape.vocab_size)
+        size = min(args.draft_vocab_size or _DRAFT_VOCABULARY, shape.vocab_size)
         vocabulary = build_vocabulary(
             (s.answer for s in samples), shape.vocab_size, size, shape.eos_token_ids
         )
-        self._report["vocabulary"] = {"size": size, "coverage": vocabulary.coverage}
-        logger.info("draft vocabulary of %d covers %.4f", size, vocabulary.coverage)
+        self._report_vocabulary(vocabulary)
         taps = tuple(args.tap_layers or default_tap_layers(shape.num_layers))
         torch.manual_seed(args.seed)
         head = TrainableHead(
@@ -284,6 +322,31 @@ class _Run:
         )
         head.initialise_from(self._target)
         return head.to(self._target.device)
+
+    def _given_head(self, samples: Sequence[Sample]) -> TrainableHead:
+        """The head to start from, with its own taps and draft vocabulary."""
+        head = load_trainable(self._args.head, self._load_head())
+        ids = head.target_ids.cpu().numpy()
+        size = self._target.config.vocab_size
+        self._report_vocabulary(given_vocabulary((s.answer for s in samples), size, ids))
+        return head
+
+    def _load_head(self) -> DraftHead:
+        embedding, lm_head = self._target.embedding, self._target.lm_head
+        return load_head(self._args.head, embedding=embedding, lm_head=lm_head, **self._places())
+
+    def _places(self) -> dict[str, Any]:
+        target = self._target
+        return {
+            "num_target_layers": target.config.num_layers,
+            "dtype": target.embedding.dtype,
+            "device": target.device,
+        }
+
+    def _report_vocabulary(self, vocabulary: DraftVocabulary) -> None:
+        size, coverage = len(vocabulary.target_ids), vocabulary.coverage
+        self._report["vocabulary"] = {"size": size, "coverage": coverage}
+        logger.info("draft vocabulary of %d covers %.4f", size, coverage)
 
     def _write_report(self, name: str = "report.json") -> None:
         text = json.dumps(self._report, indent=1)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.engine.heads.config import HeadConfig
-from outrider.engine.training.model import TrainableHead
+from outrider.engine.training.head import TrainableHead
 from outrider.engine.training.target import TargetConfig
 
 

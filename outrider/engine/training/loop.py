@@ -14,10 +14,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.engine.training.data import Batch, PackShape, Sample, epoch_batches
-from outrider.engine.training.model import TrainableHead, UnrolledForward, make_labels
+from outrider.engine.training.head import TrainableHead
+from outrider.engine.training.model import MAX_STEPS, DeepSteps, UnrolledForward, make_labels
 from outrider.engine.training.target import Target
 
 logger = logging.getLogger(__name__)
+
+
+UNROLL = (7, 13)
+"""Draft steps in the first and in the second half of a run: look-ahead grows a draft below an
+unverified one, which is twice its depth plus one."""
+WHOLE_STEPS = 5
+DEEP_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +40,28 @@ class TrainConfig:
     clip_norm: float = 0.5
     step_decay: float = 0.8
     """Weight of draft step j is step_decay ** j."""
-    unroll_early: int = 5
-    unroll_late: int = 7
+    unroll_early: int = UNROLL[0]
+    unroll_late: int = UNROLL[1]
     unroll_switch: float = 0.5
     """Share of the run after which `unroll_late` steps are unrolled."""
+    whole_steps: int = WHOLE_STEPS
+    """Draft steps on the whole batch; deeper ones run on `deep_share` of its rows."""
+    deep_share: float = DEEP_SHARE
     seed: int = 0
     log_every: int = 50
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.unroll_early <= self.unroll_late <= MAX_STEPS:
+            raise ValueError(
+                f"the unroll must rise within 1..{MAX_STEPS}, "
+                f"not from {self.unroll_early} to {self.unroll_late}"
+            )
+        DeepSteps(first=self.whole_steps, share=self.deep_share)
+
+    @property
+    def deep(self) -> DeepSteps:
+        """Which draft steps run on a part of a batch."""
+        return DeepSteps(first=self.whole_steps, share=self.deep_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +144,8 @@ class Trainer:
             self._target.embedding,
             dtype=self._target.embedding.dtype,
             compile=self._compile,
+            max_steps=config.unroll_late,
+            deep=config.deep,
         )
         optimiser = _optimiser(head, device)
         log: list[LogEntry] = []

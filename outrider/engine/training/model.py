@@ -1,12 +1,16 @@
-"""The trainable EAGLE-3 head and its unrolled forward (training-time test).
+"""The unrolled forward of a trainable EAGLE-3 head (training-time test).
 
-B rows, S positions, Q selected (answer) positions, H hidden, Vd draft vocabulary, T the largest
-number of unrolled steps. Only selected positions are drafted from; every position writes K/V.
+B rows, S positions, Q selected (answer) positions, H hidden, Vd draft vocabulary, T own rows that
+a draft row may see. Only selected positions are drafted from; every position writes K/V.
 
 At step j the row of selected slot s stands for position i(s): it reads the token t_{i+1+j} and its
 own output of step j-1, attends to the K/V of real features up to i and to its own rows of steps
 1..j, sits at RoPE position i + j and predicts t_{i+2+j}. Answer positions are contiguous, so a
 shift by j along Q is a shift by j in the text wherever the document is the same.
+
+Every step costs a block, the logits and their share of memory. Deep steps, which look-ahead needs
+(a chain of K grown below an unverified one of K is 2K + 1 steps), may therefore run on the first
+rows of a batch only: rows are in random order, so their mean loss is an unbiased estimate.
 """
 
 from __future__ import annotations
@@ -16,68 +20,41 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.heads.config import HeadConfig
 from outrider.engine.heads.layers import rms_norm, rope_inverse_frequencies
 from outrider.engine.training.data import Batch
+from outrider.engine.training.head import TrainableHead
 from outrider.engine.training.target import Target, rotary, rotate
 
-MAX_UNROLL = 8
+MAX_STEPS = 16
+"""Draft steps that can be unrolled; labels are padded by as many slots."""
 
 
-class TrainableHead(nn.Module):
-    """fp32 master weights under the names of an EAGLE-3 checkpoint."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSteps:
+    """Which draft steps run on a part of the batch."""
 
-    def __init__(self, config: HeadConfig, target_ids: Tensor) -> None:
-        super().__init__()
-        self.config = config
-        hidden, inner = config.hidden_size, config.intermediate_size
-        q_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        shapes = {
-            "fc.weight": (hidden, config.num_taps * config.target_hidden_size),
-            "midlayer.self_attn.q_proj.weight": (q_size, 2 * hidden),
-            "midlayer.self_attn.k_proj.weight": (kv_size, 2 * hidden),
-            "midlayer.self_attn.v_proj.weight": (kv_size, 2 * hidden),
-            "midlayer.self_attn.o_proj.weight": (hidden, q_size),
-            "midlayer.mlp.gate_proj.weight": (inner, hidden),
-            "midlayer.mlp.up_proj.weight": (inner, hidden),
-            "midlayer.mlp.down_proj.weight": (hidden, inner),
-            "lm_head.weight": (config.draft_vocab_size, hidden),
-        }
-        norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
-        for name in (*norms, "midlayer.post_attention_layernorm"):
-            self.add_weight(f"{name}.weight", torch.ones(hidden))
-        for name, shape in shapes.items():
-            self.add_weight(name, torch.randn(shape) * 0.02)
-        self.register_buffer("target_ids", target_ids)
-        self.target_ids: Tensor
+    first: int
+    """Steps before this one run on the whole batch; at least 1."""
+    share: float
+    """Share of the batch's rows that the others run on, within (0, 1]; at least one row."""
 
-    def add_weight(self, name: str, value: Tensor) -> None:
-        """Register a master weight; dots are not allowed in torch's own parameter names."""
-        self.register_parameter(name.replace(".", "__"), nn.Parameter(value))
+    def __post_init__(self) -> None:
+        if self.first < 1:
+            raise ValueError(f"at least 1 step runs on the whole batch, not {self.first}")
+        if not 0.0 < self.share <= 1.0:
+            raise ValueError(f"the share of deep steps must be within (0, 1], not {self.share}")
 
-    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Weights by checkpoint name in the compute dtype, attached to the graph."""
-        return {n.replace("__", "."): p.to(dtype) for n, p in self.named_parameters()}
-
-    @torch.no_grad()
-    def initialise_from(self, target: Target) -> None:
-        """lm_head rows and final norm from the target's; fc passes the highest tap through."""
-        named = {n.replace("__", "."): p for n, p in self.named_parameters()}
-        named["lm_head.weight"].copy_(target.lm_head[self.target_ids.to(target.device)].float())
-        named["norm.weight"].copy_(target.norm.float())
-        if self.config.hidden_size == self.config.target_hidden_size:
-            fc = named["fc.weight"]
-            fc.zero_()
-            fc[:, -self.config.hidden_size :] = torch.eye(self.config.hidden_size)
+    def rows(self, batch_rows: int) -> int:
+        """Rows of a batch that go on into the deep steps."""
+        return max(1, round(self.share * batch_rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unrolled:
-    """What the unrolled forward yields, a list entry for each step."""
+    """What the unrolled forward yields, a list entry for each step; deep ones have fewer rows."""
 
     losses: list[Tensor]
     """Mean loss over the step's valid rows, scalar."""
@@ -92,20 +69,57 @@ class Labels:
     """What is predicted, along the selected slots."""
 
     probs_BQV: Tensor
-    """The target's law restricted to the draft vocabulary, padded by MAX_UNROLL slots."""
+    """The target's law restricted to the draft vocabulary, padded by MAX_STEPS slots."""
     ids_BQ: Tensor
     """Draft id of the true label, -1 when it is outside the draft vocabulary; padded alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """What every draft step reads; all of it is cut alike when only some rows go on."""
+
+    keys: Tensor
+    """[B, S, nkv, hd] of real features, as `values`."""
+    values: Tensor
+    mask: Tensor
+    """Bool [B, Q, S]: the real rows that a selected slot sees."""
+    ids: Tensor
+    """Int64 [B, Q + MAX_STEPS]: the token that a slot reads at step 0, padded."""
+    documents: Tensor
+    """As `ids`, -1 where there is none."""
+    positions: Tensor
+    """Int64 [B, Q]."""
+    probs: Tensor
+    """`Labels.probs_BQV`, and `label_ids` its ids."""
+    label_ids: Tensor
+
+    def first(self, rows: int) -> _Rows:
+        """The same of the batch's first rows."""
+        return _Rows(**{name: getattr(self, name)[:rows] for name in _Rows.__dataclass_fields__})
 
 
 class UnrolledForward:
     """Runs a TrainableHead for several draft steps over a packed batch."""
 
     def __init__(
-        self, head: TrainableHead, embedding: Tensor, *, dtype: torch.dtype, compile: bool = False
+        self,
+        head: TrainableHead,
+        embedding: Tensor,
+        *,
+        dtype: torch.dtype,
+        compile: bool = False,
+        max_steps: int = MAX_STEPS,
+        deep: DeepSteps | None = None,
     ) -> None:
+        """`max_steps` bounds what a call may ask for: compiled code is made for that many."""
+        if not 1 <= max_steps <= MAX_STEPS:
+            raise ValueError(f"steps must be within 1..{MAX_STEPS}, not {max_steps}")
         self.head = head
         self._embedding = embedding
         self._dtype = dtype
+        self._max_steps = max_steps
+        self._deep = deep or DeepSteps(first=max_steps, share=1.0)
+        self._compiled = compile
         self._inv_freq = rope_inverse_frequencies(head.config, embedding.device)
         wrap: Callable[[Any], Any] = (
             (lambda f: torch.compile(f, dynamic=False)) if compile else (lambda f: f)
@@ -119,37 +133,32 @@ class UnrolledForward:
         self, batch: Batch, taps_BSF: Tensor, labels: Labels, steps: int, trace: Trace | None = None
     ) -> Unrolled:
         """Losses and hits of `steps` draft steps, the first on real features."""
-        if not 1 <= steps < MAX_UNROLL:
-            raise ValueError(f"steps must be within 1..{MAX_UNROLL - 1}, not {steps}")
+        if not 1 <= steps <= self._max_steps:
+            raise ValueError(f"steps must be within 1..{self._max_steps}, not {steps}")
         trace = trace or Trace()
         w, config = self.head.weights(self._dtype), self.head.config
-        keys, values, features, inputs = self._stable_rows(w, batch, taps_BSF, trace)
-        selected = batch.selected_BQ
-        mask = batch.attention_mask().gather(
-            1, selected[:, :, None].expand(-1, -1, batch.ids_BS.shape[1])
-        )
-        next_ids = F.pad(batch.next_ids_BS.gather(1, selected), (0, MAX_UNROLL))
-        documents = F.pad(batch.selected_documents_BQ, (0, MAX_UNROLL), value=-1)
-        positions = batch.positions_BS.gather(1, selected)
-        width = selected.shape[1]
+        rows, features, inputs = self._stable_rows(w, batch, taps_BSF, labels, trace)
+        width = batch.selected_BQ.shape[1]
         losses, correct, valid_steps = [], [], []
-        own_keys: list[Tensor] = []
-        own_values: list[Tensor] = []
+        own: list[tuple[Tensor, Tensor]] = []
         for step in range(steps):
+            if step == self._deep.first:
+                kept = self._deep.rows(len(features))
+                rows, features = rows.first(kept), features[:kept]
+                own = [(k[:kept], v[:kept]) for k, v in own]
             if step:
-                ids = next_ids[:, step : step + width]
-                inputs = self._inputs(w, ids, features)
-            q, k, v = self._projected(w, inputs, positions + step)
+                inputs = self._inputs(w, rows.ids[:, step : step + width], features)
+            q, k, v = self._projected(w, inputs, rows.positions + step)
             if step:
-                own_keys.append(k)
-                own_values.append(v)
-            attended = self._attend(q, keys, values, mask, *_own_rows(own_keys, own_values, k, v))
+                own.append((k, v))
+            seen = _own_rows(own, k, v, self._own_size(step))
+            attended = self._attend(q, rows.keys, rows.values, rows.mask, *seen)
             features = self._finish(features, attended, _block(w), config.rms_norm_eps)
-            loss, hits, valid = self._scored(w, features, labels, documents, step)
-            trace.add(step, "inputs", inputs)
-            trace.add(step, "query", q)
-            trace.add(step, "attention", attended)
-            trace.add(step, "x", features)
+            loss, hits, valid = self._scored(w, features, rows, step)
+            for name, value in zip(
+                ("inputs", "query", "attention", "x"), (inputs, q, attended, features), strict=True
+            ):
+                trace.add(step, name, value)
             if trace.wanted:
                 normed = rms_norm(features, w["norm.weight"], config.rms_norm_eps)
                 trace.add(step, "logits", F.linear(normed, w["lm_head.weight"]).float())
@@ -158,35 +167,57 @@ class UnrolledForward:
             valid_steps.append(valid)
         return Unrolled(losses=losses, correct=correct, valid=valid_steps)
 
+    def _own_size(self, step: int) -> int:
+        """Own rows that a step is laid out for: compiled, one shape before and one after the
+        batch is cut; else what there is."""
+        if not self._compiled:
+            return max(1, step)
+        first = min(self._deep.first, self._max_steps)
+        return max(1, first - 1 if step < first else self._max_steps - 1)
+
     def _scored(
-        self, w: dict[str, Tensor], x: Tensor, labels: Labels, documents: Tensor, step: int
+        self, w: dict[str, Tensor], x: Tensor, rows: _Rows, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss of a step, which drafts are right, and which rows have a label at all."""
         width = x.shape[1]
         there = slice(step + 1, step + 1 + width)
-        ids, document = labels.ids_BQ[:, there], documents[:, there]
-        valid = (document == documents[:, :width]) & (document >= 0)
+        ids, document = rows.label_ids[:, there], rows.documents[:, there]
+        valid = (document == rows.documents[:, :width]) & (document >= 0)
         loss, best = self._score(
             x,
             w["norm.weight"],
             w["lm_head.weight"],
-            labels.probs_BQV[:, there],
+            rows.probs[:, there],
             valid & (ids >= 0),
             self.head.config.rms_norm_eps,
         )
         return loss, best == ids, valid
 
     def _stable_rows(
-        self, w: dict[str, Tensor], batch: Batch, taps: Tensor, trace: Trace
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """K/V [B,S,nkv,hd] of all positions; features and inputs of the selected ones."""
+        self, w: dict[str, Tensor], batch: Batch, taps: Tensor, labels: Labels, trace: Trace
+    ) -> tuple[_Rows, Tensor, Tensor]:
+        """What all steps read; features and inputs of the selected positions."""
         features = F.linear(taps.to(self._dtype), w["fc.weight"])
         inputs = self._inputs(w, batch.next_ids_BS, features)
         _, keys, values = self._projected(w, inputs, batch.positions_BS)
         trace.add(0, "feature", features)
         trace.add(0, "key", keys)
         trace.add(0, "value", values)
-        return keys, values, _take(features, batch.selected_BQ), _take(inputs, batch.selected_BQ)
+        selected = batch.selected_BQ
+        mask = batch.attention_mask().gather(
+            1, selected[:, :, None].expand(-1, -1, batch.ids_BS.shape[1])
+        )
+        rows = _Rows(
+            keys=keys,
+            values=values,
+            mask=mask,
+            ids=F.pad(batch.next_ids_BS.gather(1, selected), (0, MAX_STEPS)),
+            documents=F.pad(batch.selected_documents_BQ, (0, MAX_STEPS), value=-1),
+            positions=batch.positions_BS.gather(1, selected),
+            probs=labels.probs_BQV,
+            label_ids=labels.ids_BQ,
+        )
+        return rows, _take(features, selected), _take(inputs, selected)
 
     def _inputs(self, w: dict[str, Tensor], ids: Tensor, features: Tensor) -> Tensor:
         eps = self.head.config.rms_norm_eps
@@ -224,19 +255,18 @@ def _take(rows: Tensor, index_BQ: Tensor) -> Tensor:
 
 
 def _own_rows(
-    keys: list[Tensor], values: list[Tensor], like_k: Tensor, like_v: Tensor
+    own: list[tuple[Tensor, Tensor]], like_k: Tensor, like_v: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Own draft rows so far, padded to MAX_UNROLL - 1 so that every step has one shape.
+    """Own draft rows so far, padded to `size`.
 
     Returns K and V [B, Q, T, nkv, hd] and a bool [T] that says which exist.
     """
-    size = MAX_UNROLL - 1
-    missing = size - len(keys)
-    present = torch.arange(size, device=like_k.device) < len(keys)
+    missing = size - len(own)
+    present = torch.arange(size, device=like_k.device) < len(own)
     zeros_k, zeros_v = torch.zeros_like(like_k), torch.zeros_like(like_v)
     return (
-        torch.stack(keys + [zeros_k] * missing, dim=2),
-        torch.stack(values + [zeros_v] * missing, dim=2),
+        torch.stack([k for k, _ in own] + [zeros_k] * missing, dim=2),
+        torch.stack([v for _, v in own] + [zeros_v] * missing, dim=2),
         present,
     )
 
@@ -320,6 +350,6 @@ def labels_from_ids(head: TrainableHead, logits_BQV: Tensor, ids_BQ: Tensor) -> 
     draft_ids[target_ids] = torch.arange(len(target_ids), device=ids_BQ.device)
     probs = logits_BQV[..., target_ids].float().softmax(-1).to(logits_BQV.dtype)
     return Labels(
-        probs_BQV=F.pad(probs, (0, 0, 0, MAX_UNROLL)),
-        ids_BQ=F.pad(draft_ids[ids_BQ], (0, MAX_UNROLL), value=-1),
+        probs_BQV=F.pad(probs, (0, 0, 0, MAX_STEPS)),
+        ids_BQ=F.pad(draft_ids[ids_BQ], (0, MAX_STEPS), value=-1),
     )

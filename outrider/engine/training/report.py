@@ -1,4 +1,4 @@
-"""Held-out figures of a head: accuracy by draft step and simulated tokens a round.
+"""Held-out figures of a head: accuracy by draft step and simulated tokens a round of chains.
 
 The answers must be the target's greedy ones. While every earlier draft was right, the
 teacher-forced forward sees exactly what a drafter would, so the accepted length of a chain from
@@ -23,7 +23,8 @@ from outrider.engine.training.data import (
     pack_rows,
     repeated_share,
 )
-from outrider.engine.training.model import TrainableHead, UnrolledForward, labels_from_ids
+from outrider.engine.training.head import TrainableHead
+from outrider.engine.training.model import MAX_STEPS, UnrolledForward, labels_from_ids
 from outrider.engine.training.target import Target
 
 Hits = NDArray[np.bool_]
@@ -31,12 +32,14 @@ Hits = NDArray[np.bool_]
 
 @torch.no_grad()
 def hits_by_sample(
-    target: Target, head: TrainableHead, samples: Sequence[Sample], steps: int, tokens: int = 16384
+    target: Target, head: TrainableHead, samples: Sequence[Sample], steps: int
 ) -> dict[int, Hits]:
     """For each sample, bool [steps, len(answer)]: is the draft of step j from that root right?"""
+    tokens = 16384 if target.device.type == "cuda" else 2048
     forward = UnrolledForward(head, target.embedding, dtype=target.embedding.dtype)
     row_len = max(len(s) for s in samples)
-    shape = PackShape(rows=max(1, tokens // row_len), row_len=row_len, selected_len=row_len)
+    longest = max(len(s.answer) for s in samples)
+    shape = PackShape(rows=max(1, tokens // row_len), row_len=row_len, selected_len=longest)
     hits: dict[int, Hits] = {}
     for batch in _all_batches(samples, shape):
         batch = batch.to(target.device)
@@ -65,14 +68,20 @@ def _all_batches(samples: Sequence[Sample], shape: PackShape) -> Iterator[Batch]
         yield make_batch(samples, rows[start : start + shape.rows], shape)
 
 
-def tokens_per_round(hits: Sequence[Hits], chain: int) -> float:
-    """Mean tokens emitted a round by a greedy chain of `chain` drafts over whole answers."""
+def tokens_per_round(hits: Sequence[Hits], chain: int, *, look_ahead: bool = False) -> float:
+    """Mean tokens emitted a round by a greedy chain of `chain` drafts over whole answers.
+
+    With look-ahead every chain but the first goes on from the own features of the round before:
+    its first draft is as many steps deep as that round emitted tokens. `hits` then has at least
+    2 * chain + 1 steps.
+    """
     rounds = emitted = 0
     for sample in hits:
-        lead = sample[:chain].cumprod(axis=0).sum(axis=0)
-        root, last = 0, sample.shape[1] - 1
+        root, last, known = 0, sample.shape[1] - 1, 0
         while root < last:
-            step = min(int(lead[root]) + 1, last - root)
+            right = sample[root - known :, known][:chain]
+            step = min(int(right.cumprod().sum()) + 1, last - root)
+            known = root if look_ahead else root + step
             root, rounds, emitted = root + step, rounds + 1, emitted + step
     return emitted / max(1, rounds)
 
@@ -96,10 +105,12 @@ def held_out_report(
     head: TrainableHead,
     tasks: Mapping[str, Sequence[Sample]],
     *,
-    steps: int = 7,
-    chains: Sequence[int] = (2, 4, 6),
+    steps: int = MAX_STEPS,
+    chains: Sequence[int] = (2, 3, 4, 5, 6),
 ) -> dict[str, Any]:
-    """Figures by task and over all tasks, looping answers counted apart."""
+    """Figures by task and over all tasks, looping answers counted apart; those of look-ahead for
+    the chains that `steps` cover.
+    """
     per_task: dict[str, list[tuple[Hits, bool]]] = {}
     for task, samples in tasks.items():
         usable = [s for s in samples if len(s.answer) >= 2]
@@ -119,8 +130,14 @@ def _figures(entries: Sequence[tuple[Hits, bool]], chains: Sequence[int]) -> dic
     result: dict[str, Any] = {"answers": len(everything), "loops": len(everything) - len(clean)}
     for name, hits in (("loops_excluded", clean), ("loops_included", everything)):
         if hits:
+            steps = len(hits[0])
             result[name] = {
                 "tokens_per_round": {str(k): tokens_per_round(hits, k) for k in chains},
+                "look_ahead_tokens_per_round": {
+                    str(k): tokens_per_round(hits, k, look_ahead=True)
+                    for k in chains
+                    if 2 * k < steps
+                },
                 **step_accuracies(hits),
             }
     return result

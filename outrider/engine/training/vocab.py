@@ -23,11 +23,26 @@ def build_vocabulary(
     answers: Iterable[Ids], vocab_size: int, draft_size: int, always: Sequence[int] = ()
 ) -> DraftVocabulary:
     """The `draft_size` ids counted most often; `always` come first, low ids fill up."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for answer in answers:
-        counts += np.bincount(answer, minlength=vocab_size)
+    counts = _count(answers, vocab_size)
     rank = counts.astype(np.float64)
     rank[list(always)] = np.inf
     chosen = np.sort(np.argsort(-rank, kind="stable")[:draft_size])
-    total = max(1, int(counts.sum()))
-    return DraftVocabulary(chosen.astype(np.int64), float(counts[chosen].sum()) / total)
+    return _vocabulary(chosen.astype(np.int64), counts)
+
+
+def given_vocabulary(
+    answers: Iterable[Ids], vocab_size: int, target_ids: NDArray[np.int64]
+) -> DraftVocabulary:
+    """The vocabulary of a head that exists."""
+    return _vocabulary(target_ids, _count(answers, vocab_size))
+
+
+def _count(answers: Iterable[Ids], vocab_size: int) -> NDArray[np.int64]:
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for answer in answers:
+        counts += np.bincount(answer, minlength=vocab_size)
+    return counts
+
+
+def _vocabulary(chosen: NDArray[np.int64], counts: NDArray[np.int64]) -> DraftVocabulary:
+    return DraftVocabulary(chosen, float(counts[chosen].sum()) / max(1, int(counts.sum())))

@@ -124,6 +124,12 @@ class GrpcDialer:
         """A control client of the drafter at `address`."""
         return GrpcDrafter(self.channel(address), address, self._config)
 
+    async def hang_up(self, address: str) -> None:
+        """Close the channel to an address, if there is one."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            await channel.close()
+
     async def close(self) -> None:
         """Close every channel."""
         channels, self._channels = list(self._channels.values()), {}

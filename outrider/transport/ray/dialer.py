@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import itertools
 from typing import Any
 
-from outrider.errors import ConnectionLostError, OutriderError, UnavailableError
+from outrider.errors import UnavailableError
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
 from outrider.transport.base import DrafterConnection, RouterConnection
 from outrider.transport.framed import drafter_end, router_end
 from outrider.transport.ray.calls import HostCalls, find_host
-from outrider.transport.ray.frames import (
-    MAX_BATCH,
-    MAX_BATCH_BYTES,
-    Batch,
-    Frame,
-    Inlet,
-    closed_error,
-    frame_mailbox,
-    pack_frames,
-)
-from outrider.transport.ray.options import RayConfig
+from outrider.transport.ray.direct import DirectStreams
+from outrider.transport.ray.options import GRPC, RayConfig
+from outrider.transport.ray.pulled import DialedFrames
 from outrider.transport.sessions import SessionIterators
-from outrider.transport.status import from_status
 from outrider.wire.codec import (
     decode_drafter_info,
     decode_verifier_info,
@@ -34,102 +22,6 @@ from outrider.wire.codec import (
     encode_verifier_address,
 )
 from outrider.wire.messages import DrafterInfo, VerifierInfo
-
-_PULLS = 2
-"""Pulls in flight: one waits at the host while the other's answer travels."""
-_PUSHES = 4
-"""Pushes in flight."""
-_FLUSH_TIMEOUT_S = 1.0
-
-
-class DialedFrames:
-    """The dialing side of an exchange: pushes what it sends, pulls what it receives."""
-
-    def __init__(self, host: HostCalls, key: int) -> None:
-        self._host, self._key = host, key
-        self._inbox = frame_mailbox()
-        self._outbox = frame_mailbox()
-        self._inlet = Inlet(self._inbox, host.config.control_timeout_s)
-        self._pushes: set[asyncio.Task[None]] = set()
-        self._writer = asyncio.create_task(self._push_all())
-        self._readers = [asyncio.create_task(self._pull_all()) for _ in range(_PULLS)]
-        self._closing = False
-
-    @property
-    def peer(self) -> str:
-        """Name of the verifier's actor."""
-        return self._host.address
-
-    async def send(self, frame: bytes) -> None:
-        """Queue a frame; waits while the peer is not reading."""
-        await self._outbox.put(frame)
-
-    def offer(self, *frames: bytes) -> bool:
-        """Queue frames if there is room now."""
-        return self._outbox.offer(*frames)
-
-    async def receive(self) -> Frame:
-        """The next frame."""
-        return await self._inbox.get()
-
-    def ready(self) -> list[Frame]:
-        """The frames that have arrived."""
-        return self._inbox.take_all()
-
-    async def close(self) -> None:
-        """Push what is queued (within a bound), then tell the host."""
-        if self._closing:
-            return
-        self._closing = True
-        closed = closed_error(self.peer)
-        self._inbox.close(closed, discard=True)
-        self._outbox.close(closed)
-        await asyncio.wait((self._writer, *self._pushes), timeout=_FLUSH_TIMEOUT_S)
-        await asyncio.wait((*self._pushes, self._writer), timeout=_FLUSH_TIMEOUT_S)
-        tasks = [self._writer, *self._readers, *self._pushes]
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        with contextlib.suppress(OutriderError):
-            await self._host.poll("end_exchange", self._key)
-
-    def _abort(self, error: OutriderError) -> None:
-        self._inbox.close(error)
-        self._outbox.close(
-            ConnectionLostError(f"lost {self.peer}", reason="PEER_LOST"), discard=True
-        )
-
-    async def _push_all(self) -> None:
-        with contextlib.suppress(OutriderError):
-            for sequence in itertools.count():
-                await self._outbox.wait(self._host.config.heartbeat.interval_s)
-                frames: list[Frame] = list(self._outbox.take(MAX_BATCH, MAX_BATCH_BYTES))
-                while len(self._pushes) >= _PUSHES:
-                    await asyncio.wait(self._pushes, return_when=asyncio.FIRST_COMPLETED)
-                packed = pack_frames(frames, self._host.config.bulk_bytes)
-                batch = Batch(sequence=sequence, frames=packed)
-                task = asyncio.create_task(self._push(batch))
-                self._pushes.add(task)
-                task.add_done_callback(self._pushes.discard)
-
-    async def _push(self, batch: Batch) -> None:
-        try:
-            await self._host.stream("push_frames", self._key, batch)
-        except OutriderError as error:
-            # A pull tells why the exchange ended; this bound is for a host that says nothing.
-            await asyncio.wait(self._readers, timeout=_FLUSH_TIMEOUT_S)
-            self._abort(error)
-
-    async def _pull_all(self) -> None:
-        interval_s = self._host.config.heartbeat.interval_s
-        try:
-            while True:
-                batch = await self._host.poll("pull_frames", self._key, interval_s)
-                ended = await self._inlet.accept(batch)
-                if ended is not None:
-                    raise from_status(ended)
-        except OutriderError as error:
-            self._abort(error)
 
 
 class _Client:
@@ -161,6 +53,10 @@ class _Client:
 class RayVerifier(_Client, SessionIterators):
     """Control client of a verifier."""
 
+    def __init__(self, address: str, config: RayConfig, streams: DirectStreams) -> None:
+        super().__init__(address, config)
+        self._streams = streams
+
     async def info(self) -> VerifierInfo:
         """Identity, capacity and load."""
         return decode_verifier_info(await self._call("VerifierService/GetInfo", b""))
@@ -168,6 +64,9 @@ class RayVerifier(_Client, SessionIterators):
     async def sessions(self) -> RouterConnection:
         """Open a stream of sessions. Raises UnavailableError."""
         host = await self._host()
+        if self._config.exchange == GRPC:
+            listening: str = await self._ask(host, "listening")
+            return await self._streams.sessions(host.address, listening)
         key: int = await self._ask(host, "open_sessions", "ray:router")
         return router_end(DialedFrames(host, key), self._config.heartbeat)
 
@@ -205,20 +104,25 @@ class RayDialer:
 
     def __init__(self, config: RayConfig | None = None) -> None:
         self._config = config or RayConfig()
+        self._streams = DirectStreams(self._config)
 
     async def exchange(self, verifier_address: str) -> DrafterConnection:
         """Open an exchange connection to a verifier. Raises UnavailableError."""
         host = await find_host(verifier_address, self._config)
+        if self._config.exchange == GRPC:
+            listening: str = await host.call("listening")
+            return await self._streams.exchange(host.address, listening)
         key: int = await host.call("open_exchange", "ray:drafter")
         return drafter_end(DialedFrames(host, key), self._config.heartbeat)
 
     async def verifier(self, address: str) -> RayVerifier:
         """A control client of the verifier at `address`."""
-        return RayVerifier(address, self._config)
+        return RayVerifier(address, self._config, self._streams)
 
     async def drafter(self, address: str) -> RayDrafter:
         """A control client of the drafter at `address`."""
         return RayDrafter(address, self._config)
 
     async def close(self) -> None:
-        """Nothing to close: connections belong to their holders."""
+        """Close every channel; connections by actor calls belong to their holders."""
+        await self._streams.close()

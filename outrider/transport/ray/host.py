@@ -17,7 +17,9 @@ from outrider.errors import (
 )
 from outrider.transport.base import Connection
 from outrider.transport.framed import serving_end, verifier_end
+from outrider.transport.grpc import GrpcServer, verifier_services
 from outrider.transport.heartbeat import HeartbeatConfig
+from outrider.transport.ray.direct import grpc_config
 from outrider.transport.ray.frames import (
     MAX_BATCH,
     MAX_BATCH_BYTES,
@@ -28,7 +30,7 @@ from outrider.transport.ray.frames import (
     frame_mailbox,
     pack_frames,
 )
-from outrider.transport.ray.options import RayConfig
+from outrider.transport.ray.options import GRPC, RayConfig
 from outrider.transport.status import ErrorStatus, to_status, typed
 from outrider.wire.codec import (
     decode_close_session,
@@ -45,6 +47,7 @@ StreamEnd = Callable[[Any, HeartbeatConfig], Connection[Any, Any]]
 """Makes an endpoint's end of a stream from its frames."""
 
 _MAX_WAIT_S = 10.0
+_STOP_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,18 @@ class Reply:
 
     value: Any = None
     error: ErrorStatus | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """Where Ray has put an actor."""
+
+    pid: int
+    """Id of its process."""
+    node: str
+    """Its node's address."""
+    gpus: tuple[str, ...]
+    """The GPUs that Ray gave it, by their node's numbers; within the actor they count from 0."""
 
 
 class HostFrames:
@@ -128,14 +143,18 @@ class EndpointHost:
         self._exchanges: dict[int, HostFrames] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._endpoint: Any = None
+        self._server: GrpcServer | None = None
 
     async def start(self) -> Reply:
-        """Make the endpoint; once it is ready, this process's id."""
-        try:
-            self._endpoint = await self._stack.enter_async_context(self._factory())
-        except Exception as error:
-            return Reply(error=to_status(error))
-        return Reply(value=os.getpid())
+        """Make the endpoint; once it is ready, its `Whereabouts`."""
+        return await self._answer(self._start)
+
+    async def listening(self) -> Reply:
+        """HOST:PORT at which this actor takes gRPC streams."""
+        if self._server is None:
+            refused = FailedPreconditionError("takes no gRPC streams", reason="UNIMPLEMENTED")
+            return Reply(error=to_status(refused))
+        return Reply(value=self._server.address)
 
     async def stop(self) -> Reply:
         """End exchanges and streams of sessions, then the endpoint."""
@@ -170,6 +189,30 @@ class EndpointHost:
     async def open_sessions(self, peer: str) -> Reply:
         """Start a stream of sessions; its frames are pushed and pulled like an exchange's."""
         return await self._open(peer, "serve_sessions", serving_end)
+
+    async def _start(self) -> Whereabouts:
+        import ray
+
+        # Behind the endpoint, which ends its streams with a word of its own.
+        self._stack.push_async_callback(self._stop_listening)
+        self._endpoint = await self._stack.enter_async_context(self._factory())
+        node = ray.util.get_node_ip_address()
+        # Drafters dial; they are not dialled.
+        if self._config.exchange == GRPC and hasattr(self._endpoint, "exchange"):
+            settings = grpc_config(self._config)
+            server = GrpcServer(
+                f"{self._config.listen_host or node}:0",
+                verifier_services(self._endpoint, settings),
+                config=settings,
+            )
+            await server.start()
+            self._server = server
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return Whereabouts(pid=os.getpid(), node=node, gpus=tuple(gpus))
+
+    async def _stop_listening(self) -> None:
+        if self._server is not None:
+            await self._server.stop(_STOP_GRACE_S)
 
     async def _open(self, peer: str, method: str, end: StreamEnd) -> Reply:
         async def open_it() -> int:

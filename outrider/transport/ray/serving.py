@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.errors import AlreadyExistsError, OutriderError, UnavailableError
 from outrider.transport.ray.calls import HostCalls
-from outrider.transport.ray.host import EndpointFactory, EndpointHost
+from outrider.transport.ray.host import EndpointFactory, EndpointHost, Whereabouts
 from outrider.transport.ray.options import RayConfig
 
 _MAX_CONCURRENCY = 10_000
@@ -25,8 +25,12 @@ class RayEndpoint:
     """The actor's name, by which dialers reach it."""
     actor: Any
     config: RayConfig
-    pid: int
-    """Id of the actor's process on its node."""
+    where: Whereabouts
+
+    @property
+    def pid(self) -> int:
+        """Id of the actor's process on its node."""
+        return self.where.pid
 
     async def stop(self) -> None:
         """Stop the endpoint, then the actor; idempotent."""
@@ -87,10 +91,10 @@ async def _serve(
         raise AlreadyExistsError(f"actor name {name} is in use", reason="NAME_IN_USE") from error
     try:
         async with asyncio.timeout(config.start_timeout_s):
-            pid: int = await HostCalls(actor, name, config).stream("start")
+            where: Whereabouts = await HostCalls(actor, name, config).stream("start")
     except (TimeoutError, RayError, OutriderError) as error:
         ray.kill(actor)
         if isinstance(error, OutriderError):
             raise
         raise UnavailableError(f"actor {name} did not start", reason="START_TIMEOUT") from error
-    return RayEndpoint(name, actor, config, pid)
+    return RayEndpoint(name, actor, config, where)

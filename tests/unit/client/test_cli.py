@@ -11,8 +11,9 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from outrider_ray.__main__ import parse_args
 
-from outrider.client import cli, generate, local, serve
+from outrider.client import cli, generate, local, on_ray, serve
 from outrider.client.modelfiles import ModelFiles
 from outrider.client.prompts import read_prompts
 from outrider.errors import InvalidRequestError, NotFoundError
@@ -383,3 +384,33 @@ def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert local.count_gpus() == 2
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert local.count_gpus() == 1
+
+
+def test_serve_passes_placing_on_to_ray() -> None:
+    args = cli.make_parser().parse_args(["serve", "--device", "cuda", "--placement", "fused"])
+    config = local.LocalConfig(
+        model=Path("/m"), head=Path("/h"), methods=(DraftMethod.EAGLE3,), **serve.placing_of(args)
+    )
+    arguments = serve.ray_args(config)
+    flags = flags_of(arguments)
+    assert (flags["placement"], flags["device"], flags["dtype"]) == ("fused", "cuda", "bfloat16")
+    assert "--no-cuda-graphs" not in arguments
+
+
+def test_serve_passes_rays_own_flags_on() -> None:
+    given = ["--ray-address", "auto", "--ray-strategy", "strict-pack", "--ray-exchange", "refs"]
+    given += ["--ray-gpus-per-actor", "0.5", "--ray-cpus-per-actor", "4"]
+    args = cli.make_parser().parse_args(["serve", "--runtime", "ray", *given])
+    config = parse_args(["--model", "m", *on_ray.ray_flags(args)])
+    assert (config.ray_address, config.strategy, config.exchange) == ("auto", "strict-pack", "refs")
+    assert (config.gpus_per_actor, config.cpus_per_actor) == (0.5, 4.0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--ray-exchange", "refs"], ["--runtime", "ray", "--drafter-device", "cuda:1"]],
+)
+def test_flags_that_mean_nothing_to_the_runtime_are_refused(flags: list[str]) -> None:
+    args = cli.make_parser().parse_args(["serve", *flags])
+    with pytest.raises(InvalidRequestError, match=flags[-2]):
+        on_ray.ray_flags(args)

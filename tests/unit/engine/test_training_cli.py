@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from outrider.engine.training.cli import add_arguments, main
 from tests.factories import make_target
@@ -32,7 +34,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[
         f"--target {target} --prompts {root}/train.jsonl --eval-prompts {root}/held.jsonl "
         f"--out {out} --tap-layers 0 0 1 --draft-vocab-size 300 --slots 8 --max-new-tokens 16 "
         "--temperature 1.5 --self-prompts 4 --tokens-per-batch 256 --row-len 128 --steps 30 "
-        "--learning-rates 1e-3 5e-3 --trial-steps 4 --warmup-steps 5 --log-every 5 --unroll 2 3"
+        "--learning-rates 1e-3 5e-3 --trial-steps 4 --warmup-steps 5 --log-every 5 --unroll 2 5 "
+        "--whole-steps 3 --deep-share 0.5"
     )
     assert run(*arguments.split()) == 0
     return target, out, json.loads((out / "report.json").read_text())
@@ -48,7 +51,10 @@ def test_the_loss_falls_and_the_report_holds_accuracy_by_step(
     assert log[-1]["loss"] < log[0]["loss"]
     held = report["held_out"]["all"]
     assert held["answers"] == 3
-    assert len(held["loops_included"]["accuracy"]) == 7
+    assert len(held["loops_included"]["accuracy"]) == 16
+    assert set(held["loops_included"]["look_ahead_tokens_per_round"]) == set("23456")
+    assert len(log[0]["accuracy"]) == 2
+    assert len(log[-1]["accuracy"]) == 5
     assert held["loops_included"]["tokens_per_round"]["4"] >= 1.0
     assert 0 < report["vocabulary"]["coverage"] <= 1
 
@@ -78,6 +84,29 @@ def test_a_finished_head_can_be_evaluated(
     assert figures["held_out"]["task"]["answers"] == 1
 
 
+def test_a_run_may_start_from_a_head(
+    trained: tuple[Path, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    target, head, before = trained
+    arguments = (
+        f"--target {target} --head {head} --answers {head}/answers.npz --out {tmp_path} "
+        "--steps 3 --tokens-per-batch 256 --row-len 128 --warmup-steps 1 --log-every 1"
+    )
+    assert run(*arguments.split()) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["config"]["learning_rate"] == 3e-4
+    assert report["vocabulary"] == before["vocabulary"]
+    # It goes on from where the other run ended, and leaves a head of the same shape.
+    assert report["run"]["log"][0]["loss"] < before["run"]["log"][0]["loss"]
+    assert len(report["run"]["log"][-1]["accuracy"]) == 13
+    old, new = (load_file(directory / "model.safetensors") for directory in (head, tmp_path))
+    assert {name: (t.shape, t.dtype) for name, t in old.items()} == {
+        name: (t.shape, t.dtype) for name, t in new.items()
+    }
+    assert torch.equal(old["d2t"], new["d2t"])
+    assert not torch.equal(old["fc.weight"], new["fc.weight"])
+
+
 def test_stored_answers_are_used_again(
     trained: tuple[Path, Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -95,13 +124,16 @@ def test_stored_answers_are_used_again(
         ("--check", "--check needs --head and --prompt"),
         ("--evaluate", "--evaluate needs --head, --eval-prompts and --out"),
         ("--check --head nowhere --prompt hi", "nowhere"),
+        ("--out x --self-prompts 1 --head x --draft-vocab-size 9", "for new heads, not for --head"),
+        ("--out {out} --self-prompts 1 --unroll 3 40", "within 1..16, not from 3 to 40"),
     ],
 )
 def test_bad_input_is_named(
     trained: tuple[Path, Path, dict[str, Any]],
     caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
     arguments: str,
     message: str,
 ) -> None:
-    assert run("--target", str(trained[0]), *arguments.split()) == 2
+    assert run("--target", str(trained[0]), *arguments.format(out=tmp_path).split()) == 2
     assert message in caplog.text

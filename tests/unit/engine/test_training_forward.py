@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from outrider.engine.heads import load_feature_projection, load_head
+from outrider.engine.heads import (
+    DraftHead,
+    FeatureProjection,
+    load_feature_projection,
+    load_head,
+)
 from outrider.engine.training import check
 from outrider.engine.training.check import Difference, compare, load_trainable
-from outrider.engine.training.data import Ids, PackShape, Sample, make_batch
+from outrider.engine.training.data import Ids, PackShape, Sample, make_batch, repeated_share
+from outrider.engine.training.drafting import (
+    CHAIN,
+    DraftShape,
+    OwnRows,
+    follow,
+    grow,
+    score,
+    stable_rows,
+)
 from outrider.engine.training.export import save_head
 from outrider.engine.training.generate import GenerateConfig, Request, generate
+from outrider.engine.training.head import TrainableHead
+from outrider.engine.training.loop import TrainConfig, Trainer
 from outrider.engine.training.model import (
-    TrainableHead,
+    DeepSteps,
     Unrolled,
     UnrolledForward,
-    labels_from_ids,
     make_labels,
 )
-from outrider.engine.training.report import step_accuracies, tokens_per_round
-from outrider.engine.training.serving import CHAIN, DraftShape, stable_rows, walk
+from outrider.engine.training.report import hits_by_sample, step_accuracies, tokens_per_round
+from outrider.engine.training.serving import Round, serving_report, walk
 from outrider.engine.training.target import Target, load_target, load_target_config
+from outrider.spec.tree import DraftTree, validate_tree
 from tests.factories import make_eagle3_head, make_target
 
 
@@ -163,39 +181,163 @@ def test_a_saved_head_reads_back(
     assert torch.equal(again.target_ids, head.target_ids)
 
 
+def answers_of(target: Target, count: int) -> list[Sample]:
+    """Greedy answers of 24 tokens to prompts of different lengths."""
+    prompts = [np.arange(40 + i, 46 + 3 * i, dtype=np.int32) for i in range(count)]
+    config = GenerateConfig(max_new_tokens=24, slots=1)
+    answers = generate(target, [Request(p, 0.0) for p in prompts], [], config)
+    return [Sample(p, a) for p, a in zip(prompts, answers, strict=True) if a is not None]
+
+
+class Fitted(NamedTuple):
+    """A head that was trained until some of its drafts are right, and what it was trained on."""
+
+    trainable: TrainableHead
+    head: DraftHead
+    projection: FeatureProjection
+    samples: list[Sample]
+
+
+@pytest.fixture(scope="module")
+def fitted(
+    directories: tuple[Path, Path], target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> Fitted:
+    trainable, _ = load_pair(directories, target)
+    samples = answers_of(target, 3)
+    shape = PackShape(rows=2, row_len=64, selected_len=48)
+    config = TrainConfig(steps=40, learning_rate=5e-3, warmup_steps=5, log_every=40)
+    Trainer(target, samples, shape).run(trainable, config)
+    out = tmp_path_factory.mktemp("fitted")
+    save_head(out, trainable, dtype=torch.float32)
+    head = load_head(out, embedding=target.embedding)
+    return Fitted(trainable, head, load_feature_projection(out), samples)
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
 def test_serving_walk_equals_the_teacher_forced_figure(
-    directories: tuple[Path, Path], target: Target
+    target: Target, fitted: Fitted, look_ahead: bool
 ) -> None:
-    trainable, (head, projection) = load_pair(directories, target)
-    prompt = np.arange(40, 46, dtype=np.int32)
-    answer = generate(
-        target, [Request(prompt, 0.0)], [2], GenerateConfig(max_new_tokens=24, slots=1)
-    )[0]
-    assert answer is not None
-    sample = Sample(prompt, answer)
-    batch = make_batch([sample], [[0]], PackShape(rows=1, row_len=30, selected_len=len(answer)))
+    trainable, head, projection, samples = fitted
+    hits = hits_by_sample(target, trainable, samples, 11)
+    rows = stable_rows(target, head, projection, samples)
+    counted = walk(head, rows, samples, CHAIN, look_ahead=look_ahead)
+    for index, found in enumerate(counted):
+        expected = tokens_per_round([hits[index]], 5, look_ahead=look_ahead)
+        assert found.tokens / found.rounds == pytest.approx(expected)
+    assert min(found.rounds for found in counted) < 20
+    tree = DraftShape(draft_tokens=12, top_k=4, depth=5)
+    wider = walk(head, rows, samples, tree, look_ahead=look_ahead)
+    assert sum(w.rounds for w in wider) <= sum(c.rounds for c in counted)
+
+
+def test_answers_are_drafted_for_together_as_alone(target: Target, fitted: Fitted) -> None:
+    _, head, projection, samples = fitted
+    roots = [len(s.prompt) + 3 for s in samples]
+    shape = DraftShape(draft_tokens=9, top_k=3, depth=4)
+
+    def drafts(which: Sequence[int]) -> list[DraftTree]:
+        rows = stable_rows(target, head, projection, [samples[i] for i in which])
+        own = OwnRows(head, rows, [roots[i] for i in which])
+        paths = [samples[i].answer[4 : 4 + i].tolist() for i in which]
+        return grow(own, follow(own, paths), shape)
+
+    for index, tree in enumerate(drafts(range(3))):
+        alone = drafts([index])[0]
+        validate_tree(tree, vocab_size=384, max_nodes=9)
+        assert tree.tokens.tolist() == alone.tokens.tolist()
+        assert tree.parents.tolist() == alone.parents.tolist()
+        np.testing.assert_allclose(tree.logprobs, alone.logprobs, rtol=1e-4, atol=1e-5)
+
+
+def test_scoring_a_tree_finds_its_own_probabilities_again(target: Target, fitted: Fitted) -> None:
+    _, head, projection, samples = fitted
+    rows = stable_rows(target, head, projection, samples)
+    roots = [len(s.prompt) - 1 for s in samples]
+    own = OwnRows(head, rows, roots)
+    trees = grow(own, follow(own, [[]] * 3), DraftShape(draft_tokens=12, top_k=4, depth=4))
+    for tree, found in zip(trees, score(OwnRows(head, rows, roots), trees, 4), strict=True):
+        assert found.tokens.shape == found.logprobs.shape == (13, 4)
+        total = np.concatenate(([0.0], tree.logprobs))
+        for node, (token, parent) in enumerate(
+            zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+        ):
+            column = found.tokens[parent + 1].tolist().index(token)
+            step = total[node + 1] - total[parent + 1]
+            assert found.logprobs[parent + 1, column] == pytest.approx(step, rel=1e-3, abs=1e-5)
+
+
+def test_every_round_is_watched_with_what_came_of_it(target: Target, fitted: Fitted) -> None:
+    _, head, projection, samples = fitted
+    seen: list[Round] = []
+    tasks = {"task": samples}
+    report = serving_report(
+        target, head, projection, tasks, {"chain": CHAIN}, lambda shape, ahead: seen.append
+    )
+    clean = [s for s in samples if repeated_share(s.answer) <= 0.5]
+    rounds = sum(len(r.verdicts) for r in seen)
+    emitted = [v.accepted_len + 1 for r in seen for v in r.verdicts]
+    assert sum(emitted) == 2 * sum(len(s.answer) - 1 for s in clean)
+    assert sum(sum(r.ended) for r in seen) == 2 * len(clean)
+    figures = report["all"]["chain"]
+    lock_step, look_ahead = figures["lock_step"], figures["look_ahead"]
+    assert figures["stale_over_fresh"] == pytest.approx(look_ahead / lock_step)
+    assert sum(emitted) / 2 * (1 / lock_step + 1 / look_ahead) == pytest.approx(rounds)
+
+
+@torch.no_grad()
+def unrolled(
+    target: Target, fitted: Fitted, packed: Sequence[Sequence[int]], **options: Any
+) -> Unrolled:
+    """Six draft steps over a batch of these rows of samples."""
+    trainable, samples = fitted.trainable, fitted.samples
+    shape = PackShape(rows=len(packed), row_len=64, selected_len=48)
+    batch = make_batch(samples, packed, shape)
     taps = trainable.config.tap_layers
     final, raw = target.forward(batch.ids_BS, batch.positions_BS, batch.attention_mask(), taps)
-    truth = batch.next_ids_BS.gather(1, batch.selected_BQ)
-    logits = target.logits(final.gather(1, batch.selected_BQ[..., None].expand(-1, -1, 64)))
-    forward = UnrolledForward(trainable, target.embedding, dtype=torch.float32)
-    result = forward(batch, raw, labels_from_ids(trainable, logits, truth), 4)
-    hits = torch.stack([c & v for c, v in zip(result.correct, result.valid, strict=True)])[
-        :, 0
-    ].numpy()
-    rows = stable_rows(target, head, projection, sample)
-    rounds, tokens = walk(head, rows, sample, CHAIN)
-    assert tokens / rounds == pytest.approx(tokens_per_round([hits], 4))
-    assert walk(head, rows, sample, DraftShape(draft_tokens=12, top_k=4, depth=4))[0] <= rounds
+    labels = make_labels(trainable, target, final, batch)
+    forward = UnrolledForward(trainable, target.embedding, dtype=torch.float32, **options)
+    return forward(batch, raw, labels, 6)
+
+
+def test_deep_steps_run_on_the_first_rows_alone(
+    target: Target, fitted: Fitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, alone = (unrolled(target, fitted, packed) for packed in ([[0, 1], [2]], [[0, 1]]))
+    # Compiled, rows are padded to two fixed shapes; what is computed must not change by that.
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    deep = DeepSteps(first=4, share=0.5)
+    for options in ({"compile": True}, {"deep": deep}, {"deep": deep, "compile": True}):
+        part = unrolled(target, fitted, [[0, 1], [2]], max_steps=8, **options)
+        for step in range(6):
+            expected = alone if step >= 4 and "deep" in options else whole
+            assert torch.equal(part.valid[step], expected.valid[step])
+            assert torch.equal(part.correct[step], expected.correct[step])
+            torch.testing.assert_close(part.losses[step], expected.losses[step])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unroll_late": 17}, "within 1..16, not from 7 to 17"),
+        ({"unroll_early": 14}, "not from 14 to 13"),
+        ({"whole_steps": 0}, "at least 1 step runs on the whole batch, not 0"),
+        ({"deep_share": 0.0}, "share of deep steps must be within"),
+    ],
+)
+def test_an_unroll_that_cannot_be_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(steps=1, **options)
 
 
 def test_rounds_are_counted_over_whole_answers() -> None:
     # Roots 0, 1, ... of an answer of 6 tokens; a hit at [j, i] is a right draft of step j there.
-    hits = np.zeros((2, 6), dtype=bool)
+    hits = np.zeros((3, 6), dtype=bool)
     hits[:, 0] = True
     hits[1, 3] = True
     assert tokens_per_round([hits], 2) == pytest.approx(5 / 3)
     assert tokens_per_round([hits], 1) == pytest.approx(5 / 4)
+    # With look-ahead the second round goes on in the first one's column, deeper.
+    assert tokens_per_round([hits], 1, look_ahead=True) == pytest.approx(5 / 3)
     figures = step_accuracies([hits])
-    assert figures["accuracy"] == [1 / 5, 2 / 4]
-    assert figures["conditional"] == [1 / 5, 1.0]
+    assert figures["accuracy"] == [1 / 5, 2 / 4, 1 / 3]
+    assert figures["conditional"] == [1 / 5, 1.0, 1.0]

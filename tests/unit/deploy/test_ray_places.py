@@ -1,0 +1,126 @@
+"""Where the Ray launcher puts its actors, and on which devices they compute there."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import ray
+from outrider_ray.config import (
+    LaunchConfig,
+    Role,
+    drafter_config,
+    verifier_config,
+)
+from outrider_ray.places import bundle, gpu_share, with_gpu_share
+
+from outrider.errors import UnavailableError
+from outrider.spec.plan import DraftMethod
+
+HEAD = (DraftMethod.EAGLE3,)
+
+
+def config_of(**values: object) -> LaunchConfig:
+    """Two actors that compute."""
+    return LaunchConfig(**({"model": "m", "head": "h", "methods": HEAD} | values))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "share"),
+    [
+        ("pack", [1.0], 0.5),
+        ("pack", [2.0], 1.0),
+        ("pack", [1.0, 1.0], 1.0),
+        ("strict-pack", [1.0, 1.0], 0.5),
+        ("strict-pack", [1.0, 2.0], 1.0),
+        ("strict-spread", [1.0, 1.0], 1.0),
+        ("strict-spread", [1.0], 1.0),
+    ],
+)
+def test_two_actors_get_a_gpu_each_or_an_equal_share(
+    strategy: str, gpus: list[float], share: float
+) -> None:
+    assert gpu_share(strategy, 2, gpus) == share
+
+
+def test_a_cluster_without_gpus_is_named() -> None:
+    with pytest.raises(UnavailableError, match="no GPU"):
+        gpu_share("pack", 2, [0.0, 0.0])
+
+
+def test_sharing_a_gpu_is_said_and_leaves_memory_for_the_drafter(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"GPU": 1.0}}])
+    with caplog.at_level(logging.WARNING):
+        config = with_gpu_share(config_of(device="cuda"))
+    assert [record.message for record in caplog.records] == ["fewer GPUs than actors: they share"]
+    assert [bundle(config, role) for role in config.roles] == [{"GPU": 0.5}, {"GPU": 0.5}]
+    assert verifier_config(config).memory_fraction == 0.7
+    own = config_of(device="cuda", gpus_per_actor=0.5, memory_fraction=0.4)
+    assert verifier_config(own).memory_fraction == 0.4
+
+
+def test_actors_with_a_gpu_each_compute_on_the_one_that_they_see(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dead = {"Alive": False, "Resources": {"GPU": 8.0}}
+    alive = {"Alive": True, "Resources": {"GPU": 2.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: [dead, alive])
+    config = with_gpu_share(config_of(device="cuda", awake_cores=3))
+    verifier, drafter = verifier_config(config), drafter_config(config)
+    assert drafter is not None
+    assert (verifier.device, drafter.device) == ("cuda:0", "cuda:0")
+    assert (verifier.awake_cores, drafter.awake_cores) == (3, 3)
+    assert verifier.memory_fraction == 0.9
+    assert [bundle(config, role) for role in config.roles] == [{"GPU": 1.0}, {"GPU": 1.0}]
+
+
+def test_a_drafter_that_only_looks_up_takes_no_gpu() -> None:
+    config = config_of(device="cuda", methods=(DraftMethod.NGRAM,), awake_cores=3)
+    drafter = drafter_config(config)
+    assert drafter is not None
+    assert (drafter.device, drafter.awake_cores) == ("cpu", 0)
+    assert "GPU" not in bundle(config, Role.DRAFTER)
+    assert bundle(config, Role.VERIFIER) == {"GPU": 1.0}
+
+
+def test_what_reserves_nothing_still_has_a_bundle() -> None:
+    config = config_of(verifier_resource="target_node")
+    assert bundle(config, Role.VERIFIER) == {"target_node": 1.0}
+    sliver = bundle(config, Role.DRAFTER)
+    assert list(sliver) == ["CPU"] and 0.0 < sliver["CPU"] < 0.01
+
+
+def test_object_refs_are_not_bypassed_by_lanes() -> None:
+    for exchange, lanes in (("grpc", True), ("refs", False)):
+        config = config_of(exchange=exchange)
+        drafter = drafter_config(config)
+        assert drafter is not None
+        assert (verifier_config(config).lanes, drafter.lanes) == (lanes, lanes)
+        assert config.ray.exchange == exchange
+
+
+def test_a_local_ray_listens_on_this_machine_alone() -> None:
+    assert config_of().ray.listen_host == "127.0.0.1"
+    assert config_of(ray_address="auto").ray.listen_host == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device", "tpu"),
+        ("drafter_device", "cuda:1"),
+        ("exchange", "carrier-pigeon"),
+        ("strategy", "STRICT_PACK"),
+        ("gpus_per_actor", -0.5),
+    ],
+)
+def test_values_out_of_range_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        config_of(**{name: value})
+
+
+def test_actors_on_cuda_without_any_gpu_are_refused() -> None:
+    with pytest.raises(ValueError, match="gpus_per_actor"):
+        config_of(device="cuda", gpus_per_actor=0.0)
