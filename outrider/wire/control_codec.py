@@ -12,6 +12,8 @@ from outrider.wire.common_codec import (
     LAYOUTS_FROM_PB,
     METHODS,
     known,
+    look_ahead_from_pb,
+    look_ahead_to_pb,
     methods_from_pb,
     plan_from_pb,
     plan_to_pb,
@@ -104,6 +106,7 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
         own_draft_length=info.own_draft_length,
         simulated_acceptance=info.simulated_acceptance,
         planner=info.planner,
+        look_ahead=look_ahead_to_pb(info.look_ahead),
     ).SerializeToString(deterministic=True)
 
 
@@ -152,6 +155,7 @@ def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
         ),
         simulated_acceptance=text(message.simulated_acceptance, "simulated_acceptance", empty=True),
         planner=text(message.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True),
+        look_ahead=look_ahead_from_pb(message.look_ahead),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import outrider
 from outrider.ids import DrafterId, VerifierId
 from outrider.wire.inference import DrafterSummary, ModelInfo, ServerInfo, VerifierSummary
+from outrider.wire.look_ahead import NO_LOOK_AHEAD
 from outrider.wire.messages import PROTOCOL_VERSION
 from outrider_router.fleet import PeerState
 from outrider_router.registry import DrafterPeer, VerifierPeer
@@ -54,6 +55,7 @@ def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
         own_methods=info.own_methods if info is not None else (),
         simulated_acceptance=info.simulated_acceptance if info is not None else "",
         planner=info.planner if info is not None else "",
+        look_ahead=info.look_ahead if info is not None else NO_LOOK_AHEAD,
     )
 
 
