@@ -8,4 +8,5 @@ cd "$here"
 "${PYTHON:-python3}" -m grpc_tools.protoc -I. \
   --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" \
   outrider/wire/v1/common.proto outrider/wire/v1/inference.proto \
-  outrider/wire/v1/control.proto outrider/wire/v1/exchange.proto
+  outrider/wire/v1/control.proto outrider/wire/v1/exchange.proto \
+  outrider/wire/v1/pool.proto

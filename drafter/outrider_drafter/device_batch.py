@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.draft import NewRows
+from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.warper import has_penalties
+from outrider.spec.noise import Stream, prefix_keys
 from outrider.spec.sampling import Rule
 from outrider_drafter.device_rows import DeviceRows
 from outrider_drafter.device_shapes import BATCH_SIZES
@@ -26,6 +28,8 @@ NEW_ROW_BUCKETS: Final = (4, 8, 16)
 """Rows of a catch-up that is part of a draft; longer ones are written ahead."""
 _ALIGNMENT: Final = 256
 """Bytes; kernels read features in wide pieces."""
+_WORDS: Final = 5
+"""Words of a session beside its tokens: slot, count, start, and a key of two."""
 
 
 class Members(NamedTuple):
@@ -41,13 +45,20 @@ class Members(NamedTuple):
     """Nodes that their plans ask for."""
     penalised: bool
     """Whether tokens of any are counted for its penalties."""
+    warps: bool
+    """Whether any session warps its logits."""
     general: bool
-    """Whether any session warps its logits, or grows its tree by shared noise."""
+    """Whether any does, or grows its tree by shared noise."""
+    keys: NDArray[np.uint64]
+    """Keys of their DRAFT noise; 0 under other rules than rejection."""
+    ahead: NDArray[np.bool_]
+    """Whether each prefix draws from noise of its own."""
 
     @classmethod
     def of(cls, sessions: Sequence[Session], seats: NDArray[np.int64], rows: DeviceRows) -> Members:
         """Seated sessions; `seats` [X] by slot of the table."""
         slots = np.array([session.slot for session in sessions], dtype=np.int64)
+        warps = any(map(rows.warp.warps, seats[slots].tolist()))
         return cls(
             table=sessions[0].table,
             sessions=sessions,
@@ -55,9 +66,21 @@ class Members(NamedTuple):
             seats=seats[slots],
             wanted=np.array([session.plan.draft_tokens for session in sessions], dtype=np.int64),
             penalised=any(has_penalties(session.sampling) for session in sessions),
-            general=any(map(rows.warp.warps, seats[slots].tolist()))
-            or any(map(_shares_noise_in_trees, sessions)),
+            warps=warps,
+            general=warps or any(map(shares_noise_in_trees, sessions)),
+            keys=np.array([_draft_key(session) for session in sessions], dtype=np.uint64),
+            ahead=np.array([_draws_ahead(session) for session in sessions], dtype=np.bool_),
         )
+
+    @property
+    def draft_keys(self) -> NDArray[np.uint64]:
+        """Keys of the noise that drafts for their present prefixes are drawn with. Drafts that are
+        thrown away must not condition those that are used: where some are made before it is known
+        whether they will be, each prefix has noise of its own."""
+        if not self.ahead.any():
+            return self.keys
+        own = prefix_keys(self.keys, self.table.digests[self.slots])
+        return np.where(self.ahead, own, self.keys)
 
 
 class Ready(NamedTuple):
@@ -72,23 +95,38 @@ class Ready(NamedTuple):
         return len(self.starts)
 
 
-def _shares_noise_in_trees(session: Session) -> bool:
+def _draft_key(session: Session) -> int:
+    sampling = session.sampling
+    drawn = sampling.effective_rule is Rule.REJECTION and sampling.knows(Stream.DRAFT)
+    return sampling.stream_key(Stream.DRAFT) if drawn else 0
+
+
+def _draws_ahead(session: Session) -> bool:
+    return session.plan.look_ahead > 0 and session.sampling.effective_rule is Rule.REJECTION
+
+
+def shares_noise_in_trees(session: Session) -> bool:
+    """Whether its trees are of the best children by the target's noise."""
     return session.plan.top_k > 1 and session.sampling.effective_rule is Rule.COUPLED
 
 
 class _Bucket(NamedTuple):
-    """The batch's memory as one bucket sees it; the first five are what `rows` is uploaded from."""
+    """The batch's memory as one bucket sees it; `rows` and `draft_keys` are uploaded from it."""
 
     head: NDArray[np.int32]
     """[3, B]: slots, counts, starts."""
     tokens: NDArray[np.int32]
     """[B, R]."""
+    keys: NDArray[np.int64]
+    """[B]."""
     features: NDArray[np.generic]
     """[B, R, H]."""
     staged: Tensor
     """All of these as bytes."""
     uploaded: Tensor
     rows: NewRows
+    draft_keys: Tensor
+    """int64 [B]: as in `Drawing`."""
 
 
 class DraftBatch:
@@ -104,17 +142,18 @@ class DraftBatch:
         most = BATCH_SIZES[-1]
         cells = most * NEW_ROW_BUCKETS[-1]
         self._rows, self._hidden, self._dtype = rows, hidden, dtype
-        self._border = -(-4 * (3 * most + cells) // _ALIGNMENT) * _ALIGNMENT
+        self._border = -(-4 * (_WORDS * most + cells) // _ALIGNMENT) * _ALIGNMENT
         size = self._border + cells * hidden * dtype.itemsize
         self._uploaded = torch.zeros(size, dtype=torch.uint8, device=device)
         pinned = device.type == "cuda"
         self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         self._buckets: dict[tuple[int, int], _Bucket] = {}
 
-    def fill(self, ready: Ready | None, size: int, num_rows: int) -> NewRows:
+    def fill(self, ready: Ready | None, size: int, num_rows: int) -> tuple[NewRows, Tensor]:
         """Upload a batch in a bucket; rows without a session are the padding slot's.
 
-        The features are read from the messages that brought them. The staging memory is free
+        Beside the rows come the keys of their DRAFT noise, int64 [B], as in `Drawing`. The
+        features are read from the messages that brought them. The staging memory is free
         again: every launch is waited for before the next one.
         """
         place = self._buckets.get((size, num_rows))
@@ -129,13 +168,14 @@ class DraftBatch:
             place.head[0, :count] = ready.members.seats
             place.head[1, :count] = ready.counts
             place.head[2, :count] = ready.starts
+            place.keys[:count] = ready.members.draft_keys.view(np.int64)
             within = np.arange(num_rows)
             known = np.minimum(ready.starts[:, None] + 1 + within, table.tokens.shape[1] - 1)
             tokens = table.tokens[slots[:, None], known]
             place.tokens[:count] = np.where(within < ready.counts[:, None], tokens, -1)
             table.features.gather(slots, ready.starts, ready.counts, place.features[:count])
         place.uploaded.copy_(place.staged, non_blocking=True)
-        return place.rows
+        return place.rows, place.draft_keys
 
     def newest(self, ready: Ready, size: int, num_rows: int) -> NDArray[np.generic]:
         """The rows [B, R, H] that `fill` staged; valid until it is called again."""
@@ -143,24 +183,28 @@ class DraftBatch:
 
     def _bucket(self, size: int, num_rows: int) -> _Bucket:
         cells = size * num_rows
-        start = self._border - 4 * (3 * size + cells)
+        start = self._border - 4 * (_WORDS * size + cells)
         end = self._border + cells * self._hidden * self._dtype.itemsize
 
-        def split(memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            words = memory[start : self._border].view(torch.int32)
+        def split(memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            # Keys come last of the words: there is where words of 8 bytes may be.
+            keys = self._border - 8 * size
+            words = memory[start:keys].view(torch.int32)
             features = memory[self._border : end].view(self._dtype)
             return (
                 words[: 3 * size].view(3, size),
                 words[3 * size :].view(size, num_rows),
+                memory[keys : self._border].view(torch.int64),
                 features.view(size, num_rows, self._hidden),
             )
 
-        head, tokens, features = split(self._staged)
+        head, tokens, keys, features = split(self._staged)
         on_device = split(self._uploaded)
         slots, counts, starts = on_device[0].unbind()
         return _Bucket(
             head=head.numpy(),
             tokens=tokens.numpy(),
+            keys=keys.numpy(),
             features=raw_array(features),
             staged=self._staged[start:end],
             uploaded=self._uploaded[start:end],
@@ -168,8 +212,29 @@ class DraftBatch:
                 slots=slots,
                 tables=self._rows.tables,
                 tokens=on_device[1],
-                features=on_device[2],
+                features=on_device[3],
                 counts=counts,
                 starts=starts,
             ),
+            draft_keys=on_device[2],
         )
+
+
+def count_news(members: Members, counted: NDArray[np.int64], warp: WarpSlots) -> None:
+    """Tell the device's penalties of the tokens that are news to them; counted [X]: how many they
+    know of, by slot of the table."""
+    seats: list[int] = []
+    news: list[NDArray[np.int32]] = []
+    for session, seat in zip(members.sessions, members.seats.tolist(), strict=True):
+        slot = session.slot
+        if not has_penalties(session.sampling):
+            continue
+        known = session.tokens.view
+        if counted[slot]:
+            seats.append(seat)
+            news.append(known[counted[slot] :])
+        else:
+            prompt, output = known[: session.prompt_len], known[session.prompt_len :]
+            warp.begin(seat, session.sampling, prompt_ids=prompt, output_ids=output)
+        counted[slot] = len(known)
+    warp.count(seats, news)

@@ -36,19 +36,23 @@ class DeviceRows:
         max_rows: int,
         max_session_rows: int,
         max_sessions: int,
+        scratch_blocks: int = 0,
         dtype: torch.dtype,
         device: torch.device,
         draft_columns: Tensor,
     ) -> None:
-        """`max_rows` of all sessions together, `max_session_rows` of one; `draft_columns` as in
-        `HeadWeights`."""
+        """`max_rows` of all sessions together, `max_session_rows` of one; `scratch_blocks` of no
+        session, beside the budget; `draft_columns` as in `HeadWeights`."""
         blocks = max(max_rows // BLOCK_TOKENS, 1)
         table = min(-(-max_session_rows // BLOCK_TOKENS), blocks)
         self._allocator = BlockAllocator(blocks)
         self._free = FreeSlots(max_sessions, reason="DRAFT_SLOTS_EXHAUSTED")
         self.padding, count = self._free.padding, self._free.total
         self._held: dict[int, list[int]] = {}
-        shape = (2, 1, config.num_kv_heads, (blocks + 1) * BLOCK_TOKENS, config.head_dim)
+        self.scratch = range(blocks + 1, blocks + 1 + scratch_blocks)
+        """Blocks that belong to no session; the block before them is the padding block."""
+        slots = self.scratch.stop * BLOCK_TOKENS
+        shape = (2, 1, config.num_kv_heads, slots, config.head_dim)
         self.storage = torch.zeros(shape, dtype=dtype, device=device)
         """[2, 1, G, S, d]."""
         self.tables = torch.full((count, table), blocks, dtype=torch.int32, device=device)

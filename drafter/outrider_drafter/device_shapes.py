@@ -46,6 +46,75 @@ MOST_NODES: Final = 1024
 """Nodes of all trees of one launch."""
 
 
+PATH_ROW_BUCKETS: Final = (4, 8, 16)
+"""New rows of a branch."""
+BRANCH_SIZES: Final = (4, 16, 32, 64)
+"""Branches of one launch."""
+SCORE_SIZES: Final = {False: (1, 4, 8, 16, 32), True: (1, 4, 8)}
+"""Live proposals of one launch: chains, and trees."""
+SCORE_ROW_BUCKETS: Final = (8, 16)
+"""Rows of a catch-up that is part of scoring."""
+
+
+class Levels(NamedTuple):
+    """What of a live proposal is scored; with the bucket it is the key of a graph."""
+
+    depth: int
+    """L levels below the root."""
+    width: int
+    """W nodes of each."""
+
+    @property
+    def places(self) -> int:
+        """P: nodes that there is place for, and the root."""
+        return 1 + self.depth * self.width
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Buckets of proposals."""
+        return SCORE_SIZES[self.width > 1]
+
+    def kept_rows(self, depths: NDArray[np.int64]) -> int:
+        """Draft rows that a session needs room for, whatever its depth."""
+        return self.depth * self.width
+
+
+CHAIN_LEVELS: Final = tuple(Levels(length, 1) for length in CHAIN_LENGTHS)
+TREE_LEVELS: Final = {
+    nodes: Levels(default_depth(nodes), 8 if nodes <= 16 else 16) for nodes in TREES
+}
+"""By the nodes of a tree, which has not more of them."""
+
+
+def levels_of(num_nodes: int, depth: int, *, chain: bool) -> Levels:
+    """What is scored of a proposal: all of it where that is possible."""
+    if chain:
+        return next((each for each in CHAIN_LEVELS if each.depth >= depth), CHAIN_LEVELS[-1])
+    fit = (
+        each for nodes, each in TREE_LEVELS.items() if nodes >= num_nodes and each.depth >= depth
+    )
+    return next(fit, list(TREE_LEVELS.values())[-1])
+
+
+def path_rows(shape: Shape) -> int:
+    """R: new rows of a branch, whose path ends at most at the last level of the same shape."""
+    return bucket(shape.depth + 1, PATH_ROW_BUCKETS)
+
+
+def most_branches(shape: Shape) -> int:
+    """Branches that one launch may draft for."""
+    if shape.top_k == 1:
+        return BRANCH_SIZES[-1]
+    return max(size for size in BRANCH_SIZES if size == 4 or size * shape.num_nodes <= MOST_NODES)
+
+
+def score_family() -> Iterator[tuple[Levels, bool]]:
+    """What is captured for scoring: levels, each with whether any session warps its logits."""
+    for levels in (*CHAIN_LEVELS, *TREE_LEVELS.values()):
+        yield levels, False
+        yield levels, True
+
+
 def family() -> Iterator[tuple[Shape, bool]]:
     """What a drafter on a device captures at its start, and no plan can widen: shapes, each with
     whether its sessions may warp their logits or share the target's noise in trees."""

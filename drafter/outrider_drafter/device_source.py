@@ -15,50 +15,41 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import Final
+from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.buffers import Downloader
-from outrider.engine.device.draft import DraftProgram
-from outrider.engine.device.graphs import GraphCache
-from outrider.engine.device.head_weights import HeadWeights
+from outrider.engine.device.drawing import Drawing
 from outrider.engine.device.shapes import bucket
-from outrider.engine.draft_sampling import law_limits_for
 from outrider.engine.heads import DraftHead
-from outrider.engine.warper import has_penalties
-from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import DraftMethod
-from outrider_drafter.device_batch import NEW_ROW_BUCKETS, DraftBatch, Members, Ready
-from outrider_drafter.device_drafts import chains, lengths, trees
-from outrider_drafter.device_laws import chains_with_laws
-from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
-from outrider_drafter.device_seats import UNSEATED, Seats
+from outrider_drafter.device_ahead import LookAhead
+from outrider_drafter.device_batch import NEW_ROW_BUCKETS, DraftBatch, Members, Ready, count_news
+from outrider_drafter.device_branches import SCRATCH_BLOCKS
+from outrider_drafter.device_drafts import lengths
+from outrider_drafter.device_following import DeviceFollower
+from outrider_drafter.device_growing import Grower, Grown
 from outrider_drafter.device_shapes import (
     BATCH_SIZES,
+    SCORE_ROW_BUCKETS,
+    Levels,
     Shape,
     covers,
     family,
-    fitted,
     most_sessions,
-    shape_of,
+    score_family,
 )
-from outrider_drafter.device_writes import RowWriter
-from outrider_drafter.head_following import HeadFollower
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.sessions import Session, SessionKey
-from outrider_drafter.source import Drafted
+from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_scores
 
 logger = logging.getLogger(__name__)
 
-_TREE_ROWS: Final = 2048
-"""Draft rows beyond its context that a session's table has room for."""
 
-
-class DeviceHeadSource(HeadFollower):
+class DeviceHeadSource(DeviceFollower):
     """The EAGLE-3 head as a draft source for an accelerator; on a CPU it runs the same code."""
 
     method = DraftMethod.EAGLE3
@@ -74,56 +65,49 @@ class DeviceHeadSource(HeadFollower):
         device: torch.device | str = "cuda",
         cuda_graphs: bool = True,
         bounded: bool = False,
+        look_ahead: bool = True,
     ) -> None:
         """`max_rows` bounds the K/V rows of all sessions (of those on the host apart);
         `max_context` (0: the head's own) the draft positions of one. bounded: whether plans are
-        fitted into the shapes of `family`. Raises FailedPreconditionError for heads without plain
-        EAGLE-3 weights."""
+        fitted into the shapes of `family`. look_ahead: whether it will be asked to look ahead;
+        else it scores nothing. Raises FailedPreconditionError for heads without plain EAGLE-3
+        weights."""
         super().__init__(
             head,
+            max_rows=max_rows,
             max_context=max_context,
+            max_sessions=max_sessions,
             rows_with_draft=NEW_ROW_BUCKETS[-1],
+            scratch_blocks=SCRATCH_BLOCKS if look_ahead else 0,
             dtype=dtype,
             device=device,
+            cuda_graphs=cuda_graphs,
+            bounded=bounded,
         )
         self._max_rows = max_rows
-        self._bounded = bounded
-        weights = HeadWeights.from_head(head)
-        self._target_ids: NDArray[np.int32] = weights.target_ids.cpu().numpy().astype(np.int32)
-        self._rows = DeviceRows(
-            head.config,
-            max_rows=max_rows,
-            max_session_rows=self._max_context + _TREE_ROWS,
-            max_sessions=max_sessions,
-            dtype=dtype,
-            device=self._device,
-            draft_columns=weights.draft_columns,
-        )
-        self._program = DraftProgram(
-            weights,
-            storage=self._rows.storage,
-            block_tokens=BLOCK_TOKENS,
-            max_len=self._rows.capacity,
-        )
-        self.graphs = GraphCache(self._device, enabled=cuda_graphs)
         self._batch = DraftBatch(self._rows, self.feature_size, dtype, self._device)
-        self._writer = RowWriter(
-            self._program,
-            self._rows,
-            self.graphs,
-            hidden=self.feature_size,
-            dtype=dtype,
-            device=self._device,
-        )
         self._downloads = Downloader(self._device)
-        self._seats = Seats()
+        self._grower = Grower(self._program, self._rows, self._downloads)
+        self._ahead: LookAhead | None = None
+        if look_ahead:
+            self._ahead = LookAhead(
+                self._program,
+                self._rows,
+                self._grower,
+                self.graphs,
+                self._downloads,
+                hidden=self.feature_size,
+                dtype=dtype,
+                max_context=self._max_context,
+                bounded=bounded,
+            )
         self._last: tuple[Sequence[Session], Shape, Members] | None = None
         """What was drafted together last, if that was all that was asked for; None once a session
         of it may have gone."""
-        self._known: dict[SessionKey, int] = {}
-        """Sessions that began on the device, and their slots of the session table."""
         self._on_host: set[SessionKey] = set()
         self._host: HeadSource | None = None
+        self._hosted: list[int] = []
+        """Of the proposals scored last, those of sessions on the host."""
 
     @property
     def used_rows(self) -> int:
@@ -149,6 +133,11 @@ class DeviceHeadSource(HeadFollower):
             for size, num_rows in itertools.product(sizes, NEW_ROW_BUCKETS):
                 result, _ = self._launch(shape, None, size, num_rows, general=general)
                 self._downloads.start(result).wait()
+        if self._ahead is not None:
+            for shape, general in family():
+                self._ahead.warm_up_branches(shape, general=general)
+            for levels, warps in score_family():
+                self._ahead.warm_up_scores(levels, self._batch, warps=warps)
         self.graphs.sealed = True
         seconds = round(time.monotonic() - began, 1)
         logger.info("drafts captured", extra={"graphs": len(self.graphs), "seconds": seconds})
@@ -209,13 +198,54 @@ class DeviceHeadSource(HeadFollower):
         fit &= live + 1 - seats.stable[slots] <= self._rows_with_draft
         return (shape, self._ready(members)) if bool(fit.all()) else None
 
+    @torch.inference_mode()
+    def score(self, lives: Sequence[Live]) -> Scored:
+        """Catch up and score: one launch for all proposals of a form."""
+        ahead = self._ahead
+        if ahead is None:
+            return no_scores(lives)
+        ahead.begin(lives)
+        self._hosted = []
+        groups: dict[Levels, dict[int, int]] = {}
+        for live, (session, _) in enumerate(lives):
+            if self._is_on_host(session):
+                self._hosted.append(live)
+                continue
+            shape = self._known_shape(session)
+            if shape is None and self._follows(session):
+                shape = self._new_shape(session)
+            if shape is not None:
+                groups.setdefault(ahead.add(live, shape), {})[session.slot] = live
+        for levels, members in groups.items():
+            sessions = [lives[live].session for live in members.values()]
+            seated = self._prepare(sessions, levels, or_shut=False)
+            for first in range(0, len(seated), levels.sizes[-1]):
+                part = seated[first : first + levels.sizes[-1]]
+                if ahead.has_room(len(part), levels):
+                    self._score(ahead, levels, part, [members[each.slot] for each in part])
+        if self._hosted:
+            theirs = self._host_source().score([lives[live] for live in self._hosted])
+            ahead.adopt(self._hosted, theirs)
+        return ahead.scored()
+
+    @torch.inference_mode()
+    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+        """One launch for all outcomes of a shape; it may be left before its end."""
+        if self._ahead is None:
+            return
+        yield from self._ahead.branch(outcomes, self._seats.seats)
+        numbers = {live: number for number, live in enumerate(self._hosted)}
+        hosted = [index for index, outcome in enumerate(outcomes) if outcome.live in numbers]
+        if hosted:
+            theirs = [outcomes[index] for index in hosted]
+            theirs = [outcome._replace(live=numbers[outcome.live]) for outcome in theirs]
+            for branches in self._host_source().branch(theirs):
+                yield replace(branches, outcomes=np.array(hosted)[branches.outcomes])
+
     def release(self, session: Session) -> None:
         """Free what is kept of a session; idempotent."""
         self._last = None
-        if session.key in self._known:
-            del self._known[session.key]
-            if self._seats.seats[session.slot] != UNSEATED:
-                self._give_up(session)
+        self._forget(session)
         if session.key in self._on_host:
             self._on_host.discard(session.key)
             self._host_source().release(session)
@@ -239,160 +269,53 @@ class DeviceHeadSource(HeadFollower):
             )
         return self._host
 
-    def _known_shape(self, session: Session) -> Shape | None:
-        """What was grown for a seated session before, if that is still it."""
-        shapes = self._seats.shapes
-        known = shapes[session.slot] if session.slot < len(shapes) else None
-        if known is None or known[0] is not session.plan or session.room < known[1].depth:
-            return None
-        return known[1]
-
-    def _new_shape(self, session: Session) -> Shape | None:
-        """What to grow for a seated session, worked out from its plan and its room."""
-        shape = shape_of(session)
-        if shape is not None and self._bounded:
-            shape = fitted(shape)
-        if shape is not None and session.room >= shape.depth:
-            self._seats.shapes[session.slot] = (session.plan, shape)
-        return shape
-
-    def _prepare(self, members: Sequence[Session], shape: Shape) -> list[Session]:
-        """Make ready for drafts of a shape; sessions that cannot be drafted are left out."""
-        table, seats = members[0].table, self._seats
-        slots = np.array([session.slot for session in members])
-        live = table.lengths[slots] - 2
-        depths = np.minimum(shape.depth, table.rooms(slots))
-        fit = (live >= 0) & (table.feature_ends[slots] == live + 1)
-        fit &= live + depths <= self._max_context
-        slots, live, depths = slots[fit], live[fit], depths[fit]
-        for slot in slots[live + 1 - seats.stable[slots] > self._rows_with_draft].tolist():
-            self._write_ahead(table.session(slot), keep=1)
-        rows = live + 1 + shape.kept_rows(depths)
-        for index in np.flatnonzero(rows > seats.room[slots]).tolist():
-            session = table.session(int(slots[index]))
-            if seats.seats[session.slot] != UNSEATED:
-                self._reserve(session, int(rows[index]))
-        seated = seats.seats[slots] != UNSEATED
-        return [table.session(slot) for slot in slots[seated].tolist()]
-
-    def _ready(self, members: Members) -> Ready:
-        """The rows to run; see `_prepare`."""
-        live = members.table.lengths[members.slots] - 2
-        starts = np.minimum(self._seats.stable[members.slots], live)
-        return Ready(members, starts, live + 1 - starts)
-
     def _draft(self, shape: Shape, ready: Ready) -> Drafted:
         members, most = ready.members, int(ready.counts.max())
         size, num_rows = bucket(len(ready), BATCH_SIZES), bucket(most, NEW_ROW_BUCKETS)
         if members.penalised:
-            self._count(members)
+            count_news(members, self._seats.counted, self._rows.warp)
         result, entries = self._launch(shape, ready, size, num_rows, general=members.general)
         download = self._downloads.start(result)
         # While the device works.
-        stops = ready.starts + ready.counts
-        self._seats.stable[members.slots] = stops
-        staged = self._batch.newest(ready, size, num_rows)
-        members.table.features.use_batch(members.slots, ready.counts, stops, staged)
-        words = download.wait().numpy()[: len(ready)]
-        if entries is not None:
-            cut = lengths(members, shape).tolist()
-            ids = self._target_ids
-            # Their entries come by another download, which may take this one's memory.
-            drafts = chains_with_laws(words.copy(), entries, cut, ids, self._downloads)
-            return Drafted.of(list(zip(members.sessions, drafts, strict=True)))
-        return chains(members, shape, words) if shape.top_k == 1 else trees(members, words)
+        self._took(ready, size, num_rows)
+        cut = lengths(shape, members.wanted, members.table.rooms(members.slots))
+        words = download.wait().numpy()
+        return self._grower.drafted(shape, members.sessions, cut, words, entries)
 
     def _launch(
         self, shape: Shape, ready: Ready | None, size: int, num_rows: int, *, general: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """int32 [B, K] tokens of chains; [B, 3, n] tokens, parents and log-prob bits of trees; with
-        laws [B, 2K] tokens and sizes, and the entries (see `ChainLaws`)."""
-        rows, state = self._batch.fill(ready, size, num_rows), self._rows.sampling
-        warp = self._rows.warp.state if general else None
+    ) -> Grown:
+        rows, keys = self._batch.fill(ready, size, num_rows)
+        drawing = Drawing(rows.slots, keys) if shape.with_law else None
 
-        def run() -> tuple[Tensor, Tensor | None]:
-            if shape.top_k == 1:
-                limits = law_limits_for(shape.depth) if shape.with_law else None
-                chain = self._program.chain(
-                    rows, state=state, length=shape.depth, warp=warp, law_limits=limits
-                )
-                if chain.laws is None:
-                    return chain.tokens, None
-                return torch.cat((chain.tokens, chain.laws.sizes), dim=1), chain.laws.entries
-            tree = self._program.tree(
-                rows,
-                state=state,
-                num_nodes=shape.num_nodes,
-                top_k=shape.top_k,
-                depth=shape.depth,
-                warp=warp,
-                coupled=general,
-            )
-            bits = tree.logprobs.view(torch.int32)
-            return torch.stack((tree.tokens, tree.parents, bits), dim=1), None
+        def run() -> Grown:
+            return self._grower.grow(shape, rows, drawing, general=general)
 
         return self.graphs.run((shape, size, num_rows, general), run)
 
-    def _count(self, members: Members) -> None:
-        """Tell the device's penalties of the tokens that are news to them."""
-        seats: list[int] = []
-        news: list[NDArray[np.int32]] = []
-        counted = self._seats.counted
-        for session, seat in zip(members.sessions, members.seats.tolist(), strict=True):
-            slot = session.slot
-            if not has_penalties(session.sampling):
-                continue
-            known = session.tokens.view
-            if counted[slot]:
-                seats.append(seat)
-                news.append(known[counted[slot] :])
-            else:
-                prompt, output = known[: session.prompt_len], known[session.prompt_len :]
-                self._rows.warp.begin(seat, session.sampling, prompt_ids=prompt, output_ids=output)
-            counted[slot] = len(known)
-        self._rows.warp.count(seats, news)
-
-    # ---- what a HeadFollower needs -------------------------------------------------------------
-
-    def _follows(self, session: Session) -> bool:
-        if session.key not in self._known:
-            self._known[session.key] = session.slot
-            self._seats.cover(session.slot + 1)
-            self._seats.stable[session.slot] = self._seats.room[session.slot] = 0
-            self._seats.counted[session.slot] = 0
-            self._seats.seats[session.slot] = UNSEATED
-            self._seats.shapes[session.slot] = None
-            try:
-                self._seats.seats[session.slot] = self._rows.open(session.sampling)
-            except ResourceExhaustedError as error:
-                logger.info(
-                    "session not drafted",
-                    extra={"session": session.session_id, "why": error.reason},
-                )
-                session.table.features.drop(session.slot)
-        return bool(self._seats.seats[session.slot] != UNSEATED)
-
-    def _stable(self, session: Session) -> int:
-        return int(self._seats.stable[session.slot])
-
-    def _make_room(self, session: Session, rows: int, ceiling: int) -> None:
-        seat = int(self._seats.seats[session.slot])
-        self._rows.reserve(seat, rows, ceiling=ceiling)
-        self._seats.room[session.slot] = self._rows.room(seat)
-
-    def _write(
-        self,
-        session: Session,
-        start: int,
-        tokens: NDArray[np.int32],
-        features: NDArray[np.generic],
+    def _score(
+        self, ahead: LookAhead, levels: Levels, part: Sequence[Session], lives: Sequence[int]
     ) -> None:
-        self._writer.write(int(self._seats.seats[session.slot]), start, tokens, features)
-        self._seats.stable[session.slot] = start + len(tokens)
+        """Score live proposals `lives`, those of the sessions, in one launch."""
+        members = Members.of(part, self._seats.seats, self._rows)
+        ready = self._ready(members)
+        size = bucket(len(ready), levels.sizes)
+        num_rows = bucket(int(ready.counts.max()), SCORE_ROW_BUCKETS)
+        if members.penalised:
+            count_news(members, self._seats.counted, self._rows.warp)
+        rows, _ = self._batch.fill(ready, size, num_rows)
+        download = ahead.launch(levels, rows, members, lives)
+        # While the device works.
+        self._took(ready, size, num_rows)
+        ahead.take(levels, download.wait().numpy())
+
+    def _took(self, ready: Ready, size: int, num_rows: int) -> None:
+        """The new rows of a launch are stable, and their features used."""
+        members, stops = ready.members, ready.starts + ready.counts
+        self._seats.stable[members.slots] = stops
+        staged = self._batch.newest(ready, size, num_rows)
+        members.table.features.use_batch(members.slots, ready.counts, stops, staged)
 
     def _give_up(self, session: Session) -> None:
         self._last = None
-        self._rows.close(int(self._seats.seats[session.slot]))
-        self._seats.seats[session.slot] = UNSEATED
-        self._seats.stable[session.slot] = self._seats.room[session.slot] = 0
-        self._seats.shapes[session.slot] = None
+        super()._give_up(session)

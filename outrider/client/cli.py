@@ -64,6 +64,10 @@ def _dispatch(arguments: list[str]) -> int:
             from outrider.client import status_command
 
             return status_command.run(args)
+        case "drafters":
+            from outrider.client import drafters_command
+
+            return drafters_command.run(args)
         case _:
             from outrider.client import models_command
 
@@ -72,7 +76,13 @@ def _dispatch(arguments: list[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    from outrider.client import generate, models_command, serve, status_command
+    from outrider.client import (
+        drafters_command,
+        generate,
+        models_command,
+        serve,
+        status_command,
+    )
 
     parser = argparse.ArgumentParser(
         prog="outrider", description="Speculative decoding in separate processes."
@@ -83,6 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("serve", serve, "run router, verifier and drafter"),
         ("generate", generate, "answer prompts"),
         ("status", status_command, "show a router and its fleet"),
+        ("drafters", drafters_command, "add drafters to a running router, or remove them"),
         ("models", models_command, "pull and list models"),
     ):
         module.add_arguments(commands.add_parser(name, help=text, allow_abbrev=False))

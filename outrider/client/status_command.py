@@ -79,11 +79,19 @@ def look_ahead_words(stats: LookAheadStats) -> str:
 
 
 def _drafter(drafter: DrafterSummary) -> str:
-    handicap = f", SLOWED DOWN: {drafter.handicap}" if drafter.handicap else ""
-    return (
-        f"drafter {drafter.drafter_id} at {drafter.address}: {_health(drafter.healthy)}, "
-        f"{', '.join(drafter.methods) or 'no methods'}, {drafter.sessions} sessions{handicap}"
-    )
+    parts = [
+        f"drafter {drafter.drafter_id} at {drafter.address}: {_health(drafter.healthy)}",
+        ", ".join(drafter.methods) or "no methods",
+        f"{drafter.sessions} sessions",
+    ]
+    for link in drafter.links:
+        answers = f", answers in {link.answer_ms:.2f} ms" if link.answer_ms else ""
+        parts.append(f"{link.verifier_id} ({link.sessions} sessions{answers})")
+    if drafter.draining:
+        parts.append("leaving")
+    if drafter.handicap:
+        parts.append(f"SLOWED DOWN: {drafter.handicap}")
+    return ", ".join(parts)
 
 
 def _health(healthy: bool) -> str:

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from outrider.errors import (
@@ -16,6 +15,7 @@ from outrider.errors import (
     InvalidMessageError,
     OutriderError,
 )
+from outrider.ids import DrafterId
 from outrider.transport.base import RouterConnection
 from outrider.transport.mailbox import Mailbox
 from outrider.transport.outgoing import Outgoing
@@ -24,6 +24,8 @@ from outrider.wire.accounting import add_round
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     FALLBACK,
+    HIT,
+    LOOKED_AHEAD,
     MALFORMED_ROW,
     PLANNED,
     REASONS,
@@ -32,6 +34,8 @@ from outrider.wire.messages import (
     SessionEvents,
     SessionFailure,
     SessionLeave,
+    SessionMove,
+    SessionMoved,
     SessionOpen,
     SessionSpec,
     SessionsRequest,
@@ -50,9 +54,25 @@ class Listener(Protocol):
         """The session was refused or failed, or the stream that carried it is lost."""
         ...
 
+    def moved(self, drafter_id: DrafterId | None) -> None:
+        """This drafter has the session now that it was to be moved, be that done or not."""
+        ...
+
 
 Deliver = Callable[[SessionEvents, Mapping[int, ListenerT]], None]
 """Takes a message of events and the listeners by handle; listeners that left are not in it."""
+
+
+class Opened(Protocol):
+    """A session that was opened on a stream."""
+
+    def leave(self) -> None:
+        """Nobody listens any more; idempotent, also after the session's end."""
+        ...
+
+    def move(self, drafter_id: DrafterId) -> None:
+        """Ask for another drafter; the listener hears of the outcome, unless the session ends."""
+        ...
 
 
 class SessionStream(Generic[ListenerT]):
@@ -77,8 +97,8 @@ class SessionStream(Generic[ListenerT]):
         self._handles = itertools.count(1)
         self._live: _Live[ListenerT] | None = None
 
-    def open(self, spec: SessionSpec, listener: ListenerT) -> Callable[[], None]:
-        """Start a session; call what is returned to leave it (also after its end).
+    def open(self, spec: SessionSpec, listener: ListenerT) -> Opened:
+        """Start a session.
 
         Every error goes to the listener, UnavailableError if the verifier cannot be reached.
         """
@@ -88,7 +108,7 @@ class SessionStream(Generic[ListenerT]):
         handle = next(self._handles)
         live.listeners[handle] = listener
         live.say(SessionOpen(handle, spec))
-        return partial(self._leave, live, handle)
+        return _Opened(self, live, handle)
 
     def drop(self) -> None:
         """Close the connection, in the background; sessions that are open fail."""
@@ -102,11 +122,26 @@ class SessionStream(Generic[ListenerT]):
         if live is not None:
             await live.close()
 
-    def _leave(self, live: _Live[ListenerT], handle: int) -> None:
+    def leave(self, live: _Live[ListenerT], handle: int) -> None:
+        """See `Opened.leave`."""
         if live.listeners.pop(handle, None) is not None:
             live.say(SessionLeave(handle))
         if not (self._lasting or live.listeners) and live is self._live:
             self.drop()
+
+
+class _Opened(Generic[ListenerT]):
+    def __init__(
+        self, stream: SessionStream[ListenerT], live: _Live[ListenerT], handle: int
+    ) -> None:
+        self._stream, self._live, self._handle = stream, live, handle
+
+    def leave(self) -> None:
+        self._stream.leave(self._live, self._handle)
+
+    def move(self, drafter_id: DrafterId) -> None:
+        if self._handle in self._live.listeners:
+            self._live.say(SessionMove(self._handle, drafter_id))
 
 
 class _Live(Generic[ListenerT]):
@@ -177,6 +212,8 @@ class _Live(Generic[ListenerT]):
                         self._take(one)
                     elif isinstance(one, SessionFailure):
                         self._fail(one.handle, _error_of(one))
+                    elif isinstance(one, SessionMoved) and one.handle in self.listeners:
+                        self.listeners[one.handle].moved(one.drafter_id)
         finally:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
@@ -247,6 +284,9 @@ class _Followed:
         """Events that came before are still handed out."""
         self.events.close(error)
 
+    def moved(self, drafter_id: DrafterId | None) -> None:
+        """Who drafts is nothing to whoever follows one session."""
+
 
 class SessionIterators:
     """Adds `open_session` to whatever has `sessions`."""
@@ -262,7 +302,7 @@ class SessionIterators:
         if self._followed is None:
             self._followed = SessionStream(self.sessions, _deliver, lasting=False)
         followed = _Followed(spec)
-        leave = self._followed.open(spec, followed)
+        opened = self._followed.open(spec, followed)
         try:
             while True:
                 event = await followed.events.get()
@@ -270,7 +310,7 @@ class SessionIterators:
                 if event.finish_reason is not None:
                     return
         finally:
-            leave()
+            opened.leave()
 
 
 def _deliver(events: SessionEvents, listeners: Mapping[int, _Followed]) -> None:
@@ -300,6 +340,8 @@ def _event(
             fallback=bool(flags & FALLBACK),
             target_only=bool(flags & TARGET_ONLY),
             planned=flags & PLANNED,
+            looked_ahead=bool(flags & LOOKED_AHEAD),
+            hit=bool(flags & HIT),
         )
     return SessionEvent(
         session_id=followed.spec.session_id,

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 from outrider.spec.contest import Mode, Reason
-from outrider.wire.messages import DECISION_SHIFT, PAUSED, SpecStats
+from outrider.wire.messages import (
+    DECISION_SHIFT,
+    FALLBACK,
+    HIT,
+    LOOKED_AHEAD,
+    PAUSED,
+    TARGET_ONLY,
+    SpecStats,
+)
 
 _REASONS: Final = ("", *Reason)
 REASON_FLAGS: Final = {why: code << DECISION_SHIFT for code, why in enumerate(_REASONS)}
@@ -30,6 +38,17 @@ _DECISIONS: Final = {
 }
 
 
+def flags_of_round(before: SpecStats, after: SpecStats) -> int:
+    """What of one round between two states of the statistics is told by flags of its event, the
+    planner's left out."""
+    flags = FALLBACK if after.fallback_rounds > before.fallback_rounds else 0
+    if after.target_only_rounds > before.target_only_rounds:
+        flags |= TARGET_ONLY
+    if after.look_ahead_rounds > before.look_ahead_rounds:
+        flags |= LOOKED_AHEAD
+    return flags | HIT if after.hit_rounds > before.hit_rounds else flags
+
+
 def add_round(
     stats: SpecStats,
     proposed: int,
@@ -38,6 +57,8 @@ def add_round(
     fallback: bool,
     target_only: bool = False,
     planned: int = 0,
+    looked_ahead: bool = False,
+    hit: bool = False,
 ) -> SpecStats:
     """The statistics after one more round.
 
@@ -45,7 +66,8 @@ def add_round(
     reached the stream, usually accepted_len + 1, fewer when a stop cut the round short;
     fallback: the plan is speculative but there was no proposal; target_only: the rejection rule
     was asked for and judged without its draft law; planned: flags of what the planner had in
-    force, 0 where it decides nothing.
+    force, 0 where it decides nothing; looked_ahead: the plan has look-ahead, and a proposal was
+    used or wanted in vain; hit: it had come before its prefix did.
     """
     assert 0 <= accepted_len <= proposed, (accepted_len, proposed)
     per_depth = stats.accepted_per_depth
@@ -53,6 +75,8 @@ def add_round(
         missing = (0,) * (accepted_len - len(per_depth))
         stood = [count + 1 for count in (*per_depth, *missing)[:accepted_len]]
         per_depth = (*stood, *per_depth[accepted_len:])
+    hit_now = looked_ahead and hit
+    fresh_now = looked_ahead and not (hit or fallback)
     # Not `replace`, which takes several times as long.
     return SpecStats(
         rounds=stats.rounds + 1,
@@ -64,4 +88,9 @@ def add_round(
         paused_rounds=stats.paused_rounds + int(planned & PAUSED > 0),
         decision=decision_of(planned),
         accepted_per_depth=per_depth,
+        look_ahead_rounds=stats.look_ahead_rounds + int(looked_ahead),
+        hit_rounds=stats.hit_rounds + int(hit_now),
+        hit_accepted=stats.hit_accepted + hit_now * accepted_len,
+        fresh_rounds=stats.fresh_rounds + int(fresh_now),
+        fresh_accepted=stats.fresh_accepted + fresh_now * accepted_len,
     )

@@ -209,6 +209,11 @@ def stats_to_pb(stats: SpecStats) -> pb.SpecDecodeStats:
         mean_emitted_per_round=stats.emitted / stats.rounds if stats.rounds else 0.0,
         paused_rounds=stats.paused_rounds,
         decision=stats.decision,
+        look_ahead_rounds=stats.look_ahead_rounds,
+        hit_rounds=stats.hit_rounds,
+        hit_accepted=stats.hit_accepted,
+        fresh_rounds=stats.fresh_rounds,
+        fresh_accepted=stats.fresh_accepted,
     )
 
 
@@ -225,4 +230,9 @@ def stats_from_pb(message: pb.SpecDecodeStats) -> SpecStats:
         accepted_per_depth=tuple(message.accepted_per_depth),
         paused_rounds=message.paused_rounds,
         decision=text(message.decision, "decision", limit=MAX_DECISION_BYTES, empty=True),
+        look_ahead_rounds=message.look_ahead_rounds,
+        hit_rounds=message.hit_rounds,
+        hit_accepted=message.hit_accepted,
+        fresh_rounds=message.fresh_rounds,
+        fresh_accepted=message.fresh_accepted,
     )

@@ -92,6 +92,8 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
                 incarnation=drafter.incarnation,
                 methods=[METHODS[method] for method in drafter.methods],
                 sessions=drafter.sessions,
+                answer_ms=drafter.answer_ms,
+                same_host=drafter.same_host,
             )
             for drafter in info.drafters
         ],
@@ -120,6 +122,8 @@ def _attached_drafters(
             incarnation=text(drafter.incarnation, "incarnation", empty=True),
             methods=methods_from_pb(drafter.methods),
             sessions=drafter.sessions,
+            answer_ms=finite(drafter.answer_ms, "answer_ms"),
+            same_host=drafter.same_host,
         )
         for drafter in messages
     )

@@ -212,6 +212,17 @@ class VerifierSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterLink:
+    """What a verifier says of a drafter that is connected to it."""
+
+    verifier_id: VerifierId
+    sessions: int
+    """The verifier's sessions that it drafts for."""
+    answer_ms: float = 0.0
+    """From the end of a round to its proposals, mean of late; 0 while unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSummary:
     """A drafter as the router sees it."""
 
@@ -222,6 +233,10 @@ class DrafterSummary:
     sessions: int
     handicap: str = ""
     """Not empty: how it is slowed down (benchmarks only)."""
+    draining: bool = False
+    """Whether it is being removed."""
+    links: tuple[DrafterLink, ...] = ()
+    """One for each verifier that it is connected to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,6 +213,16 @@ class SpecStats:
     decision: str = ""
     """What its planner had in force for the newest round and why: "speculate/faster"; empty: the
     plan was carried out as it is."""
+    look_ahead_rounds: int = 0
+    """Rounds of a plan with look-ahead that used a proposal, or wanted one in vain."""
+    hit_rounds: int = 0
+    """Of these, rounds whose proposal had come before its prefix did."""
+    hit_accepted: int = 0
+    """Draft nodes accepted in them."""
+    fresh_rounds: int = 0
+    """Of these, rounds whose proposal was made for a prefix that was there."""
+    fresh_accepted: int = 0
+    """Draft nodes accepted in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +249,15 @@ class MalformedOpen:
     error: InvalidMessageError
 
 
-SessionsRequest = SessionOpen | SessionLeave | Heartbeat
+@dataclass(frozen=True, slots=True)
+class SessionMove:
+    """Let another drafter draft for a session; `SessionMoved` answers."""
+
+    handle: int
+    drafter_id: DrafterId
+
+
+SessionsRequest = SessionOpen | SessionLeave | SessionMove | Heartbeat
 """What a router says on the stream that carries its sessions."""
 
 # ---- control: verifier -> router ---------------------------------------------------------------
@@ -256,6 +274,11 @@ DECISION_SHIFT = 4
 """From this bit on a flag of two bits: why the planner did so, or not; 0: it decides nothing."""
 PLANNED = PAUSED | 3 << DECISION_SHIFT
 """All flags of the planner."""
+LOOKED_AHEAD = 64
+"""Flag of an event: the plan has look-ahead, and the round used a proposal or wanted one."""
+HIT = 128
+"""Flag of such an event: its proposal had come before its prefix did. With neither this one nor
+FALLBACK the proposal was made for a prefix that was there."""
 REASON_CODES = {
     FinishReason.STOP_TOKEN: 1,
     FinishReason.STOP_STRING: 2,
@@ -284,7 +307,7 @@ class SessionEvents:
     finish_reasons: NDArray[np.uint8]
     """[n] codes of `REASON_CODES`, 0 unless the row is its session's last."""
     flags: NDArray[np.uint8]
-    """[n] DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | flags of PLANNED."""
+    """[n] DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | LOOKED_AHEAD | HIT | flags of PLANNED."""
     proposed: NDArray[np.uint16]
     """[n] draft nodes verified in the round."""
     accepted: NDArray[np.uint16]
@@ -305,7 +328,15 @@ class SessionFailure:
     retry_after_s: float | None = None
 
 
-SessionsMessage = SessionEvents | SessionFailure | Heartbeat
+@dataclass(frozen=True, slots=True)
+class SessionMoved:
+    """Whose session it is after a `SessionMove`, done or not."""
+
+    handle: int
+    drafter_id: DrafterId | None
+
+
+SessionsMessage = SessionEvents | SessionFailure | SessionMoved | Heartbeat
 """What a verifier says on a router's stream."""
 
 
@@ -334,6 +365,10 @@ class AttachedDrafter:
     incarnation: str
     methods: tuple[DraftMethod, ...]
     sessions: int
+    answer_ms: float = 0.0
+    """From the end of a round to its proposals, mean of late; 0 while unknown."""
+    same_host: bool = False
+    """Whether it is known to be on the verifier's host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ of the bytes that arrived and cannot be written to. `Verdict` and `Proposal` are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
@@ -202,7 +202,8 @@ class Laws:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Proposals:
-    """The drafts of a batch; int64 columns [S] unless noted."""
+    """The drafts of a batch; int64 columns [S] unless noted. Handles repeat where a session is
+    drafted for more than one prefix."""
 
     handles: Indices
     digests: NDArray[np.uint64]
@@ -232,34 +233,42 @@ class Proposals:
         """The entries at `chosen`, in that order."""
         if len(chosen) == len(self) and bool((chosen == np.arange(len(self))).all()):
             return self
-        if self.laws is not None:
-            return Proposals.of([self.entry(index) for index in chosen.tolist()])
-        counts = self.node_counts[chosen]
-        owners, places = parts(counts)
-        firsts = (np.cumsum(self.node_counts) - self.node_counts)[chosen]
-        nodes = firsts[owners] + places
+        nodes = _owned(self.node_counts, chosen)
         return Proposals(
             handles=self.handles[chosen],
             digests=self.digests[chosen],
             prefix_lens=self.prefix_lens[chosen],
-            node_counts=counts,
+            node_counts=self.node_counts[chosen],
             tokens=self.tokens[nodes],
             parents=self.parents[nodes],
             logprobs=self.logprobs[nodes],
+            laws=None if self.laws is None else self._laws_only(chosen, self.laws),
             draft_us=self.draft_us,
         )
 
-    def copied(self) -> Proposals:
-        """The same in memory of its own."""
-        laws = self.laws
-        return replace(
-            self,
-            tokens=self.tokens.copy(),
-            parents=self.parents.copy(),
-            logprobs=self.logprobs.copy(),
-            laws=None
-            if laws is None
-            else replace(laws, ids=laws.ids.copy(), counts=laws.counts.copy()),
+    def _laws_only(self, chosen: Indices, laws: Laws) -> Laws | None:
+        given = laws.given[chosen]
+        if not given.any():
+            return None
+        slots = _owned(np.where(laws.given, self.node_counts + 1, 0), chosen)
+        pairs = _owned(laws.sizes, slots)
+        return Laws(
+            given=given, sizes=laws.sizes[slots], ids=laws.ids[pairs], counts=laws.counts[pairs]
+        )
+
+    @classmethod
+    def joined(cls, messages: Sequence[Proposals]) -> Proposals:
+        """The entries of several messages without laws, in turn; the longest `draft_us`."""
+        assert all(message.laws is None for message in messages)
+        return cls(
+            handles=_joined([each.handles for each in messages], np.int64),
+            digests=_joined([each.digests for each in messages], np.uint64),
+            prefix_lens=_joined([each.prefix_lens for each in messages], np.int64),
+            node_counts=_joined([each.node_counts for each in messages], np.int64),
+            tokens=_joined([each.tokens for each in messages], np.int32),
+            parents=_joined([each.parents for each in messages], np.int32),
+            logprobs=_joined([each.logprobs for each in messages], np.float32),
+            draft_us=max([each.draft_us for each in messages], default=0),
         )
 
     @classmethod
@@ -312,8 +321,8 @@ class Proposals:
 
 
 def sound_proposals(proposals: Proposals, *, vocab_size: int, max_nodes: int) -> NDArray[np.bool_]:
-    """[S]: which entries keep every rule of trees and laws, for a reader with these bounds; of
-    entries with one handle only the last. Never raises for anything that was decoded."""
+    """[S]: which entries keep every rule of trees and laws, for a reader with these bounds. Handles
+    may repeat. Never raises for anything that was decoded."""
     drafts = proposals
     sound = sound_trees(
         drafts.node_counts,
@@ -337,7 +346,7 @@ def sound_proposals(proposals: Proposals, *, vocab_size: int, max_nodes: int) ->
             vocab_size=vocab_size,
         )
     sound &= (drafts.prefix_lens >= 1) & (drafts.handles < MAX_HANDLES)
-    return sound & last_of_each(drafts.handles)
+    return sound
 
 
 def last_of_each(values: Indices) -> NDArray[np.bool_]:
@@ -358,6 +367,13 @@ def parts(counts: Indices) -> tuple[Indices, Indices]:
     owners = np.repeat(np.arange(len(counts)), counts)
     firsts = np.cumsum(counts) - counts
     return owners, np.arange(len(owners)) - firsts[owners]
+
+
+def _owned(counts: Indices, chosen: Indices) -> Indices:
+    """Places in flat arrays of what the entries at `chosen` own, in that order."""
+    owners, places = parts(counts[chosen])
+    firsts = (np.cumsum(counts) - counts)[chosen]
+    return firsts[owners] + places
 
 
 def _laws_of(proposals: Sequence[Proposal]) -> Laws | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from outrider.ids import DrafterId, RequestId, VerifierId
-from outrider.wire.checks import count, text
+from outrider.wire.checks import count, finite, text
 from outrider.wire.common_codec import (
     METHODS,
     look_ahead_from_pb,
@@ -14,6 +14,7 @@ from outrider.wire.common_codec import (
 )
 from outrider.wire.inference import (
     MAX_ABORT_IDS,
+    DrafterLink,
     DrafterSummary,
     ModelInfo,
     ServerInfo,
@@ -81,6 +82,15 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 methods=[METHODS[method] for method in drafter.methods],
                 sessions=drafter.sessions,
                 handicap=drafter.handicap,
+                draining=drafter.draining,
+                links=[
+                    pb.DrafterLink(
+                        verifier_id=link.verifier_id,
+                        sessions=link.sessions,
+                        answer_ms=link.answer_ms,
+                    )
+                    for link in drafter.links
+                ],
             )
             for drafter in info.drafters
         ],
@@ -124,9 +134,23 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 methods=methods_from_pb(drafter.methods),
                 sessions=drafter.sessions,
                 handicap=text(drafter.handicap, "handicap", empty=True),
+                draining=drafter.draining,
+                links=_links(drafter.links),
             )
             for drafter in message.drafters
         ),
+    )
+
+
+def _links(messages: Collection[pb.DrafterLink]) -> tuple[DrafterLink, ...]:
+    count(messages, "links", high=MAX_PEERS)
+    return tuple(
+        DrafterLink(
+            verifier_id=VerifierId(text(link.verifier_id, "verifier_id")),
+            sessions=link.sessions,
+            answer_ms=finite(link.answer_ms, "answer_ms"),
+        )
+        for link in messages
     )
 
 

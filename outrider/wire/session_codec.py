@@ -36,6 +36,8 @@ from outrider.wire.messages import (
     SessionEvents,
     SessionFailure,
     SessionLeave,
+    SessionMove,
+    SessionMoved,
     SessionOpen,
     SessionsMessage,
     SessionSpec,
@@ -57,6 +59,9 @@ def encode_sessions_request(message: SessionsRequest) -> bytes:
             frame = pb.SessionsRequest(open=opening)
         case SessionLeave():
             frame = pb.SessionsRequest(leave=pb.SessionLeave(handle=message.handle))
+        case SessionMove():
+            move = pb.SessionMove(handle=message.handle, drafter_id=message.drafter_id)
+            frame = pb.SessionsRequest(move=move)
         case Heartbeat():
             frame = pb.SessionsRequest(heartbeat=common_pb2.Heartbeat(sequence=message.sequence))
     return frame.SerializeToString(deterministic=True)
@@ -76,10 +81,13 @@ def decode_sessions_request(data: bytes | memoryview) -> SessionsRequest | Malfo
                 return MalformedOpen(frame.open.handle, error)
         case "leave":
             return SessionLeave(frame.leave.handle)
+        case "move":
+            drafter_id = DrafterId(text(frame.move.drafter_id, "drafter_id"))
+            return SessionMove(frame.move.handle, drafter_id)
         case "heartbeat":
             return Heartbeat(frame.heartbeat.sequence)
         case _:
-            fail("a router's message must hold open, leave or heartbeat")
+            fail("a router's message must hold open, leave, move or heartbeat")
 
 
 def encode_sessions_message(message: SessionsMessage) -> bytes:
@@ -98,6 +106,9 @@ def encode_sessions_message(message: SessionsMessage) -> bytes:
                     retry_after_s=message.retry_after_s,
                 )
             )
+        case SessionMoved():
+            moved = pb.SessionMoved(handle=message.handle, drafter_id=message.drafter_id)
+            frame = pb.SessionsResponse(moved=moved)
         case Heartbeat():
             frame = pb.SessionsResponse(heartbeat=common_pb2.Heartbeat(sequence=message.sequence))
     return frame.SerializeToString(deterministic=True)
@@ -115,10 +126,12 @@ def decode_sessions_message(data: bytes | memoryview) -> SessionsMessage:
             return _events_from_pb(frame.events)
         case "failure":
             return _failure_from_pb(frame.failure)
+        case "moved":
+            return SessionMoved(frame.moved.handle, _drafter_id(frame.moved))
         case "heartbeat":
             return Heartbeat(frame.heartbeat.sequence)
         case _:
-            fail("a verifier's message must hold events, failure or heartbeat")
+            fail("a verifier's message must hold events, failure, moved or heartbeat")
 
 
 def _events_to_pb(events: SessionEvents) -> pb.SessionEvents:
@@ -200,11 +213,16 @@ def _spec_to_pb(spec: SessionSpec) -> pb.SessionSpec:
     )
 
 
+def _drafter_id(message: pb.SessionSpec | pb.SessionMoved) -> DrafterId | None:
+    if not message.HasField("drafter_id"):
+        return None
+    return DrafterId(text(message.drafter_id, "drafter_id"))
+
+
 def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
     ids = token_ids(message.token_ids, "token_ids", high=MAX_SEQUENCE_LEN)
     if not ids:
         fail("token_ids must not be empty")
-    drafter_id = message.drafter_id if message.HasField("drafter_id") else None
     return SessionSpec(
         session_id=SessionId(text(message.session_id, "session_id")),
         epoch=message.epoch,
@@ -217,5 +235,5 @@ def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
         min_new_tokens=number(message.min_new_tokens, "min_new_tokens", high=MAX_SEQUENCE_LEN),
         sampling=seeded_sampling_from_pb(message.sampling),
         plan=plan_from_pb(message.plan),
-        drafter_id=None if drafter_id is None else DrafterId(text(drafter_id, "drafter_id")),
+        drafter_id=_drafter_id(message),
     )

@@ -59,6 +59,9 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
         dest="speculation.fan_out",
         help="outcomes drafted ahead, of requests that leave it open; 0: the drafter's choice",
     )
+    parser.add_argument(
+        "--pool-listen", metavar="HOST:PORT", help="where drafters are added and removed"
+    )
     parser.add_argument("--queue-limit", type=int, metavar="N", help="requests that may wait")
     parser.add_argument("--metrics-port", type=int, metavar="P", help="0 takes a free port")
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
@@ -74,6 +77,7 @@ async def serve(config: RouterConfig) -> None:
     from outrider.transport.grpc import GrpcDialer, GrpcServer
     from outrider_router.grpc_api import inference_service
     from outrider_router.metrics import RouterMetrics
+    from outrider_router.pool_api import pool_service
     from outrider_router.service import RouterService
 
     # A folder that holds no more than a tokenizer is enough for a router.
@@ -87,6 +91,7 @@ async def serve(config: RouterConfig) -> None:
         config=config, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
     server = GrpcServer(config.listen, [inference_service(service)])
+    pool = GrpcServer(config.pool_listen, [pool_service(service)]) if config.pool_listen else None
     service.on_readiness = server.set_serving
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -97,6 +102,8 @@ async def serve(config: RouterConfig) -> None:
         ready = {"event": "ready", "address": address}
         if config.metrics_port >= 0:
             ready["metrics"] = _serve_metrics(config, metrics)
+        if pool is not None:
+            ready["pool"] = await pool.start()
         await service.start()
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
@@ -106,6 +113,8 @@ async def serve(config: RouterConfig) -> None:
         logger.info("stopping", extra={"drained": done})
     finally:
         await service.close()
+        if pool is not None:
+            await pool.stop(0.0)
         await server.stop(1.0)
         await dialer.close()
 

@@ -57,6 +57,9 @@ class RouterConfig:
     """Addresses of the verifiers, as the drafters reach them too."""
     drafters: tuple[str, ...] = ()
     """Addresses of the drafters."""
+    pool_listen: str = ""
+    """HOST:PORT where operators add and remove drafters; port 0 takes a free one, "" serves none.
+    """
     queue_limit: int = 256
     """Most requests that may wait; more are refused with RESOURCE_EXHAUSTED."""
     default_max_tokens: int = 256

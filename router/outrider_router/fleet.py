@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from outrider.errors import FailedPreconditionError
-from outrider.ids import DrafterId
-from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     DrafterInfo,
@@ -113,31 +111,3 @@ def missing_attachments(drafter: DrafterInfo, verifiers: Mapping[str, VerifierIn
         for address, verifier in verifiers.items()
         if fits(drafter, verifier) and not is_attached(drafter, verifier)
     ]
-
-
-def choose_drafter(
-    verifier: VerifierInfo,
-    drafters: Iterable[DrafterInfo],
-    method: DraftMethod,
-    *,
-    placed: Mapping[DrafterId, int],
-    detached: Collection[DrafterId] = (),
-) -> DrafterId | None:
-    """The drafter for a new session: attached, with the method, and with the fewest sessions.
-
-    `placed` counts the sessions that this router gave to each drafter; `detached` are drafters
-    that a session reported lost since the verifier was last asked. None means plain decoding.
-    """
-    able = [
-        drafter
-        for drafter in drafters
-        if method in drafter.methods
-        and is_attached(drafter, verifier)
-        and drafter.drafter_id not in detached
-    ]
-    chosen = min(
-        able,
-        key=lambda d: (placed.get(d.drafter_id, 0), d.sessions, d.drafter_id),
-        default=None,
-    )
-    return chosen.drafter_id if chosen is not None else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from outrider.errors import AlreadyExistsError, OutriderError
 from outrider.ids import DrafterId, RequestId, VerifierId
+from outrider.spec.plan import DraftMethod
 from outrider_router.tally import Tally
 
 
@@ -25,7 +27,19 @@ class Entry:
     last_token: float = 0.0
     """Clock time of the newest token, seconds."""
     verifier_id: VerifierId | None = None
+    prompt_tokens: int = 0
+    method: DraftMethod | None = None
+    """How a drafter is to draft for it; None: it needs none."""
     drafter_id: DrafterId | None = None
+    """Who drafts for it, as far as the verifier has said."""
+    moving_to: DrafterId | None = None
+    """Who is to, while the verifier has not said whether it could be done."""
+    moved_at: float = -math.inf
+    """Clock time of the last wish, seconds."""
+    refused_moves: int = 0
+    """How often it could not be done."""
+    move: Callable[[DrafterId], None] | None = None
+    """Asks the verifier for another drafter, while there is a session."""
     drafter_attached: bool = False
     """What the session's newest event said."""
     tally: Tally = field(default_factory=Tally)
@@ -34,6 +48,12 @@ class Entry:
     """Why the request must end although its verifier said nothing of the kind."""
     on_fail: Callable[[OutriderError], None] | None = None
     """Wakes the request, wherever it waits."""
+
+    def leave(self) -> None:
+        """Its session is over, or has not begun."""
+        self.on_fail = self.verifier_id = self.drafter_id = None
+        self.move = self.moving_to = self.method = None
+        self.refused_moves = 0
 
     def fail(self, error: OutriderError) -> None:
         """End the request with `error`, wherever it is; the first error counts."""
@@ -79,6 +99,7 @@ class Journal:
         """Running sessions by drafter."""
         counts: dict[DrafterId, int] = {}
         for entry in self._entries.values():
-            if entry.drafter_id is not None:
-                counts[entry.drafter_id] = counts.get(entry.drafter_id, 0) + 1
+            drafter_id = entry.moving_to or entry.drafter_id
+            if drafter_id is not None:
+                counts[drafter_id] = counts.get(drafter_id, 0) + 1
         return counts

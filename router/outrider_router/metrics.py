@@ -6,9 +6,10 @@ Speculation counters are sums over the columns of each message of events.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from outrider.wire.messages import FALLBACK, TARGET_ONLY, SessionEvents
+from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, TARGET_ONLY, SessionEvents
 from outrider_router.histogram import BatchHistogram
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -81,6 +82,19 @@ class RouterMetrics:
         self.target_only_rounds = self._counter(
             "target_only_rounds_total", "Rejection rounds judged without draft probabilities."
         )
+        self.look_ahead_rounds = self._counter(
+            "look_ahead_rounds_total",
+            "Rounds of plans with look-ahead that used a proposal or wanted one.",
+        )
+        self.look_ahead_drafted_rounds = self._counter(
+            "look_ahead_drafted_rounds_total",
+            "Of these, rounds by whether their proposal came before its prefix (hit) or after it "
+            "(fresh).",
+            "kind",
+        )
+        self.look_ahead_accepted = self._counter(
+            "look_ahead_accepted_tokens_total", "Draft nodes accepted in them.", "kind"
+        )
 
     def _fleet(self) -> None:
         self.verifier_up = self._gauge(
@@ -97,8 +111,22 @@ class RouterMetrics:
         )
         self.drafter_detached_sessions = self._counter(
             "drafter_detached_sessions_total",
-            "Sessions whose drafter was lost while they ran; they decode plainly.",
+            "Times that a running session lost its drafter; it decodes plainly until given one.",
         )
+        self.session_moves = self._counter(
+            "session_moves_total",
+            "Running sessions that were given to another drafter: lost, drained, balance.",
+            "why",
+        )
+
+    def _add_ahead(self, flags: NDArray[np.uint8], accepted: NDArray[np.uint16]) -> None:
+        ahead = flags & LOOKED_AHEAD > 0
+        hit = ahead & (flags & HIT > 0)
+        fresh = ahead & (flags & (HIT | FALLBACK) == 0)
+        self.look_ahead_rounds.inc(int(np.count_nonzero(ahead)))
+        for kind, rows in (("hit", hit), ("fresh", fresh)):
+            self.look_ahead_drafted_rounds.labels(kind).inc(int(np.count_nonzero(rows)))
+            self.look_ahead_accepted.labels(kind).inc(int(accepted[rows].sum()))
 
     def add_events(self, events: SessionEvents) -> None:
         """Count the rounds of a message of events."""
@@ -110,6 +138,8 @@ class RouterMetrics:
         self.target_only_rounds.inc(int(np.count_nonzero(flags & TARGET_ONLY)))
         self.draft_tokens.inc(int(events.proposed[rounds].sum()))
         accepted = events.accepted[rounds]
+        if (flags & LOOKED_AHEAD).any():
+            self._add_ahead(flags, accepted)
         if not accepted.any():
             return
         self.accepted_tokens.inc(int(accepted.sum()))

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from outrider.errors import DeadlineExceededError, FailedPreconditionError, OutriderError
+from outrider.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    OutriderError,
+    ResourceExhaustedError,
+)
 from outrider.ids import DrafterId, VerifierId
-from outrider.spec.plan import DraftMethod
 from outrider.transport.base import Dialer, DrafterControl, VerifierControl
+from outrider.wire.limits import MAX_PEERS
 from outrider.wire.messages import DrafterInfo, VerifierInfo
 from outrider_router.fleet import (
     PeerState,
     TokenizerIdentity,
     check_drafter,
     check_verifier,
-    choose_drafter,
     fits,
     is_attached,
     judge,
     missing_attachments,
 )
 from outrider_router.metrics import RouterMetrics
+from outrider_router.pool import Candidate, candidates_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +67,16 @@ class DrafterPeer(Peer):
     """Whether it was reachable and attached to a healthy verifier at the last look."""
     misfits: set[str] = field(default_factory=set)
     """Verifiers that it cannot serve, by address."""
+    draining: bool = False
+    """Whether it is being removed: it is attached to no more verifiers, and gets no sessions."""
+    unplaced: tuple[int, int] = (0, 0)
+    """Sessions beyond those that this router placed, at the last two looks."""
+
+    @property
+    def others(self) -> int:
+        """Sessions that it follows for other routers; one look alone may see those of this one
+        that have just ended."""
+        return min(self.unplaced)
 
 
 class Registry:
@@ -78,34 +93,69 @@ class Registry:
         clock: Callable[[], float],
         poll_interval_s: float,
         silence_s: float,
+        placed: Callable[[], Mapping[DrafterId, int]],
         on_verifier_up: Callable[[VerifierInfo], None],
         on_verifier_lost: Callable[[VerifierId], None],
     ) -> None:
+        """`placed` counts this router's sessions by drafter."""
         self._dialer = dialer
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._clock = clock
         self._interval_s = poll_interval_s
         self._silence_s = silence_s
+        self._placed = placed
         self._on_verifier_up = on_verifier_up
         self._on_verifier_lost = on_verifier_lost
         self.verifiers = {address: VerifierPeer(address=address) for address in verifiers}
         self.drafters = {address: DrafterPeer(address=address) for address in drafters}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._polls: dict[Peer, asyncio.Task[None]] = {}
 
     def start(self) -> None:
         """Begin polling; every peer has its own task, so none delays the look at another."""
-        looks: list[tuple[Peer, Callable[[], Awaitable[None]]]] = [
-            *((v, partial(self._look_at_verifier, v)) for v in self.verifiers.values()),
-            *((d, partial(self._look_at_drafter, d)) for d in self.drafters.values()),
-        ]
-        self._tasks = [asyncio.create_task(self._poll(peer, look)) for peer, look in looks]
+        for verifier in self.verifiers.values():
+            self._start(verifier, partial(self._look_at_verifier, verifier))
+        for drafter in self.drafters.values():
+            self._start(drafter, partial(self._look_at_drafter, drafter))
 
     async def stop(self) -> None:
         """Stop polling."""
-        for task in self._tasks:
+        polls, self._polls = self._polls, {}
+        for task in polls.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*polls.values(), return_exceptions=True)
+
+    def add_drafter(self, address: str) -> None:
+        """Look for one more drafter from now on; idempotent.
+
+        Raises ResourceExhaustedError; FailedPreconditionError while it is being removed.
+        """
+        peer = self.drafters.get(address)
+        if peer is not None and peer.draining:
+            raise FailedPreconditionError(
+                f"the drafter at {address} is being removed", reason="DRAFTER_LEAVING"
+            )
+        if peer is not None:
+            return
+        if len(self.drafters) >= MAX_PEERS:
+            raise ResourceExhaustedError(f"there are {MAX_PEERS} drafters", reason="TOO_MANY_PEERS")
+        peer = self.drafters[address] = DrafterPeer(address=address)
+        self._start(peer, partial(self._look_at_drafter, peer))
+        logger.info("drafter added", extra={"address": address})
+
+    async def forget_drafter(self, peer: DrafterPeer) -> None:
+        """Look at a drafter no more and have it leave the verifiers."""
+        poll = self._polls.pop(peer, None)
+        if poll is not None:
+            poll.cancel()
+            await asyncio.gather(poll, return_exceptions=True)
+        if peer.control is not None:
+            # It is among the drafters until it has left: nobody may add it anew meanwhile.
+            await self._detach(peer, peer.control)
+        self.drafters.pop(peer.address, None)
+        if peer.info is not None:
+            self._metrics.drafter_up.labels(peer.info.drafter_id).set(0)
+        logger.info("drafter removed", extra={"address": peer.address})
 
     def healthy_verifier(self, verifier_id: VerifierId) -> VerifierPeer | None:
         """The healthy verifier with this id."""
@@ -124,19 +174,26 @@ class Registry:
         peer.detached.add(drafter_id)
         self._note_drafters()
 
-    def choose_drafter(
-        self, peer: VerifierPeer, method: DraftMethod, placed: dict[DrafterId, int]
-    ) -> DrafterId | None:
-        """The drafter of a new session on this verifier, or None for plain decoding."""
+    def candidates_of(self, peer: VerifierPeer) -> tuple[Candidate, ...]:
+        """The drafters that the sessions of this verifier can have now."""
         assert peer.info is not None
-        healthy = [d.info for d in self.drafters.values() if d.state is PeerState.HEALTHY]
-        return choose_drafter(
+        able = [d for d in self.drafters.values() if d.state is PeerState.HEALTHY]
+        return candidates_of(
             peer.info,
-            [info for info in healthy if info is not None],
-            method,
-            placed=placed,
+            [drafter.info for drafter in able if drafter.info is not None],
             detached=peer.detached,
+            draining={d.info.drafter_id for d in able if d.draining and d.info is not None},
         )
+
+    def candidates(self) -> dict[VerifierId, tuple[Candidate, ...]]:
+        """The same for each healthy verifier."""
+        return {info.verifier_id: self.candidates_of(peer) for peer, info in self._healthy()}
+
+    @property
+    def others(self) -> dict[DrafterId, int]:
+        """Sessions that drafters follow for other routers."""
+        peers = self.drafters.values()
+        return {peer.info.drafter_id: peer.others for peer in peers if peer.info is not None}
 
     def _healthy(self) -> list[tuple[VerifierPeer, VerifierInfo]]:
         peers = self.verifiers.values()
@@ -145,6 +202,9 @@ class Registry:
             for peer in peers
             if peer.state is PeerState.HEALTHY and peer.info is not None
         ]
+
+    def _start(self, peer: Peer, look: Callable[[], Awaitable[None]]) -> None:
+        self._polls[peer] = asyncio.create_task(self._poll(peer, look))
 
     async def _poll(self, peer: Peer, look: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -184,6 +244,10 @@ class Registry:
         if before is not None and before.incarnation != info.incarnation and peer.serving:
             self._drafter_lost(peer, "it was restarted")
         self._seen(peer)
+        placed = self._placed().get(info.drafter_id, 0)
+        peer.unplaced = peer.unplaced[1], max(0, info.sessions - placed)
+        if peer.draining:
+            return
         known = {verifier.address: info for verifier, info in self._healthy()}
         for address in missing_attachments(info, known):
             await self._attach(peer, peer.control, address)
@@ -198,6 +262,15 @@ class Registry:
             logger.warning("attaching a drafter failed", extra=facts | {"problem": error.message})
         else:
             logger.info("drafter told to attach", extra=facts)
+
+    async def _detach(self, peer: DrafterPeer, control: DrafterControl) -> None:
+        try:
+            async with asyncio.timeout(self._silence_s):
+                for address in self.verifiers:
+                    await control.detach(address)
+        except (OutriderError, TimeoutError) as error:
+            # It does not answer; its verifiers notice that too.
+            logger.info("drafter not detached: %s", error, extra={"address": peer.address})
 
     def _note_misfits(
         self, peer: DrafterPeer, info: DrafterInfo, known: dict[str, VerifierInfo]
@@ -262,7 +335,7 @@ class Registry:
             if peer.info is None:
                 continue
             serving = self._is_serving(peer, peer.info)
-            if peer.serving and not serving and self._healthy():
+            if peer.serving and not serving and self._healthy() and not peer.draining:
                 self._drafter_lost(peer, peer.problem or "its verifier lost the connection")
             if serving and not peer.serving:
                 logger.info("drafter serves", extra={"drafter_id": peer.info.drafter_id})
@@ -280,7 +353,7 @@ class Registry:
         peer.serving = False
         self._metrics.drafter_losses.labels(peer.info.drafter_id).inc()
         logger.warning(
-            "drafter lost; its sessions decode plainly",
+            "drafter lost; its sessions decode plainly until others take them",
             extra={
                 "drafter_id": peer.info.drafter_id,
                 "address": peer.address,

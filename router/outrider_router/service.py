@@ -19,7 +19,7 @@ from outrider.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from outrider.ids import RequestId, SessionId, VerifierId
+from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.base import Dialer
 from outrider.transport.sessions import SessionStream
@@ -38,6 +38,7 @@ from outrider_router.config import RouterConfig
 from outrider_router.fleet import TokenizerIdentity
 from outrider_router.journal import Entry, Journal
 from outrider_router.metrics import RouterMetrics
+from outrider_router.moving import Mover
 from outrider_router.output import OutputAssembler
 from outrider_router.pacing import Pacer
 from outrider_router.planner import drafts_itself, plan_on
@@ -79,8 +80,12 @@ class RouterService:
             clock=clock,
             poll_interval_s=config.poll_interval_s,
             silence_s=config.silence_s,
+            placed=self.journal.placed,
             on_verifier_up=self._on_verifier_up,
             on_verifier_lost=self._on_verifier_lost,
+        )
+        self.mover = Mover(
+            self.journal, self.registry, metrics, clock=clock, interval_s=config.poll_interval_s
         )
         self.tokenizer = tokenizer
         self._clock = clock
@@ -97,12 +102,14 @@ class RouterService:
     async def start(self) -> None:
         """Begin to look for verifiers and drafters."""
         self.registry.start()
+        self.mover.start()
 
     async def close(self) -> None:
         """End every request with UnavailableError and stop."""
         self._draining = True
         for entry in self.journal:
             entry.fail(UnavailableError("the router is shutting down", reason="SHUTDOWN"))
+        await self.mover.stop()
         await self.registry.stop()
         for stream in self._streams.values():
             await stream.close()
@@ -281,15 +288,15 @@ class RouterService:
         assert peer.info is not None, "a healthy verifier has said who it is"
         plan = plan_on(job.plan, peer.info)
         if plan.speculative and not drafts_itself(plan, peer.info):
-            entry.drafter_id = self.registry.choose_drafter(
-                peer, plan.method, self.journal.placed()
-            )
+            entry.method, entry.prompt_tokens = plan.method, len(job.prompt_ids)
+            entry.drafter_id = self.mover.choose(peer, entry)
         session_id = SessionId(f"{self._incarnation}-{next(self._numbers)}")
         feed = Feed(entry, self._pacer)
         assembler = OutputAssembler(self.tokenizer.pieces, job.stop_strings)
         entry.on_fail = feed.interrupt
         spec = job.spec(session_id, entry.epoch, entry.drafter_id, plan)
-        leave = self._stream_to(peer).open(spec, feed)
+        opened = self._stream_to(peer).open(spec, feed)
+        entry.move = opened.move
         try:
             async with aclosing(
                 session_messages(feed, assembler, prompt_tokens=len(job.prompt_ids))
@@ -301,9 +308,9 @@ class RouterService:
                 raise lost_error(lease.verifier_id) from error
             raise
         finally:
-            leave()
+            opened.leave()
             feed.leave()
-            entry.on_fail = entry.verifier_id = entry.drafter_id = None
+            entry.leave()
 
     def _stream_to(self, peer: VerifierPeer) -> SessionStream[Feed]:
         stream = self._streams.get(peer.address)
@@ -314,7 +321,7 @@ class RouterService:
                 self._pacer,
                 self._clock,
                 on_events=lambda: self.registry.saw_verifier(peer),
-                on_drafter_lost=partial(self.registry.drafter_detached, peer),
+                on_drafter_lost=partial(self._on_drafter_lost, peer),
             )
             stream = self._streams[peer.address] = SessionStream(
                 peer.control.sessions, sink.deliver
@@ -343,6 +350,10 @@ class RouterService:
             if known and stream is not None:
                 stream.drop()
         self._note_readiness()
+
+    def _on_drafter_lost(self, peer: VerifierPeer, drafter_id: DrafterId) -> None:
+        self.registry.drafter_detached(peer, drafter_id)
+        self.mover.wake()
 
     def _note_readiness(self) -> None:
         ready = self.registry.any_info() is not None and not self._draining

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import outrider
 from outrider.ids import DrafterId, VerifierId
-from outrider.wire.inference import DrafterSummary, ModelInfo, ServerInfo, VerifierSummary
+from outrider.wire.inference import (
+    DrafterLink,
+    DrafterSummary,
+    ModelInfo,
+    ServerInfo,
+    VerifierSummary,
+)
 from outrider.wire.look_ahead import NO_LOOK_AHEAD
-from outrider.wire.messages import PROTOCOL_VERSION
-from outrider_router.fleet import PeerState
+from outrider.wire.messages import PROTOCOL_VERSION, DrafterInfo
+from outrider_router.fleet import PeerState, is_attached
 from outrider_router.registry import DrafterPeer, VerifierPeer
 from outrider_router.request import max_session_len, model_name
 from outrider_router.service import RouterService
@@ -22,7 +28,7 @@ def server_info(service: RouterService) -> ServerInfo:
         queue_bound=service.config.queue_limit,
         running=service.admission.running,
         verifiers=tuple(_verifier(v, service) for v in service.registry.verifiers.values()),
-        drafters=tuple(_drafter(d) for d in service.registry.drafters.values()),
+        drafters=tuple(_drafter(d, service) for d in service.registry.drafters.values()),
     )
 
 
@@ -59,7 +65,7 @@ def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
     )
 
 
-def _drafter(peer: DrafterPeer) -> DrafterSummary:
+def _drafter(peer: DrafterPeer, service: RouterService) -> DrafterSummary:
     info = peer.info
     return DrafterSummary(
         drafter_id=info.drafter_id if info is not None else DrafterId(peer.address),
@@ -68,4 +74,17 @@ def _drafter(peer: DrafterPeer) -> DrafterSummary:
         methods=info.methods if info is not None else (),
         sessions=info.sessions if info is not None else 0,
         handicap=info.handicap if info is not None else "",
+        draining=peer.draining,
+        links=_links(info, service) if info is not None else (),
+    )
+
+
+def _links(drafter: DrafterInfo, service: RouterService) -> tuple[DrafterLink, ...]:
+    infos = [v.info for v in service.registry.verifiers.values() if v.state is PeerState.HEALTHY]
+    return tuple(
+        DrafterLink(verifier_id=info.verifier_id, sessions=link.sessions, answer_ms=link.answer_ms)
+        for info in infos
+        if info is not None and is_attached(drafter, info)
+        for link in info.drafters
+        if link.drafter_id == drafter.drafter_id
     )

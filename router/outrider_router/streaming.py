@@ -63,6 +63,13 @@ class Feed:
         self.error = error
         self.wake()
 
+    def moved(self, drafter_id: DrafterId | None) -> None:
+        """The verifier has said who drafts for the session."""
+        entry = self.entry
+        if entry.moving_to not in (None, drafter_id):
+            entry.refused_moves += 1
+        entry.drafter_id, entry.moving_to = drafter_id, None
+
     def leave(self) -> None:
         """Nobody reads any more."""
         self._pacer.came_back(self)

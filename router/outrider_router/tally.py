@@ -5,7 +5,15 @@ from __future__ import annotations
 from itertools import accumulate
 
 from outrider.wire.accounting import decision_of
-from outrider.wire.messages import FALLBACK, PAUSED, PLANNED, TARGET_ONLY, SpecStats
+from outrider.wire.messages import (
+    FALLBACK,
+    HIT,
+    LOOKED_AHEAD,
+    PAUSED,
+    PLANNED,
+    TARGET_ONLY,
+    SpecStats,
+)
 
 
 class Tally:
@@ -15,6 +23,11 @@ class Tally:
         "_by_accepted",
         "emitted",
         "fallback_rounds",
+        "fresh_accepted",
+        "fresh_rounds",
+        "hit_accepted",
+        "hit_rounds",
+        "look_ahead_rounds",
         "paused_rounds",
         "planned",
         "proposed",
@@ -29,6 +42,9 @@ class Tally:
         self.fallback_rounds = 0
         self.target_only = 0
         self.paused_rounds = 0
+        self.look_ahead_rounds = 0
+        self.hit_rounds = self.hit_accepted = 0
+        self.fresh_rounds = self.fresh_accepted = 0
         self.planned = 0
         """What the planner had in force for the newest round."""
         self._by_accepted: list[int] = []
@@ -44,6 +60,8 @@ class Tally:
             self.target_only += 1
         if flags & PAUSED:
             self.paused_rounds += 1
+        if flags & LOOKED_AHEAD:
+            self._add_ahead(flags, accepted)
         self.planned = flags & PLANNED
         if proposed:
             self.proposed += proposed
@@ -51,6 +69,15 @@ class Tally:
             if missing > 0:
                 self._by_accepted += [0] * missing
             self._by_accepted[accepted] += 1
+
+    def _add_ahead(self, flags: int, accepted: int) -> None:
+        self.look_ahead_rounds += 1
+        if flags & HIT:
+            self.hit_rounds += 1
+            self.hit_accepted += accepted
+        elif not flags & FALLBACK:
+            self.fresh_rounds += 1
+            self.fresh_accepted += accepted
 
     def stats(self) -> SpecStats:
         """The counters now."""
@@ -67,4 +94,9 @@ class Tally:
             paused_rounds=self.paused_rounds,
             decision=decision_of(self.planned),
             accepted_per_depth=per_depth,
+            look_ahead_rounds=self.look_ahead_rounds,
+            hit_rounds=self.hit_rounds,
+            hit_accepted=self.hit_accepted,
+            fresh_rounds=self.fresh_rounds,
+            fresh_accepted=self.fresh_accepted,
         )

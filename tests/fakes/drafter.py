@@ -30,6 +30,8 @@ class FakeDrafter:
         self.lost = False
         self.attached: list[str] = []
         """Addresses that it was told to attach to, in order."""
+        self.detached: list[str] = []
+        """The same of those that it was told to leave."""
         self._verifiers = verifiers
         self._info = DrafterInfo(
             protocol_version=PROTOCOL_VERSION,
@@ -65,4 +67,5 @@ class FakeDrafter:
         )
 
     async def detach(self, verifier_address: str) -> None:
-        self._verifiers[verifier_address].change_info(drafters=())
+        self.detached.append(verifier_address)
+        self._verifiers[verifier_address].detach(self._info.drafter_id)

@@ -50,6 +50,9 @@ class Followed:
 
 Draft = DraftTree | tuple[DraftTree, DraftLaw | None] | None
 ProposeFn = Callable[[Followed], Draft]
+PredictFn = Callable[[Followed], Sequence[tuple[Sequence[int], DraftTree]]]
+"""Outcomes of the draft for the present prefix: the tokens that may follow it, and a draft for
+when they do."""
 
 
 def make_tree(tokens: Sequence[int], parents: Sequence[int] | None = None) -> DraftTree:
@@ -82,7 +85,10 @@ class ScriptedDrafter:
         fingerprint: str = "fake-projection",
         protocol_version: int = PROTOCOL_VERSION,
         tokenizer_hash: str = "",
+        predict: PredictFn | None = None,
     ) -> None:
+        """`predict`: look-ahead. What it says is sent behind the drafts for actual prefixes, and
+        nothing is drafted for a prefix that it foresaw."""
         self.sessions: dict[SessionId, Followed] = {}
         self.names: dict[int, SessionId] = {}
         """By handle."""
@@ -92,6 +98,11 @@ class ScriptedDrafter:
         """A violation of the protocol by the verifier, if one was seen."""
         self.muted = False
         """Reads on but proposes nothing, like a drafter whose compute hangs."""
+        self.foreseen = 0
+        """Prefixes that were predicted and came about."""
+        self._predict = predict
+        self._predicted: dict[int, set[int]] = {}
+        """Digests of predicted prefixes, by handle."""
         self.connection: DrafterConnection | None = None
         self._dialer, self._address, self._propose = dialer, address, propose
         self._task: asyncio.Task[None] | None = None
@@ -157,6 +168,31 @@ class ScriptedDrafter:
         proposals = [draft for draft in drafts if draft is not None]
         if proposals:
             await connection.send(Proposals.of(proposals))
+        ahead = [
+            draft
+            for verdict in message.entries()
+            if verdict.draft_wanted and not self.muted
+            for draft in self._look_ahead(verdict.handle)
+        ]
+        if ahead:
+            await connection.send(Proposals.of(ahead))
+
+    def _look_ahead(self, handle: int) -> list[Proposal]:
+        """Drafts for what may come of the present draft."""
+        if self._predict is None:
+            return []
+        followed = self.sessions[self.names[handle]]
+        drafts = [
+            Proposal(
+                handle=handle,
+                prefix_digest=extend_digest(followed.digest, suffix),
+                prefix_len=len(followed.tokens) + len(suffix),
+                tree=tree,
+            )
+            for suffix, tree in self._predict(followed)
+        ]
+        self._predicted[handle] = {draft.prefix_digest for draft in drafts}
+        return drafts
 
     def _take_in(self, verdict: Verdict) -> Proposal | None:
         """The draft for what is committed now, if one is wanted and the test has one."""
@@ -171,6 +207,9 @@ class ScriptedDrafter:
             if verdict.draft_wanted:
                 assert len(followed.features) == len(followed.tokens) - 1
         if not verdict.draft_wanted or self.muted:
+            return None
+        if verdict.prefix_digest in self._predicted.get(verdict.handle, ()):
+            self.foreseen += 1
             return None
         draft = self._propose(followed)
         if draft is None:

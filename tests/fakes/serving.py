@@ -9,17 +9,20 @@ from contextlib import aclosing
 import numpy as np
 
 from outrider.errors import InvalidMessageError
+from outrider.ids import DrafterId
 from outrider.transport.base import RouterConnection, ServingConnection
 from outrider.transport.inproc import local_sessions
 from outrider.transport.sessions import SessionIterators, failure_of
+from outrider.wire.accounting import flags_of_round
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
-    FALLBACK,
     REASON_CODES,
     MalformedOpen,
     SessionEvent,
     SessionEvents,
     SessionLeave,
+    SessionMove,
+    SessionMoved,
     SessionOpen,
     SessionSpec,
     SpecStats,
@@ -33,11 +36,16 @@ class ServesGenerators(SessionIterators):
         """The events of a session; closed when its router leaves."""
         raise NotImplementedError
 
+    def move_session(self, spec: SessionSpec, drafter_id: DrafterId) -> DrafterId | None:
+        """Give a session to a drafter; who has it afterwards."""
+        return spec.drafter_id
+
     async def sessions(self) -> RouterConnection:
         return local_sessions(self)  # type: ignore[arg-type]
 
     async def serve_sessions(self, connection: ServingConnection) -> None:
         running: dict[int, asyncio.Task[None]] = {}
+        specs: dict[int, SessionSpec] = {}
         try:
             while True:
                 try:
@@ -46,11 +54,15 @@ class ServesGenerators(SessionIterators):
                     continue
                 match message:
                     case SessionOpen(handle=handle, spec=spec):
+                        specs[handle] = spec
                         running[handle] = asyncio.create_task(self._serve(connection, handle, spec))
                     case MalformedOpen(handle=handle, error=error):
                         await connection.send(failure_of(handle, error))
                     case SessionLeave(handle=handle):
                         running.pop(handle).cancel()
+                    case SessionMove(handle=handle, drafter_id=drafter_id):
+                        now = self.move_session(specs[handle], drafter_id)
+                        await connection.send(SessionMoved(handle, now))
         finally:
             for task in running.values():
                 task.cancel()
@@ -70,14 +82,14 @@ class ServesGenerators(SessionIterators):
 def one_row(handle: int, event: SessionEvent, told: SpecStats) -> SessionEvents:
     """An event as a message; `told` is what the session's statistics were before."""
     stats, reason = event.stats, event.finish_reason
-    fallback = stats.fallback_rounds > told.fallback_rounds
+    flags = DRAFTER_ATTACHED * event.drafter_attached | flags_of_round(told, stats)
     return SessionEvents(
         handles=np.array([handle], np.uint32),
         round_ids=np.array([event.round_id], np.uint32),
         counts=np.array([len(event.tokens)], np.uint32),
         tokens=np.array(event.tokens, np.int32),
         finish_reasons=np.array([0 if reason is None else REASON_CODES[reason]], np.uint8),
-        flags=np.array([DRAFTER_ATTACHED * event.drafter_attached | FALLBACK * fallback], np.uint8),
+        flags=np.array([flags], np.uint8),
         proposed=np.array([stats.proposed - told.proposed], np.uint16),
         accepted=np.array([stats.accepted - told.accepted], np.uint16),
     )

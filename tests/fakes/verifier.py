@@ -12,7 +12,7 @@ from outrider.errors import (
     OutriderError,
     ResourceExhaustedError,
 )
-from outrider.ids import SessionId, VerifierId
+from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import Plan
 from outrider.transport.base import VerifierConnection
 from outrider.wire.messages import (
@@ -67,6 +67,9 @@ class FakeVerifier(ServesGenerators):
         self.refusals = 0
         """So many sessions are refused as if there were no room."""
         self.drafters_alive = True
+        self.moves: list[tuple[SessionId, DrafterId]] = []
+        """Every session that was given to another drafter."""
+        self.refuses_moves = False
         self._info = VerifierInfo(
             protocol_version=PROTOCOL_VERSION,
             verifier_id=VerifierId("v0"),
@@ -97,6 +100,11 @@ class FakeVerifier(ServesGenerators):
         others = [d for d in self._info.drafters if d.drafter_id != drafter.drafter_id]
         self.change_info(drafters=(*others, drafter))
 
+    def detach(self, drafter_id: DrafterId) -> None:
+        """Pretend that a drafter left."""
+        left = [d for d in self._info.drafters if d.drafter_id != drafter_id]
+        self.change_info(drafters=tuple(left))
+
     async def info(self) -> VerifierInfo:
         await self._check()
         return replace(self._info, sessions=len(self.live))
@@ -122,12 +130,26 @@ class FakeVerifier(ServesGenerators):
                     tokens=tuple(tokens),
                     finish_reason=reason,
                     stats=stats,
-                    drafter_attached=spec.drafter_id is not None and self.drafters_alive,
+                    drafter_attached=self._drafted(spec),
                 )
                 if reason is not None:
                     return
         finally:
             self.live.pop(spec.session_id, None)
+
+    def move_session(self, spec: SessionSpec, drafter_id: DrafterId) -> DrafterId | None:
+        now = self.live.get(spec.session_id, spec)
+        attached = any(d.drafter_id == drafter_id for d in self._info.drafters)
+        if self.refuses_moves or not attached:
+            return now.drafter_id
+        self.moves.append((spec.session_id, drafter_id))
+        self.live[spec.session_id] = replace(now, drafter_id=drafter_id)
+        return drafter_id
+
+    def _drafted(self, spec: SessionSpec) -> bool:
+        drafter_id = self.live.get(spec.session_id, spec).drafter_id
+        attached = any(d.drafter_id == drafter_id for d in self._info.drafters)
+        return attached and self.drafters_alive
 
     async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
         await self._check()
@@ -183,7 +205,7 @@ class FakeVerifier(ServesGenerators):
 
     def _count(self, stats: SpecStats, emitted: int, spec: SessionSpec) -> SpecStats:
         own = spec.drafter_id is None and spec.plan.method in self._info.own_methods
-        attached = spec.drafter_id is not None and self.drafters_alive
+        attached = self._drafted(spec)
         drafted = spec.plan.speculative and (own or attached)
         return SpecStats(
             rounds=stats.rounds + 1,

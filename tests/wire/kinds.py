@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from outrider.errors import InvalidMessageError
 from outrider.ids import RequestId
-from outrider.wire import codec, inference_codec, server_info_codec
+from outrider.wire import codec, inference_codec, pool_codec, server_info_codec
 from outrider.wire.rounds import FeatureRows
-from outrider.wire.v1 import inference_pb2
+from outrider.wire.v1 import inference_pb2, pool_pb2
 from tests.wire.inference_strategies import EVENTS, MODELS, REQUESTS, RESULTS, SERVER_INFOS
 from tests.wire.strategies import (
     DRAFTER_INFOS,
     DRAFTER_MESSAGES,
     NAMES,
     PLANS,
+    REMOVED,
     SESSION_IDS,
     SESSIONS_MESSAGES,
     SESSIONS_REQUESTS,
@@ -172,6 +173,27 @@ KINDS = [
         inference_pb2.ListModelsResponse,
         server_info_codec.models_to_pb,
         server_info_codec.models_from_pb,
+    ),
+    _through(
+        "add_drafter",
+        NAMES,
+        pool_pb2.AddDrafterRequest,
+        pool_codec.add_drafter_to_pb,
+        pool_codec.address_from_pb,
+    ),
+    _through(
+        "remove_drafter",
+        NAMES,
+        pool_pb2.RemoveDrafterRequest,
+        pool_codec.remove_drafter_to_pb,
+        pool_codec.address_from_pb,
+    ),
+    _through(
+        "removed",
+        REMOVED,
+        pool_pb2.RemoveDrafterResponse,
+        pool_codec.removed_to_pb,
+        pool_codec.removed_from_pb,
     ),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from outrider.spec.tree import DraftTree
 from outrider.wire import inference as api
 from outrider.wire import messages as m
 from outrider.wire.look_ahead import LookAheadStats
+from outrider.wire.pool_codec import Removed
 from tests.wire.kinds import KINDS
 
 SESSION = SessionId("router-1/42")
@@ -50,6 +52,11 @@ STATS = m.SpecStats(
     accepted_per_depth=(9, 7, 5),
     paused_rounds=4,
     decision="speculate/faster",
+    look_ahead_rounds=9,
+    hit_rounds=6,
+    hit_accepted=13,
+    fresh_rounds=2,
+    fresh_accepted=5,
 )
 TREE = DraftTree(
     tokens=np.array([11, 12, 49151], dtype=np.int32),
@@ -182,6 +189,8 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         ),
     ),
     "session_leave": ("sessions_request", m.SessionLeave(7)),
+    "session_move": ("sessions_request", m.SessionMove(7, DrafterId("drafter-b"))),
+    "session_moved": ("sessions_message", m.SessionMoved(7, DrafterId("drafter-b"))),
     "session_events": (
         "sessions_message",
         m.SessionEvents(
@@ -346,6 +355,47 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         ),
     ),
 }
+SAMPLES["add_drafter"] = ("add_drafter", "10.0.0.3:7001")
+SAMPLES["remove_drafter"] = ("remove_drafter", "10.0.0.3:7001")
+SAMPLES["removed"] = ("removed", Removed(moved=12, left=1))
+SAMPLES["heard_drafter"] = (
+    "verifier_info",
+    replace(
+        SAMPLES["own_verifier_info"][1],
+        drafters=(
+            m.AttachedDrafter(
+                drafter_id=DrafterId("drafter-a"),
+                incarnation="1f2e",
+                methods=(DraftMethod.EAGLE3,),
+                sessions=3,
+                answer_ms=1.25,
+                same_host=True,
+            ),
+        ),
+    ),
+)
+SAMPLES["pool"] = (
+    "server_info",
+    api.ServerInfo(
+        version="0.1",
+        protocol_version=1,
+        queued=0,
+        queue_bound=256,
+        running=3,
+        verifiers=(),
+        drafters=(
+            api.DrafterSummary(
+                drafter_id=DrafterId("drafter-a"),
+                address="10.0.0.3:7001",
+                healthy=True,
+                methods=(DraftMethod.EAGLE3,),
+                sessions=3,
+                draining=True,
+                links=(api.DrafterLink(verifier_id=VerifierId("v"), sessions=3, answer_ms=1.25),),
+            ),
+        ),
+    ),
+)
 SAMPLES["drafter_bundle"] = (
     "drafter_bundle",
     tuple(SAMPLES[name][1] for name in ("proposals", "drafter_heartbeat")),

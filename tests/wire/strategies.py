@@ -14,6 +14,7 @@ from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree, children
 from outrider.wire import messages
 from outrider.wire.look_ahead import LookAheadStats
+from outrider.wire.pool_codec import Removed
 
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1)
@@ -75,6 +76,11 @@ STATS = st.builds(
     accepted_per_depth=st.lists(UINT64, max_size=8).map(tuple),
     paused_rounds=UINT64,
     decision=st.text("abc/é", max_size=32),
+    look_ahead_rounds=UINT64,
+    hit_rounds=UINT64,
+    hit_accepted=UINT64,
+    fresh_rounds=UINT64,
+    fresh_accepted=UINT64,
 )
 
 
@@ -226,6 +232,7 @@ SESSIONS_REQUESTS: st.SearchStrategy[messages.SessionsRequest] = (
     HEARTBEATS
     | st.builds(messages.SessionOpen, handle=UINT32, spec=session_specs())
     | st.builds(messages.SessionLeave, handle=UINT32)
+    | st.builds(messages.SessionMove, handle=UINT32, drafter_id=NAMES.map(DrafterId))
 )
 
 
@@ -263,6 +270,7 @@ SESSIONS_MESSAGES: st.SearchStrategy[messages.SessionsMessage] = (
         reason=MAYBE_NAMES,
         retry_after_s=st.none() | st.floats(0, 1e6),
     )
+    | st.builds(messages.SessionMoved, handle=UINT32, drafter_id=st.none() | NAMES.map(DrafterId))
 )
 VERIFIER_INFOS = st.builds(
     messages.VerifierInfo,
@@ -285,6 +293,8 @@ VERIFIER_INFOS = st.builds(
             incarnation=MAYBE_NAMES,
             methods=METHODS,
             sessions=UINT32,
+            answer_ms=TIMES,
+            same_host=st.booleans(),
         ),
         max_size=3,
     ).map(tuple),
@@ -316,3 +326,4 @@ DRAFTER_INFOS = st.builds(
     draft_ms_p50=TIMES,
     handicap=MAYBE_NAMES,
 )
+REMOVED = st.builds(Removed, moved=UINT32, left=UINT32)

@@ -26,7 +26,7 @@ def test_committed_code_equals_regenerated_code(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": sys.executable}
     subprocess.run(["sh", str(script), str(tmp_path)], check=True, env=environment)
     fresh = generated(tmp_path / "outrider" / "wire" / "v1")
-    assert len(fresh) == 12
+    assert len(fresh) == 15
     assert generated(GENERATED) == fresh, "run `make proto` and commit the result"
 
 

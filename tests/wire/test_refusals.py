@@ -22,8 +22,9 @@ from outrider.wire.messages import (
     SessionEvents,
     SessionOpen,
 )
+from outrider.wire.pool_codec import address_from_pb
 from outrider.wire.rounds import sound_proposals
-from outrider.wire.v1 import common_pb2, control_pb2, exchange_pb2, inference_pb2
+from outrider.wire.v1 import common_pb2, control_pb2, exchange_pb2, inference_pb2, pool_pb2
 from tests.wire.samples import PLAN, SAMPLES, SAMPLING, SESSION, TREE
 
 
@@ -167,12 +168,12 @@ def test_a_bad_entry_costs_itself_alone(name: str) -> None:
     assert sound_proposals(decoded, vocab_size=49152, max_nodes=256).tolist() == [True, False]
 
 
-def test_of_entries_with_one_handle_the_last_counts() -> None:
+def test_entries_of_one_session_may_be_for_different_prefixes() -> None:
     message = proposals_pb()
     column(message.proposals, 0, int32(3, 3))
     decoded = codec.decode_drafter_message(message.SerializeToString())
     assert isinstance(decoded, Proposals)
-    assert sound_proposals(decoded, vocab_size=49152, max_nodes=256).tolist() == [False, True]
+    assert sound_proposals(decoded, vocab_size=49152, max_nodes=256).tolist() == [True, True]
 
 
 BAD_SPECS: dict[str, tuple[Change, str]] = {
@@ -324,6 +325,18 @@ def test_set_plan_names_a_session() -> None:
     message.session_id = ""
     with pytest.raises(InvalidMessageError, match="session_id"):
         codec.decode_set_plan(message.SerializeToString())
+
+
+def test_a_move_names_a_drafter() -> None:
+    message = control_pb2.SessionsRequest(move=control_pb2.SessionMove(handle=3))
+    with pytest.raises(InvalidMessageError, match="drafter_id"):
+        codec.decode_sessions_request(message.SerializeToString())
+
+
+def test_a_pool_request_names_a_drafter_by_a_bounded_address() -> None:
+    for address in ("", "x" * 1025):
+        with pytest.raises(InvalidMessageError, match="address"):
+            address_from_pb(pool_pb2.RemoveDrafterRequest(address=address))
 
 
 def test_a_seed_never_crosses_to_a_drafter() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from outrider.ids import DrafterId
 from outrider.wire.codec import encode_verifier_message
-from outrider.wire.messages import Encoded, SessionEnd, VerifierMessage
+from outrider.wire.messages import Encoded, SessionEnd, Verdicts, VerifierMessage
 from outrider_verifier.commands import Link
 from outrider_verifier.effects import Post, Tell
 from outrider_verifier.handover import Handover, Told
@@ -59,6 +59,11 @@ class Announcer:
                 session.link_id = None
                 self._handover.forget(session)
 
+    def can_announce(self, session: Session, drafter_id: DrafterId) -> bool:
+        """Whether a drafter is attached and could serve the session from now on."""
+        link = self.link_of(drafter_id)
+        return link is not None and self._handover.can_announce(session, link)
+
     def announce(self, session: Session) -> None:
         """Hand the session to its drafter if that is attached and can serve it."""
         link = self.link_of(session.spec.drafter_id)
@@ -92,7 +97,11 @@ class Announcer:
     def tell_round(self, told: Told) -> None:
         """Say to each drafter what a round committed of its sessions. Encoded here and now: so the
         features may lie in memory that the next round writes to."""
-        for link_id, verdicts in self._handover.advance(told):
+        self.say(self._handover.advance(told))
+
+    def say(self, verdicts_by_link: Sequence[tuple[int, Verdicts]]) -> None:
+        """Send verdicts that were worked out; see `tell_round`."""
+        for link_id, verdicts in verdicts_by_link:
             self._post(Tell(link_id, Encoded(encode_verifier_message(verdicts))))
 
     def tell(self, session: Session, message: VerifierMessage) -> None:

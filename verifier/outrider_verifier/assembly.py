@@ -43,7 +43,9 @@ def assemble(
     inbox = Inbox(
         max_sessions=config.max_sessions,
         per_session=config.inbox_per_session,
-        total=config.inbox_total,
+        # The root's successor stands in any case.
+        reach=config.max_tree_nodes + 1,
+        budget_bytes=config.inbox_mb << 20,
     )
     core = Core(
         pool=pool,

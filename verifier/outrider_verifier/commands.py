@@ -24,6 +24,8 @@ class Link:
     incarnation: str
     methods: tuple[DraftMethod, ...]
     feature_layout: FeatureLayout
+    same_host: bool = False
+    """Whether it has a lane, which is possible on one host alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,16 @@ class SetPlan:
     session_id: SessionId
     plan: Plan
     answer: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class SetDrafter:
+    """Give the session that was opened under a ticket to another drafter; a `Moved` answers, unless
+    the session has ended."""
+
+    session_id: SessionId
+    ticket: int
+    drafter_id: DrafterId
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +108,4 @@ class Stop:
     """Fail every session and end the engine thread."""
 
 
-Command = Open | Close | SetPlan | Offered | Lost | Attached | Detached | Stop
+Command = Open | Close | SetPlan | SetDrafter | Offered | Lost | Attached | Detached | Stop

@@ -84,10 +84,10 @@ class VerifierConfig:
     planner: str = AUTOMATIC_PLANNER
     """Whether sessions speculate, how long their drafts are and how long they wait for them:
     automatic follows what is measured, within their plans; fixed carries plans out as they are."""
-    inbox_per_session: int = 16
-    """Proposals kept per session for prefixes that may come about later."""
-    inbox_total: int = 2048
-    """Such proposals kept in all."""
+    inbox_per_session: int = 64
+    """Proposals kept per session for prefixes that may come about with the next round."""
+    inbox_mb: int = 64
+    """Memory of all proposals that are kept; past it the oldest messages go."""
     feature_budget_mb: int = 512
     """Host memory for features of live sessions; past it a lost drafter is not caught up."""
     drafter_queue_mb: int = 256
@@ -120,7 +120,7 @@ class VerifierConfig:
             "max_tree_nodes",
             "decode_tokens_per_round",
             "inbox_per_session",
-            "inbox_total",
+            "inbox_mb",
             "drafter_queue_mb",
             "heartbeat_ms",
         ):

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import assert_never
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.engine.kvcache import KVPool
 from outrider.errors import (
@@ -24,11 +25,10 @@ from outrider.errors import (
 )
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
+from outrider.wire.accounting import flags_of_round
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
-    FALLBACK,
     REASON_CODES,
-    TARGET_ONLY,
     FinishReason,
     PlanChange,
     SessionSpec,
@@ -42,21 +42,21 @@ from outrider_verifier.commands import (
     Lost,
     Offered,
     Open,
+    SetDrafter,
     SetPlan,
     Stop,
 )
-from outrider_verifier.effects import Answer, Effect, Emits, Fail, Post
+from outrider_verifier.effects import Answer, Effect, Emits, Fail, Moved, Post
 from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
-from outrider_verifier.handover import FEATURE_FED, Handover
+from outrider_verifier.handover import FEATURE_FED, Handover, may_need_features
 from outrider_verifier.inbox import Inbox, Offer
+from outrider_verifier.moving import move
 from outrider_verifier.policy import Policy
 from outrider_verifier.sessions import Session, check_plan, check_spec
 
 logger = logging.getLogger(__name__)
 
-KEEPS_FEATURES = (*FEATURE_FED, DraftMethod.NONE)
-"""Plans whose sessions keep features: NONE may become one of the others later."""
 OWN_METHODS = (DraftMethod.EAGLE3,)
 """How a verifier with a head of its own drafts."""
 _COUNTER_OF = {offer: f"proposals_{offer.value}" for offer in Offer}
@@ -133,6 +133,8 @@ class Core:
                 self._announce_again(command)
             case Open() | SetPlan() | Close():
                 self._answer(command, now)
+            case SetDrafter():
+                self._set_drafter(command)
             case Attached(link=link):
                 self.policy.attached(link.drafter_id)
                 self.drafters.attach(link)
@@ -179,15 +181,12 @@ class Core:
         self._check_room(kv_tokens, old)
         if old is not None:
             self._cancel(old)
-        keeps = (
-            self.store is not None
-            and spec.drafter_id is not None
-            and spec.plan.method in KEEPS_FEATURES
-        )
+        own_draft = self._own_draft(spec, spec.plan)
+        keeps = self.store is not None and may_need_features(spec, own_draft)
         kv = self._pool.allocate(kv_tokens)
         try:
             session = Session.create(spec, ticket=ticket, kv=kv, now=now, keeps_features=keeps)
-            session.own_draft = self._own_draft(spec, spec.plan)
+            session.own_draft = own_draft
             if keeps and self.store is not None:
                 self.store.open(spec.session_id)
             self._runner.open(session)
@@ -229,6 +228,14 @@ class Core:
         """Length of the drafts that this process makes for a session; 0: it makes none."""
         own = spec.drafter_id is None and plan.speculative and plan.method in OWN_METHODS
         return self._runner.drafts_itself if own else 0
+
+    def _set_drafter(self, command: SetDrafter) -> None:
+        session = self.sessions.get(command.session_id)
+        if session is None or session.ticket != command.ticket:
+            return
+        done = move(session, command.drafter_id, self.drafters, self.policy)
+        self.counters["sessions_moved" if done else "moves_refused"] += 1
+        self._post(Moved(session.ticket, session.spec.drafter_id))
 
     def _set_plan(self, session_id: SessionId, plan: Plan) -> None:
         session = self.sessions.get(session_id)
@@ -280,25 +287,31 @@ class Core:
         good = known & sound
         if not bool(good.all()):
             self.counters["proposals_unknown"] += int(np.count_nonzero(sound & ~known))
-            for handle in proposals.handles[known & ~sound].tolist():
+            for handle in np.unique(proposals.handles[known & ~sound]).tolist():
                 self._of_handle(handle).suspect = True
         places = np.flatnonzero(good)
-        current, results = self.inbox.offer(proposals, places)
-        for offer, count in results.items():
+        offers = self.inbox.offer(proposals, places)
+        for offer, count in offers.results.items():
             self.counters[_COUNTER_OF[offer]] += count
-        entries = zip(
-            proposals.handles[places].tolist(),
-            proposals.prefix_lens[places].tolist(),
-            current.tolist(),
-            strict=True,
-        )
-        for handle, prefix_len, usable in entries:
+        handles, lengths = proposals.handles[places], proposals.prefix_lens[places]
+        if offers.stale.any():
+            self._note_stale(handles[offers.stale], offers.late[offers.stale], now)
+        current = offers.current
+        arrived = dict(zip(handles[current].tolist(), lengths[current].tolist(), strict=True))
+        for handle, prefix_len in arrived.items():
             session = self._of_handle(handle)
-            if usable:
-                session.proposal_at = now
-                self._arrivals.append((session, prefix_len, now))
-            else:
-                self.policy.arrived(session, prefix_len=prefix_len, usable=False, now=now)
+            session.proposal_at = now
+            self._arrivals.append((session, prefix_len, now))
+
+    def _note_stale(self, handles: NDArray[np.int64], late: NDArray[np.bool_], now: float) -> None:
+        """Of drafts [n] that came too late: which sessions were served at all, and which of them
+        with what they had waited for. One call a session, however many drafts there are."""
+        in_vain = set(handles[late].tolist())
+        for handle in np.unique(handles).tolist():
+            session = self._of_handle(handle)
+            pace = session.pace
+            length = pace.missed_len if pace is not None and handle in in_vain else 0
+            self.policy.arrived(session, prefix_len=length, usable=False, now=now)
 
     def book_arrivals(self) -> None:
         """Let the policy know of the usable proposals that have come: when the round that uses
@@ -338,12 +351,8 @@ class Core:
         session.told = stats
         attached = self.drafters.link_of(session.spec.drafter_id) is not None
         flags = DRAFTER_ATTACHED if attached else 0
-        if stats.fallback_rounds > told.fallback_rounds:
-            flags |= FALLBACK
-        if stats.target_only_rounds > told.target_only_rounds:
-            flags |= TARGET_ONLY
         if stats.rounds > told.rounds:
-            flags |= self.policy.planned(session)
+            flags |= flags_of_round(told, stats) | self.policy.planned(session)
         self._emits.add(
             session.ticket,
             session.round_id,

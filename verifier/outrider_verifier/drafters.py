@@ -133,6 +133,7 @@ class DrafterHub:
             incarnation=hello.incarnation,
             methods=hello.methods,
             feature_layout=hello.feature_layout,
+            same_host=lane is not None,
         )
         return link, lane
 

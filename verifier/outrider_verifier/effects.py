@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.errors import OutriderError
+from outrider.ids import DrafterId
 from outrider.wire.messages import VerifierMessage
 
 
@@ -23,7 +24,7 @@ class Emits:
     reasons: list[int] = field(default_factory=list)
     """Codes of finish reasons, 0: the session goes on."""
     flags: list[int] = field(default_factory=list)
-    """DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | flags of PLANNED."""
+    """DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | LOOKED_AHEAD | HIT | flags of PLANNED."""
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
@@ -58,6 +59,14 @@ class Fail:
 
     ticket: int
     error: OutriderError
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Tell a session's router whose it is after a `SetDrafter`."""
+
+    ticket: int
+    drafter_id: DrafterId | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,9 @@ class RoundReport:
     """Sessions that decoded."""
     prefill_tokens: int
     emitted: int
+    hit_idle_s: float | None = None
+    """If all of it were hits: how long nothing ran between the end of the round before it and its
+    submission."""
 
     @property
     def other_s(self) -> float:
@@ -113,7 +125,7 @@ class RoundReport:
         return max(0.0, self.total_s + self.waited_s - models_s)
 
 
-Effect = Emits | Fail | Tell | Answer | RoundReport
+Effect = Emits | Fail | Moved | Tell | Answer | RoundReport
 Post = Callable[[Effect], None]
 
 

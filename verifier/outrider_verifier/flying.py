@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,20 @@ class InFlight:
     flight: Flight
     began: float
     waited_s: float
+    lands_at: float = math.inf
+    """When it should end, on the clock of `time.perf_counter`; inf: not known."""
+    hit_idle_s: float | None = None
+    """See `RoundReport`."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether drafts for what the round may emit are to be expected while it runs."""
+        return any(row.session.looks_ahead and not row.session.ended for row in self.verify)
+
+    @property
+    def all_hits(self) -> bool:
+        """Whether all that the round verifies was there before its prefix was."""
+        return not self.prefill and all(row.held and row.held.ahead for row in self.verify)
 
     @property
     def sessions(self) -> list[Session]:

@@ -18,6 +18,7 @@ from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import (
     FeatureLayout,
     FeatureRows,
+    SessionSpec,
     SessionStart,
     TensorDtype,
     Verdict,
@@ -142,7 +143,8 @@ class Handover:
         self._digests = np.zeros(max_sessions, dtype=np.uint64)
 
     def owned(self, link_id: int, handles: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[n]: which of these handles are announced on a link; they may be any numbers >= 0."""
+        """[n]: which of these handles are announced on a link; they may be any numbers >= 0, and
+        repeat."""
         known = handles < len(self._links)
         announced: NDArray[np.bool_] = self._links[np.where(known, handles, 0)] == link_id
         return known & announced
@@ -153,9 +155,7 @@ class Handover:
         self._links[handle] = NO_LINK
         self._tokens[handle] = self._features[handle] = 0
         self._digests[handle] = EMPTY_DIGEST
-        # No draft continues an unfinished prompt.
-        beyond = np.array([session.max_len], dtype=np.int64)
-        self._inbox.move(np.array([handle]), np.zeros(1, dtype=np.uint64), beyond)
+        self._inbox.open(handle)
 
     def can_announce(self, session: Session, link: Link) -> bool:
         """Whether this drafter can serve the session from its present prefix on."""
@@ -269,6 +269,15 @@ class Handover:
         """The session is no longer announced."""
         if session.handle >= 0:
             self._links[session.handle] = NO_LINK
+
+
+def may_need_features(spec: SessionSpec, own_draft: int) -> bool:
+    """Whether the session's features may have to be told to a drafter some day: to its own one (of
+    a plan without drafts, which may become another), or, where it should have one and none was
+    there, to one that comes later. `own_draft` is 0 where its drafts are not made here."""
+    if spec.drafter_id is not None:
+        return spec.plan.method in (*FEATURE_FED, DraftMethod.NONE)
+    return spec.plan.speculative and spec.plan.method in FEATURE_FED and not own_draft
 
 
 def _part(

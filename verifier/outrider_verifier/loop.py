@@ -27,9 +27,6 @@ from outrider_verifier.schedule import RoundPlan
 
 logger = logging.getLogger(__name__)
 
-_LANDING_S = 0.00005
-"""How often a round in flight is looked after while something else may come before its end."""
-
 Dispatch = Callable[[list[Effect]], None]
 
 
@@ -107,7 +104,7 @@ class EngineLoop:
                 self._rounds.run(plan, waited_s=waited_s, spent_s=time.monotonic() - woken)
                 idle_since = time.monotonic()
             elif self._rounds.flying and (wait_until is None or self._rounds.landed):
-                self._rounds.settle()
+                self._rounds.settle(go_on=True)
                 wait_until, idle_since = None, time.monotonic()
             self._flush()
         # Nothing may be left running on a device when the thread is gone.
@@ -131,7 +128,7 @@ class EngineLoop:
             while block and self._rounds.flying and not (ready or len(self._commands)):
                 if self._rounds.landed or wait_until is None or time.monotonic() >= wait_until:
                     break
-                ready = self._commands.wait(_LANDING_S, readers, lanes.writers)
+                ready = self._commands.wait(self._rounds.pause_s, readers, lanes.writers)
             lanes.flush()
         for command in self._commands.take():
             self._guarded_handle(command)

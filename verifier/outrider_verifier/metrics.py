@@ -15,6 +15,7 @@ from outrider_verifier.effects import RoundReport
 WINDOW = 512
 """Rounds over which the medians run."""
 _BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_IDLE_BUCKETS = (25e-6, 50e-6, 75e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 0.001, 0.002, 0.005)
 _PARTS = ("forward", "accept", "draft", "other", "wait")
 _PROPOSALS = (
     "used",
@@ -41,6 +42,11 @@ _COUNTERS = {
     "sessions_lost_by_drafters": "Sessions that a drafter could not follow any more",
     "patience_over": "Session rounds whose wait for a proposal ran into the patience",
     "paused_rounds": "Session rounds decoded plainly because the planner had found that faster",
+    "look_ahead_rounds": "Session rounds with look-ahead that used a proposal or wanted one",
+    "hit_rounds": "Of these, rounds whose proposal had come before its prefix did",
+    "hit_accepted_tokens": "Draft nodes accepted in them",
+    "fresh_rounds": "Of these, rounds whose proposal was made for a prefix that was there",
+    "fresh_accepted_tokens": "Draft nodes accepted in them",
     "speculation_paused": "Sessions whose speculation the planner paused",
     "speculation_resumed": "Sessions whose speculation the planner resumed",
     "messages_invalid": "Messages of drafters and routers that failed validation",
@@ -59,6 +65,7 @@ class Medians:
         self._total: deque[float] = deque(maxlen=WINDOW)
         self._forward: deque[float] = deque(maxlen=WINDOW)
         self._overhead: deque[float] = deque(maxlen=WINDOW)
+        self._hit_idle: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, report: RoundReport) -> None:
         """Take in a round; rounds with prompt tokens are left out, they measure the prompt."""
@@ -67,6 +74,8 @@ class Medians:
         self._total.append(report.total_s)
         self._forward.append(report.forward_s)
         self._overhead.append(report.overhead_s)
+        if report.hit_idle_s is not None:
+            self._hit_idle.append(report.hit_idle_s)
 
     @property
     def round_ms(self) -> float:
@@ -82,6 +91,11 @@ class Medians:
     def overhead_ms(self) -> float:
         """Median time of a round outside the two models' forwards."""
         return _median_ms(self._overhead)
+
+    @property
+    def hit_idle_us(self) -> float:
+        """Median time, microseconds, between a round's end and a round of hits alone."""
+        return _median_ms(self._hit_idle) * 1000.0
 
 
 def _median_ms(window: deque[float]) -> float:
@@ -114,6 +128,12 @@ class Metrics(Collector):
             buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
             registry=self.registry,
         )
+        self._hit_idle = Histogram(
+            "outrider_verifier_hit_idle_seconds",
+            "Time from the end of a round to the submission of the next one, where all are hits",
+            buckets=_IDLE_BUCKETS,
+            registry=self.registry,
+        )
         self.registry.register(self)
 
     def observe(self, report: RoundReport) -> None:
@@ -125,6 +145,8 @@ class Metrics(Collector):
         self._parts["other"].observe(report.other_s)
         self._parts["wait"].observe(report.waited_s)
         self._rows.observe(report.rows)
+        if report.hit_idle_s is not None:
+            self._hit_idle.observe(report.hit_idle_s)
 
     def collect(self) -> Iterator[Metric]:
         """Counters and gauges at this moment."""

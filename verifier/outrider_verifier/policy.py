@@ -149,6 +149,14 @@ class Policy:
         served = (known.arrival.mean_s for known in self._kinds.values() if known.sessions)
         return max(served, default=0.0)
 
+    def answer_s_of(self, drafter_id: DrafterId) -> float:
+        """The same of one drafter, as it was last if none are in use; any thread may ask."""
+        kinds = [
+            known for known in list(self._kinds.values()) if known.kind.drafter_id == drafter_id
+        ]
+        used = [known for known in kinds if known.sessions]
+        return max((known.arrival.mean_s for known in used or kinds), default=0.0)
+
     # ---- waiting -------------------------------------------------------------------------------
 
     def patience(self, session: Session) -> float:

@@ -8,37 +8,47 @@ turns out not to need (it ended, or was closed) is dropped when its round is set
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
 from outrider.errors import InternalError, OutriderError, UnavailableError
-from outrider.wire.accounting import add_round
+from outrider.spec.costs import GAIN
+from outrider_verifier.accounts import Accounts
 from outrider_verifier.core import Core
-from outrider_verifier.effects import RoundReport
-from outrider_verifier.engine import RoundOutcome, RoundRunner, RowOutcome
+from outrider_verifier.engine import RoundOutcome, RoundRunner
 from outrider_verifier.flying import InFlight, await_drafts, drafted_row, is_drafted, prompted
 from outrider_verifier.halves import Halves
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.planning import turn
-from outrider_verifier.rows import cut_emission
 from outrider_verifier.schedule import (
     DecodeRow,
     Limits,
     RoundPlan,
     RowState,
+    Times,
     plan_ahead,
     plan_beside,
     plan_drafted,
     plan_round,
 )
 from outrider_verifier.sessions import Session
-from outrider_verifier.settled import Settled, Sheet
+from outrider_verifier.settled import Settled, Sheet, commit_prompts, commit_rows
 
 logger = logging.getLogger(__name__)
 
 GIVE_WAY_S = 0.0001
 """How long this thread stands back when verdicts leave and no session can go on without a draft:
 the thread that sends them needs the interpreter lock, and drafting takes longer than this."""
+LANDING_S = 0.00005
+"""How often a round in flight is looked after while something else may come before its end."""
+NEAR_S = 0.0003
+"""How long before a round should land nothing else is waited for: sleeping takes as long."""
+LOOK_S = 1.0
+"""How long a round in flight is waited for at a time."""
+
+_Failure = tuple[list[Session], Exception]
+"""Sessions that a round was to have, and why it has not."""
 
 
 def device_lost_error() -> UnavailableError:
@@ -62,13 +72,16 @@ class Rounds:
         self._limits = limits
         self._clock = clock
         self._flying: InFlight | None = None
-        self._settled_at = 0.0
-        """When the last round was reported, on the clock of `time.perf_counter`."""
+        self._accounts = Accounts(core)
+        self._ended_at = 0.0
+        """When the last round's outcome was there, on the clock of `time.perf_counter`."""
+        self._forward_s = 0.0
+        """What a round takes of late; 0: not known."""
         self._halves = Halves(engine.verify_s)
         self._half: int | None = None
         """Rows of a half, by the last plan; None: all sessions share a round."""
         self._idle_since = 0.0
-        """When the last round's outcome was there, on the clock of `plan`."""
+        """The same on the clock of `plan`."""
         self.flush: Callable[[], bool] = lambda: False
         """Called when the verdicts of a round are posted, before anything that can follow them;
         whether another thread has them now."""
@@ -90,30 +103,54 @@ class Rounds:
         flying = self._flying
         turn(self._core, now, flying=None if flying is None else flying.plan)
         half = self._half = self._most_rows()
+        if flying is None:
+            plan = self._next(now)
+            if plan.empty:
+                self._core.book_arrivals()
+            return plan
+        if half is None and self._stays_for_drafts(flying):
+            return RoundPlan(wait_until=now + LOOK_S)
+        rows = self._row_states()
+        if half is None:
+            return plan_ahead(rows, flying.plan, self._limits)
+        return plan_beside(rows, now, flying.plan, self._limits, most_rows=half)
+
+    def _next(self, now: float) -> RoundPlan:
+        """The next round where none is in flight."""
         sessions = list(self._core.sessions.values())
         held = self._core.inbox.nodes([session.handle for session in sessions])
-        if flying is None and half is None and all([nodes >= 0 for nodes in held]):
+        if self._half is None and all([nodes >= 0 for nodes in held]):
             # So all are past their prompts.
             wanted = all([session.draft_wanted for session in sessions])
             names = [session.spec.session_id for session in sessions]
             drafted = plan_drafted(names, held, self._limits) if wanted else None
             if drafted is not None:
                 return drafted
-        rows = list(map(self._row_state, sessions, held))
-        if flying is None:
-            idle_since = self._idle_since
-            plan = plan_round(rows, now, self._limits, idle_since=idle_since, most_rows=half)
-            if plan.empty:
-                self._core.book_arrivals()
-            return plan
-        if half is None:
-            return plan_ahead(rows, flying.plan, self._limits)
-        return plan_beside(rows, now, flying.plan, self._limits, most_rows=half)
+        return plan_round(
+            list(map(self._row_state, sessions, held)),
+            now,
+            self._limits,
+            idle_since=self._idle_since,
+            most_rows=self._half,
+            times=Times(answer_s=self._core.policy.answer_s(), round_s=self._forward_s),
+        )
+
+    def _row_states(self) -> list[RowState]:
+        sessions = list(self._core.sessions.values())
+        held = self._core.inbox.nodes([session.handle for session in sessions])
+        return list(map(self._row_state, sessions, held))
 
     @property
     def landed(self) -> bool:
         """Whether the round in flight can be settled without waiting."""
         return self._flying is None or self._engine.landed(self._flying.flight)
+
+    @property
+    def pause_s(self) -> float:
+        """How long the round in flight need not be looked after; 0 where it is about to land."""
+        flying = self._flying
+        near = flying is not None and time.perf_counter() > flying.lands_at - NEAR_S
+        return 0.0 if near else LANDING_S
 
     def _most_rows(self) -> int | None:
         """Rows of a half, if drafted sessions take turns; None: they share a round."""
@@ -121,7 +158,8 @@ class Rounds:
         if not (self._engine.run_ahead and policy.automatic):
             return None
         drafted = [s for s in self._core.sessions.values() if is_drafted(s)]
-        if not drafted:
+        # Who drafts ahead is at work while a round runs, without halves.
+        if not drafted or any(session.looks_ahead for session in drafted):
             return None
         nodes = 1 + max(min(s.plan.draft_tokens, s.draft_limit) for s in drafted)
         return self._halves.most_rows(len(drafted), nodes, policy.answer_s())
@@ -133,62 +171,91 @@ class Rounds:
         An exception inside a round fails the sessions of that round only. `spent_s` is what
         taking commands and planning cost; it counts as part of the round.
         """
-        began = time.perf_counter() - spent_s
-        flying, failure = None, None
-        failed: list[Session] = []
-        try:
-            flying = self._submit(plan, began, waited_s)
-        except Exception as bug:
-            failure = bug
-            failed = [self._core.sessions[name] for name in plan.session_ids]
+        flying, failure = self._attempt(plan, time.perf_counter() - spent_s, waited_s)
         # What the round in flight emitted counts even where its sessions cannot go on.
         self.settle()
         self._flying = flying
         if failure is not None:
-            self._fail(failed, failure)
+            self._fail(*failure)
         elif flying is not None and not self._may_stay_in_flight(flying):
             self.settle()
 
-    def settle(self) -> None:
-        """Wait for the round in flight and act on its outcome; no-op if there is none.
+    def settle(self, *, go_on: bool = False) -> None:
+        """Wait for the round in flight and act on its outcome; no-op if there is none. `go_on`: if
+        drafts for what it emitted are there already, submit the next round before anybody is told.
 
         On a lost device it is dropped; its sessions have yet to be failed.
         """
         flying, self._flying = self._flying, None
         if flying is None or self.device_lost:
             return
+        failure: _Failure | None = None
         try:
-            # While the device works.
-            sheet = Sheet.of([row.session for row in flying.verify])
-            outcome = self._engine.collect(flying.flight)
-            self._idle_since = self._clock()
-            self._core.drafters.tell_round(sheet.verdicts(outcome.decoded))
-            # A prompt's features take long to copy: who decodes does not wait for them.
-            handed = self.flush()
-            prompts = self._settle_prompts(flying.prefill, outcome.prefill)
-            self._core.drafters.tell_round(prompted(prompts))
-            if (self.flush() or handed) and await_drafts(flying):
-                time.sleep(GIVE_WAY_S)
-            rows = zip(flying.verify, outcome.decoded.rows(), strict=True)
-            settled = prompts + [
-                self._commit(row.session, result, row)
-                for row, result in rows
-                if not row.session.ended
-            ]
-            emitted = sum(map(self._follow_up, settled))
-            total_s = self._report(flying, outcome, emitted)
-            self._core.policy.observe_round(
-                settled,
-                seconds=total_s,
-                forward_s=outcome.forward_s,
-                prompts=[row.num_tokens for row in flying.prefill],
-                now=self._clock(),
-            )
-            # Copying takes long: what clients wait for goes first.
-            self.flush()
-            self._keep_features(settled)
+            failure = self._settle(flying, go_on=go_on)
         except Exception as bug:
             self._fail(flying.sessions, bug)
+        if failure is not None:
+            self._fail(*failure)
+
+    def _settle(self, flying: InFlight, *, go_on: bool) -> _Failure | None:
+        """Act on the outcome of a round; what failed if the next one could not be submitted."""
+        # While the device works.
+        sheet = Sheet.of([row.session for row in flying.verify])
+        outcome = self._collect(flying)
+        verdicts = self._core.handover.advance(sheet.verdicts(outcome.decoded))
+        failure: _Failure | None = None
+        decoded: list[Settled] | None = None
+        emitted = 0
+        if go_on and self._may_go_on(flying, sheet):
+            decoded = commit_rows(flying.verify, outcome.decoded, self._idle_since)
+            # Who is at its end must not be in the next round.
+            emitted = sum([self._accounts.follow_up(row) for row in decoded if row.reason])
+            plan = self._next(self._idle_since)
+            if not plan.empty:
+                self._flying, failure = self._attempt(plan, self._ended_at, 0.0)
+        self._core.drafters.say(verdicts)
+        # A prompt's features take long to copy: who decodes does not wait for them.
+        handed = self.flush()
+        prompts = commit_prompts(flying.prefill, outcome.prefill, self._idle_since)
+        self._core.drafters.tell_round(prompted(prompts))
+        if (self.flush() or handed) and self._flying is None and await_drafts(flying):
+            time.sleep(GIVE_WAY_S)
+        if decoded is None:
+            decoded = commit_rows(flying.verify, outcome.decoded, self._idle_since)
+            emitted = sum([self._accounts.follow_up(row) for row in decoded if row.reason])
+        settled = prompts + decoded
+        open_ = [row for row in settled if not row.session.ended]
+        emitted += sum(map(self._accounts.follow_up, open_))
+        self._core.policy.observe_round(
+            settled,
+            seconds=self._accounts.report(flying, outcome, emitted),
+            forward_s=outcome.forward_s,
+            prompts=[row.num_tokens for row in flying.prefill],
+            now=self._clock(),
+        )
+        # Copying takes long: what clients wait for goes first.
+        self.flush()
+        self._accounts.keep_features(settled)
+        return failure
+
+    def _collect(self, flying: InFlight) -> RoundOutcome:
+        """Wait for a round, and note when it ended, as far as can be told."""
+        ended_at = time.perf_counter() if self._engine.landed(flying.flight) else 0.0
+        outcome = self._engine.collect(flying.flight)
+        self._ended_at = ended_at or time.perf_counter()
+        self._idle_since = self._clock()
+        if not flying.prefill:
+            known_s = self._forward_s or outcome.forward_s
+            self._forward_s = known_s + GAIN * (outcome.forward_s - known_s)
+        return outcome
+
+    def _may_go_on(self, flying: InFlight, sheet: Sheet) -> bool:
+        """Whether the next round is submitted before this one is told: there is something to run,
+        and nothing to be decided first."""
+        if not self._engine.run_ahead or flying.prefill or self._half is not None:
+            return False
+        # The planner turns sessions that are in no round only.
+        return not self._core.policy.changed and self._core.inbox.hits(sheet.handles)
 
     def check_device(self, bug: BaseException | None) -> None:
         """After a failure, `bug` if it is known: note whether the device is the reason."""
@@ -197,6 +264,18 @@ class Rounds:
         self.device_lost = True
         self._core.counters["device_losses"] += 1
         logger.critical("the device is lost", exc_info=bug)
+
+    def _attempt(
+        self, plan: RoundPlan, began: float, waited_s: float
+    ) -> tuple[InFlight | None, _Failure | None]:
+        """Submit a round; whom it failed if that raised."""
+        try:
+            flying = self._submit(plan, began, waited_s)
+        except Exception as bug:
+            return None, ([self._core.sessions[name] for name in plan.session_ids], bug)
+        if self._flying is None and flying.all_hits:
+            flying.hit_idle_s = time.perf_counter() - self._ended_at
+        return flying, None
 
     def _submit(self, plan: RoundPlan, began: float, waited_s: float) -> InFlight:
         prefill = [
@@ -244,10 +323,23 @@ class Rounds:
     def _may_stay_in_flight(self, flying: InFlight) -> bool:
         if self._half is not None and len(flying.sessions) < len(self._core.sessions):
             return True
+        if self._stays_for_drafts(flying):
+            return True
         # Proposals need the host after their round; so no command can come between.
         return all(row.session.ended or row.held is None for row in flying.verify) and all(
             session.ended or self._runs_ahead(session) for session in flying.sessions
         )
+
+    def _stays_for_drafts(self, flying: InFlight) -> bool:
+        """Whether drafts for what the round may emit can be taken in while it runs."""
+        if not (self._engine.run_ahead and flying.looks_ahead):
+            return False
+        if math.isinf(flying.lands_at):
+            nodes = 1 + max([row.nodes for row in flying.verify])
+            lasts_s = self._engine.verify_s(len(flying.verify), nodes)
+            if lasts_s is not None:
+                flying.lands_at = flying.began + lasts_s
+        return True
 
     def _runs_ahead(self, session: Session) -> bool:
         # A drafter that is told of every round could never catch up with one that runs ahead.
@@ -269,84 +361,10 @@ class Rounds:
                 continue
             if row.missed:
                 self._core.policy.missed(session)
+                self._core.inbox.missed(session.handle)
                 self._core.counters["patience_over"] += 1
             rows.append(VerifyRow(session, own_depth=session.own_depth))
         return rows
-
-    def _settle_prompts(
-        self, rows: Sequence[PrefillRow], results: Sequence[RowOutcome]
-    ) -> list[Settled]:
-        """Commit the first tokens of the prompts that are complete."""
-        settled: list[Settled] = []
-        for row, result in zip(rows, results, strict=True):
-            self._core.counters["prefill_tokens"] += row.num_tokens
-            if not row.session.ended:
-                found = self._commit(row.session, result) if row.last else None
-                settled.append(found or Settled(row.session, result))
-        return settled
-
-    def _commit(
-        self, session: Session, result: RowOutcome, row: VerifyRow | None = None
-    ) -> Settled:
-        """Commit what stands; nobody is told."""
-        assert result.acceptance is not None
-        tokens, reason = cut_emission(
-            result.acceptance.tokens, stop_ids=session.stop_ids, remaining=session.remaining
-        )
-        missed = row is not None and row.held is None and session.draft_wanted
-        session.append(tokens, self._idle_since)
-        session.round_id += int(row is not None)
-        return Settled(session, result, tokens, reason, row, missed)
-
-    def _follow_up(self, settled: Settled) -> int:
-        """Count, emit; finish the session if that was its end."""
-        session, tokens = settled.session, settled.tokens
-        if settled.verified is not None:
-            self._count(settled, settled.verified)
-        if tokens:
-            self._core.emit(session, tokens, settled.reason)
-        if settled.reason is not None:
-            self._finish(session)
-        return len(tokens)
-
-    def _keep_features(self, settled: Sequence[Settled]) -> None:
-        """For drafters that must be caught up some day."""
-        store = self._core.store
-        if store is None:
-            return
-        for row in settled:
-            if row.reason is None and row.result.features is not None:
-                store.append(row.session.session_id, row.result.features)
-
-    def _finish(self, session: Session) -> None:
-        self._core.counters["finished"] += 1
-        self._core.free(session)
-
-    def _count(self, settled: Settled, row: VerifyRow) -> None:
-        session, result, acceptance = settled.session, settled.result, settled.result.acceptance
-        assert acceptance is not None
-        proposed = row.nodes if row.drafted else result.drafted
-        accepted_len = len(acceptance.accepted_nodes)
-        fallback = settled.missed or (row.own_depth > 0 and result.drafted == 0)
-        counters = self._core.counters
-        if fallback:
-            counters["fallback_rounds"] += 1
-        if session.paused:
-            counters["paused_rounds"] += 1
-        if proposed:
-            counters["accepted_tokens"] += accepted_len
-            counters["proposed_tokens"] += proposed
-        if row.drafted:
-            counters["proposals_used"] += 1
-        session.stats = add_round(
-            session.stats,
-            proposed=proposed,
-            accepted_len=min(accepted_len, len(settled.tokens)),
-            emitted=len(settled.tokens),
-            fallback=fallback,
-            target_only=acceptance.used_target_only_fallback,
-            planned=self._core.policy.planned(session),
-        )
 
     def _fail(self, sessions: Sequence[Session], bug: Exception) -> None:
         self._core.counters["failed_rounds"] += 1
@@ -362,31 +380,3 @@ class Rounds:
         for session in sessions:
             if not session.ended:
                 self._core.fail(session, error)
-
-    def _report(self, flying: InFlight, outcome: RoundOutcome, emitted: int) -> float:
-        """Post what the round took; returns its seconds, without waiting."""
-        messages = {id(row.held.proposals): row.held.proposals for row in flying.verify if row.held}
-        drafted_s = max((message.draft_us for message in messages.values()), default=0) / 1e6
-        now = time.perf_counter()
-        # A round that ran ahead began while the one before it was in flight: its share of the
-        # time is what passed since that one was settled.
-        total_s = now - max(flying.began, self._settled_at)
-        self._settled_at = now
-        self._core.counters["rounds"] += 1
-        self._core.counters["emitted_tokens"] += emitted
-        self._core.post(
-            RoundReport(
-                total_s=total_s,
-                forward_s=outcome.forward_s,
-                accept_s=outcome.accept_s,
-                project_s=outcome.project_s,
-                draft_s=outcome.draft_s,
-                waited_s=flying.waited_s,
-                drafted_s=min(drafted_s, flying.waited_s),
-                rows=outcome.rows,
-                verify_rows=len(flying.verify),
-                prefill_tokens=sum(row.num_tokens for row in flying.prefill),
-                emitted=emitted,
-            )
-        )
-        return total_s

@@ -24,7 +24,7 @@ from outrider.errors import (
     OutriderError,
     ResourceExhaustedError,
 )
-from outrider.ids import SessionId
+from outrider.ids import DrafterId, SessionId
 from outrider.transport.base import ServingConnection
 from outrider.transport.outgoing import Outgoing
 from outrider.transport.sessions import failure_of
@@ -33,12 +33,14 @@ from outrider.wire.messages import (
     MalformedOpen,
     SessionEvents,
     SessionLeave,
+    SessionMove,
+    SessionMoved,
     SessionOpen,
     SessionsMessage,
     SessionSpec,
     SessionsRequest,
 )
-from outrider_verifier.commands import Close, Command, Open
+from outrider_verifier.commands import Close, Command, Open, SetDrafter
 from outrider_verifier.effects import Emits
 
 logger = logging.getLogger(__name__)
@@ -93,6 +95,8 @@ class RouterHub:
         self._admit = admit
         self._on_change = on_change
         self._served: dict[int, _Served] = {}
+        self._moving: dict[int, DrafterId | None] = {}
+        """Sessions that the engine is moving, and where each is to go after that."""
         self._tickets = itertools.count(1)
         self.counters: Counter[str] = Counter()
         """Monotonic counts for metrics."""
@@ -145,6 +149,16 @@ class RouterHub:
         if served is not None:
             self._tell(served.router, failure_of(served.handle, error))
 
+    def moved(self, ticket: int, drafter_id: DrafterId | None) -> None:
+        """Tell a session's router which drafter it has now that it was to be moved."""
+        served, wish = self._served.get(ticket), self._moving.pop(ticket, None)
+        if served is None:
+            return
+        if wish is not None:
+            self._move(served.router, served.handle, wish)
+        else:
+            self._tell(served.router, SessionMoved(served.handle, drafter_id))
+
     async def _receive_all(self, router: _Router) -> None:
         while True:
             try:
@@ -168,6 +182,8 @@ class RouterHub:
                 self._tell(router, failure_of(handle, malformed))
             case SessionLeave(handle=handle):
                 self._leave(router, handle)
+            case SessionMove(handle=handle, drafter_id=drafter_id):
+                self._move(router, handle, drafter_id)
             case Heartbeat():
                 pass
 
@@ -194,6 +210,17 @@ class RouterHub:
         if isinstance(error, OutriderError):
             self.fail(ticket, error)
 
+    def _move(self, router: _Router, handle: int, drafter_id: DrafterId) -> None:
+        ticket = router.tickets.get(handle)
+        if ticket is None:
+            return
+        if ticket in self._moving:
+            # One at a time for the engine; of several wishes the last one counts.
+            self._moving[ticket] = drafter_id
+            return
+        self._moving[ticket] = None
+        self._post(SetDrafter(self._served[ticket].session_id, ticket, drafter_id))
+
     def _leave(self, router: _Router, handle: int) -> None:
         ticket = router.tickets.get(handle)
         served = None if ticket is None else self._forget(ticket)
@@ -202,6 +229,7 @@ class RouterHub:
 
     def _forget(self, ticket: int) -> _Served | None:
         served = self._served.pop(ticket, None)
+        self._moving.pop(ticket, None)
         if served is not None:
             del served.router.tickets[served.handle]
             self._on_change(len(self._served))

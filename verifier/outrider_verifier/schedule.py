@@ -28,6 +28,18 @@ class Limits:
     """How long the first ready row waits for rows whose proposals may still come."""
 
 
+class Times(NamedTuple):
+    """What is known of how long things take, seconds; 0: nothing."""
+
+    answer_s: float = 0.0
+    """From a round's end to the drafts for what it emitted."""
+    round_s: float = 0.0
+    """A round."""
+
+
+_UNKNOWN = Times()
+
+
 class RowState(NamedTuple):
     """What the schedule must know about one session."""
 
@@ -95,6 +107,8 @@ class _Ready(NamedTuple):
     at: float
     cost: int
     row: DecodeRow
+    hit: bool = False
+    """Whether its proposal was there before it could be used."""
 
 
 def plan_drafted(
@@ -118,6 +132,7 @@ def plan_round(
     *,
     idle_since: float = 0.0,
     most_rows: int | None = None,
+    times: Times = _UNKNOWN,
 ) -> RoundPlan:
     """Choose the next round.
 
@@ -128,7 +143,8 @@ def plan_round(
     after the last round ended, `idle_since`, if that was later: else the sessions of two rounds,
     each ready while the other runs, would never share one. Few are waited for as many times
     shorter as they are fewer than those that wait for them. `most_rows`: of a half, where sessions
-    take turns (`halves`); nothing is gathered beyond half of one.
+    take turns (`halves`); nothing is gathered beyond half of one. A row whose proposal was there
+    before it could be used, by look-ahead, gathers only as long as `worth_waiting` says.
     """
     prefilling, ready, deadlines = _sorted_out(rows, now)
     if not ready and not prefilling:
@@ -136,10 +152,26 @@ def plan_round(
     if deadlines and not _fill_a_half(ready, most_rows):
         first = min([entry.at for entry in ready] + [row.since for row in prefilling])
         first = max(first, idle_since)
-        gathered = first + limits.gather_s * min(1.0, len(deadlines) / max(1, len(ready)))
+        window_s = limits.gather_s * min(1.0, len(deadlines) / max(1, len(ready)))
+        if any([entry.hit for entry in ready]):
+            window_s = min(window_s, worth_waiting(len(ready), len(deadlines), times))
+        gathered = first + window_s
         if now < gathered:
             return RoundPlan(wait_until=min(gathered, *deadlines))
     return _round(prefilling, ready, limits, most_rows)
+
+
+def worth_waiting(ready: int, awaited: int, times: Times) -> float:
+    """How long `ready` rows that could go at once wait, from the last round's end, for `awaited`
+    ones whose drafts were not there.
+
+    Going at once costs those that wait the rest of the round, for they join the next one. Waiting
+    for their answer costs the rows that are ready that long. So waiting pays up to
+    awaited / (ready + awaited) of a round; and where the answer is known to take longer, or nothing
+    is known of it, not at all.
+    """
+    most_s = times.round_s * awaited / (ready + awaited)
+    return most_s if 0.0 < times.answer_s <= most_s else 0.0
 
 
 def plan_beside(
@@ -171,7 +203,8 @@ def _sorted_out(
             prefilling.append(row)
         elif row.nodes is not None:
             at = row.since if row.since > row.proposal_at else row.proposal_at
-            ready.append(_Ready(at, 1 + row.nodes, DecodeRow(row.session_id, True)))
+            hit = row.proposal_at < row.since
+            ready.append(_Ready(at, 1 + row.nodes, DecodeRow(row.session_id, True), hit))
         elif not row.awaits_proposal:
             own = DecodeRow(session_id=row.session_id)
             ready.append(_Ready(row.since, 1 + row.own_nodes, own))

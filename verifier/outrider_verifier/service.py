@@ -32,7 +32,16 @@ from outrider_verifier.commands import Attached, Close, Command, Offered, Open, 
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.core import OWN_METHODS
 from outrider_verifier.drafters import DrafterHub
-from outrider_verifier.effects import Answer, Effect, Emits, Fail, RoundReport, Tell, told_by_link
+from outrider_verifier.effects import (
+    Answer,
+    Effect,
+    Emits,
+    Fail,
+    Moved,
+    RoundReport,
+    Tell,
+    told_by_link,
+)
 from outrider_verifier.engine import Projection, RoundEngine, RoundRunner, Target
 from outrider_verifier.lanes import Lanes
 from outrider_verifier.loop import EngineLoop
@@ -187,6 +196,8 @@ class VerifierService(SessionIterators):
                     incarnation=link.incarnation,
                     methods=link.methods,
                     sessions=self._core.sessions_of(link.drafter_id),
+                    answer_ms=1000.0 * self._core.policy.answer_s_of(link.drafter_id),
+                    same_host=link.same_host,
                 )
                 for link in self._hub.links
             ),
@@ -305,6 +316,8 @@ class VerifierService(SessionIterators):
                     self._routers.emit(effect)
                 case Fail(ticket=ticket, error=error):
                     self._routers.fail(ticket, error)
+                case Moved(ticket=ticket, drafter_id=drafter_id):
+                    self._routers.moved(ticket, drafter_id)
                 case Answer(future=future, error=refused):
                     _settle(future, refused)
                 case RoundReport() as report:

@@ -165,6 +165,11 @@ class Session:
         return self.link_id is not None and not self.paused
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether its drafter is to draft for outcomes before they happen."""
+        return self.plan.look_ahead > 0 and self.has_drafter
+
+    @property
     def awaits_proposal(self) -> bool:
         """Whether the next round should wait for a proposal, within the patience."""
         return self.link_id is not None and not self.suspect and self.draft_wanted

@@ -1,9 +1,10 @@
 """A row of a round that was settled, as rounds and the planner see it; and the sheet on which a
-round's verdicts are worked out in columns, n rows that decode.
+round's verdicts are worked out in columns, n rows that decode. Committing is here, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from outrider.wire.messages import FinishReason
 from outrider_verifier.engine import Decoded, RowOutcome
 from outrider_verifier.handover import Told
-from outrider_verifier.packing import VerifyRow
+from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.rows import cut_emission
 from outrider_verifier.sessions import Session
 
 
@@ -87,6 +89,37 @@ class Sheet:
                 )
             ]
         )
+
+
+def commit_rows(verify: Sequence[VerifyRow], decoded: Decoded, now: float) -> list[Settled]:
+    """Commit what stands of the rows that decoded, where sessions go on; nobody is told. `now`:
+    when their roots became known."""
+    rows = zip(verify, decoded.rows(), strict=True)
+    return [_commit(row.session, result, now, row) for row, result in rows if not row.session.ended]
+
+
+def commit_prompts(
+    prefill: Sequence[PrefillRow], results: Sequence[RowOutcome], now: float
+) -> list[Settled]:
+    """Commit the first tokens of the prompts that are complete."""
+    return [
+        _commit(row.session, result, now) if row.last else Settled(row.session, result)
+        for row, result in zip(prefill, results, strict=True)
+        if not row.session.ended
+    ]
+
+
+def _commit(
+    session: Session, result: RowOutcome, now: float, row: VerifyRow | None = None
+) -> Settled:
+    assert result.acceptance is not None
+    tokens, reason = cut_emission(
+        result.acceptance.tokens, stop_ids=session.stop_ids, remaining=session.remaining
+    )
+    missed = row is not None and row.held is None and session.draft_wanted
+    session.append(tokens, now)
+    session.round_id += int(row is not None)
+    return Settled(session, result, tokens, reason, row, missed)
 
 
 def _columns(session: Session) -> tuple[int, int, int, bool, bool]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.engine.device.drawing import Drawing, chain_path, tree_path
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.own_law import own_law
 from outrider.engine.draft_sampling import LawLimits
@@ -43,7 +44,6 @@ from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.state import SamplingState, WarpState
 from outrider.engine.kernels.warp.logits import warp_drafts
-from outrider.engine.kernels.warp.path import TokenPath
 
 
 class NewRows(NamedTuple):
@@ -76,7 +76,7 @@ class ChainDraft(NamedTuple):
     """The same in a form that can be shipped, if asked for."""
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """Where the rows of one forward stand."""
 
     table: Tensor
@@ -84,8 +84,12 @@ class _Places(NamedTuple):
     write_slots: Tensor
     """int64 [N]."""
 
+    def at(self, rows: slice) -> Places:
+        """Those of some rows."""
+        return Places(self.table[rows], self.write_slots[rows])
 
-class _Session(NamedTuple):
+
+class Seen(NamedTuple):
     """What attention needs beside the queries."""
 
     tables: Tensor
@@ -141,6 +145,7 @@ class DraftProgram:
         warp: WarpState | None = None,
         with_probs: bool = False,
         law_limits: LawLimits | None = None,
+        drawing: Drawing | None = None,
         prune: bool = True,
     ) -> ChainDraft:
         """Catch up, then draft `length` tokens by each session's rule.
@@ -148,32 +153,37 @@ class DraftProgram:
         Greedy and target-only sessions take the mode, coupled ones the target's noise, rejection
         ones draw from the laws that `with_probs` returns. warp: what sessions do to draft logits;
         None: nothing. law_limits: draw from laws within these instead, and return them; rejection
-        sessions only.
+        sessions only. drawing: whose rule, warper and noise; None: those of the rows' slots.
         """
         layout = self._layout(rows, num_steps=length - 1)
         places = self._places(layout)
         x = self._catch_up(rows, layout, places, prune=prune)
         ids, (batch, num_new) = self.weights.target_ids, rows.tokens.shape
         columns, laws, drawn = list[Tensor](), list[Tensor](), list[DrawnLaws]()
+        owners, told, law_state = rows.slots, None, (state, rows.slots)
+        if drawing is not None:
+            owners, told = drawing.owners, drawing.uncounted
+            law_state = (state, owners) if law_limits is None else drawing.keyed(state)
         for level in range(length):
-            where = (state, rows.slots, layout.following[level])
+            where = (state, owners, layout.following[level])
             if level:
                 first = batch * (num_new + level - 1)
                 here = slice(first, first + batch)
                 block = self._block_inputs(columns[-1], x, ids=ids)
-                session = _Session(rows.tables, rows.slots, layout.positions[here])
-                x = self._step(block, _at(places, here), session, num_nodes=1, mask=None)
+                session = Seen(rows.tables, rows.slots, layout.positions[here])
+                x = self._step(block, places.at(here), session, num_nodes=1, mask=None)
             logits = self.logits(x)
             if warp is not None:
-                path = TokenPath(torch.stack(columns, dim=1), seen=level) if level else None
-                logits = warp_drafts(logits, warp, *where, path)
+                logits = warp_drafts(logits, warp, *where, chain_path(told, columns))
             if law_limits is not None:
-                drawn.append(draw_from_laws(logits, *where, ids=ids, limits=law_limits))
+                drawn.append(
+                    draw_from_laws(logits, *law_state, where[2], ids=ids, limits=law_limits)
+                )
                 columns.append(drawn[-1].columns)
                 continue
             columns.append(choose_tokens(logits, *where, rows_per_slot=1, side="draft", ids=ids))
             if with_probs:
-                laws.append(own_law(logits, state, rows.slots))
+                laws.append(own_law(logits, state, owners))
         chosen = torch.stack(columns, dim=1)
         return ChainDraft(
             tokens=ids[chosen.long()].int(),
@@ -192,18 +202,22 @@ class DraftProgram:
         depth: int,
         warp: WarpState | None = None,
         coupled: bool = False,
+        drawing: Drawing | None = None,
     ) -> TreeDraft:
         """Catch up, then grow EAGLE's dynamic tree.
 
         Nodes are ranked by sums of log softmax(logits / T); those of coupled sessions by shared
-        noise, if `coupled` says that there may be any. warp: as for `chain`.
+        noise, if `coupled` says that there may be any. warp, drawing: as for `chain`.
         """
         batch, width = rows.slots.shape[0], min(top_k, num_nodes)
         layout = self._layout(rows, num_steps=depth - 1, step_rows=width)
         places = self._places(layout)
         x = self._catch_up(rows, layout, places, prune=True)
-        target_ids, heat = self.weights.target_ids, state.temperatures[rows.slots.long()]
-        session = _Session(rows.tables, rows.slots, layout.live + 1)
+        owners, told = rows.slots, None
+        if drawing is not None:
+            owners, told = drawing.owners, drawing.uncounted
+        target_ids, heat = self.weights.target_ids, state.temperatures[owners.long()]
+        session = Seen(rows.tables, rows.slots, layout.live + 1)
         candidates = empty_candidates(batch, num_candidates(top_k, width, depth), x.device)
         frontier: FrontierRows | None = None
         mask: Tensor | None = None
@@ -217,18 +231,18 @@ class DraftProgram:
                 block = self._block_inputs(
                     frontier.columns.flatten(), x, ids=target_ids, rows=parents
                 )
-                x = self._step(block, _at(places, here), session, num_nodes=width, mask=mask)
+                x = self._step(block, places.at(here), session, num_nodes=width, mask=mask)
                 place += batch * width
             logits, count = self.logits(x), width if level else 1
             if warp is not None:
-                path = TokenPath(torch.cat(drafted, dim=1), mask) if level else None
+                path = tree_path(told, drafted, mask)
                 following = layout.following[level].repeat_interleave(count)
-                logits = warp_drafts(logits, warp, state, rows.slots, following, path)
+                logits = warp_drafts(logits, warp, state, owners, following, path)
             row_heat = heat[:, None].expand(-1, count).reshape(-1)
             offered, ids = log_softmax_topk(logits, top_k, temperatures=row_heat)
             if coupled:
                 where = layout.following[level].repeat_interleave(count)
-                put_coupled_topk(offered, ids, logits, state, rows.slots, where, ids=target_ids)
+                put_coupled_topk(offered, ids, logits, state, owners, where, ids=target_ids)
             frontier = select_frontier(offered, ids, frontier, candidates, first, width=width)
             first += offered.numel() // batch
         return rank_tree(candidates, target_ids, num_nodes=num_nodes)
@@ -245,9 +259,9 @@ class DraftProgram:
             block_tokens=self._block_tokens,
         )
 
-    def _places(self, layout: DraftLayout) -> _Places:
+    def _places(self, layout: DraftLayout) -> Places:
         table = rotary_table(layout.positions, self.weights.inv_freq)
-        return _Places(table, layout.write_slots)
+        return Places(table, layout.write_slots)
 
     def _inputs(self, rows: NewRows) -> BlockInputs:
         return self._block_inputs(rows.tokens.reshape(-1), rows.features.flatten(0, 1))
@@ -274,12 +288,12 @@ class DraftProgram:
         )
 
     def _catch_up(
-        self, rows: NewRows, layout: DraftLayout, places: _Places, *, prune: bool
+        self, rows: NewRows, layout: DraftLayout, places: Places, *, prune: bool
     ) -> Tensor:
         block = self._inputs(rows)
-        session = _Session(rows.tables, rows.slots, rows.starts)
+        session = Seen(rows.tables, rows.slots, rows.starts)
         num_rows = rows.tokens.shape[1]
-        new = _at(places, slice(0, rows.tokens.numel()))
+        new = places.at(slice(0, rows.tokens.numel()))
         if num_rows == 1 or not prune:
             x = self._step(block, new, session, num_nodes=num_rows, mask=None)
             return x if num_rows == 1 else x[layout.live_rows]
@@ -296,8 +310,8 @@ class DraftProgram:
     def _step(
         self,
         block: BlockInputs,
-        places: _Places,
-        session: _Session,
+        places: Places,
+        session: Seen,
         *,
         num_nodes: int,
         mask: Tensor | None,
@@ -307,13 +321,13 @@ class DraftProgram:
         attended = self._attend(query, session, num_nodes=num_nodes, mask=mask)
         return self._finish(block.residual, attended)
 
-    def _project(self, inputs: Tensor, places: _Places) -> Tensor:
+    def _project(self, inputs: Tensor, places: Places) -> Tensor:
         """Queries [N, Q, d] of all rows; their K/V is written."""
         w = self.weights
         qkv = fused_linear(inputs, w.qkv, bias=w.qkv_bias)
         return self._rotate(qkv, places, num_heads=w.config.num_heads)
 
-    def _write_kv(self, inputs: Tensor, places: _Places) -> None:
+    def _write_kv(self, inputs: Tensor, places: Places) -> None:
         weight, bias = self.weights.kv
         self._rotate(fused_linear(inputs, weight, bias=bias), places, num_heads=0)
 
@@ -332,7 +346,7 @@ class DraftProgram:
             interleaved=False,
         )
 
-    def _rotate(self, projected: Tensor, places: _Places, *, num_heads: int) -> Tensor:
+    def _rotate(self, projected: Tensor, places: Places, *, num_heads: int) -> Tensor:
         return rotary_write(
             projected.view(projected.shape[0], -1, self.weights.config.head_dim),
             places.table,
@@ -344,7 +358,7 @@ class DraftProgram:
         )
 
     def _attend(
-        self, query: Tensor, session: _Session, *, num_nodes: int, mask: Tensor | None
+        self, query: Tensor, session: Seen, *, num_nodes: int, mask: Tensor | None
     ) -> Tensor:
         return tree_attention(
             query,
@@ -366,7 +380,3 @@ class DraftProgram:
         gated = fused_linear(normed, w.gate_up, gated=True)
         x = fused_linear(gated, w.down, residual=h)
         return rms_norm(x, w.final_norm, eps) if w.config.norm_output else x
-
-
-def _at(places: _Places, rows: slice) -> _Places:
-    return _Places(places.table[rows], places.write_slots[rows])

@@ -129,7 +129,7 @@ class Plan(_message.Message):
     def __init__(self, method: _Optional[_Union[DraftMethod, str]] = ..., draft_tokens: _Optional[int] = ..., top_k: _Optional[int] = ..., depth: _Optional[int] = ..., look_ahead: _Optional[int] = ..., fan_out: _Optional[int] = ..., patience_ms: _Optional[int] = ...) -> None: ...
 
 class SpecDecodeStats(_message.Message):
-    __slots__ = ("rounds", "emitted", "proposed", "accepted", "fallback_rounds", "target_only_rounds", "accepted_per_depth", "mean_emitted_per_round", "paused_rounds", "decision")
+    __slots__ = ("rounds", "emitted", "proposed", "accepted", "fallback_rounds", "target_only_rounds", "accepted_per_depth", "mean_emitted_per_round", "paused_rounds", "decision", "look_ahead_rounds", "hit_rounds", "hit_accepted", "fresh_rounds", "fresh_accepted")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,11 @@ class SpecDecodeStats(_message.Message):
     MEAN_EMITTED_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
     PAUSED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
+    LOOK_AHEAD_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    HIT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    HIT_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FRESH_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    FRESH_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     emitted: int
     proposed: int
@@ -150,7 +155,12 @@ class SpecDecodeStats(_message.Message):
     mean_emitted_per_round: float
     paused_rounds: int
     decision: str
-    def __init__(self, rounds: _Optional[int] = ..., emitted: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., target_only_rounds: _Optional[int] = ..., accepted_per_depth: _Optional[_Iterable[int]] = ..., mean_emitted_per_round: _Optional[float] = ..., paused_rounds: _Optional[int] = ..., decision: _Optional[str] = ...) -> None: ...
+    look_ahead_rounds: int
+    hit_rounds: int
+    hit_accepted: int
+    fresh_rounds: int
+    fresh_accepted: int
+    def __init__(self, rounds: _Optional[int] = ..., emitted: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., target_only_rounds: _Optional[int] = ..., accepted_per_depth: _Optional[_Iterable[int]] = ..., mean_emitted_per_round: _Optional[float] = ..., paused_rounds: _Optional[int] = ..., decision: _Optional[str] = ..., look_ahead_rounds: _Optional[int] = ..., hit_rounds: _Optional[int] = ..., hit_accepted: _Optional[int] = ..., fresh_rounds: _Optional[int] = ..., fresh_accepted: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("sequence",)

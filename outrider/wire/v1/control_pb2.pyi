@@ -66,16 +66,20 @@ class VerifierServiceGetInfoResponse(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_context_len: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[AttachedDrafter, _Mapping]]] = ..., feature_fingerprint: _Optional[str] = ..., rounds_total: _Optional[int] = ..., tokens_total: _Optional[int] = ..., dtype: _Optional[str] = ..., round_ms_p50: _Optional[float] = ..., forward_ms_p50: _Optional[float] = ..., overhead_ms_p50: _Optional[float] = ..., own_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., own_draft_length: _Optional[int] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., look_ahead: _Optional[_Union[_common_pb2.LookAheadStats, _Mapping]] = ...) -> None: ...
 
 class AttachedDrafter(_message.Message):
-    __slots__ = ("drafter_id", "incarnation", "methods", "sessions")
+    __slots__ = ("drafter_id", "incarnation", "methods", "sessions", "answer_ms", "same_host")
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_MS_FIELD_NUMBER: _ClassVar[int]
+    SAME_HOST_FIELD_NUMBER: _ClassVar[int]
     drafter_id: str
     incarnation: str
     methods: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftMethod]
     sessions: int
-    def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ...) -> None: ...
+    answer_ms: float
+    same_host: bool
+    def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ..., same_host: bool = ...) -> None: ...
 
 class SessionSpec(_message.Message):
     __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id")
@@ -102,14 +106,16 @@ class SessionSpec(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., drafter_id: _Optional[str] = ...) -> None: ...
 
 class SessionsRequest(_message.Message):
-    __slots__ = ("open", "leave", "heartbeat")
+    __slots__ = ("open", "leave", "heartbeat", "move")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
     open: SessionOpen
     leave: SessionLeave
     heartbeat: _common_pb2.Heartbeat
-    def __init__(self, open: _Optional[_Union[SessionOpen, _Mapping]] = ..., leave: _Optional[_Union[SessionLeave, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    move: SessionMove
+    def __init__(self, open: _Optional[_Union[SessionOpen, _Mapping]] = ..., leave: _Optional[_Union[SessionLeave, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., move: _Optional[_Union[SessionMove, _Mapping]] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
     __slots__ = ("handle", "spec")
@@ -125,15 +131,33 @@ class SessionLeave(_message.Message):
     handle: int
     def __init__(self, handle: _Optional[int] = ...) -> None: ...
 
+class SessionMove(_message.Message):
+    __slots__ = ("handle", "drafter_id")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    drafter_id: str
+    def __init__(self, handle: _Optional[int] = ..., drafter_id: _Optional[str] = ...) -> None: ...
+
 class SessionsResponse(_message.Message):
-    __slots__ = ("events", "failure", "heartbeat")
+    __slots__ = ("events", "failure", "heartbeat", "moved")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     events: SessionEvents
     failure: SessionFailure
     heartbeat: _common_pb2.Heartbeat
-    def __init__(self, events: _Optional[_Union[SessionEvents, _Mapping]] = ..., failure: _Optional[_Union[SessionFailure, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    moved: SessionMoved
+    def __init__(self, events: _Optional[_Union[SessionEvents, _Mapping]] = ..., failure: _Optional[_Union[SessionFailure, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., moved: _Optional[_Union[SessionMoved, _Mapping]] = ...) -> None: ...
+
+class SessionMoved(_message.Message):
+    __slots__ = ("handle", "drafter_id")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    drafter_id: str
+    def __init__(self, handle: _Optional[int] = ..., drafter_id: _Optional[str] = ...) -> None: ...
 
 class SessionEvents(_message.Message):
     __slots__ = ("handles", "round_ids", "counts", "tokens", "finish_reasons", "flags", "proposed", "accepted")

@@ -232,20 +232,34 @@ class VerifierSummary(_message.Message):
     def __init__(self, verifier_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., model: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., own_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., look_ahead: _Optional[_Union[_common_pb2.LookAheadStats, _Mapping]] = ...) -> None: ...
 
 class DrafterSummary(_message.Message):
-    __slots__ = ("drafter_id", "address", "healthy", "methods", "sessions", "handicap")
+    __slots__ = ("drafter_id", "address", "healthy", "methods", "sessions", "draining", "links", "handicap")
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     HANDICAP_FIELD_NUMBER: _ClassVar[int]
     drafter_id: str
     address: str
     healthy: bool
     methods: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftMethod]
     sessions: int
+    draining: bool
+    links: _containers.RepeatedCompositeFieldContainer[DrafterLink]
     handicap: str
-    def __init__(self, drafter_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., handicap: _Optional[str] = ...) -> None: ...
+    def __init__(self, drafter_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., draining: bool = ..., links: _Optional[_Iterable[_Union[DrafterLink, _Mapping]]] = ..., handicap: _Optional[str] = ...) -> None: ...
+
+class DrafterLink(_message.Message):
+    __slots__ = ("verifier_id", "sessions", "answer_ms")
+    VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_MS_FIELD_NUMBER: _ClassVar[int]
+    verifier_id: str
+    sessions: int
+    answer_ms: float
+    def __init__(self, verifier_id: _Optional[str] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

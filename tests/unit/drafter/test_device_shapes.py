@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_drafter.device_shapes import CHAIN_LENGTHS, TREES, Shape, family, fitted
+from outrider_drafter.device_batch import NEW_ROW_BUCKETS
+from outrider_drafter.device_branches import OWN_BLOCKS
+from outrider_drafter.device_rows import BLOCK_TOKENS
+from outrider_drafter.device_shapes import (
+    BATCH_SIZES,
+    BRANCH_SIZES,
+    CHAIN_LENGTHS,
+    SCORE_ROW_BUCKETS,
+    TREES,
+    Shape,
+    family,
+    fitted,
+    levels_of,
+    most_branches,
+    most_sessions,
+    path_rows,
+    score_family,
+)
 
 SHAPES = {shape for shape, _ in family()}
 
@@ -30,3 +47,31 @@ def test_chains_are_not_shorter_than_asked_and_trees_not_larger() -> None:
 
 def test_no_shape_is_captured_twice() -> None:
     assert len(list(family())) == len(set(family()))
+
+
+def test_look_ahead_captures_fewer_graphs_than_drafting() -> None:
+    drafts = sum(
+        len(NEW_ROW_BUCKETS) * sum(size <= most_sessions(shape) for size in BATCH_SIZES)
+        for shape, _ in family()
+    )
+    branches = sum(
+        sum(size <= most_branches(shape) for size in BRANCH_SIZES) for shape, _ in family()
+    )
+    scores = sum(len(levels.sizes) * len(SCORE_ROW_BUCKETS) for levels, _ in score_family())
+    assert branches + scores < drafts
+    assert len(list(score_family())) == len(set(score_family()))
+
+
+def test_every_draft_of_the_family_is_scored_as_a_whole_but_for_wide_levels() -> None:
+    captured = {levels for levels, _ in score_family()}
+    for shape, _ in family():
+        levels = levels_of(shape.num_nodes, shape.depth, chain=shape.top_k == 1)
+        assert levels in captured
+        assert levels.depth == shape.depth and levels.width >= min(shape.top_k, 8)
+
+
+def test_a_branch_finds_room_in_its_own_blocks_wherever_the_prefix_ends() -> None:
+    for shape, _ in family():
+        rows = BLOCK_TOKENS - 1 + path_rows(shape) + shape.draft_rows
+        assert rows <= OWN_BLOCKS * BLOCK_TOKENS
+        assert path_rows(shape) > shape.depth

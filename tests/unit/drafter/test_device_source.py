@@ -11,7 +11,7 @@ from outrider_drafter import device_source, head_following
 from outrider_drafter.__main__ import parse_args
 from outrider_drafter.build import _head_source
 from outrider_drafter.device_rows import BLOCK_TOKENS
-from outrider_drafter.device_shapes import CHAIN_LENGTHS, TREES, family
+from outrider_drafter.device_shapes import CHAIN_LENGTHS, TREES, family, score_family
 from outrider_drafter.device_source import DeviceHeadSource
 from outrider_drafter.head_source import HeadSource
 
@@ -261,6 +261,9 @@ def test_warming_up_leaves_no_trace(head: DraftHead, monkeypatch: pytest.MonkeyP
     kinds = [(shape, g) for shape, g in family() if shape.num_nodes == least.get(shape.top_k)]
     assert len(kinds) == 5
     monkeypatch.setattr(device_source, "family", lambda: iter(kinds))
+    forms = [(levels, warps) for levels, warps in score_family() if levels.depth <= 4]
+    assert {levels.width for levels, _ in forms} == {1, 8}
+    monkeypatch.setattr(device_source, "score_family", lambda: iter(forms))
     source = on_device(head)
     source.warm_up()
     assert source.used_rows == 0

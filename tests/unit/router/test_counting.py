@@ -12,36 +12,53 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from outrider.spec.contest import Reason
 from outrider.wire.accounting import REASON_FLAGS, add_round, decision_of
-from outrider.wire.messages import FALLBACK, PAUSED, TARGET_ONLY, SessionEvents, SpecStats
+from outrider.wire.messages import (
+    FALLBACK,
+    HIT,
+    LOOKED_AHEAD,
+    PAUSED,
+    TARGET_ONLY,
+    SessionEvents,
+    SpecStats,
+)
 
 PLANNED = (0, PAUSED | REASON_FLAGS[Reason.PROBE], REASON_FLAGS[Reason.FASTER])
+AHEAD = ((False, False), (True, False), (True, True))
 ROUNDS = st.lists(
     st.tuples(
-        st.integers(0, 6), st.integers(0, 6), st.booleans(), st.booleans(), st.sampled_from(PLANNED)
-    ).map(lambda r: (max(r[0], r[1]), min(r[0], r[1]), r[2], r[3], r[4])),
+        st.integers(0, 6),
+        st.integers(0, 6),
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from(PLANNED),
+        st.sampled_from(AHEAD),
+    ).map(lambda r: (max(r[0], r[1]), min(r[0], r[1]), *r[2:])),
     max_size=12,
 )
-Rounds = list[tuple[int, int, bool, bool, int]]
+Rounds = list[tuple[int, int, bool, bool, int, tuple[bool, bool]]]
 
 
 def expected(rounds: Rounds) -> SpecStats:
     stats = SpecStats()
-    for proposed, accepted, fallback, target_only, planned in rounds:
-        stats = add_round(stats, proposed, accepted, accepted + 1, fallback, target_only, planned)
+    for proposed, accepted, fallback, target_only, planned, ahead in rounds:
+        stats = add_round(
+            stats, proposed, accepted, accepted + 1, fallback, target_only, planned, *ahead
+        )
     return stats
 
 
-def flags_of(fallback: bool, target_only: bool, planned: int) -> int:
-    return FALLBACK * fallback | TARGET_ONLY * target_only | planned
+def flags_of(fallback: bool, target_only: bool, planned: int, ahead: tuple[bool, bool]) -> int:
+    flags = FALLBACK * fallback | TARGET_ONLY * target_only | planned
+    return flags | LOOKED_AHEAD * ahead[0] | HIT * ahead[1]
 
 
 @given(ROUNDS)
 def test_a_tally_counts_what_add_round_counts(rounds: Rounds) -> None:
     tally = Tally()
-    for proposed, accepted, fallback, target_only, planned in rounds:
+    for proposed, accepted, fallback, target_only, planned, ahead in rounds:
         tally.add_round(
             emitted=accepted + 1,
-            flags=flags_of(fallback, target_only, planned),
+            flags=flags_of(fallback, target_only, planned, ahead),
             proposed=proposed,
             accepted=accepted,
         )
@@ -76,6 +93,11 @@ def test_a_message_of_events_counts_what_its_rounds_count(rounds: Rounds) -> Non
     assert value("spec_decode_num_accepted_tokens") == stats.accepted
     assert value("fallback_rounds") == stats.fallback_rounds
     assert value("target_only_rounds") == stats.target_only_rounds
+    assert value("look_ahead_rounds") == stats.look_ahead_rounds
+    for kind in ("hit", "fresh"):
+        assert value("look_ahead_drafted_rounds", kind=kind) == getattr(stats, f"{kind}_rounds")
+        found = value("look_ahead_accepted_tokens", kind=kind)
+        assert found == getattr(stats, f"{kind}_accepted")
     per_depth = [
         value("spec_decode_num_accepted_tokens_per_pos", position=str(depth))
         for depth in range(len(stats.accepted_per_depth))

@@ -10,7 +10,6 @@ from outrider_router.fleet import (
     TokenizerIdentity,
     check_drafter,
     check_verifier,
-    choose_drafter,
     fits,
     judge,
     missing_attachments,
@@ -121,26 +120,6 @@ def test_a_restarted_drafter_is_attached_again() -> None:
     ]
     misfit = replace(DRAFTER, vocab_size=64)
     assert missing_attachments(misfit, {"v:1": VERIFIER}) == []
-
-
-def test_the_drafter_with_the_method_and_the_fewest_sessions_is_chosen() -> None:
-    busy = replace(DRAFTER, drafter_id=DrafterId("a"))
-    free = replace(DRAFTER, drafter_id=DrafterId("b"))
-    other = replace(DRAFTER, drafter_id=DrafterId("c"), methods=(DraftMethod.NGRAM,))
-    verifier = attached(busy, free, other)
-    fleet = [busy, free, other]
-    placed = {busy.drafter_id: 2, free.drafter_id: 1}
-    assert choose_drafter(verifier, fleet, DraftMethod.EAGLE3, placed=placed) == "b"
-    assert choose_drafter(verifier, fleet, DraftMethod.NGRAM, placed=placed) == "c"
-    assert choose_drafter(verifier, fleet, DraftMethod.MODEL, placed=placed) is None
-
-
-def test_a_drafter_that_is_not_attached_or_was_reported_lost_is_passed_over() -> None:
-    assert choose_drafter(VERIFIER, [DRAFTER], DraftMethod.EAGLE3, placed={}) is None
-    verifier = attached(DRAFTER)
-    assert choose_drafter(verifier, [DRAFTER], DraftMethod.EAGLE3, placed={}) == "d"
-    lost = {DRAFTER.drafter_id}
-    assert choose_drafter(verifier, [DRAFTER], DraftMethod.EAGLE3, placed={}, detached=lost) is None
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from outrider.errors import ConnectionLostError, InternalError, OutriderError, UnavailableError
+from outrider.ids import DrafterId
 from outrider.transport.framed import router_end
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.transport.inproc import _byte_pipe
@@ -21,6 +22,8 @@ from outrider.wire.messages import (
     SessionEvents,
     SessionFailure,
     SessionLeave,
+    SessionMove,
+    SessionMoved,
     SessionOpen,
     SessionsRequest,
 )
@@ -35,6 +38,10 @@ class Heard:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.error: OutriderError | None = None
+        self.drafters: list[DrafterId | None] = []
+
+    def moved(self, drafter_id: DrafterId | None) -> None:
+        self.drafters.append(drafter_id)
 
     def fail(self, error: OutriderError) -> None:
         assert self.error is None
@@ -86,7 +93,7 @@ class Far:
             if not isinstance(message, Heartbeat):
                 return message
 
-    async def say(self, message: SessionEvents | SessionFailure) -> None:
+    async def say(self, message: SessionEvents | SessionFailure | SessionMoved) -> None:
         await self.end.send(encode_sessions_message(message))
         await asyncio.sleep(0.01)
 
@@ -146,15 +153,34 @@ async def test_what_is_left_before_there_is_a_connection_is_left_on_it() -> None
     far, heard = Far(), Heard()
     far.up.clear()
     stream = SessionStream(far.connect, deliver)
-    leave = stream.open(spec("a"), heard)
+    opened = stream.open(spec("a"), heard)
     await asyncio.sleep(0)
-    leave()
-    leave()
+    opened.leave()
+    opened.leave()
     far.up.set()
     assert isinstance(await far.said(), SessionOpen)
     assert await far.said() == SessionLeave(1)
     await stream.close()
     assert heard.error is None
+
+
+async def test_who_moves_a_session_hears_whose_it_is_and_nothing_after_leaving() -> None:
+    far, heard = Far(), Heard()
+    stream = SessionStream(far.connect, deliver)
+    opened = stream.open(spec("a"), heard)
+    assert isinstance(await far.said(), SessionOpen)
+    opened.move(DrafterId("d"))
+    assert await far.said() == SessionMove(1, DrafterId("d"))
+    await far.say(SessionMoved(1, DrafterId("d")))
+    await far.say(SessionMoved(1, None))
+    await far.say(SessionMoved(99, DrafterId("d")))
+    assert heard.drafters == ["d", None]
+    opened.leave()
+    opened.move(DrafterId("e"))
+    await far.say(SessionMoved(1, DrafterId("d")))
+    assert await far.said() == SessionLeave(1)
+    await stream.close()
+    assert heard.drafters == ["d", None] and far.end is not None
 
 
 async def test_a_verifier_that_cannot_be_reached_fails_the_opening() -> None:
@@ -171,12 +197,12 @@ async def test_a_verifier_that_cannot_be_reached_fails_the_opening() -> None:
 async def test_a_stream_that_need_not_last_ends_with_its_last_session() -> None:
     far = Far()
     stream = SessionStream(far.connect, deliver, lasting=False)
-    leaves = [stream.open(spec("a"), Heard()), stream.open(spec("b"), Heard())]
+    first, second = stream.open(spec("a"), Heard()), stream.open(spec("b"), Heard())
     await far.said()
     before = len(asyncio.all_tasks())
-    leaves[0]()
+    first.leave()
     await asyncio.sleep(0.01)
     assert len(asyncio.all_tasks()) == before
-    leaves[1]()
+    second.leave()
     await asyncio.sleep(0.05)
     assert len(asyncio.all_tasks()) == 1

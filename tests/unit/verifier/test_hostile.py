@@ -73,7 +73,9 @@ async def test_a_proposal_that_was_never_used_goes_with_its_session() -> None:
         drafter = await rig.attach(half_good_chain(rig.target))
         running = asyncio.create_task(rig.run(make_spec(max_new_tokens=60)))
         await mid_stream(rig)
-        await drafter.send(Proposal(handle=0, prefix_digest=5, prefix_len=999, tree=make_tree([1])))
+        ahead = len(next(iter(drafter.sessions.values())).tokens) + 15
+        draft = Proposal(handle=0, prefix_digest=5, prefix_len=ahead, tree=make_tree([1]))
+        await drafter.send(draft)
         await until(lambda: rig.service._core.num_proposals > 0)
         await running
         await rig.idle()

@@ -1,18 +1,26 @@
-"""The inbox is bounded, keyed by prefix digest, and keeps the best proposal it may keep."""
+"""The inbox is bounded, keyed by prefix digest, and keeps the best proposals it may keep."""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from typing import Any
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider_verifier.inbox import Inbox, Offer, expected_accepted_len
+from outrider_verifier.inbox import Held, Inbox, Offer
+from outrider_verifier.kept import promises
 
 from outrider.spec.law import DraftLaw, make_law
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import Proposal, Proposals
+from tests.reference.inbox import SlowInbox
 
 A, B, C = 0, 1, 2
+REACH = 5
+ROOMY = 1 << 30
 
 
 def proposal(
@@ -38,9 +46,9 @@ def move(box: Inbox, handle: int, digest: int = 7, prefix_len: int = 10) -> int:
     return box.move(np.array([handle]), np.array([digest], dtype=np.uint64), np.array([prefix_len]))
 
 
-def inbox(per_session: int = 4, total: int = 8) -> Inbox:
+def inbox(per_session: int = 4, budget_bytes: int = ROOMY) -> Inbox:
     """An inbox of three sessions whose prefix is 7, of length 10."""
-    box = Inbox(max_sessions=3, per_session=per_session, total=total)
+    box = Inbox(max_sessions=3, per_session=per_session, reach=REACH, budget_bytes=budget_bytes)
     for handle in (A, B, C):
         move(box, handle)
     return box
@@ -48,7 +56,7 @@ def inbox(per_session: int = 4, total: int = 8) -> Inbox:
 
 def offer(box: Inbox, *items: Proposal) -> Offer:
     """Offer drafts in one message; what became of most of them."""
-    _, results = box.offer(Proposals.of(items), np.arange(len(items)))
+    results = box.offer(Proposals.of(items), np.arange(len(items))).results
     assert sum(results.values()) == len(items)
     return results.most_common(1)[0][0]
 
@@ -61,11 +69,18 @@ def peek(box: Inbox, handle: int) -> int | None:
 
 def take(box: Inbox, handle: int) -> Proposal | None:
     """A session's usable draft, taken out."""
+    held = take_held(box, handle)
+    return None if held is None else held.proposal
+
+
+def take_held(box: Inbox, handle: int) -> Held | None:
+    """A session's usable draft as it lay, taken out."""
     if peek(box, handle) is None:
         return None
     (held,) = box.take([handle])
     assert held.nodes == len(held.proposal.tree)
-    return held.proposal
+    assert held.proposal.handle == handle
+    return held
 
 
 def logprobs_of(taken: Proposal | None) -> list[float]:
@@ -92,9 +107,10 @@ def test_drafts_of_one_message_are_told_apart() -> None:
         proposal(6, 9, handle=C),
         proposal(7, handle=A, logprobs=(-1.0, -1.5)),
     ]
-    current, results = box.offer(Proposals.of(drafts), np.arange(3))
-    assert current.tolist() == [True, False, True]
-    assert results[Offer.STORED] == 2 and results[Offer.STALE] == 1
+    offers = box.offer(Proposals.of(drafts), np.arange(3))
+    assert offers.current.tolist() == [True, False, True]
+    assert offers.stale.tolist() == [False, True, False]
+    assert offers.results[Offer.STORED] == 2 and offers.results[Offer.STALE] == 1
     assert take(box, C) is None
     assert logprobs_of(take(box, A)) == [-1.0, -1.5]
     assert logprobs_of(take(box, B)) == [-2.0]
@@ -108,14 +124,13 @@ def test_a_draft_without_nodes_counts_as_one() -> None:
     assert taken is not None and len(taken.tree) == 0
 
 
-def test_a_large_message_is_not_kept_for_one_draft() -> None:
+def test_a_large_message_is_not_kept_for_few_of_its_drafts() -> None:
     box = inbox()
-    count = 1 << 18
-    large = proposal(7, handle=B, logprobs=(-0.5,) * count)
-    offer(box, proposal(7, logprobs=(-0.25,)), large)
-    held = box._held[A]
-    assert held is not None and held.nbytes < 1 << 10
+    stale = [proposal(5, 9, handle=B, logprobs=(-0.5,) * (1 << 12)) for _ in range(4)]
+    offer(box, proposal(7, logprobs=(-0.25,)), *stale)
+    assert box.nbytes < 1 << 10
     assert logprobs_of(take(box, A)) == [-0.25]
+    assert box.nbytes == 0
 
 
 def test_the_more_promising_of_two_proposals_stays() -> None:
@@ -128,8 +143,9 @@ def test_the_more_promising_of_two_proposals_stays() -> None:
 
 
 def test_promise_is_the_sum_of_path_probabilities() -> None:
-    value = expected_accepted_len(proposal(7, logprobs=(-0.5, -1.0)))
-    assert np.isclose(value, np.exp(-0.5) + np.exp(-1.0))
+    drafts = [proposal(7, logprobs=(-0.5, -1.0)), proposal(7, logprobs=()), proposal(7)]
+    expected = [np.exp(-0.5) + np.exp(-1.0), 0.0, np.exp(-0.5)]
+    assert np.allclose(promises(Proposals.of(drafts)), expected)
 
 
 def test_a_replayed_proposal_is_dropped() -> None:
@@ -152,10 +168,22 @@ def test_sampled_trees_are_never_chosen_by_their_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("digest", "prefix_len"), [(5, 9), (5, 10), (7, 12)], ids=["past", "other", "lying length"]
+    ("digest", "prefix_len"),
+    [(5, 9), (5, 10), (7, 12), (7, 9), (5, 16), (5, 2**32 - 1)],
+    ids=["past", "other", "lying length", "lying past", "beyond a round", "absurd"],
 )
-def test_a_proposal_that_can_never_be_used_is_stale(digest: int, prefix_len: int) -> None:
-    assert offer(inbox(), proposal(digest, prefix_len)) is Offer.STALE
+def test_a_proposal_that_cannot_be_used_is_stale(digest: int, prefix_len: int) -> None:
+    box = inbox()
+    assert offer(box, proposal(digest, prefix_len)) is Offer.STALE
+    assert len(box) == 0 and box.nbytes == 0
+
+
+def test_no_draft_continues_an_unfinished_prompt() -> None:
+    box = inbox()
+    box.open(A)
+    for digest, length in [(0, 10), (0, 2**32 - 1), (7, 10), (0, 11)]:
+        assert offer(box, proposal(digest, length)) is Offer.STALE
+    assert peek(box, A) is None
 
 
 def test_a_proposal_for_a_predicted_outcome_waits_for_it() -> None:
@@ -163,38 +191,114 @@ def test_a_proposal_for_a_predicted_outcome_waits_for_it() -> None:
     assert offer(box, proposal(99, 13)) is Offer.STORED
     assert peek(box, A) is None
     assert move(box, A, digest=55, prefix_len=12) == 0
+    assert not box.hits(np.array([A]))
     assert move(box, A, digest=99, prefix_len=13) == 0
-    assert peek(box, A) == 1
-    assert take(box, A) is not None and len(box) == 0
+    assert box.hits(np.array([A, -1])) and not box.hits(np.array([B, C, -1]))
+    held = take_held(box, A)
+    assert held is not None and held.ahead
+    assert len(box) == 0 and not box.hits(np.array([A]))
+
+
+def test_a_proposal_for_what_has_happened_is_no_hit() -> None:
+    box = inbox()
+    move(box, A, digest=99, prefix_len=13)
+    offer(box, proposal(99, 13))
+    held = take_held(box, A)
+    assert held is not None and not held.ahead
+
+
+def test_a_better_draft_for_what_has_happened_takes_the_place_of_a_hit() -> None:
+    box = inbox()
+    offer(box, proposal(99, 13, logprobs=(-1.0,)))
+    move(box, A, digest=99, prefix_len=13)
+    assert offer(box, proposal(99, 13, logprobs=(-2.0,))) is Offer.DUPLICATE
+    assert offer(box, proposal(99, 13, logprobs=(-0.5,))) is Offer.REPLACED
+    held = take_held(box, A)
+    assert held is not None and not held.ahead
+    assert logprobs_of(held.proposal) == [-0.5]
 
 
 def test_a_new_prefix_drops_what_can_no_longer_come_true() -> None:
     box = inbox()
     offer(box, proposal(7))
-    offer(box, proposal(98, 13))
-    offer(box, proposal(99, 13))
-    assert move(box, A, digest=99, prefix_len=13) == 2
-    assert len(box) == 1
+    offer(box, proposal(97, 11), proposal(98, 13), proposal(99, 13), proposal(96, 14))
+    assert move(box, A, digest=99, prefix_len=13) == 3
+    assert len(box) == 2
+    assert move(box, A, digest=95, prefix_len=14) == 2
+    assert len(box) == 0 and box.nbytes == 0
 
 
-def test_a_session_keeps_its_share_and_the_current_prefix_finds_room() -> None:
+def test_hits_of_many_sessions_are_of_one_message_wherever_they_came_from() -> None:
+    box = inbox()
+    offer(box, proposal(99, 13, logprobs=(-1.0, -2.0)), proposal(98, 13))
+    offer(box, proposal(97, 12, handle=B, logprobs=(-3.0,)))
+    move(box, A, digest=99, prefix_len=13)
+    move(box, B, digest=97, prefix_len=12)
+    offer(box, proposal(7, 10, handle=C, logprobs=(-4.0, -5.0, -6.0)))
+    c, b, a = box.take([C, B, A])
+    assert a.proposals is b.proposals is c.proposals
+    assert [logprobs_of(held.proposal) for held in (a, b, c)] == [
+        [-1.0, -2.0],
+        [-3.0],
+        [-4.0, -5.0, -6.0],
+    ]
+    assert [held.ahead for held in (a, b, c)] == [True, True, False]
+    assert [held.nodes for held in (a, b, c)] == [2, 1, 3]
+
+
+def test_entries_of_one_session_in_one_message_are_for_different_prefixes() -> None:
+    box = inbox()
+    drafts = [
+        proposal(90, 11, logprobs=(-0.5,)),
+        proposal(7, 10, logprobs=(-1.0,)),
+        proposal(91, 12, logprobs=(-0.75,)),
+        proposal(7, 10, logprobs=(-0.25,)),
+        proposal(90, 11, logprobs=(-0.125,)),
+    ]
+    offers = box.offer(Proposals.of(drafts), np.arange(5))
+    assert offers.current.tolist() == [False, True, False, True, False]
+    assert offers.results == Counter({Offer.STORED: 3, Offer.DUPLICATE: 2})
+    assert logprobs_of(take(box, A)) == [-0.25]
+    move(box, A, digest=90, prefix_len=11)
+    assert logprobs_of(take(box, A)) == [-0.125]
+
+
+def test_the_newest_take_the_place_of_the_oldest_and_the_current_prefix_finds_room() -> None:
     box = inbox(per_session=2)
-    assert offer(box, proposal(90, 13)) is Offer.STORED
-    assert offer(box, proposal(91, 13)) is Offer.STORED
-    assert offer(box, proposal(92, 13)) is Offer.FULL
-    assert offer(box, proposal(7)) is Offer.STORED
-    assert len(box) == 3
-    assert take(box, A) is not None
-
-
-def test_past_the_total_the_oldest_goes() -> None:
-    box = inbox(per_session=4, total=3)
     for digest in (90, 91, 92):
-        offer(box, proposal(digest, 13))
-    assert offer(box, proposal(93, 13, handle=B)) is Offer.STORED
+        assert offer(box, proposal(digest, 13)) is Offer.STORED
+    assert offer(box, proposal(7)) is Offer.STORED
     assert len(box) == 3
     move(box, A, digest=90, prefix_len=13)
     assert take(box, A) is None
+
+
+def test_of_one_message_the_first_are_kept() -> None:
+    box = inbox(per_session=2)
+    drafts = [proposal(digest, 13) for digest in (90, 91, 92)]
+    results = box.offer(Proposals.of(drafts), np.arange(3)).results
+    assert results == Counter({Offer.STORED: 2, Offer.FULL: 1})
+    move(box, A, digest=90, prefix_len=13)
+    assert take(box, A) is not None
+
+
+def test_past_the_memory_the_oldest_messages_go() -> None:
+    size = Proposals.of([proposal(7)]).nbytes
+    box = inbox(budget_bytes=3 * size)
+    for handle, digest in ((A, 90), (A, 91), (B, 92), (B, 93)):
+        assert offer(box, proposal(digest, 13, handle=handle)) is Offer.STORED
+    assert len(box) == 3 and box.nbytes == 3 * size
+    move(box, A, digest=90, prefix_len=13)
+    assert take(box, A) is None
+
+
+def test_the_newest_message_is_kept_however_large() -> None:
+    box = inbox(budget_bytes=1)
+    offer(box, proposal(90, 13))
+    offer(box, proposal(91, 13))
+    assert len(box) == 1
+    move(box, A, digest=91, prefix_len=13)
+    assert take(box, A) is not None
 
 
 def test_dropping_a_session_leaves_the_others() -> None:
@@ -206,33 +310,121 @@ def test_dropping_a_session_leaves_the_others() -> None:
     assert len(box) == 1 and peek(box, B) == 1
 
 
-OPERATIONS = st.tuples(
-    st.sampled_from(["offer", "take", "move", "drop"]),
-    st.sampled_from([A, B, C]),
-    st.integers(1, 12),
-    st.integers(8, 14),
+def test_what_comes_for_the_prefix_that_was_missed_is_late() -> None:
+    box = inbox()
+    box.missed(A)
+    move(box, A, digest=8, prefix_len=11)
+    drafts = [proposal(7), proposal(6), proposal(7, handle=B), proposal(8, 11), proposal(9, 12)]
+    offers = box.offer(Proposals.of(drafts), np.arange(5))
+    assert offers.late.tolist() == [True, False, False, False, False]
+    assert offers.stale.tolist() == [True, True, False, False, False]
+    box.open(A)
+    assert not box.offer(Proposals.of(drafts[:1]), np.arange(1)).late.any()
+
+
+def test_a_hostile_flood_leaves_nothing_behind_and_is_soon_dealt_with() -> None:
+    per_session, sessions = 64, 64
+    box = Inbox(max_sessions=sessions, per_session=per_session, reach=65, budget_bytes=1 << 20)
+    everyone = np.arange(sessions)
+    box.move(everyone, np.full(sessions, 7, dtype=np.uint64), np.full(sessions, 10))
+    rng = np.random.default_rng(0)
+    began = time.perf_counter()
+    for _ in range(16):
+        count = 4096
+        nodes = rng.integers(0, 8, count)
+        flood = Proposals(
+            handles=rng.integers(0, sessions, count) * rng.integers(0, 2, count),
+            digests=rng.choice(np.array([0, 7, 8, 9, 2**64 - 1, 12345], dtype=np.uint64), count),
+            prefix_lens=rng.choice(np.array([1, 10, 11, 75, 76, 2**32 - 1]), count),
+            node_counts=nodes,
+            tokens=np.zeros(nodes.sum(), dtype=np.int32),
+            parents=np.full(nodes.sum(), -1, dtype=np.int32),
+            logprobs=np.zeros(nodes.sum(), dtype=np.float32),
+        )
+        results = box.offer(flood, np.arange(count)).results
+        assert sum(results.values()) == count
+        assert len(box) <= sessions * (1 + per_session)
+        assert box.nbytes <= (1 << 20) + flood.nbytes
+    assert time.perf_counter() - began < 5.0
+    box.move(everyone, np.full(sessions, 1, dtype=np.uint64), np.full(sessions, 200))
+    assert len(box) == 0 and box.nbytes == 0
+
+
+OFFERED = st.lists(
+    st.tuples(
+        st.sampled_from([A, B, C]),
+        st.integers(1, 7),
+        st.integers(8, 20),
+        st.sampled_from([(), (-0.5,), (-1.0,), (-0.5, -0.75)]),
+        st.sampled_from([False, False, False, True]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+OPERATIONS = st.one_of(
+    st.tuples(st.just("offer"), OFFERED),
+    st.tuples(st.just("take"), st.lists(st.sampled_from([A, B, C]), unique=True)),
+    st.tuples(
+        st.just("move"),
+        st.lists(st.sampled_from([A, B, C]), unique=True, min_size=1),
+        st.integers(1, 7),
+        st.integers(0, 3),
+    ),
+    st.tuples(st.sampled_from(["drop", "open"]), st.sampled_from([A, B, C])),
 )
 
 
-@given(st.lists(OPERATIONS, max_size=60), st.integers(1, 3), st.integers(1, 5))
-def test_bounds_hold_whatever_arrives(
-    operations: list[tuple[str, int, int, int]], per_session: int, total: int
+@settings(max_examples=300, deadline=None)
+@given(st.lists(OPERATIONS, max_size=40), st.integers(1, 4))
+def test_columns_hold_what_one_at_a_time_would(
+    operations: list[tuple[Any, ...]], per_session: int
 ) -> None:
-    box = inbox(per_session, total)
-    prefix = dict.fromkeys((A, B, C), (7, 10))
-    for kind, handle, digest, length in operations:
+    box = inbox(per_session)
+    slow = SlowInbox((A, B, C), per_session=per_session, reach=REACH)
+    lengths = dict.fromkeys((A, B, C), 10)
+    for handle in (A, B, C):
+        slow.move(handle, (7, 10))
+    for kind, *rest in operations:
         if kind == "offer":
-            offer(box, proposal(digest, length, handle=handle))
+            drafts = [
+                proposal(d, n, handle=h, logprobs=p, law=empty_law(len(p)) if law else None)
+                for h, d, n, p, law in rest[0]
+            ]
+            found = box.offer(Proposals.of(drafts), np.arange(len(drafts))).results
+            assert +found == slow.offer(drafts)
         elif kind == "take":
-            taken = take(box, handle)
-            assert taken is None or taken.handle == handle
-            assert taken is None or (taken.prefix_digest, taken.prefix_len) == prefix[handle]
+            ready = [handle for handle in rest[0] if peek(box, handle) is not None]
+            for handle, held in zip(ready, box.take(ready), strict=True):
+                expected = slow.take(handle)
+                assert expected is not None
+                assert held.ahead == expected[1]
+                assert same(held.proposal, expected[0])
         elif kind == "move":
-            move(box, handle, digest, length)
-            prefix[handle] = (digest, length)
+            handles, digest, step = rest
+            for handle in handles:
+                lengths[handle] += step
+            gone = box.move(
+                np.array(handles),
+                np.full(len(handles), digest, dtype=np.uint64),
+                np.array([lengths[handle] for handle in handles]),
+            )
+            assert gone == sum(slow.move(handle, (digest, lengths[handle])) for handle in handles)
         else:
-            box.drop(handle)
-            assert peek(box, handle) is None
-        later = len(box) - sum(peek(box, name) is not None for name in (A, B, C))
-        assert 0 <= later <= total
-        assert len(box) == 0 or any(peek(box, name) is not None for name in (A, B, C)) or later
+            getattr(box, kind)(rest[0])
+            getattr(slow, kind)(rest[0])
+        assert len(box) == len(slow)
+        usable = [peek(box, handle) is not None for handle in (A, B, C)]
+        assert usable == [slow.sessions[h].usable is not None for h in (A, B, C)]
+
+
+def empty_law(nodes: int) -> DraftLaw:
+    """The law of a draft nobody can draw from."""
+    return make_law(nodes, {})
+
+
+def same(one: Proposal, other: Proposal) -> bool:
+    """Whether two drafts say the same."""
+    return (
+        (one.handle, one.prefix_digest, one.prefix_len, one.law is None)
+        == (other.handle, other.prefix_digest, other.prefix_len, other.law is None)
+    ) and one.tree.logprobs.tolist() == other.tree.logprobs.tolist()

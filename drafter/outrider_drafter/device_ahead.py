@@ -1,0 +1,146 @@
+"""Look-ahead on a device: proposals are scored, then drafted for where they may end.
+
+What is scored stays until the next time: branches need their sessions' real rows, which look-ahead
+never writes, and the places' features, which are held beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outrider.engine.device.buffers import Downloader, Readback
+from outrider.engine.device.draft import NewRows
+from outrider.engine.device.draft_ahead import AheadProgram
+from outrider.engine.device.graphs import GraphCache
+from outrider_drafter.device_batch import DraftBatch, Members, shares_noise_in_trees
+from outrider_drafter.device_branches import Brancher, Branching
+from outrider_drafter.device_growing import Grower
+from outrider_drafter.device_places import Placed
+from outrider_drafter.device_rows import DeviceRows
+from outrider_drafter.device_scores import MOST_PLACES, LiveScores, Scorer
+from outrider_drafter.device_shapes import SCORE_ROW_BUCKETS, Levels, Shape
+from outrider_drafter.sessions import Session
+from outrider_drafter.source import Branches, Live, Outcome, Scored
+
+
+class LookAhead:
+    """What was scored last, and the drafts that begin there."""
+
+    def __init__(
+        self,
+        program: AheadProgram,
+        rows: DeviceRows,
+        grower: Grower,
+        graphs: GraphCache,
+        downloads: Downloader,
+        *,
+        hidden: int,
+        dtype: torch.dtype,
+        max_context: int,
+        bounded: bool,
+    ) -> None:
+        """`rows` with SCRATCH_BLOCKS; `max_context`, `bounded`: as in the source."""
+        self._rows, self._downloads = rows, downloads
+        self._scorer = Scorer(program, rows, graphs, hidden=hidden, dtype=dtype)
+        self._brancher = Brancher(
+            program,
+            rows,
+            grower,
+            graphs,
+            downloads,
+            held=self._scorer.held,
+            max_context=max_context,
+            bounded=bounded,
+        )
+        self._lives: Sequence[Live] = ()
+        self._scores = LiveScores(())
+        self._placed: dict[int, tuple[Placed, Shape]] = {}
+        """By live proposal, those that are to be scored."""
+        self._parts: list[tuple[Members, Sequence[int]]] = []
+        """What was launched, with the live proposals of the sessions."""
+        self._held = 0
+        """Rows of held places."""
+        self._branching: Branching | None = None
+        """What branches begin from, once any was asked for."""
+
+    def warm_up_scores(self, levels: Levels, batch: DraftBatch, *, warps: bool) -> None:
+        """Compile and capture the scoring of one form."""
+        for size in levels.sizes:
+            for num_rows in SCORE_ROW_BUCKETS:
+                rows, _ = batch.fill(None, size, num_rows)
+                result = self._scorer.launch(levels, rows, (), warps=warps)
+                self._downloads.start(result).wait()
+
+    def warm_up_branches(self, shape: Shape, *, general: bool) -> None:
+        """Compile and capture the branches of one shape."""
+        self._brancher.warm_up(shape, general=general)
+
+    def begin(self, lives: Sequence[Live]) -> None:
+        """Forget what was scored; these come next."""
+        self._lives, self._scores = lives, LiveScores(lives)
+        self._placed.clear()
+        self._parts.clear()
+        self._held = 0
+        self._branching = None
+
+    def add(self, live: int, shape: Shape) -> Levels:
+        """Place a proposal whose branches will have a shape; what of it will be scored."""
+        placed = Placed.of(self._lives[live].tree)
+        self._placed[live] = placed, shape
+        return placed.levels
+
+    def has_room(self, count: int, levels: Levels) -> bool:
+        """Whether the places of so many more proposals can be held."""
+        return self._held + count * levels.places <= MOST_PLACES
+
+    def launch(
+        self, levels: Levels, rows: NewRows, members: Members, lives: Sequence[int]
+    ) -> Readback:
+        """Begin to score proposals of one form, of these sessions' new rows; `take` ends it."""
+        placed = [self._placed[live][0] for live in lives]
+        result = self._scorer.launch(levels, rows, placed, first=self._held, warps=members.warps)
+        self._parts.append((members, lives))
+        return self._downloads.start(result)
+
+    def take(self, levels: Levels, words: NDArray[np.int32]) -> None:
+        """What came back of the newest launch."""
+        for row, live in enumerate(self._parts[-1][1]):
+            self._scores.put(live, self._placed[live][0], words[row], self._held)
+            self._held += levels.places
+
+    def adopt(self, lives: Sequence[int], scored: Scored) -> None:
+        """What another source found of these."""
+        for live, tokens, logprobs in zip(lives, scored.tokens, scored.logprobs, strict=True):
+            self._scores.adopt(live, tokens, logprobs)
+
+    def scored(self) -> Scored:
+        """All that was scored since `begin`."""
+        return self._scores.scored()
+
+    def branch(self, outcomes: Sequence[Outcome], seats: NDArray[np.int64]) -> Iterator[Branches]:
+        """See `AheadSource.branch`; `seats` [X]: slots of `DeviceRows` by slot of the table."""
+        if not self._parts or not outcomes:
+            return
+        if self._branching is None:
+            self._branching = self._collect(seats)
+        yield from self._brancher.branch(outcomes, self._branching)
+
+    def _collect(self, seats: NDArray[np.int64]) -> Branching:
+        order = [live for _, lives in self._parts for live in lives]
+        members = self._parts[0][0]
+        if len(self._parts) > 1:
+            members = Members.of([self._lives[live].session for live in order], seats, self._rows)
+        general = np.zeros(len(order), dtype=np.bool_)
+        if members.general:
+            general[:] = list(map(self._is_general, members.sessions, members.seats.tolist()))
+        rows = np.zeros(len(self._lives), dtype=np.int64)
+        rows[order] = np.arange(len(order))
+        shapes = [self._placed[live][1] for live in order]
+        return Branching(self._scores.places(), rows, members, shapes, general)
+
+    def _is_general(self, session: Session, seat: int) -> bool:
+        return self._rows.warp.warps(seat) or shares_noise_in_trees(session)

@@ -1,0 +1,243 @@
+"""Drafts for outcomes of the proposals scored last: one launch for all branches of a shape.
+
+A branch has blocks of its own for what is not its session's prefix; nothing of a session changes.
+O outcomes, B branches of a bucket, R rows of a path, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.buffers import Downloader, Uploader
+from outrider.engine.device.draft_ahead import AheadProgram, BranchRows
+from outrider.engine.device.graphs import GraphCache
+from outrider.engine.device.shapes import bucket
+from outrider.spec.digest import extend_ragged
+from outrider.spec.noise import prefix_keys
+from outrider.spec.plan import MAX_DRAFT_TOKENS, default_depth
+from outrider_drafter.device_batch import Members
+from outrider_drafter.device_drafts import lengths
+from outrider_drafter.device_growing import Grower, Grown
+from outrider_drafter.device_places import Indices, Paths, ScoredPlaces
+from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
+from outrider_drafter.device_shapes import (
+    BRANCH_SIZES,
+    PATH_ROW_BUCKETS,
+    TREES,
+    Shape,
+    most_branches,
+    path_rows,
+)
+from outrider_drafter.source import Branches, Outcome
+
+_LARGEST: Final = max(
+    Shape(nodes, top_k, default_depth(nodes)).draft_rows for nodes, top_k in TREES.items()
+)
+OWN_BLOCKS: Final = -(-(BLOCK_TOKENS - 1 + PATH_ROW_BUCKETS[-1] + _LARGEST) // BLOCK_TOKENS)
+"""Blocks of a branch: for a block that the prefix filled partly, the path, and the tree."""
+SCRATCH_BLOCKS: Final = BRANCH_SIZES[-1] * OWN_BLOCKS
+_OWN_ROWS: Final = OWN_BLOCKS * BLOCK_TOKENS
+_WORDS: Final = 5
+"""Words of a branch beside its rows: a key of two, owner, count, start."""
+
+
+class Branching(NamedTuple):
+    """Sessions whose proposals were scored, and where; columns [S]."""
+
+    places: ScoredPlaces
+    rows: Indices
+    """[lives]: row of each proposal's session in the columns; any of one that was not scored."""
+    members: Members
+    shapes: Sequence[Shape]
+    """What is grown for each."""
+    general: NDArray[np.bool_]
+    """Whether each warps its logits or grows its tree by shared noise."""
+
+
+class _Found(NamedTuple):
+    """Outcomes on their way to the device; columns [O]."""
+
+    rows: Indices
+    """Of their sessions among the members."""
+    paths: Paths
+    starts: Indices
+    """Draft position of the first row of the path."""
+    rooms: Indices
+    """Levels that there is room for after the outcome."""
+
+
+class BranchBatch:
+    """Static inputs of a launch, filled from the host by one upload."""
+
+    def __init__(self, padding: int, device: torch.device) -> None:
+        """`padding`: the slot that owns rows without a branch."""
+        self._padding = padding
+        most = BRANCH_SIZES[-1] * (_WORDS + 2 * PATH_ROW_BUCKETS[-1])
+        self._uploads = Uploader(most, device)
+        self._words = torch.zeros(most, dtype=torch.int32, device=device)
+
+    def fill(
+        self,
+        chosen: Indices,
+        found: _Found | None,
+        owners: Indices,
+        keys: NDArray[np.uint64],
+        *,
+        size: int,
+        num_rows: int,
+    ) -> BranchRows:
+        """Upload outcomes `chosen` [B] of those that were found, with the slots of their sessions
+        and the keys of their noise, both [B]."""
+        count, cells = (_WORDS + 2 * num_rows) * size, num_rows * size
+        words = self._uploads.stage()[:count]
+        # Keys first: there is where words of 8 bytes may be.
+        words[: 2 * size].view(np.int64)[: len(chosen)] = keys.view(np.int64)
+        head = words[2 * size : _WORDS * size].reshape(3, size)
+        tokens, sources = words[_WORDS * size :].reshape(2, size, num_rows)
+        head[0], head[1:], tokens[:], sources[:] = self._padding, 0, -1, 0
+        if found is not None:
+            within, here = found.paths.tokens.shape[1], len(chosen)
+            head[:, :here] = owners, found.paths.depths[chosen] + 1, found.starts[chosen]
+            kept = min(within, num_rows)
+            tokens[:here, :kept] = found.paths.tokens[chosen, :kept]
+            sources[:here, :kept] = found.paths.rows[chosen, :kept]
+            sources[:here, kept:] = found.paths.rows[chosen, :1]
+        sent = self._words[:count]
+        self._uploads.send(sent)
+        rest = sent[_WORDS * size :]
+        on_device = sent[2 * size : _WORDS * size].view(3, size)
+        return BranchRows(
+            owners=on_device[0],
+            counts=on_device[1],
+            starts=on_device[2],
+            tokens=rest[:cells].view(size, num_rows),
+            sources=rest[cells:].view(size, num_rows),
+            draft_keys=sent[: 2 * size].view(torch.int64),
+        )
+
+
+class Brancher:
+    """Drafts for outcomes."""
+
+    def __init__(
+        self,
+        program: AheadProgram,
+        rows: DeviceRows,
+        grower: Grower,
+        graphs: GraphCache,
+        downloads: Downloader,
+        *,
+        held: Tensor,
+        max_context: int,
+        bounded: bool,
+    ) -> None:
+        """`rows` with SCRATCH_BLOCKS; `held` [F, H]: features of scored places; `max_context`,
+        `bounded`: as in the source."""
+        self._program, self._rows, self._grower = program, rows, grower
+        self._graphs, self._downloads, self._held = graphs, downloads, held
+        self._max_context, self._bounded = max_context, bounded
+        device = rows.tables.device
+        self._batch = BranchBatch(rows.padding, device)
+        own = torch.tensor(rows.scratch, dtype=torch.int32, device=device)
+        padding = torch.full((BRANCH_SIZES[-1], 1), rows.scratch.start - 1, dtype=torch.int32)
+        self._scratch = torch.cat((own.view(-1, OWN_BLOCKS), padding.to(device)), dim=1)
+        """[V, S + 1]: as in `AheadProgram.fork`."""
+
+    def warm_up(self, shape: Shape, *, general: bool) -> None:
+        """Compile and capture the launches of a shape."""
+        none, keys = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
+        for size in BRANCH_SIZES:
+            if size <= most_branches(shape):
+                num_rows = path_rows(shape)
+                rows = self._batch.fill(none, None, none, keys, size=size, num_rows=num_rows)
+                result, _ = self._launch(shape, rows, general=general)
+                self._downloads.start(result).wait()
+
+    def branch(self, outcomes: Sequence[Outcome], branching: Branching) -> Iterator[Branches]:
+        """See `AheadSource.branch`."""
+        lives, nodes, tokens = np.array(outcomes, dtype=np.int64).reshape(-1, 3).T
+        rows, members = branching.rows[lives], branching.members
+        paths = branching.places.paths(lives, nodes, tokens)
+        slots = members.slots[rows]
+        found = _Found(
+            rows=rows,
+            paths=paths,
+            starts=members.table.lengths[slots] - 1,
+            rooms=members.table.rooms(slots) - paths.depths - 1,
+        )
+        for shape, chosen in self._groups(found, branching.shapes):
+            most = most_branches(shape)
+            for first in range(0, len(chosen), most):
+                yield self._draft(shape, found, chosen[first : first + most], branching)
+
+    def _groups(self, found: _Found, shapes: Sequence[Shape]) -> Iterator[tuple[Shape, Indices]]:
+        """Outcomes that can be drafted for, by what is grown; the group of the first one first."""
+        numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
+        number = np.array([numbers[shape] for shape in shapes])[found.rows]
+        depth = np.array([shape.depth for shape in shapes])[found.rows]
+        if not self._bounded:
+            trees = np.array([shape.top_k > 1 for shape in shapes])[found.rows]
+            depth = np.where(trees, np.minimum(depth, np.maximum(found.rooms, 1)), depth)
+        drafted = np.array([shape.draft_rows for shape in shapes])[found.rows]
+        ends = found.starts + found.paths.depths + 1
+        fit = found.paths.known & (found.rooms > 0)
+        fit &= ends - 1 + np.minimum(depth, found.rooms) <= self._max_context
+        fit &= ends + drafted <= self._rows.capacity
+        fit &= ends + drafted - found.starts // BLOCK_TOKENS * BLOCK_TOKENS <= _OWN_ROWS
+        kinds = number * (MAX_DRAFT_TOKENS + 1) + depth
+        names = list(numbers)
+        for kind in dict.fromkeys(kinds[fit].tolist()):
+            shape = names[kind // (MAX_DRAFT_TOKENS + 1)]
+            shape = shape._replace(depth=kind % (MAX_DRAFT_TOKENS + 1))
+            yield shape, np.flatnonzero(fit & (kinds == kind))
+
+    def _draft(
+        self, shape: Shape, found: _Found, chosen: Indices, branching: Branching
+    ) -> Branches:
+        rows, members = found.rows[chosen], branching.members
+        size = bucket(len(chosen), BRANCH_SIZES)
+        deepest = bucket(int(found.paths.depths[chosen].max()) + 1, PATH_ROW_BUCKETS)
+        forked = self._batch.fill(
+            chosen,
+            found,
+            members.seats[rows],
+            _keys(found, chosen, members) if shape.with_law else members.keys[rows],
+            size=size,
+            num_rows=max(deepest, path_rows(shape)),
+        )
+        result, entries = self._launch(shape, forked, general=bool(branching.general[rows].any()))
+        download = self._downloads.start(result)
+        # While the device works.
+        sessions = [members.sessions[row] for row in rows.tolist()]
+        counts = lengths(shape, members.wanted[rows], found.rooms[chosen])
+        words = download.wait().numpy()
+        drafted = self._grower.drafted(shape, sessions, counts, words, entries)
+        return Branches.of(chosen, drafted)
+
+    def _launch(self, shape: Shape, rows: BranchRows, *, general: bool) -> Grown:
+        def run() -> Grown:
+            forked, drawing = self._program.fork(
+                rows,
+                tables=self._rows.tables,
+                scratch=self._scratch,
+                held=self._held,
+                counted=general,
+            )
+            return self._grower.grow(shape, forked, drawing, general=general)
+
+        return self._graphs.run(("branch", shape, *rows.tokens.shape, general), run)
+
+
+def _keys(found: _Found, chosen: Indices, members: Members) -> NDArray[np.uint64]:
+    """Keys of the noise of each branch [B]: its prefix's own."""
+    rows, counts = found.rows[chosen], found.paths.depths[chosen] + 1
+    tokens = found.paths.tokens[chosen]
+    flat = tokens[np.arange(tokens.shape[1]) < counts[:, None]]
+    digests = extend_ragged(members.table.digests[members.slots[rows]], counts, flat)
+    return prefix_keys(members.keys[rows], digests)

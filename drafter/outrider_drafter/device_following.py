@@ -1,0 +1,194 @@
+"""Which sessions are on the device, and how far: what is drafted for them is another module's.
+
+B sessions of one launch, H hidden size. A *seat* is a session's slot on the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outrider.engine.device.draft_ahead import AheadProgram
+from outrider.engine.device.graphs import GraphCache
+from outrider.engine.device.head_weights import HeadWeights
+from outrider.engine.heads import DraftHead
+from outrider.errors import ResourceExhaustedError
+from outrider.spec.plan import MAX_DRAFT_TOKENS
+from outrider_drafter.device_batch import Members, Ready
+from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
+from outrider_drafter.device_seats import UNSEATED, Seats
+from outrider_drafter.device_shapes import Levels, Shape, fitted, shape_of
+from outrider_drafter.device_writes import RowWriter
+from outrider_drafter.head_following import HeadFollower
+from outrider_drafter.sessions import Session, SessionKey
+
+logger = logging.getLogger(__name__)
+
+_TREE_ROWS: Final = 2048
+"""Draft rows beyond its context that a session's table has room for."""
+
+
+class DeviceFollower(HeadFollower):
+    """Gives sessions seats and blocks, and makes them ready for a launch."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        *,
+        max_rows: int,
+        max_context: int,
+        max_sessions: int,
+        rows_with_draft: int,
+        scratch_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        cuda_graphs: bool,
+        bounded: bool,
+    ) -> None:
+        """See `DeviceHeadSource`; `scratch_blocks`: K/V blocks of no session. Raises
+        FailedPreconditionError for heads without plain EAGLE-3 weights."""
+        super().__init__(
+            head,
+            max_context=max_context,
+            rows_with_draft=rows_with_draft,
+            dtype=dtype,
+            device=device,
+        )
+        self._bounded = bounded
+        weights = HeadWeights.from_head(head)
+        self._rows = DeviceRows(
+            head.config,
+            max_rows=max_rows,
+            max_session_rows=self._max_context + _TREE_ROWS,
+            max_sessions=max_sessions,
+            scratch_blocks=scratch_blocks,
+            dtype=dtype,
+            device=self._device,
+            draft_columns=weights.draft_columns,
+        )
+        self._program = AheadProgram(
+            weights,
+            storage=self._rows.storage,
+            block_tokens=BLOCK_TOKENS,
+            max_len=self._rows.capacity,
+        )
+        self.graphs = GraphCache(self._device, enabled=cuda_graphs)
+        self._writer = RowWriter(
+            self._program,
+            self._rows,
+            self.graphs,
+            hidden=self.feature_size,
+            dtype=dtype,
+            device=self._device,
+        )
+        self._seats = Seats()
+        self._known: dict[SessionKey, int] = {}
+        """Sessions that began on the device, and their slots of the session table."""
+
+    def _known_shape(self, session: Session) -> Shape | None:
+        """What was grown for a seated session before, if that is still it."""
+        shapes = self._seats.shapes
+        known = shapes[session.slot] if session.slot < len(shapes) else None
+        if known is None or known[0] is not session.plan or session.room < known[1].depth:
+            return None
+        return known[1]
+
+    def _new_shape(self, session: Session) -> Shape | None:
+        """What to grow for a seated session, worked out from its plan and its room."""
+        shape = shape_of(session)
+        if shape is not None and self._bounded:
+            shape = fitted(shape)
+        if shape is not None and session.room >= shape.depth:
+            self._seats.shapes[session.slot] = (session.plan, shape)
+        return shape
+
+    def _prepare(
+        self, members: Sequence[Session], shape: Shape | Levels, *, or_shut: bool = True
+    ) -> list[Session]:
+        """Make ready for a launch of some form; sessions that cannot be drafted are left out, and
+        where no room is found, shut if `or_shut` says so."""
+        table, seats = members[0].table, self._seats
+        slots = np.array([session.slot for session in members])
+        live = table.lengths[slots] - 2
+        depths = np.minimum(shape.depth, table.rooms(slots))
+        fit = (live >= 0) & (table.feature_ends[slots] == live + 1)
+        fit &= live + depths <= self._max_context
+        slots, live, depths = slots[fit], live[fit], depths[fit]
+        for slot in slots[live + 1 - seats.stable[slots] > self._rows_with_draft].tolist():
+            self._write_ahead(table.session(slot), keep=1)
+        rows = live + 1 + shape.kept_rows(depths)
+        for index in np.flatnonzero(rows > seats.room[slots]).tolist():
+            session = table.session(int(slots[index]))
+            if seats.seats[session.slot] == UNSEATED:
+                continue
+            if or_shut:
+                self._reserve(session, int(rows[index]))
+            else:
+                self._try_room(session, int(rows[index]))
+        seated = (seats.seats[slots] != UNSEATED) & (rows <= seats.room[slots])
+        return [table.session(slot) for slot in slots[seated].tolist()]
+
+    def _try_room(self, session: Session, rows: int) -> None:
+        with suppress(ResourceExhaustedError):
+            self._make_room(session, rows, session.max_len + MAX_DRAFT_TOKENS)
+
+    def _ready(self, members: Members) -> Ready:
+        """The rows to run; see `_prepare`."""
+        live = members.table.lengths[members.slots] - 2
+        starts = np.minimum(self._seats.stable[members.slots], live)
+        return Ready(members, starts, live + 1 - starts)
+
+    def _follows(self, session: Session) -> bool:
+        if session.key not in self._known:
+            self._known[session.key] = session.slot
+            self._seats.cover(session.slot + 1)
+            self._seats.stable[session.slot] = self._seats.room[session.slot] = 0
+            self._seats.counted[session.slot] = 0
+            self._seats.seats[session.slot] = UNSEATED
+            self._seats.shapes[session.slot] = None
+            try:
+                self._seats.seats[session.slot] = self._rows.open(session.sampling)
+            except ResourceExhaustedError as error:
+                logger.info(
+                    "session not drafted",
+                    extra={"session": session.session_id, "why": error.reason},
+                )
+                session.table.features.drop(session.slot)
+        return bool(self._seats.seats[session.slot] != UNSEATED)
+
+    def _stable(self, session: Session) -> int:
+        return int(self._seats.stable[session.slot])
+
+    def _make_room(self, session: Session, rows: int, ceiling: int) -> None:
+        seat = int(self._seats.seats[session.slot])
+        self._rows.reserve(seat, rows, ceiling=ceiling)
+        self._seats.room[session.slot] = self._rows.room(seat)
+
+    def _write(
+        self,
+        session: Session,
+        start: int,
+        tokens: NDArray[np.int32],
+        features: NDArray[np.generic],
+    ) -> None:
+        self._writer.write(int(self._seats.seats[session.slot]), start, tokens, features)
+        self._seats.stable[session.slot] = start + len(tokens)
+
+    def _forget(self, session: Session) -> None:
+        """Free what the device keeps of a session; idempotent."""
+        if session.key in self._known:
+            del self._known[session.key]
+            if self._seats.seats[session.slot] != UNSEATED:
+                self._give_up(session)
+
+    def _give_up(self, session: Session) -> None:
+        self._rows.close(int(self._seats.seats[session.slot]))
+        self._seats.seats[session.slot] = UNSEATED
+        self._seats.stable[session.slot] = self._seats.room[session.slot] = 0
+        self._seats.shapes[session.slot] = None

@@ -1,0 +1,87 @@
+"""One launch of drafts, and what comes back from it; of sessions and of branches alike.
+
+B rows of a bucket, K chain length, n tree nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.buffers import Downloader
+from outrider.engine.device.draft import NewRows
+from outrider.engine.device.draft_ahead import AheadProgram
+from outrider.engine.device.drawing import Drawing
+from outrider.engine.draft_sampling import law_limits_for
+from outrider_drafter.device_drafts import chains, trees
+from outrider_drafter.device_laws import chains_with_laws
+from outrider_drafter.device_rows import DeviceRows
+from outrider_drafter.device_shapes import Shape
+from outrider_drafter.sessions import Session
+from outrider_drafter.source import Drafted
+
+Grown = tuple[Tensor, Tensor | None]
+"""int32 [B, K] tokens of chains; [B, 3, n] tokens, parents and log-prob bits of trees; with laws
+[B, 2K] tokens and sizes, and the entries (see `ChainLaws`)."""
+
+
+class Grower:
+    """Grows a shape from new rows and reads it back."""
+
+    def __init__(self, program: AheadProgram, rows: DeviceRows, downloads: Downloader) -> None:
+        self._program, self._rows, self._downloads = program, rows, downloads
+        ids = program.weights.target_ids
+        self._target_ids: NDArray[np.int32] = ids.cpu().numpy().astype(np.int32)
+
+    def grow(self, shape: Shape, rows: NewRows, drawing: Drawing | None, *, general: bool) -> Grown:
+        """Launch a draft; looks at no value. general: whether sessions may warp their logits, or
+        share the target's noise in trees."""
+        state, warp = self._rows.sampling, self._rows.warp.state if general else None
+        if shape.top_k == 1:
+            chain = self._program.chain(
+                rows,
+                state=state,
+                length=shape.depth,
+                warp=warp,
+                law_limits=law_limits_for(shape.depth) if shape.with_law else None,
+                drawing=drawing,
+            )
+            if chain.laws is None:
+                return chain.tokens, None
+            return torch.cat((chain.tokens, chain.laws.sizes), dim=1), chain.laws.entries
+        tree = self._program.tree(
+            rows,
+            state=state,
+            num_nodes=shape.num_nodes,
+            top_k=shape.top_k,
+            depth=shape.depth,
+            warp=warp,
+            coupled=general,
+            drawing=drawing,
+        )
+        bits = tree.logprobs.view(torch.int32)
+        return torch.stack((tree.tokens, tree.parents, bits), dim=1), None
+
+    def drafted(
+        self,
+        shape: Shape,
+        sessions: Sequence[Session],
+        lengths: NDArray[np.int64],
+        words: NDArray[np.int32],
+        entries: Tensor | None,
+    ) -> Drafted:
+        """The first rows of what came down, chains cut to `lengths`, one row a session."""
+        words = words[: len(sessions)]
+        if entries is not None:
+            # Their entries come by another download, which may take this one's memory.
+            drafts = chains_with_laws(
+                words.copy(), entries, lengths.tolist(), self._target_ids, self._downloads
+            )
+            return Drafted.of(list(zip(sessions, drafts, strict=True)))
+        if shape.top_k == 1:
+            return chains(sessions, lengths, words)
+        return trees(sessions, words)

@@ -1,0 +1,112 @@
+"""Where the nodes of live proposals stand on a device, and the paths that branches take (pure).
+
+N nodes of all proposals with their roots, O outcomes, D levels of the deepest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.spec.tree import ROOT, DraftTree, is_chain
+from outrider_drafter.device_shapes import Levels, levels_of
+
+NOWHERE: Final = -1
+Indices = NDArray[np.int64]
+
+
+class Placed(NamedTuple):
+    """A proposal's nodes among the places of what is scored."""
+
+    tree: DraftTree
+    levels: Levels
+    places: Indices
+    """[1 + n]: 0 for the root (entry 0), 1 + level * W + w for a node; NOWHERE for one that is not
+    scored."""
+
+    @classmethod
+    def of(cls, tree: DraftTree) -> Placed:
+        """Of a level with too many nodes those of the highest log-prob are kept, and nothing stays
+        below one that is not."""
+        if is_chain(tree.parents):
+            levels = levels_of(len(tree), len(tree), chain=True)
+            places = np.arange(1 + len(tree))
+            places[1 + levels.depth :] = NOWHERE
+            return cls(tree, levels, places)
+        parents, depths = tree.parents.tolist(), [0]
+        for parent in parents:
+            depths.append(depths[parent + 1] + 1)
+        levels = levels_of(len(tree), max(depths), chain=False)
+        found, filled = [0] + [NOWHERE] * len(tree), [0] * (levels.depth + 1)
+        # No parent comes after its child: log-probs never rise on a path.
+        for node in (-tree.logprobs).argsort(kind="stable").tolist():
+            depth = depths[node + 1]
+            if depth > levels.depth or found[parents[node] + 1] == NOWHERE:
+                continue
+            if filled[depth] < levels.width:
+                found[node + 1] = 1 + (depth - 1) * levels.width + filled[depth]
+                filled[depth] += 1
+        return cls(tree, levels, np.array(found))
+
+    def fill(self, row: int, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
+        """Write the nodes as row `row` of a batch: tokens, parents [L, B, W] as in
+        `GivenNodes`."""
+        width, there = self.levels.width, np.flatnonzero(self.places[1:] != NOWHERE)
+        level, slot = np.divmod(self.places[1:][there] - 1, width)
+        above = self.places[self.tree.parents[there] + 1] - 1
+        tokens[level, row, slot] = self.tree.tokens[there]
+        parents[level, row, slot] = np.where(above < 0, row, row * width + above % width)
+
+
+class Paths(NamedTuple):
+    """From the live rows down to outcomes."""
+
+    known: NDArray[np.bool_]
+    """[O]: whether the outcome's node was scored."""
+    depths: Indices
+    """[O]: nodes of the path; the outcome's token comes after them."""
+    tokens: NDArray[np.int32]
+    """[O, D + 1]: the path's tokens and the outcome's; -1 behind it."""
+    rows: Indices
+    """[O, D + 1]: held row of the place above each of these; some place of the path behind it."""
+
+
+class ScoredPlaces:
+    """The places of all proposals that were scored together, as rows of what is held."""
+
+    def __init__(self, trees: Sequence[tuple[DraftTree, Indices]]) -> None:
+        """Proposals with the held row [1 + n] of every place; NOWHERE of those without."""
+        sizes = np.array([1 + len(tree) for tree, _ in trees], dtype=np.int64)
+        self._firsts: Indices = sizes.cumsum() - sizes
+        """[proposals]: where the root of each is among all nodes."""
+        self._parents = np.empty(int(sizes.sum()), dtype=np.int64)
+        self._tokens = np.full(len(self._parents), -1, dtype=np.int32)
+        for first, (tree, _) in zip(self._firsts.tolist(), trees, strict=True):
+            end = first + 1 + len(tree)
+            self._parents[first] = first
+            self._parents[first + 1 : end] = tree.parents + (first + 1)
+            self._tokens[first + 1 : end] = tree.tokens
+        self._rows = np.concatenate([rows for _, rows in trees])
+
+    def paths(self, lives: Indices, nodes: Indices, tokens: Indices) -> Paths:
+        """The paths to outcomes, all [O]: proposal, node (ROOT: none), token that follows it."""
+        roots = self._firsts[lives]
+        above = [roots + 1 + nodes]
+        while bool((above[-1] != roots).any()):
+            above.append(self._parents[above[-1]])
+        lineage = np.stack(above)
+        depths: Indices = (lineage != roots).sum(axis=0)
+        # The ancestor at each depth; the node itself behind it.
+        back = np.maximum(depths[:, None] - np.arange(len(lineage)), 0)
+        owner = np.arange(len(lives))
+        line = lineage[back, owner[:, None]]
+        path: NDArray[np.int32] = np.full(line.shape, -1, dtype=np.int32)
+        path[:, :-1] = np.where(back[:, :-1] > 0, self._tokens[line[:, 1:]], -1)
+        path[owner, depths] = tokens
+        return Paths(self._rows[above[0]] != NOWHERE, depths, path, self._rows[line])
+
+
+assert ROOT == -1, "a root comes right before its first node"

@@ -1,0 +1,135 @@
+"""What may follow at every place of live proposals: one launch for those that have one form.
+
+B proposals of a bucket, L levels of W nodes, P = 1 + L * W places, c candidates a place, H hidden
+size, n nodes of one proposal. What the launches leave of the places' features is *held* on the
+device, for branches to begin from, until proposals are scored again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.buffers import Uploader
+from outrider.engine.device.draft import NewRows
+from outrider.engine.device.draft_ahead import AheadProgram, GivenNodes
+from outrider.engine.device.graphs import GraphCache
+from outrider.engine.kernels.drafts.topk import MAX_TOPK
+from outrider_drafter.device_places import NOWHERE, Indices, Placed, ScoredPlaces
+from outrider_drafter.device_rows import DeviceRows
+from outrider_drafter.device_shapes import CHAIN_LEVELS, TREE_LEVELS, Levels
+from outrider_drafter.source import Live, Scored, no_scores
+
+CANDIDATES: Final = MAX_TOPK
+"""c."""
+MOST_PLACES: Final = 2048
+"""Places that are held at once; proposals that find no room are not scored."""
+
+
+class GivenBatch:
+    """Static inputs of proposals' nodes, filled from the host by one upload."""
+
+    def __init__(self, device: torch.device) -> None:
+        levels = (*CHAIN_LEVELS, *TREE_LEVELS.values())
+        most = max(2 * each.depth * each.sizes[-1] * each.width for each in levels)
+        self._uploads = Uploader(most, device)
+        self._words = torch.zeros(most, dtype=torch.int32, device=device)
+
+    def fill(self, levels: Levels, placed: Sequence[Placed], size: int) -> GivenNodes:
+        """Upload proposals in a bucket."""
+        shape = (2, levels.depth, size, levels.width)
+        count = 2 * levels.depth * size * levels.width
+        tokens, parents = self._uploads.stage()[:count].reshape(shape)
+        tokens[:], rows = -1, np.arange(size)[:, None]
+        parents[0], parents[1:] = rows, rows * levels.width
+        for row, each in enumerate(placed):
+            each.fill(row, tokens, parents)
+        words = self._words[:count]
+        self._uploads.send(words)
+        return GivenNodes(*words.view(shape).unbind())
+
+
+class Scorer:
+    """Launches the scoring of proposals and keeps what it left on the device."""
+
+    def __init__(
+        self,
+        program: AheadProgram,
+        rows: DeviceRows,
+        graphs: GraphCache,
+        *,
+        hidden: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._program, self._rows, self._graphs = program, rows, graphs
+        device = rows.tables.device
+        self._given = GivenBatch(device)
+        self.held = torch.zeros((MOST_PLACES, hidden), dtype=dtype, device=device)
+        """[MOST_PLACES, H]: features of the places scored last."""
+
+    def launch(
+        self,
+        levels: Levels,
+        rows: NewRows,
+        placed: Sequence[Placed],
+        *,
+        first: int = 0,
+        warps: bool,
+    ) -> Tensor:
+        """Score proposals, whose places are held from row `first` on: int32 [B, P, 2, c],
+        candidates and the bits of their log-probs. warps: whether sessions may warp their
+        logits."""
+        size, num_rows = rows.tokens.shape
+        given = self._given.fill(levels, placed, size)
+        warp = self._rows.warp.state if warps else None
+
+        def run() -> tuple[Tensor, Tensor]:
+            found = self._program.score(
+                rows, given, state=self._rows.sampling, count=CANDIDATES, warp=warp
+            )
+            bits = found.logprobs.view(torch.int32)
+            return torch.stack((found.tokens, bits), dim=2), found.features
+
+        result, features = self._graphs.run(("score", levels, size, num_rows, warps), run)
+        kept = len(placed) * levels.places
+        self.held[first : first + kept].copy_(features.flatten(0, 1)[:kept])
+        return result
+
+
+class LiveScores:
+    """The scores of live proposals as their launches come back; none at first."""
+
+    def __init__(self, lives: Sequence[Live]) -> None:
+        unknown = no_scores(lives, CANDIDATES)
+        self._lives = lives
+        self._tokens, self._logprobs = list(unknown.tokens), list(unknown.logprobs)
+        self._rows: list[Indices] = [np.full(1 + len(live.tree), NOWHERE) for live in lives]
+
+    def put(self, live: int, placed: Placed, words: NDArray[np.int32], first: int) -> None:
+        """What came back of one proposal, int32 [P, 2, c]; its places are held from `first` on."""
+        there = placed.places != NOWHERE
+        found = words[placed.places]
+        self._tokens[live] = np.where(there[:, None], found[:, 0], np.int32(-1))
+        logprobs = found[:, 1].view(np.float32)
+        self._logprobs[live] = np.where(there[:, None], logprobs, np.float32(-np.inf))
+        self._rows[live] = np.where(there, first + placed.places, NOWHERE)
+
+    def adopt(self, live: int, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
+        """What another source found of one proposal, [1 + n, any]; nothing of it is held."""
+        width = min(tokens.shape[1], CANDIDATES)
+        self._tokens[live][:, :width] = tokens[:, :width]
+        self._logprobs[live][:, :width] = logprobs[:, :width]
+
+    def scored(self) -> Scored:
+        """All of them, in the order of the proposals."""
+        return Scored(tokens=self._tokens, logprobs=self._logprobs)
+
+    def places(self) -> ScoredPlaces:
+        """Where their nodes are held."""
+        trees = [live.tree for live in self._lives]
+        return ScoredPlaces(list(zip(trees, self._rows, strict=True)))

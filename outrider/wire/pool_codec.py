@@ -1,0 +1,43 @@
+"""The messages of `PoolService` to protobuf and back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from outrider.wire.checks import text
+from outrider.wire.limits import MAX_ADDRESS_BYTES
+from outrider.wire.v1 import pool_pb2 as pb
+
+
+class Removed(NamedTuple):
+    """What became of the sessions of a drafter that was removed."""
+
+    moved: int
+    """Other drafters took them over."""
+    left: int
+    """No other drafter could; they decode plainly."""
+
+
+def add_drafter_to_pb(address: str) -> pb.AddDrafterRequest:
+    """Encode where a drafter is that joins."""
+    return pb.AddDrafterRequest(address=address)
+
+
+def remove_drafter_to_pb(address: str) -> pb.RemoveDrafterRequest:
+    """Encode where a drafter is that leaves."""
+    return pb.RemoveDrafterRequest(address=address)
+
+
+def address_from_pb(message: pb.AddDrafterRequest | pb.RemoveDrafterRequest) -> str:
+    """Decode a drafter's address."""
+    return text(message.address, "address", limit=MAX_ADDRESS_BYTES)
+
+
+def removed_to_pb(removed: Removed) -> pb.RemoveDrafterResponse:
+    """Encode what became of a drafter's sessions."""
+    return pb.RemoveDrafterResponse(moved=removed.moved, left=removed.left)
+
+
+def removed_from_pb(message: pb.RemoveDrafterResponse) -> Removed:
+    """Decode what became of a drafter's sessions."""
+    return Removed(message.moved, message.left)

@@ -1,0 +1,409 @@
+"""The device's look-ahead against the host's, on the kernels' CPU twins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from outrider_drafter import device_ahead, device_scores
+from outrider_drafter.device_rows import BLOCK_TOKENS
+from outrider_drafter.device_source import DeviceHeadSource
+from outrider_drafter.engine import DraftEngine
+from outrider_drafter.head_source import HeadSource
+from outrider_drafter.sessions import Session
+from outrider_drafter.source import AheadSource, Branches, Live, Outcome
+
+from outrider.engine.heads import DraftHead
+from outrider.spec.digest import extend_digest
+from outrider.spec.law import DraftLaw
+from outrider.spec.noise import Stream, prefix_keys
+from outrider.spec.plan import Plan
+from outrider.spec.sampling import SamplingParams
+from outrider.spec.tree import ROOT, DraftTree, depths, path, validate_tree
+from outrider.wire.messages import Proposal, SessionEnd
+from tests.factories import make_eagle3_head
+from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, Script, drain, make_engine, name_of
+from tests.unit.drafter.mixed_sessions import COUPLED, MIX, REJECTION
+from tests.unit.engine.device.draft_sessions import plain_head
+
+AHEAD = [(replace(plan, look_ahead=1), sampling) for plan, sampling in MIX]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> DraftHead:
+    return plain_head(make_eagle3_head(tmp_path_factory.mktemp("device-ahead")))
+
+
+def on_device(
+    head: DraftHead, *, max_rows: int = 8192, max_context: int = 256, bounded: bool = False
+) -> DeviceHeadSource:
+    return DeviceHeadSource(
+        head,
+        max_rows=max_rows,
+        max_context=max_context,
+        max_sessions=16,
+        dtype=torch.float32,
+        device="cpu",
+        bounded=bounded,
+    )
+
+
+@dataclass
+class Followed:
+    """Sessions that a source follows, and the proposals that it made for them last."""
+
+    engine: DraftEngine
+    source: AheadSource
+    scripts: list[Script]
+    proposals: dict[str, Proposal]
+
+    @classmethod
+    def begin(
+        cls, source: AheadSource, mix: Sequence[tuple[Plan, SamplingParams]], *, max_len: int = 512
+    ) -> Followed:
+        engine = make_engine([source])
+        scripts = [Script(f"s{i}", seed=20 + i) for i in range(len(mix))]
+        for script, (plan, sampling) in zip(scripts, mix, strict=True):
+            engine.handle(1, script.start(plan=plan, sampling=sampling, max_len=max_len))
+        return cls(engine, source, scripts, {})
+
+    def tell(self, ends: Sequence[int]) -> None:
+        for script, end in zip(self.scripts, ends, strict=True):
+            self.engine.handle(1, script.verdict(end))
+        self.proposals = {name_of(p): p for p in drain(self.engine)}
+
+    def session(self, i: int) -> Session:
+        (found,) = [s for s in self.sessions() if s.key.handle == self.scripts[i].handle]
+        return found
+
+    def sessions(self) -> list[Session]:
+        return self.engine._table.of_connection(1)
+
+    def lives(self, trees: Sequence[DraftTree]) -> list[Live]:
+        return [Live(self.session(i), tree) for i, tree in enumerate(trees)]
+
+    def trees(self) -> list[DraftTree]:
+        return [self.proposals[f"s{i}"].tree for i in range(len(self.scripts))]
+
+
+ENDS = [[12 + 2 * i for i in range(len(MIX))], [14 + 2 * i + i % 4 for i in range(len(MIX))]]
+
+
+def both(
+    head: DraftHead, mix: Sequence[tuple[Plan, SamplingParams]] = AHEAD, *, max_len: int = 512
+) -> tuple[Followed, Followed]:
+    """The same sessions on the device and on the host, with the same drafts."""
+    device = Followed.begin(on_device(head), mix, max_len=max_len)
+    host = Followed.begin(HeadSource(head, max_rows=8192), mix, max_len=max_len)
+    for ends in ENDS:
+        for each in (device, host):
+            each.tell(ends[: len(mix)])
+    return device, host
+
+
+def some_outcomes(
+    trees: Sequence[DraftTree], candidates: Sequence[NDArray[np.int32]]
+) -> list[Outcome]:
+    """At the root, an inner node and the last leaf of each: a token that is no child there."""
+    outcomes = []
+    for live, tree in enumerate(trees):
+        for node in sorted({ROOT, len(tree) // 2, len(tree) - 1}):
+            children = tree.tokens[tree.parents == node].tolist()
+            tokens = [t for t in candidates[live][node + 1].tolist() if t >= 0]
+            others = [t for t in tokens if t not in children]
+            outcomes += [Outcome(live, node, token) for token in others[:2]]
+    return outcomes
+
+
+@dataclass
+class Made:
+    """One branch."""
+
+    tree: DraftTree
+    law: DraftLaw | None
+
+
+def made(parts: Iterator[Branches]) -> dict[int, Made]:
+    found: dict[int, Made] = {}
+    for branches in parts:
+        ends = branches.node_counts.cumsum().tolist()
+        laws = iter([] if branches.laws is None else laws_of(branches))
+        for row, (outcome, begin, end) in enumerate(
+            zip(branches.outcomes.tolist(), [0, *ends], ends, strict=False)
+        ):
+            here = slice(begin, end)
+            tree = DraftTree(
+                branches.tokens[here].copy(),
+                branches.parents[here].copy(),
+                branches.logprobs[here].copy(),
+            )
+            given = branches.laws is not None and bool(branches.laws.given[row])
+            assert outcome not in found, "an outcome is drafted for once"
+            found[outcome] = Made(tree, next(laws) if given else None)
+    return found
+
+
+def laws_of(branches: Branches) -> list[DraftLaw]:
+    assert branches.laws is not None
+    sizes = iter(branches.laws.sizes.tolist())
+    first, laws = 0, []
+    for row in np.flatnonzero(branches.laws.given).tolist():
+        own = [next(sizes) for _ in range(int(branches.node_counts[row]) + 1)]
+        end = first + sum(own)
+        offsets = np.cumsum([0, *own]).astype(np.int32)
+        laws.append(
+            DraftLaw(
+                offsets=offsets,
+                ids=branches.laws.ids[first:end],
+                counts=branches.laws.counts[first:end],
+            )
+        )
+        first = end
+    return laws
+
+
+def assert_same(ours: Made, theirs: Made) -> None:
+    assert ours.tree.tokens.tolist() == theirs.tree.tokens.tolist()
+    assert ours.tree.parents.tolist() == theirs.tree.parents.tolist()
+    assert (ours.law is None) == (theirs.law is None)
+    if ours.law is not None and theirs.law is not None:
+        np.testing.assert_array_equal(ours.law.ids, theirs.law.ids)
+        np.testing.assert_allclose(
+            ours.law.counts.astype(np.int64), theirs.law.counts.astype(np.int64), atol=1
+        )
+
+
+def test_a_device_source_is_one_that_looks_ahead(head: DraftHead) -> None:
+    assert isinstance(on_device(head), AheadSource)
+
+
+def test_candidates_at_every_place_are_the_hosts(head: DraftHead) -> None:
+    device, host = both(head)
+    trees = device.trees()
+    ours = device.source.score(device.lives(trees))
+    theirs = host.source.score(host.lives(trees))
+    for i, tree in enumerate(trees):
+        count = device_scores.CANDIDATES
+        assert ours.tokens[i].shape == (1 + len(tree), count)
+        np.testing.assert_allclose(
+            ours.logprobs[i], theirs.logprobs[i][:, :count], atol=2e-3, err_msg=str(AHEAD[i])
+        )
+        np.testing.assert_array_equal(
+            ours.tokens[i], theirs.tokens[i][:, :count], err_msg=str(AHEAD[i])
+        )
+
+
+def test_branches_of_every_kind_of_session_are_the_hosts(head: DraftHead) -> None:
+    device, host = both(head)
+    trees = device.trees()
+    scored = device.source.score(device.lives(trees))
+    host.source.score(host.lives(trees))
+    outcomes = some_outcomes(trees, scored.tokens)
+    ours, theirs = made(device.source.branch(outcomes)), made(host.source.branch(outcomes))
+    assert sorted(ours) == sorted(theirs) == list(range(len(outcomes)))
+    for index, outcome in enumerate(outcomes):
+        assert_same(ours[index], theirs[index])
+        validate_tree(ours[index].tree, vocab_size=VOCAB, max_nodes=12)
+        assert len(ours[index].tree), outcome
+
+
+def test_sessions_are_drafted_as_if_nobody_had_looked_ahead(head: DraftHead) -> None:
+    """Drafts before, between and after look-ahead, of which some is left before its end."""
+    plain = Followed.begin(on_device(head), AHEAD)
+    looking = Followed.begin(on_device(head), AHEAD)
+    for ends in (*ENDS, [end + 4 for end in ENDS[1]]):
+        for each in (plain, looking):
+            each.tell(ends)
+        assert looking.proposals.keys() == plain.proposals.keys()
+        for name, proposal in looking.proposals.items():
+            expected = plain.proposals[name]
+            assert proposal.tree.tokens.tolist() == expected.tree.tokens.tolist()
+            assert proposal.tree.parents.tolist() == expected.tree.parents.tolist()
+        trees = looking.trees()
+        scored = looking.source.score(looking.lives(trees))
+        next(iter(looking.source.branch(some_outcomes(trees, scored.tokens))))
+
+
+def test_a_proposal_that_was_hit_is_scored_without_a_draft(head: DraftHead) -> None:
+    device, host = both(head)
+    for each in (device, host):
+        for script in each.scripts:
+            each.engine.handle(1, script.verdict(script.told + 3, draft_wanted=True))
+    trees = device.trees()
+    ours = device.source.score(device.lives(trees))
+    theirs = host.source.score(host.lives(trees))
+    for i in range(len(trees)):
+        np.testing.assert_array_equal(
+            ours.tokens[i], theirs.tokens[i][:, : ours.tokens[i].shape[1]]
+        )
+
+
+def test_branching_writes_nothing_of_any_session(head: DraftHead) -> None:
+    device, _ = both(head)
+    source = device.source
+    assert isinstance(source, DeviceHeadSource)
+    scored = source.score(device.lives(device.trees()))
+    scratch = source._rows.scratch.start * BLOCK_TOKENS
+    before = source._rows.storage[..., :scratch, :].clone()
+    tables, used = source._rows.tables.clone(), source.used_rows
+    assert made(source.branch(some_outcomes(device.trees(), scored.tokens)))
+    assert torch.equal(source._rows.storage[..., :scratch, :], before)
+    assert torch.equal(source._rows.tables, tables)
+    assert source.used_rows == used
+    assert source._rows.storage[..., scratch:, :].any(), "branches have rows of their own"
+
+
+def test_what_look_ahead_took_is_given_back_with_the_session(head: DraftHead) -> None:
+    device, _ = both(head)
+    scored = device.source.score(device.lives(device.trees()))
+    assert made(device.source.branch(some_outcomes(device.trees(), scored.tokens)))
+    for script in device.scripts:
+        device.engine.handle(1, SessionEnd(handle=script.handle))
+    assert isinstance(device.source, DeviceHeadSource)
+    assert device.source.used_rows == 0
+    assert (device.source._rows.tables == device.source._rows.scratch.start - 1).all()
+
+
+def test_a_law_of_a_branch_is_drawn_from_by_noise_of_its_prefix(head: DraftHead) -> None:
+    """The same prefix gives the same draft, whoever's branch it is; another prefix other noise."""
+    plan = replace(CHAIN, look_ahead=1)
+    device = Followed.begin(on_device(head), [(plan, REJECTION)])
+    device.tell([14])
+    tree = device.trees()[0]
+    scored = device.source.score(device.lives([tree]))
+    token = next(t for t in scored.tokens[0][0].tolist() if t != tree.tokens[0])
+    (branch,) = made(device.source.branch([Outcome(0, ROOT, token)])).values()
+    assert branch.law is not None
+    session = device.session(0)
+    digest = extend_digest(session.digest, (token,))
+    key = int(prefix_keys(REJECTION.stream_key(Stream.DRAFT), digest))
+    for step in range(len(branch.tree)):
+        own = slice(branch.law.offsets[step], branch.law.offsets[step + 1])
+        ids, counts = branch.law.ids[own], branch.law.counts[own]
+        assert drawn(key, len(session.tokens) + 1 + step, ids, counts) == branch.tree.tokens[step]
+
+
+def drawn(key: int, position: int, ids: NDArray[np.int32], counts: NDArray[np.uint16]) -> int:
+    from outrider.spec.noise import bits_from_keys, gumbel_from_bits, noise_keys
+
+    noise = gumbel_from_bits(bits_from_keys(noise_keys(key, position), ids))
+    return int(ids[(np.log(counts.astype(np.float64)) + noise).argmax()])
+
+
+def test_without_look_ahead_a_law_is_drawn_from_by_the_sessions_noise(head: DraftHead) -> None:
+    for ahead in (0, 1):
+        device = Followed.begin(on_device(head), [(replace(CHAIN, look_ahead=ahead), REJECTION)])
+        device.tell([14])
+        proposal, session = device.proposals["s0"], device.session(0)
+        key = REJECTION.stream_key(Stream.DRAFT)
+        if ahead:
+            key = int(prefix_keys(key, session.digest))
+        law = proposal.law
+        assert law is not None
+        for step, token in enumerate(proposal.tree.tokens.tolist()):
+            own = slice(law.offsets[step], law.offsets[step + 1])
+            assert drawn(key, len(session.tokens) + step, law.ids[own], law.counts[own]) == token
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE])
+def test_near_the_end_of_a_session_branches_are_cut_or_left_out(
+    head: DraftHead, plan: Plan
+) -> None:
+    mix = [(replace(plan, look_ahead=1), SamplingParams())]
+    max_len = ENDS[1][0] + 4
+    device, host = both(head, mix, max_len=max_len)
+    trees = device.trees()
+    scored = device.source.score(device.lives(trees))
+    host.source.score(host.lives(trees))
+    outcomes = some_outcomes(trees, scored.tokens)
+    ours, theirs = made(device.source.branch(outcomes)), made(host.source.branch(outcomes))
+    assert sorted(ours) == sorted(theirs)
+    assert 0 < len(ours) < len(outcomes)
+    for index, branch in ours.items():
+        assert_same(branch, theirs[index])
+        used = len(path(trees[0].parents, outcomes[index].node)) + 1
+        room = device.session(0).room - used
+        assert int(depths(branch.tree.parents).max()) <= room
+
+
+def test_a_bounded_source_branches_in_shapes_of_the_family(head: DraftHead) -> None:
+    plan = Plan(method=CHAIN.method, draft_tokens=6, look_ahead=1)
+    found = []
+    for bounded in (False, True):
+        device = Followed.begin(on_device(head, bounded=bounded), [(plan, COUPLED)])
+        device.tell([14])
+        trees = device.trees()
+        scored = device.source.score(device.lives(trees))
+        found.append(made(device.source.branch(some_outcomes(trees, scored.tokens))))
+    assert found[0].keys() == found[1].keys()
+    for index, branch in found[0].items():
+        assert len(branch.tree) == 6
+        assert_same(found[1][index], branch)
+
+
+def test_places_that_cannot_be_held_have_no_candidates_and_no_branches(
+    head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mix = [(replace(CHAIN, look_ahead=1), SamplingParams()), (replace(TREE, look_ahead=1), COUPLED)]
+    device = Followed.begin(on_device(head), mix)
+    device.tell([14, 18])
+    monkeypatch.setattr(device_ahead, "MOST_PLACES", 8)
+    trees = device.trees()
+    scored = device.source.score(device.lives(trees))
+    assert np.isfinite(scored.logprobs[0]).all()
+    assert np.isneginf(scored.logprobs[1]).all() and (scored.tokens[1] == -1).all()
+    outcomes = [Outcome(1, ROOT, 5), Outcome(0, ROOT, 5), Outcome(1, 2, 9)]
+    assert list(made(device.source.branch(outcomes))) == [1]
+
+
+def test_a_session_without_room_for_look_ahead_is_still_drafted(head: DraftHead) -> None:
+    source = on_device(head, max_rows=3 * BLOCK_TOKENS)
+    device = Followed.begin(source, [(replace(TREE, look_ahead=1), SamplingParams())])
+    device.tell([20])
+    trees = device.trees()
+    scored = device.source.score(device.lives(trees))
+    assert np.isneginf(scored.logprobs[0]).all()
+    assert list(device.source.branch([Outcome(0, ROOT, 3)])) == []
+    device.tell([22])
+    assert len(device.trees()[0]) == TREE.draft_tokens
+
+
+def test_a_source_that_will_not_be_asked_scores_nothing(head: DraftHead) -> None:
+    source = DeviceHeadSource(
+        head, max_rows=512, max_sessions=2, dtype=torch.float32, device="cpu", look_ahead=False
+    )
+    device = Followed.begin(source, [(CHAIN, SamplingParams())])
+    device.tell([14])
+    scored = source.score(device.lives(device.trees()))
+    assert np.isneginf(scored.logprobs[0]).all()
+    assert list(source.branch([Outcome(0, ROOT, 3)])) == []
+    assert len(source._rows.scratch) == 0
+
+
+def test_features_of_nan_harm_no_other_branch(head: DraftHead) -> None:
+    mix = [(replace(plan, look_ahead=1), SamplingParams()) for plan in (CHAIN, CHAIN, TREE)]
+    found = []
+    for spoilt in (False, True):
+        device = Followed.begin(on_device(head), mix)
+        if spoilt:
+            device.scripts[1].features[:] = np.nan
+        device.tell([14, 15, 16])
+        trees = device.trees()
+        for _ in range(2):
+            device.source.score(device.lives(trees))
+            outcomes = [Outcome(live, node, 7) for live in range(3) for node in (ROOT, 1)]
+            branches = made(device.source.branch(outcomes))
+        found.append(branches)
+    for index in (0, 1, 4, 5):
+        assert_same(found[1][index], found[0][index])
+
+
+def test_no_proposals_and_no_outcomes_give_nothing(head: DraftHead) -> None:
+    source = on_device(head)
+    assert list(source.branch([Outcome(0, ROOT, 3)])) == []
+    scored = source.score([])
+    assert list(scored.tokens) == [] and list(source.branch([])) == []

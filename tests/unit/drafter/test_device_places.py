@@ -1,0 +1,93 @@
+"""Where nodes of proposals are placed, and which rows branches take, against plain loops."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from outrider_drafter.device_places import NOWHERE, Placed, ScoredPlaces
+
+from outrider.spec.tree import ROOT, DraftTree, depths, path
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> DraftTree:
+    """Any parents before their children; log-probs that fall along every path."""
+    count = draw(st.integers(0, 80))
+    nearness = draw(st.integers(1, 40))
+    parents = [draw(st.integers(max(ROOT, i - nearness), i - 1)) for i in range(count)]
+    falls = [draw(st.integers(0, 3)) / 4 for _ in range(count)]
+    logprobs: list[float] = []
+    for parent, fall in zip(parents, falls, strict=True):
+        logprobs.append((0.0 if parent == ROOT else logprobs[parent]) - fall)
+    return DraftTree(
+        tokens=np.arange(100, 100 + count, dtype=np.int32),
+        parents=np.array(parents, dtype=np.int32),
+        logprobs=np.array(logprobs, dtype=np.float32),
+    )
+
+
+@given(trees())
+def test_nodes_stand_in_their_levels_below_parents_that_stand(tree: DraftTree) -> None:
+    placed = Placed.of(tree)
+    levels, places, depth = placed.levels, placed.places, depths(tree.parents)
+    assert places[0] == 0 and len(places) == 1 + len(tree)
+    there = places[1:] != NOWHERE
+    assert len(set(places[1:][there].tolist())) == np.count_nonzero(there)
+    for node in np.flatnonzero(there).tolist():
+        assert (places[node + 1] - 1) // levels.width == depth[node] - 1
+        assert places[tree.parents[node] + 1] != NOWHERE
+    for node in np.flatnonzero(~there).tolist():
+        if depth[node] > levels.depth or places[tree.parents[node] + 1] == NOWHERE:
+            continue
+        rivals = np.flatnonzero(there & (depth == depth[node]))
+        assert len(rivals) == levels.width, "the level is full"
+        assert (tree.logprobs[rivals] >= tree.logprobs[node]).all()
+
+
+@given(st.lists(trees(), min_size=1, max_size=3))
+def test_a_filled_batch_holds_each_node_with_its_parents_row(found: list[DraftTree]) -> None:
+    for tree in found:
+        placed, row, batch = Placed.of(tree), 1, 3
+        levels = placed.levels
+        tokens = np.full((levels.depth, batch, levels.width), -1, dtype=np.int32)
+        parents = np.full_like(tokens, -7)
+        placed.fill(row, tokens, parents)
+        assert (tokens[:, [0, 2]] == -1).all() and (parents[:, [0, 2]] == -7).all()
+        assert np.count_nonzero(tokens >= 0) == np.count_nonzero(placed.places[1:] != NOWHERE)
+        for node in np.flatnonzero(placed.places[1:] != NOWHERE).tolist():
+            level, slot = divmod(int(placed.places[node + 1]) - 1, levels.width)
+            assert tokens[level, row, slot] == tree.tokens[node]
+            above, parent = int(parents[level, row, slot]), int(tree.parents[node])
+            if parent == ROOT:
+                assert (level, above) == (0, row)
+            else:
+                assert tokens[level - 1].reshape(-1)[above] == tree.tokens[parent]
+
+
+@given(st.lists(trees(), min_size=1, max_size=4), st.data())
+def test_paths_are_those_of_the_trees(found: list[DraftTree], data: st.DataObject) -> None:
+    rows = [1000 * i + np.arange(1 + len(tree)) for i, tree in enumerate(found)]
+    for own in rows:
+        own[data.draw(st.integers(0, len(own) - 1))] = NOWHERE
+    outcomes = data.draw(
+        st.lists(
+            st.integers(0, len(found) - 1).flatmap(
+                lambda live: st.tuples(
+                    st.just(live), st.integers(ROOT, len(found[live]) - 1), st.integers(0, 9)
+                )
+            ),
+            min_size=1,
+            max_size=12,
+        )
+    )
+    places = ScoredPlaces(list(zip(found, rows, strict=True)))
+    paths = places.paths(*np.array(outcomes, dtype=np.int64).T)
+    for i, (live, node, token) in enumerate(outcomes):
+        nodes = path(found[live].parents, node)
+        assert paths.known[i] == (rows[live][node + 1] != NOWHERE)
+        assert paths.depths[i] == len(nodes)
+        own = [*found[live].tokens[list(nodes)].tolist(), token]
+        assert paths.tokens[i].tolist() == own + [-1] * (paths.tokens.shape[1] - len(own))
+        held = [rows[live][above + 1] for above in (ROOT, *nodes)]
+        assert paths.rows[i, : len(own)].tolist() == held
