@@ -132,4 +132,13 @@ def test_lock_step_and_look_ahead_stand_beside_each_other_at_every_delay(
     folders = {path.name for path in traces.iterdir()}
     assert folders == {"plain-none", *(f"separate-chain-2+lockstep{d}" for d in ("", "-20ms"))}
     both_sides = traces / "separate-chain-2+lockstep"
-    assert {path.name for path in both_sides.iterdir()} == {"drafter.json", "verifier.json"}
+    names = {
+        path.name: {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+        for path in both_sides.iterdir()
+    }
+    verifier = {"plan", "submit", "wait for the device", "forward", "settle", "tell", "wait"}
+    assert names.keys() == {"drafter.json", "verifier.json"}
+    assert names["verifier.json"] > verifier | {"take in"}
+    assert names["drafter.json"] > {"take in", "draft", "score", "branch", "send", "wait"}
+    assert names["drafter.json"] & {"hit", "miss"}
+    assert names["verifier.json"] & {"hit", "fresh", "miss"}
