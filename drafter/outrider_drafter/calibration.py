@@ -1,7 +1,7 @@
 """How probable the outcomes of a proposal are, learnt from what verdicts showed (pure).
 
 A draft model is wrong about itself, and differently so at every depth; what it says is where the
-estimates begin. m places, c candidates a place.
+estimates begin. P places of some proposals, m of these, c candidates a place.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _PRIOR: Final = 8.0
 """Observations that outweigh what the source says, and again that let a depth speak for itself."""
 _MEMORY: Final = 8192.0
 """Observations after which those of a cell count half."""
+_TINY: Final = 1e-30
 
 
 class Predictor(Protocol):
     """What is known about the outcomes of one kind of session."""
 
     def gains(self, layout: Layout, logprobs: NDArray[np.float32]) -> Floats:
-        """[1 + n, c]: the expected gain of a draft for each outcome of a proposal; `logprobs`
-        [1 + n, c] of its candidates, -inf: there is none. A child's entry means nothing."""
+        """[P, c]: the expected gain of a draft for each outcome; `logprobs` [P, c] of the
+        candidates, -inf: there is none. A child's entry means nothing."""
         ...
 
     def learn(self, layout: Layout, logprobs: NDArray[np.float32], what: Seen) -> None:
@@ -47,17 +48,21 @@ class Calibration:
     def __init__(self) -> None:
         self._seen = np.zeros(_CELLS)
         self._hits = np.zeros(_CELLS)
+        self._places = np.zeros(_DEPTHS)
+        """Places that were reached,"""
+        self._among = np.zeros(_DEPTHS)
+        """and those of them where a candidate was emitted."""
         self._lines: tuple[Floats, Floats] | None = None
         """By cell (a, b): the probability is a + b x the source's own."""
 
     def gains(self, layout: Layout, logprobs: NDArray[np.float32]) -> Floats:
         """See `Predictor`."""
         probs = self.probs(layout.depths, logprobs)
-        above, size = layout.tree.parents + 1, logprobs.shape[1]
-        known = probs[above, np.minimum(layout.ranks, size - 1)]
+        size = logprobs.shape[1]
+        known = probs[layout.above, np.minimum(layout.ranks, size - 1)]
         # A node that is no candidate has at most what these leave.
-        rest = 1.0 - probs.sum(axis=1)
-        stands = np.where(layout.ranks < size, known, rest[above])
+        rest = np.maximum(1.0 - probs.sum(axis=1), 0.0)
+        stands = np.where(layout.ranks < size, known, rest[layout.above])
         found: Floats = layout.reach(stands)[:, None] * probs
         return found
 
@@ -71,11 +76,16 @@ class Calibration:
         reached; depths [m]. A candidate of log-prob -inf has none."""
         offsets, slopes = self._fitted()
         cells = _cells(depths, logprobs)
-        found = np.exp(logprobs, dtype=np.float64)
-        found *= slopes[cells]
+        own = np.exp(logprobs, dtype=np.float64)
+        found = own * slopes[cells]
         found += offsets[cells]
         found[logprobs == -np.inf] = 0.0
-        found /= np.maximum(found.sum(axis=1, keepdims=True), 1.0)
+        at = np.minimum(depths, _DEPTHS - 1)
+        among = own.sum(axis=1) * _PRIOR + self._among[at]
+        among /= self._places[at] + _PRIOR
+        # A row of shares does not add up by itself.
+        sums = np.maximum(found.sum(axis=1), _TINY)
+        found *= (np.minimum(among, 1.0) / sums)[:, None]
         return found
 
     def observe(self, depths: Indices, logprobs: NDArray[np.float32], columns: Indices) -> None:
@@ -84,9 +94,15 @@ class Calibration:
         self._seen += np.bincount(cells[logprobs > -np.inf], minlength=_CELLS)
         hit = columns >= 0
         self._hits += np.bincount(cells[hit, columns[hit]], minlength=_CELLS)
+        at = np.minimum(depths, _DEPTHS - 1)
+        self._places += np.bincount(at, minlength=_DEPTHS)
+        self._among += np.bincount(at[hit], minlength=_DEPTHS)
         old = self._seen > _MEMORY
         self._seen[old] *= 0.5
         self._hits[old] *= 0.5
+        old = self._places > _MEMORY
+        self._places[old] *= 0.5
+        self._among[old] *= 0.5
         self._lines = None
 
     def _fitted(self) -> tuple[Floats, Floats]:
@@ -136,10 +152,8 @@ class FixedSpread:
         """See `Predictor`."""
         goes_on = (self._stood + 0.6 * _SPREAD_PRIOR) / (self._reached + _SPREAD_PRIOR)
         here = goes_on[np.minimum(layout.depths, _SPREAD_DEPTHS - 1)]
-        above = layout.tree.parents + 1
-        inner = np.zeros(len(layout.depths), dtype=np.bool_)
-        inner[above] = True
-        reach = layout.reach(here[above] * _shares(above))
+        inner = _inner(layout)
+        reach = layout.reach(here[layout.above] * _shares(layout))
         ends = reach * np.where(inner, 1.0 - here, 1.0)
         chances = self._ranks / self._ranks.sum(axis=1, keepdims=True)
         found: Floats = ends[:, None] * chances[np.where(inner, 0, 1)[:, None], _left(layout)]
@@ -148,34 +162,41 @@ class FixedSpread:
 
     def learn(self, layout: Layout, logprobs: NDArray[np.float32], what: Seen) -> None:
         """See `Predictor`."""
-        left = _left(layout)
-        inner = set((layout.tree.parents + 1).tolist())
+        left, inner = _left(layout), _inner(layout)
         for place, column, stood in zip(
             what.places.tolist(), what.columns.tolist(), what.stood.tolist(), strict=True
         ):
             depth = min(int(layout.depths[place]), _SPREAD_DEPTHS - 1)
-            if place in inner:
+            if inner[place]:
                 self._reached[depth] += 1.0
                 self._stood[depth] += stood
             if not stood and column >= 0:
-                self._ranks[0 if place in inner else 1, left[place, column]] += 1.0
+                self._ranks[0 if inner[place] else 1, left[place, column]] += 1.0
+
+
+def _inner(layout: Layout) -> NDArray[np.bool_]:
+    """[P]: places that have children."""
+    inner = np.zeros(len(layout.above), dtype=np.bool_)
+    inner[layout.above[layout.depths > 0]] = True
+    return inner
 
 
 def _left(layout: Layout) -> Indices:
-    """[1 + n, c]: rank of each candidate among those of its place that are no children."""
+    """[P, c]: rank of each candidate among those of its place that are no children."""
     ranks = np.cumsum(~layout.is_child, axis=1) - 1
     found: Indices = np.clip(ranks, 0, _SPREAD_RANKS - 1)
     return found
 
 
-def _shares(above: NDArray[np.int32]) -> Floats:
-    """[n]: each node's assumed share among its siblings, which are in the order of drawing."""
-    drawn = np.zeros(len(above), dtype=np.int64)
-    children: dict[int, int] = {}
-    for node, place in enumerate(above.tolist()):
-        drawn[node] = children.get(place, 0)
-        children[place] = int(drawn[node]) + 1
-    weights = _FIRST_DRAWN * (1.0 - _FIRST_DRAWN) ** drawn
-    totals = np.bincount(above, weights=weights, minlength=int(above.max(initial=0)) + 1)
-    shares: Floats = weights / totals[above]
+def _shares(layout: Layout) -> Floats:
+    """[P]: each node's assumed share among its siblings, which are in the order of drawing."""
+    weights = np.zeros(len(layout.above))
+    left: dict[int, float] = {}
+    for place, above in enumerate(layout.above.tolist()):
+        if above != place:
+            rest = left.get(above, 1.0)
+            weights[place] = _FIRST_DRAWN * rest
+            left[above] = rest - _FIRST_DRAWN * rest
+    totals = np.bincount(layout.above, weights=weights, minlength=len(weights))
+    shares: Floats = weights / np.maximum(totals[layout.above], _TINY)
     return shares

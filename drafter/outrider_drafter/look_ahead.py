@@ -8,7 +8,8 @@ live proposal then, and nothing is drafted for its prefix again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider import trace
-from outrider.spec.digest import extend_digest, extend_digests
+from outrider.spec.digest import extend_digests
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider.spec.tree import DraftTree
@@ -27,15 +28,21 @@ from outrider_drafter.calibration import Calibration, FixedSpread, Predictor
 from outrider_drafter.metrics import Metrics
 from outrider_drafter.outcomes import Floats, Indices, Layout, best, seen
 from outrider_drafter.sessions import Session
-from outrider_drafter.source import AheadSource, Branches, Drafted, DraftSource, Live, Outcome
+from outrider_drafter.source import (
+    AheadSource,
+    Branches,
+    Drafted,
+    DraftSource,
+    Live,
+    Outcome,
+    Scored,
+)
 from outrider_drafter.table import SessionTable
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_FAN_OUT: Final = 16
 """Outcomes of a proposal where its plan leaves them to the drafter."""
-MAX_FAN_OUT: Final = 256
-"""Whatever a plan says."""
 MAX_BRANCHES: Final = 64
 """Outcomes of all sessions that one launch drafts for."""
 _TEMPERATURES: Final = (0.0, 0.5, 0.85, 1.15)
@@ -70,6 +77,16 @@ class _Expected(NamedTuple):
         )
 
 
+class _Scored(NamedTuple):
+    """One of the live proposals that were scored together."""
+
+    layout: Layout
+    logprobs: NDArray[np.float32]
+    """[P, c] of the candidates."""
+    proposal: int
+    """Its place among them."""
+
+
 @dataclass(slots=True, eq=False)
 class _Watched:
     """A session that looks ahead."""
@@ -79,10 +96,8 @@ class _Watched:
     """The live proposal; None while there is none."""
     length: int = 0
     """Tokens of the prefix that it continues."""
-    layout: Layout | None = None
-    """Of the live proposal, once its candidates are known;"""
-    logprobs: NDArray[np.float32] | None = None
-    """theirs, [1 + n, c]."""
+    scored: _Scored | None = None
+    """What is known of it, once it was scored."""
     branches: dict[int, DraftTree] = field(default_factory=dict)
     """What was sent for outcomes of the live proposal, by prefix digest."""
     pending: int = 0
@@ -91,8 +106,7 @@ class _Watched:
     def take_up(self, tree: DraftTree | None) -> None:
         """There is another live proposal, for the session's present prefix."""
         self.tree, self.length = tree, len(self.session.tokens)
-        self.layout = self.logprobs = None
-        self.branches, self.pending = {}, 0
+        self.scored, self.branches, self.pending = None, {}, 0
 
 
 class LookAhead:
@@ -177,10 +191,10 @@ class LookAhead:
         metrics = self._metrics
         if one.pending:
             metrics.dropped_outcomes.inc(one.pending)
-        if one.layout is not None and one.logprobs is not None:
+        if one.scored is not None:
             told = self._table.tokens[slot, one.length : self._table.lengths[slot]].tolist()
-            predictor = self._predictor(one.session)
-            self._later(partial(_learn, predictor, one.layout, one.logprobs, told))
+            predictor = self._predictor(_kind(one.session))
+            self._later(partial(_learn, predictor, one.scored, told))
         tree = one.branches.get(digest)
         hit = tree is not None and bool(self._table.wanting[slot])
         trace.instant("hit" if hit else "miss")
@@ -245,46 +259,47 @@ class LookAhead:
         """Score live proposals and choose among their outcomes, best first."""
         self._metrics.look_aheads.labels(source.method).inc()
         scored = source.score([Live(one.session, one.tree) for one in ones if one.tree is not None])
+        kinds: dict[tuple[Kind, int], list[int]] = {}
+        for live, one in enumerate(ones):
+            width = scored.tokens[live].shape[1]
+            kinds.setdefault((_kind(one.session), width), []).append(live)
         parts = [
-            self._outcomes(live, one, scored.tokens[live], scored.logprobs[live])
-            for live, one in enumerate(ones)
+            part
+            for (kind, _), lives in kinds.items()
+            for part in self._outcomes(kind, lives, [ones[live] for live in lives], scored)
         ]
-        found = _Expected(
-            np.concatenate([part.lives for part in parts]),
-            np.concatenate([part.nodes for part in parts]),
-            np.concatenate([part.tokens for part in parts]),
-            np.concatenate([part.digests for part in parts]),
-            np.concatenate([part.lengths for part in parts]),
-            np.concatenate([part.gains for part in parts]),
-        )
+        found = _Expected(*(np.concatenate(column) for column in zip(*parts, strict=True)))
         return found.only(np.argsort(-found.gains, kind="stable"))
 
     def _outcomes(
-        self, live: int, one: _Watched, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]
-    ) -> _Expected:
-        """Of one live proposal with these candidates [1 + n, c]."""
-        assert one.tree is not None
-        session, there = one.session, one.branches
-        layout = Layout.of(one.tree, tokens)
-        one.layout, one.logprobs = layout, logprobs
-        gains = self._predictor(session).gains(layout, logprobs)
-        wanted = min(session.plan.fan_out or DEFAULT_FAN_OUT, MAX_FAN_OUT)
-        chosen = best(layout, gains, room=session.room, count=wanted + len(there))
-        ends = _digests(one.tree, session.digest)[chosen.nodes + 1]
-        found = _Expected(
-            lives=np.full(len(chosen.nodes), live),
-            nodes=chosen.nodes,
-            tokens=chosen.tokens,
-            digests=extend_digests(ends, chosen.tokens),
-            lengths=one.length + layout.depths[chosen.nodes + 1] + 1,
-            gains=chosen.gains,
-        )
-        if there:
-            # A message came between them and these.
-            new = [i for i, digest in enumerate(found.digests.tolist()) if digest not in there]
-            found = found.only(np.array(new[: max(wanted - len(there), 0)], dtype=np.int64))
-        one.pending = len(found.lives)
-        return found
+        self, kind: Kind, lives: Sequence[int], ones: Sequence[_Watched], scored: Scored
+    ) -> Iterator[_Expected]:
+        """Of each of these proposals, all of one kind and with as many candidates a place."""
+        trees = [one.tree for one in ones if one.tree is not None]
+        layout = Layout.of(trees, np.concatenate([scored.tokens[live] for live in lives]))
+        logprobs = np.concatenate([scored.logprobs[live] for live in lives])
+        gains = self._predictor(kind).gains(layout, logprobs)
+        slots = np.array([one.session.slot for one in ones])
+        digests = layout.digests(self._table.digests[slots])
+        for proposal, (live, one) in enumerate(zip(lives, ones, strict=True)):
+            one.scored = _Scored(layout, logprobs, proposal)
+            wanted, there = one.session.plan.fan_out or DEFAULT_FAN_OUT, one.branches
+            count = wanted + len(there)
+            chosen = best(layout, gains, proposal, room=one.session.room, count=count)
+            found = _Expected(
+                lives=np.full(len(chosen.places), live),
+                nodes=chosen.places - layout.roots[proposal] - 1,
+                tokens=chosen.tokens,
+                digests=extend_digests(digests[chosen.places], chosen.tokens),
+                lengths=one.length + layout.depths[chosen.places] + 1,
+                gains=chosen.gains,
+            )
+            if there:
+                # A message came between them and these.
+                new = [i for i, digest in enumerate(found.digests.tolist()) if digest not in there]
+                found = found.only(np.array(new[: max(wanted - len(there), 0)], dtype=np.int64))
+            one.pending = len(found.lives)
+            yield found
 
     def _sent(
         self, ones: Sequence[_Watched], launch: _Expected, branches: Branches, seconds: float
@@ -320,21 +335,24 @@ class LookAhead:
             for number in dict.fromkeys(owners[there].tolist())
         ]
 
-    def _predictor(self, session: Session) -> Predictor:
-        sampling = session.sampling
-        rule = sampling.effective_rule
-        warmth = int(np.searchsorted(_TEMPERATURES, sampling.temperature))
-        kind = (session.plan.method, rule, warmth)
+    def _predictor(self, kind: Kind) -> Predictor:
         if kind not in self._predictors:
+            _, rule, _ = kind
             new = FixedSpread() if rule is Rule.REJECTION else Calibration()
             self._predictors[kind] = new
         return self._predictors[kind]
 
 
-def _learn(
-    predictor: Predictor, layout: Layout, logprobs: NDArray[np.float32], told: Sequence[int]
-) -> None:
-    predictor.learn(layout, logprobs, seen(layout, told))
+def _kind(session: Session) -> Kind:
+    """Whom a session learns with."""
+    sampling = session.sampling
+    warmth = bisect_left(_TEMPERATURES, sampling.temperature)
+    return session.plan.method, sampling.effective_rule, warmth
+
+
+def _learn(predictor: Predictor, scored: _Scored, told: Sequence[int]) -> None:
+    what = seen(scored.layout, scored.proposal, told)
+    predictor.learn(scored.layout, scored.logprobs, what)
 
 
 def _trees(drafts: Drafted | Branches) -> list[DraftTree]:
@@ -346,11 +364,3 @@ def _trees(drafts: Drafted | Branches) -> list[DraftTree]:
         DraftTree(tokens[begin:end], parents[begin:end], logprobs[begin:end])
         for begin, end in zip([0, *ends], ends, strict=False)
     ]
-
-
-def _digests(tree: DraftTree, digest: int) -> NDArray[np.uint64]:
-    """[1 + n]: the prefix digest at each place."""
-    result = [digest]
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        result.append(extend_digest(result[parent + 1], (token,)))
-    return np.array(result, dtype=np.uint64)

@@ -1,17 +1,19 @@
-"""Which outcomes of a proposal are worth a draft (pure).
+"""Which outcomes of proposals are worth a draft (pure).
 
-A proposal has n nodes and 1 + n places: place 0 is the root, place i + 1 node i. A verdict ends at
-a place, with a token that is none of its children; c candidates for it are known at each place.
+A proposal of n nodes has 1 + n places: its root, then its nodes. A verdict ends at a place, with a
+token that is none of its children; c candidates for it are known at each place. P places of some
+proposals, one proposal after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.spec.digest import extend_digests
 from outrider.spec.tree import DraftTree
 
 Indices = NDArray[np.int64]
@@ -19,56 +21,83 @@ Floats = NDArray[np.float64]
 
 
 class Layout(NamedTuple):
-    """How a proposal's nodes lie among the candidates."""
+    """How the nodes of some proposals lie among the candidates."""
 
-    tree: DraftTree
+    roots: Indices
+    """[L]: the first place of each proposal."""
+    above: Indices
+    """[P]: the place above each; of a root, itself."""
+    drafted: NDArray[np.int32]
+    """[P]: the token of each node; of a root, -1."""
     tokens: NDArray[np.int32]
-    """[1 + n, c]: candidates of each place, best first."""
+    """[P, c]: candidates of each place, best first."""
     depths: Indices
-    """[1 + n]: tokens between the root and each place."""
+    """[P]: tokens between the root and each place."""
     ranks: Indices
-    """[n]: which of its parent's candidates a node is; c where it is none."""
+    """[P]: which of its parent's candidates a node is; c where it is none, and at roots."""
     is_child: NDArray[np.bool_]
-    """[1 + n, c]: candidates that are nodes of the proposal."""
+    """[P, c]: candidates that are nodes of the proposal."""
 
     @classmethod
-    def of(cls, tree: DraftTree, tokens: NDArray[np.int32]) -> Layout:
-        """The layout of a tree with these candidates [1 + n, c]."""
-        above = tree.parents + 1
-        same = tokens[above] == tree.tokens[:, None]
+    def of(cls, trees: Sequence[DraftTree], tokens: NDArray[np.int32]) -> Layout:
+        """The layout of proposals with these candidates [P, c]."""
+        sizes = np.array([len(tree) + 1 for tree in trees])
+        roots = sizes.cumsum() - sizes
+        nodes = np.ones(len(tokens), dtype=np.bool_)
+        nodes[roots] = False
+        above, drafted = roots.repeat(sizes), np.full(len(tokens), -1, dtype=np.int32)
+        above[nodes] += np.concatenate([tree.parents for tree in trees]) + 1
+        drafted[nodes] = np.concatenate([tree.tokens for tree in trees])
+        same = tokens[above] == drafted[:, None]
+        same[roots] = False
         found = same.any(axis=1)
         ranks = np.where(found, same.argmax(axis=1), tokens.shape[1])
         is_child = np.zeros(tokens.shape, dtype=np.bool_)
         is_child[above[found], ranks[found]] = True
-        depths = [0] * (len(tree) + 1)
-        for place, parent in enumerate(above.tolist(), start=1):
-            depths[place] = depths[parent] + 1
-        return cls(tree, tokens, np.array(depths), ranks, is_child)
+        depths, at = nodes.astype(np.int64), above
+        # Each pass doubles how far up a place has counted.
+        while bool(nodes[at].any()):
+            depths, at = depths + depths[at], at[at]
+        return cls(roots, above, drafted, tokens, depths, ranks, is_child)
 
     def reach(self, stands: Floats) -> Floats:
-        """[1 + n]: probability that a verdict's path comes to each place; `stands` [n]: that a node
-        stands once its parent was reached."""
-        result, chances = [1.0] * (len(self.tree) + 1), stands.tolist()
-        for node, parent in enumerate(self.tree.parents.tolist()):
-            result[node + 1] = result[parent + 1] * chances[node]
-        return np.array(result)
+        """[P]: probability that a verdict's path comes to each place; `stands` [P]: that a node
+        stands once its parent was reached; what it says of roots does not matter."""
+        result, at = stands.copy(), self.above
+        result[self.roots] = 1.0
+        while bool(self.depths[at].any()):
+            result, at = result * result[at], at[at]
+        found: Floats = result * result[at]
+        return found
+
+    def digests(self, prefixes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """[P]: the prefix digest at each place; `prefixes` [L]: at the roots."""
+        result = np.empty(len(self.above), dtype=np.uint64)
+        result[self.roots] = prefixes
+        for depth in range(1, int(self.depths.max(initial=0)) + 1):
+            at = np.flatnonzero(self.depths == depth)
+            result[at] = extend_digests(result[self.above[at]], self.drafted[at])
+        return result
 
 
 class Chosen(NamedTuple):
     """Outcomes of one proposal, best first; [K] each."""
 
-    nodes: Indices
+    places: Indices
     tokens: NDArray[np.int32]
     gains: Floats
     """Expected: the probability of each outcome, as far as it is known."""
 
 
-def best(layout: Layout, gains: Floats, *, room: int, count: int) -> Chosen:
-    """Up to `count` outcomes by expected gain [1 + n, c]; those that cannot be are left out:
-    children of the place, and what leaves no `room` (levels that the proposal itself has room for)
-    for a draft of one level. Ties go to the lower place, then to the lower candidate."""
-    possible = np.where(layout.is_child, 0.0, gains)
-    possible[layout.depths > room - 2] = 0.0
+def best(layout: Layout, gains: Floats, proposal: int, *, room: int, count: int) -> Chosen:
+    """Up to `count` outcomes of a proposal by expected gain [P, c]; those that cannot be are left
+    out: children of the place, and what leaves no `room` (levels that the proposal itself has room
+    for) for a draft of one level. Ties go to the lower place, then to the lower candidate."""
+    first = int(layout.roots[proposal])
+    last = proposal + 1 == len(layout.roots)
+    mine = slice(first, len(gains) if last else int(layout.roots[proposal + 1]))
+    possible = np.where(layout.is_child[mine], 0.0, gains[mine])
+    possible[layout.depths[mine] > room - 2] = 0.0
     flat = possible.ravel()
     if 0 < count < len(flat):
         # Not argpartition: which of equal ones it takes is not defined.
@@ -77,8 +106,9 @@ def best(layout: Layout, gains: Floats, *, room: int, count: int) -> Chosen:
     else:
         found = np.flatnonzero(flat > 0.0)
     order = found[np.argsort(-flat[found], kind="stable")][: max(count, 0)]
-    places, columns = np.divmod(order, layout.tokens.shape[1])
-    return Chosen(places - 1, layout.tokens[places, columns], flat[order])
+    places, columns = np.divmod(order, gains.shape[1])
+    places += first
+    return Chosen(places, layout.tokens[places, columns], flat[order])
 
 
 class Seen(NamedTuple):
@@ -92,27 +122,21 @@ class Seen(NamedTuple):
     """[m]: whether that is a child, on whose side the path went on."""
 
 
-def seen(layout: Layout, emitted: Iterable[int]) -> Seen:
+def seen(layout: Layout, proposal: int, emitted: Sequence[int]) -> Seen:
     """Follow the emitted tokens through a proposal, as far as they lead."""
-    below = {
-        (parent, token): node
-        for node, (parent, token) in enumerate(
-            zip(layout.tree.parents.tolist(), layout.tree.tokens.tolist(), strict=True)
-        )
-    }
     places: list[int] = []
     columns: list[int] = []
     stood: list[bool] = []
-    node = -1
+    place = int(layout.roots[proposal])
     for token in emitted:
-        candidates = layout.tokens[node + 1].tolist()
-        places.append(node + 1)
+        candidates = layout.tokens[place].tolist()
+        places.append(place)
         columns.append(candidates.index(token) if token in candidates else -1)
-        child = below.get((node, token))
-        stood.append(child is not None)
-        if child is None:
+        child = np.flatnonzero((layout.above == place) & (layout.drafted == token))
+        stood.append(len(child) > 0)
+        if not len(child):
             break
-        node = child
+        place = int(child[0])
     return Seen(
         np.array(places, dtype=np.int64),
         np.array(columns, dtype=np.int64),

@@ -92,8 +92,7 @@ class SmallModelBatch:
 
 
 class _SmallForest(Forest):
-    """Draft rows committed behind the real tokens of their sequences. Nothing forgets them: the
-    next pass over a session does, as it begins with real tokens."""
+    """Draft rows committed behind the real tokens of their sequences, until they are forgotten."""
 
     def __init__(self, model: TargetModel, vocab_size: int, prefixes: Sequence[_Prefix]) -> None:
         super().__init__([p.sequence.len + p.token_ids.shape[0] for p in prefixes])
@@ -138,6 +137,12 @@ class _SmallForest(Forest):
         for sequence, base, rows in zip(self._sequences, self._bases, kept, strict=True):
             sequence.truncate(base + rows)
 
+    def forget(self) -> None:
+        """Drop all draft rows; sessions may have ended."""
+        for sequence, base in zip(self._sequences, self._bases, strict=True):
+            if not sequence.released:
+                sequence.truncate(base)
+
 
 class SmallModelSource:
     """A small language model as a draft source; its K/V can be rebuilt from tokens at any time."""
@@ -153,7 +158,9 @@ class SmallModelSource:
         self._vocab_size = vocab_size
         self._sequences: dict[SessionKey, KVSequence] = {}
         self._ahead: Ahead | None = None
-        """The proposals scored last."""
+        """The proposals scored last, if nothing was drafted since;"""
+        self._forest: _SmallForest | None = None
+        """their rows."""
 
     @property
     def usable(self) -> bool:
@@ -167,6 +174,7 @@ class SmallModelSource:
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[Session]) -> None:
         """Run the tokens of sessions that draft by this model, but for the newest of each."""
+        self._forget()
         for session in sessions:
             if session.plan.method is self.method:
                 self._run_ahead(session)
@@ -177,7 +185,7 @@ class SmallModelSource:
         ready: list[Session] = []
         jobs: list[Job] = []
         prefixes: list[_Prefix] = []
-        self._ahead = None
+        self._forget()
         for session in sessions:
             job = make_job(len(jobs), session)
             prefix = self._prefix(session, slots=job.growth.max_rows) if job else None
@@ -195,7 +203,7 @@ class SmallModelSource:
     @torch.inference_mode()
     def score(self, lives: Sequence[Live]) -> Scored:
         """Catch up, then run all nodes of all proposals, level by level."""
-        self._ahead = None
+        self._forget()
         ready: list[int] = []
         prefixes: list[_Prefix] = []
         for index, live in enumerate(lives):
@@ -205,9 +213,8 @@ class SmallModelSource:
                 prefixes.append(prefix)
         if not ready:
             return no_scores(lives)
-        self._ahead, scored = score(
-            _SmallForest(self._model, self._vocab_size, prefixes), lives, ready
-        )
+        self._forest = _SmallForest(self._model, self._vocab_size, prefixes)
+        self._ahead, scored = score(self._forest, lives, ready)
         return scored
 
     @torch.inference_mode()
@@ -222,6 +229,12 @@ class SmallModelSource:
         sequence = self._sequences.pop(session.key, None)
         if sequence is not None:
             sequence.release()
+
+    def _forget(self) -> None:
+        """Let go of what was scored: sequences hold real tokens only from here on."""
+        if self._forest is not None:
+            self._forest.forget()
+        self._forest = self._ahead = None
 
     def _prefix(self, session: Session, *, slots: int) -> _Prefix | None:
         """What is left to run, the root last, with room for `slots` draft rows; None if none."""

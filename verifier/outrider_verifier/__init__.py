@@ -8,6 +8,7 @@
     engine.py    one round: batch, forward, accept, commit
     rows.py      pure: depth limits and trimming of proposals, verify rows
     handover.py  verdicts: what drafters are told of a round, and when they are caught up
+    moving.py    a session goes to another drafter
     inbox.py     pure: bounded store of proposals, found by comparing columns of prefix digests
     features.py  bounded store of projected features, for catching drafters up
     sessions.py  the state of one session

@@ -240,6 +240,7 @@ class Run:
         say(
             f"{cell}: {facts['tokens_per_s']} tokens/s, steady {facts['steady_tokens_per_s']}, "
             f"{facts['over_plain']} of plain, {facts['emitted_per_round']} a round, "
+            f"hit rate {facts['hit_rate']}, "
             f"first wave {facts['first_wave_ratio']}"
         )
         if facts["failed"]:

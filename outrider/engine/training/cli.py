@@ -34,7 +34,14 @@ from outrider.engine.training.drafting import CHAIN, TREE
 from outrider.engine.training.export import head_config_for, save_head
 from outrider.engine.training.generate import GenerateConfig, Request, generate
 from outrider.engine.training.head import TrainableHead
-from outrider.engine.training.loop import DEEP_SHARE, UNROLL, WHOLE_STEPS, TrainConfig, Trainer
+from outrider.engine.training.loop import (
+    DEEP_SHARE,
+    STEP_DECAY,
+    UNROLL,
+    WHOLE_STEPS,
+    TrainConfig,
+    Trainer,
+)
 from outrider.engine.training.report import held_out_report
 from outrider.engine.training.serving import serving_report
 from outrider.engine.training.target import Target, load_target
@@ -108,6 +115,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=DEEP_SHARE,
         help="share of a batch that deeper steps run on (default: %(default)s)",
+    )
+    add(
+        "--step-decay",
+        type=float,
+        default=STEP_DECAY,
+        metavar="W",
+        help="draft step j counts W ** j in the loss (default: %(default)s)",
     )
     evaluating = parser.add_argument_group("evaluation of a finished head")
     add = evaluating.add_argument
@@ -216,6 +230,7 @@ class _Run:
             unroll_late=args.unroll[1],
             whole_steps=args.whole_steps,
             deep_share=args.deep_share,
+            step_decay=args.step_decay,
             seed=args.seed,
             log_every=args.log_every,
         )

@@ -26,6 +26,7 @@ UNROLL = (7, 13)
 unverified one, which is twice its depth plus one."""
 WHOLE_STEPS = 5
 DEEP_SHARE = 0.25
+STEP_DECAY = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class TrainConfig:
     learning_rate: float = 1e-3
     warmup_steps: int = 50
     clip_norm: float = 0.5
-    step_decay: float = 0.8
+    step_decay: float = STEP_DECAY
     """Weight of draft step j is step_decay ** j."""
     unroll_early: int = UNROLL[0]
     unroll_late: int = UNROLL[1]
@@ -56,6 +57,8 @@ class TrainConfig:
                 f"the unroll must rise within 1..{MAX_STEPS}, "
                 f"not from {self.unroll_early} to {self.unroll_late}"
             )
+        if not 0.0 < self.step_decay <= 1.0:
+            raise ValueError(f"the decay of steps must be within (0, 1], not {self.step_decay}")
         DeepSteps(first=self.whole_steps, share=self.deep_share)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -14,8 +15,9 @@ from outrider_drafter.source import Drafted
 from outrider_drafter.worker import DraftWorker
 
 from outrider.spec.plan import DraftMethod, Plan
-from outrider.wire.messages import SessionStart
+from outrider.wire.messages import Proposals, SessionStart
 from tests.unit.drafter.helpers import Script, make_engine, name_of
+from tests.unit.drafter.scripted_ahead import AHEAD, Scripted, counting
 
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
 
@@ -176,6 +178,54 @@ def test_metrics_are_written_once_nobody_waits() -> None:
         time.sleep(0.005)
     worker.stop()
     assert written == [0] and verdicts() == 1
+
+
+def test_outcomes_are_drafted_for_when_nothing_else_waits() -> None:
+    script, source = counting(), Scripted()
+    found: queue.Queue[Answers] = queue.Queue()
+    worker = DraftWorker(make_engine([source]), found.put_nowait, on_lost=_never)
+    worker.submit(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
+    worker.start()
+    assert lengths_of(found.get(timeout=10)) == [10]
+    assert lengths_of(found.get(timeout=10))[:2] == [13, 11]
+    # A hit: the next thing that leaves is drafted for its outcomes.
+    worker.submit(1, script.verdict(13, with_features=False))
+    assert 16 in lengths_of(found.get(timeout=10))
+    worker.stop()
+    assert found.empty() and len(source.scored) == 2
+
+
+def test_a_message_that_waits_ends_a_look_ahead() -> None:
+    script, source = counting(), Scripted()
+    script.tokens[11:] += 50
+    source.batch = 1
+    found: list[list[int]] = []
+    done = threading.Event()
+
+    def deliver(answers: Answers) -> None:
+        found.append(lengths_of(answers))
+        if len(found) == 2:
+            # The first draft for an outcome has left: now a verdict contradicts the others.
+            worker.submit(1, script.verdict(12, with_features=False))
+        if len(found) == 6:
+            done.set()
+
+    worker = DraftWorker(make_engine([source]), deliver, on_lost=_never)
+    worker.submit(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
+    worker.start()
+    assert done.wait(10)
+    worker.stop()
+    assert found[:3] == [[10], [13], [12]]
+    assert all(length > 12 for (length,) in found[3:])
+
+
+def lengths_of(answers: Answers) -> list[int]:
+    return [
+        proposal.prefix_len
+        for _, message in answers
+        if isinstance(message, Proposals)
+        for proposal in message.entries()
+    ]
 
 
 def _never() -> None:

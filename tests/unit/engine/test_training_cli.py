@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[
         f"--out {out} --tap-layers 0 0 1 --draft-vocab-size 300 --slots 8 --max-new-tokens 16 "
         "--temperature 1.5 --self-prompts 4 --tokens-per-batch 256 --row-len 128 --steps 30 "
         "--learning-rates 1e-3 5e-3 --trial-steps 4 --warmup-steps 5 --log-every 5 --unroll 2 5 "
-        "--whole-steps 3 --deep-share 0.5"
+        "--whole-steps 3 --deep-share 0.5 --step-decay 0.9"
     )
     assert run(*arguments.split()) == 0
     return target, out, json.loads((out / "report.json").read_text())
@@ -47,6 +47,7 @@ def test_the_loss_falls_and_the_report_holds_accuracy_by_step(
     report = trained[2]
     assert set(report["trials"]) == {"0.001", "0.005"}
     assert report["run"]["steps"] == 30
+    assert report["config"]["step_decay"] == 0.9
     log = report["run"]["log"]
     assert log[-1]["loss"] < log[0]["loss"]
     held = report["held_out"]["all"]

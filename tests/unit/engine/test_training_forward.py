@@ -322,6 +322,7 @@ def test_deep_steps_run_on_the_first_rows_alone(
         ({"unroll_early": 14}, "not from 14 to 13"),
         ({"whole_steps": 0}, "at least 1 step runs on the whole batch, not 0"),
         ({"deep_share": 0.0}, "share of deep steps must be within"),
+        ({"step_decay": 1.1}, "decay of steps must be within"),
     ],
 )
 def test_an_unroll_that_cannot_be_is_named(options: dict[str, Any], message: str) -> None:

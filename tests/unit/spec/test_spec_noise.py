@@ -12,6 +12,7 @@ from outrider.spec.noise import (
     gumbel,
     noise_bits,
     noise_keys,
+    prefix_keys,
     stream_key,
     uniform,
     uniform_from_bits,
@@ -32,6 +33,14 @@ def test_lists_of_small_and_large_keys_stay_exact() -> None:
     together = noise_keys([1, 2**64 - 1], [5, 6])
     alone = [noise_keys(1, 5), noise_keys(2**64 - 1, 6)]
     assert together.tolist() == [int(key) for key in alone]
+
+
+def test_each_prefix_has_a_key_of_its_own_as_it_is_written() -> None:
+    keys, digests = [7, 2**64 - 1], [1, 2**63, 2**64 - 5]
+    found = prefix_keys(np.array(keys, np.uint64)[:, None], np.array(digests, np.uint64))
+    assert found.tolist() == [[mix64(key ^ digest) for digest in digests] for key in keys]
+    assert len(np.unique(found)) == 6
+    assert int(prefix_keys(keys[1], digests[2])) == found[1, 2]
 
 
 def test_uniforms_never_reach_zero_or_one() -> None:

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+from outrider_verifier import settled
 
 from outrider.engine.target import ForwardBatch
 from outrider.errors import (
@@ -175,15 +176,15 @@ async def test_a_round_that_fails_after_some_rows_were_settled_leaks_nothing(
 ) -> None:
     async with verifier() as rig:
         await rig.attach(good_chain(rig.target))
-        settle = rig.service._rounds._commit
+        commit = settled._commit
         calls = iter(range(1000))
 
-        def sometimes(*arguments: Any) -> int:
+        def sometimes(*arguments: Any) -> settled.Settled:
             if next(calls) == 3:
                 raise RuntimeError("injected")
-            return settle(*arguments)
+            return commit(*arguments)
 
-        monkeypatch.setattr(type(rig.service._rounds), "_commit", staticmethod(sometimes))
+        monkeypatch.setattr(settled, "_commit", sometimes)
         results = await rig.run_all([make_spec(f"s{i}", max_new_tokens=40) for i in range(3)])
         assert any(isinstance(r.error, InternalError) for r in results)
         await rig.idle()

@@ -15,7 +15,8 @@ from outrider_drafter.head_batch import HeadBatch, RealRows
 from outrider_drafter.headkv import HeadKV, HeadKVBudget
 from torch import Tensor
 
-from outrider.engine.device.draft import DraftProgram, NewRows
+from outrider.engine.device.draft import NewRows
+from outrider.engine.device.draft_ahead import AheadProgram
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.heads import DraftHead, load_head
 from outrider.engine.kernels.attention.layout import PADDING_NODE
@@ -76,7 +77,9 @@ class Sessions:
     sampling: Sequence[SamplingParams]
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
-    program: DraftProgram = field(init=False)
+    scratch: int = 0
+    """Blocks of no session, after the padding block."""
+    program: AheadProgram = field(init=False)
     state: SamplingState = field(init=False)
     storage: Tensor = field(init=False)
     tables: Tensor = field(init=False)
@@ -89,10 +92,10 @@ class Sessions:
         blocks = torch.randperm(count * BLOCKS, generator=generator).view(count, BLOCKS)
         padding = torch.full((1, BLOCKS), count * BLOCKS)
         self.tables = torch.cat((blocks, padding)).int().to(self.device)
-        slots = (count * BLOCKS + 1) * BLOCK
+        slots = (count * BLOCKS + 1 + self.scratch) * BLOCK
         shape = (2, 1, config.num_kv_heads, slots, config.head_dim)
         self.storage = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self.program = DraftProgram(
+        self.program = AheadProgram(
             HeadWeights.from_head(self.head),
             storage=self.storage,
             block_tokens=BLOCK,

@@ -1,0 +1,134 @@
+"""Sessions whose proposals are scored and branched from, without an engine that chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from outrider_drafter.engine import DraftEngine
+from outrider_drafter.sessions import Session
+from outrider_drafter.source import AheadSource, Branches, Live, Outcome
+
+from outrider.spec.law import DraftLaw
+from outrider.spec.plan import Plan
+from outrider.spec.sampling import SamplingParams
+from outrider.spec.tree import ROOT, DraftTree
+from outrider.wire.messages import Proposal
+from tests.unit.drafter.helpers import Script, drain, make_engine, name_of
+from tests.unit.drafter.mixed_sessions import MIX
+
+AHEAD = [(replace(plan, look_ahead=1), sampling) for plan, sampling in MIX]
+ENDS = [[12 + 2 * i for i in range(len(MIX))], [14 + 2 * i + i % 4 for i in range(len(MIX))]]
+"""Two rounds of verdicts: up to where each session of MIX is told."""
+
+
+@dataclass
+class Followed:
+    """Sessions that a source follows, and the proposals that it made for them last."""
+
+    engine: DraftEngine
+    source: AheadSource
+    scripts: list[Script]
+    proposals: dict[str, Proposal]
+
+    @classmethod
+    def begin(
+        cls, source: AheadSource, mix: Sequence[tuple[Plan, SamplingParams]], *, max_len: int = 512
+    ) -> Followed:
+        engine = make_engine([source])
+        scripts = [Script(f"s{i}", seed=20 + i) for i in range(len(mix))]
+        for script, (plan, sampling) in zip(scripts, mix, strict=True):
+            engine.handle(1, script.start(plan=plan, sampling=sampling, max_len=max_len))
+        return cls(engine, source, scripts, {})
+
+    def tell(self, ends: Sequence[int]) -> None:
+        for script, end in zip(self.scripts, ends, strict=True):
+            self.engine.handle(1, script.verdict(end))
+        self.proposals = {name_of(p): p for p in drain(self.engine)}
+
+    def session(self, i: int) -> Session:
+        (found,) = [s for s in self.sessions() if s.key.handle == self.scripts[i].handle]
+        return found
+
+    def sessions(self) -> list[Session]:
+        return self.engine._table.of_connection(1)
+
+    def lives(self, trees: Sequence[DraftTree]) -> list[Live]:
+        return [Live(self.session(i), tree) for i, tree in enumerate(trees)]
+
+    def trees(self) -> list[DraftTree]:
+        return [self.proposals[f"s{i}"].tree for i in range(len(self.scripts))]
+
+
+def some_outcomes(
+    trees: Sequence[DraftTree], candidates: Sequence[NDArray[np.int32]]
+) -> list[Outcome]:
+    """At the root, an inner node and the last leaf of each: a token that is no child there."""
+    outcomes = []
+    for live, tree in enumerate(trees):
+        for node in sorted({ROOT, len(tree) // 2, len(tree) - 1}):
+            children = tree.tokens[tree.parents == node].tolist()
+            tokens = [t for t in candidates[live][node + 1].tolist() if t >= 0]
+            others = [t for t in tokens if t not in children]
+            outcomes += [Outcome(live, node, token) for token in others[:2]]
+    return outcomes
+
+
+@dataclass
+class Made:
+    """One branch."""
+
+    tree: DraftTree
+    law: DraftLaw | None
+
+
+def made(parts: Iterator[Branches]) -> dict[int, Made]:
+    found: dict[int, Made] = {}
+    for branches in parts:
+        ends = branches.node_counts.cumsum().tolist()
+        laws = iter([] if branches.laws is None else laws_of(branches))
+        for row, (outcome, begin, end) in enumerate(
+            zip(branches.outcomes.tolist(), [0, *ends], ends, strict=False)
+        ):
+            here = slice(begin, end)
+            tree = DraftTree(
+                branches.tokens[here].copy(),
+                branches.parents[here].copy(),
+                branches.logprobs[here].copy(),
+            )
+            given = branches.laws is not None and bool(branches.laws.given[row])
+            assert outcome not in found, "an outcome is drafted for once"
+            found[outcome] = Made(tree, next(laws) if given else None)
+    return found
+
+
+def laws_of(branches: Branches) -> list[DraftLaw]:
+    assert branches.laws is not None
+    sizes = iter(branches.laws.sizes.tolist())
+    first, laws = 0, []
+    for row in np.flatnonzero(branches.laws.given).tolist():
+        own = [next(sizes) for _ in range(int(branches.node_counts[row]) + 1)]
+        end = first + sum(own)
+        offsets = np.cumsum([0, *own]).astype(np.int32)
+        laws.append(
+            DraftLaw(
+                offsets=offsets,
+                ids=branches.laws.ids[first:end],
+                counts=branches.laws.counts[first:end],
+            )
+        )
+        first = end
+    return laws
+
+
+def assert_same(ours: Made, theirs: Made) -> None:
+    assert ours.tree.tokens.tolist() == theirs.tree.tokens.tolist()
+    assert ours.tree.parents.tolist() == theirs.tree.parents.tolist()
+    assert (ours.law is None) == (theirs.law is None)
+    if ours.law is not None and theirs.law is not None:
+        np.testing.assert_array_equal(ours.law.ids, theirs.law.ids)
+        np.testing.assert_allclose(
+            ours.law.counts.astype(np.int64), theirs.law.counts.astype(np.int64), atol=1
+        )
