@@ -52,13 +52,16 @@ class Recorder:
 
     def add(self, began: float, lasted: float, name: str, n: int, track: str) -> None:
         """Leave a mark."""
-        if not track:
-            thread = threading.get_ident()
-            if thread not in self._threads:
-                self._threads[thread] = threading.current_thread().name
         # The counter gives each place to one thread only.
         place = next(self._places) % len(self._ring)
-        self._ring[place] = Mark(began, lasted, name, n, track or thread)
+        self._ring[place] = Mark(began, lasted, name, n, track or self._thread())
+
+    def _thread(self) -> int:
+        """The calling thread, whose name is noted."""
+        thread = threading.get_ident()
+        if thread not in self._threads:
+            self._threads[thread] = threading.current_thread().name
+        return thread
 
     def marks(self) -> list[Mark]:
         """What is kept, by begin; what contains another comes before it."""

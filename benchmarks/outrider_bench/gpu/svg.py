@@ -12,7 +12,12 @@ from outrider_bench.gpu.trace import TrackSpan
 _LEFT, _TOP, _ROW, _BAR = 172, 56, 44, 26
 _INSET, _MOST_DEPTH = 5, 2
 """How much lower a bar lies for each that it lies in, and how often."""
-COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#6cc5b0", "#9c6b4e", "#97bbf5")
+COLOURS = (
+    *("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#6cc5b0", "#9c6b4e", "#97bbf5"),
+    *("#ff8ab7", "#1f7a8c", "#8c8c1f", "#7d4e57", "#5b5f97", "#c05621"),
+)
+_IDLE = "#c8c8c8"
+"""Of spans in which nothing happens: their names begin with "wait"."""
 _MIN_LABEL_PX = 7.0
 """Width of a letter, about: bars that are too short for their name go without."""
 
@@ -27,7 +32,9 @@ def draw(
     length = max(max(span.end_ms for span in spans) - start, 1e-6)
     scale = (width - _LEFT - 20) / length
     names = list(dict.fromkeys(span.name for span in spans))
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    busy = [name for name in names if not name.startswith("wait")]
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(busy)}
+    colours |= {name: _IDLE for name in names if name not in colours}
     bottom = _TOP + _ROW * len(tracks)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 64}" '
