@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync import Client
 from outrider.wire.inference import DrafterSummary, ServerInfo, VerifierSummary
-from outrider.wire.look_ahead import LookAheadStats
 
 DEFAULT_ROUTER = "127.0.0.1:50050"
 
@@ -63,19 +62,7 @@ def _verifier(verifier: VerifierSummary) -> str:
         parts.append(f"SIMULATED ACCEPTANCE {verifier.simulated_acceptance}")
     if verifier.planner:
         parts.append(f"speculation: {verifier.planner}")
-    if verifier.look_ahead.rounds:
-        parts.append(look_ahead_words(verifier.look_ahead))
     return ", ".join(part for part in parts if part)
-
-
-def look_ahead_words(stats: LookAheadStats) -> str:
-    """Hits, and how much of what was drafted ahead and of what was not stood."""
-    parts = [f"look-ahead: {stats.hits / stats.rounds:.0%} hits"]
-    if stats.stale_accepted_len is not None:
-        parts.append(f"{stats.stale_accepted_len:.2f} accepted of a hit")
-    if stats.fresh_accepted_len is not None:
-        parts.append(f"{stats.fresh_accepted_len:.2f} of a fresh draft")
-    return ", ".join(parts)
 
 
 def _drafter(drafter: DrafterSummary) -> str:

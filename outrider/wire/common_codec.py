@@ -10,7 +10,6 @@ from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
 from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIASED_IDS, Rule, SamplingParams
 from outrider.wire.checks import count, fail, reading, text, token_ids
 from outrider.wire.limits import MAX_DECISION_BYTES, MAX_METHODS
-from outrider.wire.look_ahead import LookAheadStats
 from outrider.wire.messages import FeatureLayout, FinishReason, SpecStats
 from outrider.wire.v1 import common_pb2 as pb
 
@@ -170,30 +169,6 @@ def plan_from_pb(message: pb.Plan) -> Plan:
                 message.patience_ms if message.HasField("patience_ms") else default.patience_ms
             ),
         )
-
-
-def look_ahead_to_pb(stats: LookAheadStats) -> pb.LookAheadStats | None:
-    """Encode what look-ahead did; None if there was none."""
-    if not stats.rounds:
-        return None
-    return pb.LookAheadStats(
-        rounds=stats.rounds,
-        hits=stats.hits,
-        hit_accepted=stats.hit_accepted,
-        fresh=stats.fresh,
-        fresh_accepted=stats.fresh_accepted,
-    )
-
-
-def look_ahead_from_pb(message: pb.LookAheadStats) -> LookAheadStats:
-    """Decode what look-ahead did; zeros if there was none."""
-    return LookAheadStats(
-        rounds=message.rounds,
-        hits=message.hits,
-        hit_accepted=message.hit_accepted,
-        fresh=message.fresh,
-        fresh_accepted=message.fresh_accepted,
-    )
 
 
 def stats_to_pb(stats: SpecStats) -> pb.SpecDecodeStats:

@@ -12,8 +12,6 @@ from outrider.wire.common_codec import (
     LAYOUTS_FROM_PB,
     METHODS,
     known,
-    look_ahead_from_pb,
-    look_ahead_to_pb,
     methods_from_pb,
     plan_from_pb,
     plan_to_pb,
@@ -108,7 +106,6 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
         own_draft_length=info.own_draft_length,
         simulated_acceptance=info.simulated_acceptance,
         planner=info.planner,
-        look_ahead=look_ahead_to_pb(info.look_ahead),
     ).SerializeToString(deterministic=True)
 
 
@@ -159,7 +156,6 @@ def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
         ),
         simulated_acceptance=text(message.simulated_acceptance, "simulated_acceptance", empty=True),
         planner=text(message.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True),
-        look_ahead=look_ahead_from_pb(message.look_ahead),
     )
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
-from outrider.wire.look_ahead import NO_LOOK_AHEAD, LookAheadStats
 from outrider.wire.messages import FinishReason, SpecStats
 
 MAX_PROMPT_TOKENS = 1 << 20
@@ -207,8 +206,6 @@ class VerifierSummary:
     """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
     planner: str = ""
     """What the planner has in force, by kind of session; empty: nothing is being decided."""
-    look_ahead: LookAheadStats = NO_LOOK_AHEAD
-    """How well drafts made ahead of verdicts did since it started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,6 @@ from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
-from outrider.wire.look_ahead import NO_LOOK_AHEAD, LookAheadStats
 from outrider.wire.rounds import FeatureRows as FeatureRows
 from outrider.wire.rounds import Laws as Laws
 from outrider.wire.rounds import Proposal as Proposal
@@ -406,8 +405,6 @@ class VerifierInfo:
     """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
     planner: str = ""
     """What the planner has in force, by kind of session; empty: nothing is being decided."""
-    look_ahead: LookAheadStats = NO_LOOK_AHEAD
-    """How well drafts made ahead of verdicts did since it started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

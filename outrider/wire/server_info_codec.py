@@ -6,12 +6,7 @@ from collections.abc import Collection, Iterable
 
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.wire.checks import count, finite, text
-from outrider.wire.common_codec import (
-    METHODS,
-    look_ahead_from_pb,
-    look_ahead_to_pb,
-    methods_from_pb,
-)
+from outrider.wire.common_codec import METHODS, methods_from_pb
 from outrider.wire.inference import (
     MAX_ABORT_IDS,
     DrafterLink,
@@ -70,7 +65,6 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 own_methods=[METHODS[method] for method in verifier.own_methods],
                 simulated_acceptance=verifier.simulated_acceptance,
                 planner=verifier.planner,
-                look_ahead=look_ahead_to_pb(verifier.look_ahead),
             )
             for verifier in info.verifiers
         ],
@@ -122,7 +116,6 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                     verifier.simulated_acceptance, "simulated_acceptance", empty=True
                 ),
                 planner=text(verifier.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True),
-                look_ahead=look_ahead_from_pb(verifier.look_ahead),
             )
             for verifier in message.verifiers
         ),

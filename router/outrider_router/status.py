@@ -11,7 +11,6 @@ from outrider.wire.inference import (
     ServerInfo,
     VerifierSummary,
 )
-from outrider.wire.look_ahead import NO_LOOK_AHEAD
 from outrider.wire.messages import PROTOCOL_VERSION, DrafterInfo
 from outrider_router.fleet import PeerState, is_attached
 from outrider_router.registry import DrafterPeer, VerifierPeer
@@ -61,7 +60,6 @@ def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
         own_methods=info.own_methods if info is not None else (),
         simulated_acceptance=info.simulated_acceptance if info is not None else "",
         planner=info.planner if info is not None else "",
-        look_ahead=info.look_ahead if info is not None else NO_LOOK_AHEAD,
     )
 
 

@@ -15,7 +15,6 @@ from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 from outrider.wire import inference as api
 from outrider.wire import messages as m
-from outrider.wire.look_ahead import LookAheadStats
 from outrider.wire.pool_codec import Removed
 from tests.wire.kinds import KINDS
 
@@ -270,9 +269,6 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             own_draft_length=3,
             simulated_acceptance="2.6",
             planner="eagle3 chain of 4: plain (probe)",
-            look_ahead=LookAheadStats(
-                rounds=100, hits=70, hit_accepted=140, fresh=25, fresh_accepted=55
-            ),
         ),
     ),
     "drafter_info": (

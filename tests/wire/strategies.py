@@ -13,7 +13,6 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree, children
 from outrider.wire import messages
-from outrider.wire.look_ahead import LookAheadStats
 from outrider.wire.pool_codec import Removed
 
 UINT32 = st.integers(0, 2**32 - 1)
@@ -56,14 +55,6 @@ PLANS = st.builds(
     look_ahead=st.integers(0, 1),
     fan_out=st.integers(0, 64),
     patience_ms=st.integers(0, 60_000),
-)
-LOOK_AHEADS = st.builds(
-    LookAheadStats,
-    rounds=st.integers(1, 2**64 - 1),
-    hits=UINT64,
-    hit_accepted=UINT64,
-    fresh=UINT64,
-    fresh_accepted=UINT64,
 )
 STATS = st.builds(
     messages.SpecStats,
@@ -309,7 +300,6 @@ VERIFIER_INFOS = st.builds(
     own_draft_length=st.integers(0, 256),
     simulated_acceptance=MAYBE_NAMES,
     planner=MAYBE_NAMES,
-    look_ahead=LOOK_AHEADS,
 )
 DRAFTER_INFOS = st.builds(
     messages.DrafterInfo,

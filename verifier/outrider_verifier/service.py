@@ -19,7 +19,6 @@ from outrider.transport.inproc import local_sessions
 from outrider.transport.lane import LaneListener
 from outrider.transport.sessions import SessionIterators
 from outrider.wire.limits import MAX_PLANNER_BYTES
-from outrider.wire.look_ahead import LookAheadStats
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     AttachedDrafter,
@@ -212,13 +211,6 @@ class VerifierService(SessionIterators):
             own_draft_length=self._own_draft_length,
             simulated_acceptance=self._config.simulated_acceptance,
             planner=self._core.policy.summary()[:MAX_PLANNER_BYTES],
-            look_ahead=LookAheadStats(
-                rounds=counters["look_ahead_rounds"],
-                hits=counters["hit_rounds"],
-                hit_accepted=counters["hit_accepted_tokens"],
-                fresh=counters["fresh_rounds"],
-                fresh_accepted=counters["fresh_accepted_tokens"],
-            ),
         )
 
     async def sessions(self) -> RouterConnection:

@@ -167,17 +167,3 @@ class Heartbeat(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
-
-class LookAheadStats(_message.Message):
-    __slots__ = ("rounds", "hits", "hit_accepted", "fresh", "fresh_accepted")
-    ROUNDS_FIELD_NUMBER: _ClassVar[int]
-    HITS_FIELD_NUMBER: _ClassVar[int]
-    HIT_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    FRESH_FIELD_NUMBER: _ClassVar[int]
-    FRESH_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    rounds: int
-    hits: int
-    hit_accepted: int
-    fresh: int
-    fresh_accepted: int
-    def __init__(self, rounds: _Optional[int] = ..., hits: _Optional[int] = ..., hit_accepted: _Optional[int] = ..., fresh: _Optional[int] = ..., fresh_accepted: _Optional[int] = ...) -> None: ...
