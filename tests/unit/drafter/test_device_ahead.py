@@ -289,13 +289,15 @@ def test_features_of_nan_harm_no_other_branch(head: DraftHead) -> None:
             device.scripts[1].features[:] = np.nan
         device.tell([14, 15, 16])
         trees = device.trees()
+        outcomes = [Outcome(live, node, 7) for live in range(3) for node in (ROOT, 1)]
+        # The second time what the first one wrote lies about.
         for _ in range(2):
             device.source.score(device.lives(trees))
-            outcomes = [Outcome(live, node, 7) for live in range(3) for node in (ROOT, 1)]
-            branches = made(device.source.branch(outcomes))
-        found.append(branches)
+            found.append(made(device.source.branch(outcomes)))
+    assert len(found) == 4
     for index in (0, 1, 4, 5):
-        assert_same(found[1][index], found[0][index])
+        for branches in found[1:]:
+            assert_same(branches[index], found[0][index])
 
 
 def test_no_proposals_and_no_outcomes_give_nothing(head: DraftHead) -> None:
