@@ -25,6 +25,7 @@ from outrider.spec.sampling import Rule
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import Proposals, SessionsLost
 from outrider_drafter.calibration import Calibration, FixedSpread, Predictor
+from outrider_drafter.fair import MOST_TOGETHER, first_served
 from outrider_drafter.metrics import Metrics
 from outrider_drafter.outcomes import Floats, Indices, Layout, best, seen
 from outrider_drafter.sessions import Session
@@ -208,14 +209,20 @@ class LookAhead:
         self._open[slot] = hit and one.session.room >= 2
 
     def work(self) -> Generator[Answers]:
-        """Draft for the outcomes of all live proposals, best expected gain first; yields
+        """Draft for the outcomes of live proposals (of all, or of so many that are drafted for
+        together: fair shares of all verifiers), best expected gain first; yields
         (connection, drafts) that are ready together. Where nothing is ready yet it yields nothing,
         so that what has come meanwhile can be looked at.
 
         As soon as a session may have moved the iterator must be closed; what is left is chosen
         anew, from scores of its own, in the next one.
         """
-        open_ones = [self.watched[slot] for slot in np.flatnonzero(self._open).tolist()]
+        slots = np.flatnonzero(self._open)
+        if len(slots) > MOST_TOGETHER:
+            owners = [self.watched[slot].session.key.connection for slot in slots.tolist()]
+            used_at = self._table.used_at[slots]
+            slots = slots[first_served(np.array(owners), used_at, MOST_TOGETHER)]
+        open_ones = [self.watched[slot] for slot in slots.tolist()]
         open_ones.sort(key=lambda one: one.session.plan.method)
         for method, group in groupby(open_ones, key=lambda one: one.session.plan.method):
             ones = list(group)
