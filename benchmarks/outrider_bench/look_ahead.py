@@ -72,18 +72,18 @@ class Hits:
                 self._count(verdict, found)
 
     def _count(self, verdict: Verdict, found: Candidates) -> None:
-        layout = Layout.of(verdict.tree, found.tokens)
+        layout = Layout.of([verdict.tree], found.tokens)
         for name, predictor in (("calibrated", self._calibration), ("plain", self._plain)):
             gains = predictor.gains(layout, found.logprobs)
-            first = best(layout, gains, room=_ROOM, count=FAN_OUTS[-1])
-            right = (first.nodes == verdict.node) & (first.tokens == verdict.token)
+            first = best(layout, gains, 0, room=_ROOM, count=FAN_OUTS[-1])
+            right = (first.places == verdict.node + 1) & (first.tokens == verdict.token)
             for at, fan_out in enumerate(FAN_OUTS):
                 self._found[name][at] += bool(right[:fan_out].any())
         self._rounds += 1
         self._at_root += verdict.accepted_len == 0
         nodes = path(verdict.tree.parents, verdict.node)
         emitted = [*verdict.tree.tokens[list(nodes)].tolist(), verdict.token]
-        self._calibration.learn(layout, found.logprobs, seen(layout, emitted))
+        self._calibration.learn(layout, found.logprobs, seen(layout, 0, emitted))
 
     def rates(self) -> dict[str, object]:
         """Shares of the rounds by number of outcomes; `plain`: by the head's own probabilities."""
