@@ -51,7 +51,7 @@ class _Session:
             prompt_len=PROMPT,
         )
         engine.handle(1, start)
-        self.emit(self._random.integers(0, 1000, PROMPT + 1))
+        self.emit(self._random.integers(0, 300, PROMPT + 1))
 
     @property
     def is_over(self) -> bool:
@@ -64,7 +64,7 @@ class _Session:
         rows = self._length + len(tokens) - 1 - first
         features = self._random.integers(15000, 16000, (rows, self._width)).astype(np.uint16)
         for token in tokens.tolist():
-            self._digest = extend_digest(self._digest, token)
+            self._digest = extend_digest(self._digest, [token])
         verdict = Verdict(
             handle=0,
             start=self._length,
@@ -81,7 +81,7 @@ class _Session:
         """A verdict that nobody foresaw, its draft, and a pass; seconds of each step."""
         took: dict[str, float] = {}
         began = time.perf_counter()
-        self.emit(self._random.integers(0, 1000, 3))
+        self.emit(self._random.integers(0, 300, 3))
         for _ in self._engine.draft():
             took["draft"] = time.perf_counter() - began
         began = last = time.perf_counter()
