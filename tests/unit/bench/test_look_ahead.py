@@ -75,7 +75,7 @@ def test_a_hit_is_an_outcome_that_was_among_the_candidates(
                 within += verdict.token in found.tokens[verdict.node + 1]
                 nodes = path(verdict.tree.parents, verdict.node)
                 told = [*verdict.tree.tokens[list(nodes)].tolist(), verdict.token]
-                places = seen(Layout.of([verdict.tree], found.tokens), told).places
+                places = seen(Layout.of([verdict.tree], found.tokens), 0, told).places
                 assert int(places[-1]) == verdict.node + 1
         hits.watch(what)
 
