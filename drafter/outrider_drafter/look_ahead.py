@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider import trace
 from outrider.spec.digest import extend_digests
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
@@ -200,6 +201,7 @@ class LookAhead:
             self._later(partial(_learn, predictor, one.scored, told))
         tree = one.branches.get(digest)
         hit = tree is not None and bool(self._table.wanting[slot])
+        trace.instant("hit" if hit else "miss")
         metrics.outcomes.labels("hit" if hit else "miss").inc()
         if hit:
             self._table.wanting[slot] = False
@@ -238,6 +240,7 @@ class LookAhead:
         started = self._now()
         expected = self._choose(source, ones)
         seconds = self._metrics.look_ahead_seconds
+        trace.span("score", started, len(ones))
         self._later(partial(seconds.labels("score").observe, self._now() - started))
         for first in range(0, len(expected.lives), MAX_BRANCHES):
             if first or not self._starved:
@@ -254,9 +257,12 @@ class LookAhead:
                     strict=True,
                 )
             ]
+            began = self._now()
             for branches in source.branch(outcomes):
                 self._starved = False
+                trace.span("branch", began, len(branches.outcomes))
                 yield self._sent(ones, launch, branches, self._now() - started)
+                began = self._now()
             self._later(partial(seconds.labels("branch").observe, self._now() - started))
         for one in ones:
             one.pending = 0

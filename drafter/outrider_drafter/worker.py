@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from outrider import trace
 from outrider.engine.device.current import make_current
 from outrider.transport.lane import Lane
 from outrider.transport.letterbox import Letterbox
@@ -131,8 +132,11 @@ class DraftWorker:
         if self._stopping:
             return
         if engine.wants_drafting:
+            began = trace.now()
             for answers in engine.draft():
+                trace.span("draft", began, len(answers))
                 self._send(answers)
+                began = trace.now()
             return
         self._gives_way = False
         if engine.wants_look_ahead:
@@ -155,7 +159,10 @@ class DraftWorker:
     def _receive(self, wait_s: float | None) -> bool:
         """Whether messages came within this time."""
         lanes = self._lanes
+        began = trace.now()
         ready = self._inbox.wait(wait_s, lanes.readers, lanes.writers)
+        if wait_s != 0.0:
+            trace.span("wait", began)
         lanes.flush()
         came = bool(ready)
         for entry in self._inbox.take():
@@ -174,16 +181,23 @@ class DraftWorker:
 
     def _send(self, answers: Answers) -> None:
         """By lanes; what goes by none is another thread's to send."""
+        began = trace.now()
         rest = self._lanes.answer(answers)
         if rest:
             self._deliver(rest)
             self._gives_way = True
+        if answers:
+            trace.span("send", began, len(answers))
 
     def _take_in(self) -> None:
+        began, count = trace.now(), 0
         for connection, message in self._untaken.take():
+            count += 1
             if not self._lanes.carries(connection):
                 self._taken[connection] += 1
             self._engine.handle(connection, message)
+        if count:
+            trace.span("take in", began, count)
 
     def _wait_s(self) -> float | None:
         """How long to wait for a message; None if there is nothing else to do."""

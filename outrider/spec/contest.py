@@ -124,7 +124,10 @@ class Contest:
 
     expected_s: float = math.nan
     """What a plain round is thought to take until any was seen; nan: nothing tells."""
-    _mode: Mode = Mode.SPECULATE
+    worth: float = 1.0
+    """Tokens that a row of a plain round emits."""
+    in_force: Mode = Mode.SPECULATE
+    """The mode of now, probes aside."""
     _plain: RoundTimes = field(default_factory=RoundTimes)
     _drafts: RoundTimes = field(default_factory=RoundTimes)
     _stood: Emitted = field(default_factory=Emitted)
@@ -152,12 +155,17 @@ class Contest:
         `halvings` higher (negative: lower)."""
         stood = Emitted(other._stood.rows, other._stood.tokens, other._stood.squares)
         stood.rounds = other._stood.rounds
-        new = cls(_mode=other._mode, _stood=stood, _decided=other._decided, _thin=other._thin)
+        new = cls(in_force=other.in_force, _stood=stood, _decided=other._decided, _thin=other._thin)
         new._proven = other._proven and other.gain > CLEAR_GAIN
         new._thought = other.believed * EASIER ** max(0, halvings)
         if halvings > 0 and new._thought > 1.0 and stood.mean > EASY_TOKENS:
-            new._mode = Mode.SPECULATE
+            new.in_force = Mode.SPECULATE
         return new
+
+    @classmethod
+    def begun(cls, mode: Mode) -> Contest:
+        """A contest that begins with this mode and knows nothing of either."""
+        return cls(in_force=mode, _thin=mode is Mode.PLAIN)
 
     @property
     def decided(self) -> bool:
@@ -167,7 +175,7 @@ class Contest:
     @property
     def mode(self) -> Mode:
         """What sessions are to do now."""
-        return self._mode if self._probe is None else self._probe.mode
+        return self.in_force if self._probe is None else self._probe.mode
 
     @property
     def reason(self) -> Reason:
@@ -177,9 +185,14 @@ class Contest:
         return Reason.FASTER if self._probe is None else Reason.PROBE
 
     @property
+    def trying(self) -> bool:
+        """Whether the other mode is being tried."""
+        return self._probe is not None
+
+    @property
     def gain(self) -> float:
         """Tokens per second with speculation over those without; nan while one is unknown."""
-        return self._stood.mean * self.plain_s / self._drafts.mean_s
+        return self._stood.mean / self.worth * self.plain_s / self._drafts.mean_s
 
     @property
     def believed(self) -> float:
@@ -195,14 +208,20 @@ class Contest:
     @property
     def _usual_s(self) -> float:
         """Seconds of a round in the mode in force; nan: unknown."""
-        return self._plain.mean_s if self._mode is Mode.PLAIN else self._drafts.mean_s
+        return self._plain.mean_s if self.in_force is Mode.PLAIN else self._drafts.mean_s
 
     def forgive(self) -> None:
         """Another session begins, alone: drafts that were ahead before the last one had bad luck
         with them get another chance."""
-        if self._proven and self._mode is Mode.PLAIN and self._probe is None:
-            self._mode, self._proven = Mode.SPECULATE, False
+        if self._proven and self.in_force is Mode.PLAIN and self._probe is None:
+            self.in_force, self._proven = Mode.SPECULATE, False
             self._forget_drafts()
+
+    def renew(self) -> None:
+        """Drafts are made another way from now on: whatever those before them gave, they get a
+        chance."""
+        self.in_force = Mode.SPECULATE
+        self._forget_drafts()
 
     def observe(self, mode: Mode, seen: Seen) -> None:
         """Sessions decoded in `mode`."""
@@ -212,7 +231,7 @@ class Contest:
         if probe is not None:
             if probe.mode is mode:
                 self._probed(probe, seen)
-        elif mode is self._mode:
+        elif mode is self.in_force:
             self._went_on(mode, seen)
 
     def _went_on(self, mode: Mode, seen: Seen) -> None:
@@ -237,7 +256,6 @@ class Contest:
 
     def _note_plain(self, seen: Seen) -> None:
         if seen.timed:
-            # A plain round emits one token a row but where a stop cuts it.
             self._plain.observe(seen.round_s, seen.rounds)
 
     def _note_drafts(self, seen: Seen) -> None:
@@ -268,7 +286,7 @@ class Contest:
         took_s = self._drafts.clipped(seen.round_s) if seen.timed else self._drafts.mean_s
         if math.isnan(took_s):
             return
-        self._deficit += seen.rounds * (took_s / plain_s - seen.tokens / seen.rows)
+        self._deficit += seen.rounds * (took_s / plain_s - seen.tokens / seen.rows / self.worth)
         # A stall may not weigh on all that follow it.
         self._deficit = min(self._deficit, 2.0 * PROVEN_LIMIT)
         if self._deficit <= 0.0:
@@ -280,7 +298,11 @@ class Contest:
 
     def _loses(self) -> bool:
         """Whether drafts since they were last ahead emit too few tokens for their time."""
-        return self._behind.short_of(self._behind_s.mean_s / self.plain_s)
+        return self._behind.short_of(self._needed(self._behind_s))
+
+    def _needed(self, drafts: RoundTimes) -> float:
+        """Tokens that a row must emit to be worth such rounds."""
+        return self.worth * drafts.mean_s / self.plain_s
 
     def _doubt(self) -> None:
         """Compare speculation with plain rounds of right now."""
@@ -319,7 +341,7 @@ class Contest:
     def _probed(self, probe: _Probe, seen: Seen) -> None:
         """A round in the mode that is being tried."""
         usual_s = self._usual_s
-        worth = 1.0 if self._mode is Mode.PLAIN else self._stood.mean
+        worth = self.worth if self.in_force is Mode.PLAIN else self._stood.mean
         if not math.isnan(usual_s):
             lost = seen.rounds * (seen.round_s - seen.tokens / seen.rows / worth * usual_s)
             probe.lost_s += lost
@@ -346,7 +368,7 @@ class Contest:
         """Whether the drafts that are being tried cannot be worth it any more."""
         if probe.mode is Mode.PLAIN or not self._drafts.rounds > LEAST_ROUNDS:
             return False
-        hopeless = self._behind.short_of(self._drafts.mean_s / self.plain_s, sure=SURE_LOSS)
+        hopeless = self._behind.short_of(self._needed(self._drafts), sure=SURE_LOSS)
         self._thin = self._thin and not hopeless
         return hopeless
 
@@ -358,15 +380,15 @@ class Contest:
         if probe.mode is Mode.SPECULATE:
             enough = self._drafts.rounds >= ENOUGH_ROUNDS
             if enough and not broken and self.gain > MARGIN:
-                self._mode = Mode.SPECULATE
+                self.in_force = Mode.SPECULATE
             self._begin_anew()
             return
         if not probe.doubts:
             return
         self._decided = True
-        needed = self._behind_s.mean_s / self.plain_s
+        needed = self._needed(self._behind_s)
         if not broken and self._behind.short_of(needed, sure=CONFIRMED):
-            self._mode = Mode.PLAIN
+            self.in_force = Mode.PLAIN
             self._thin = not self._behind.short_of(needed, sure=SURE_LOSS)
             # The times when it was ahead are over.
             self._stood, self._drafts = self._behind, self._behind_s

@@ -24,6 +24,7 @@ _MEAN_GAIN: Final = 1.0 / 8.0
 _DEVIATION_GAIN: Final = 1.0 / 4.0
 DEVIATIONS: Final = 6.0
 """Mean deviations above the mean that hold nearly every arrival."""
+_LONGEST_GAIN: Final = 1.0 / 64.0
 
 
 class AcceptanceEstimate:
@@ -109,6 +110,7 @@ class ArrivalEstimate:
     def __init__(self) -> None:
         self._mean = math.nan
         self._deviation = 0.0
+        self._longest = 0.0
 
     @property
     def known(self) -> bool:
@@ -118,6 +120,8 @@ class ArrivalEstimate:
     def observe(self, delay_s: float) -> None:
         """A proposal arrived `delay_s` after its root was known; early ones count as 0."""
         delay_s = max(0.0, delay_s)
+        self._longest += _LONGEST_GAIN * (self.mean_s - self._longest)
+        self._longest = max(self._longest, delay_s)
         if not self.known:
             self._mean, self._deviation = delay_s, delay_s / 2.0
             return
@@ -132,8 +136,14 @@ class ArrivalEstimate:
 
     @property
     def latest_s(self) -> float:
-        """The delay within which nearly every proposal arrives; infinite while unknown."""
-        return self._mean + DEVIATIONS * self._deviation if self.known else math.inf
+        """The delay within which nearly every proposal arrives; infinite while unknown.
+
+        The longest of late counts too: those that were drafted ahead and come a little late are no
+        reason to give up the others, however few these are.
+        """
+        if not self.known:
+            return math.inf
+        return max(self._mean + DEVIATIONS * self._deviation, self._longest)
 
 
 def patience_s(

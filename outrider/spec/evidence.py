@@ -16,6 +16,9 @@ WINDOW: Final = 16
 """Rounds that tell what one takes."""
 OUTLIER: Final = 3.0
 """Usual rounds that one round counts as at most: a stall says nothing of a mode."""
+STALLS: Final = 2
+"""Rounds of a full window that may be stalls. What is as long more often is of the mode: drafts
+that were not made ahead can take several times as long as those that were."""
 TIME_NOISE: Final = 0.15
 """Deviation of one round's time, as a share of it."""
 UNSEEN: Final = 2.0
@@ -37,7 +40,9 @@ class RoundTimes:
         """A round took `seconds`; one of a part of the sessions counts as a part of a round."""
         self._seconds.append(seconds)
         self._weights.append(rounds)
-        most = OUTLIER * sorted(self._seconds)[(len(self._seconds) - 1) // 2]
+        count = len(self._seconds)
+        usual = max((count - 1) // 2, count - 1 - STALLS)
+        most = OUTLIER * sorted(self._seconds)[usual]
         counted = sum(
             weight * min(value, most)
             for value, weight in zip(self._seconds, self._weights, strict=True)
@@ -94,13 +99,19 @@ class Emitted:
         """Tokens of a row; nan while nothing is known."""
         return self.tokens / self.rows if self.rows > 0.0 else math.nan
 
+    @property
+    def variance(self) -> float:
+        """How uncertain that mean is; infinite while nothing is known."""
+        if not self.rows > 0.0:
+            return math.inf
+        mean = self.mean
+        return (self.squares / self.rows - mean * mean + UNSEEN / self.rows) / self.rows
+
     def short_of(
         self, needed: float, *, sure: float = SURE, time_noise: float = TIME_NOISE
     ) -> bool:
         """Whether rows emit fewer than `needed` tokens, chance and the noise of times aside."""
         if not self.rounds > 0.0:
             return False
-        mean = self.mean
-        spread = self.squares / self.rows - mean * mean + UNSEEN / self.rows
-        error = math.sqrt(spread / self.rows + (time_noise * needed) ** 2 / self.rounds)
-        return mean + sure * error < needed
+        error = math.sqrt(self.variance + (time_noise * needed) ** 2 / self.rounds)
+        return self.mean + sure * error < needed

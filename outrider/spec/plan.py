@@ -48,7 +48,8 @@ class Plan:
     depth: int = 0
     """Levels of a tree; 0 lets the drafter choose. A chain's depth is draft_tokens."""
     look_ahead: int = 0
-    """Rounds drafted ahead of the verdict, in [0, 1]; 0 is lock-step."""
+    """Rounds drafted ahead of the verdict, in [0, 1]; 0 is lock-step. A verifier whose planner
+    decides takes 1 for leave to do so."""
     fan_out: int = 0
     """Predicted outcomes pre-drafted per round when look_ahead > 0, in [0, 64]; 0 lets the drafter
     choose."""

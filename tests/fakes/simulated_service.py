@@ -2,7 +2,7 @@
 
 Sessions follow each other in a closed loop, so that prompts arrive all the time. Which rows share a
 round is decided by the real schedule; drafts come from a drafter that answers a round's verdicts
-together, or from a head in the verifier itself.
+together and may have drafted ahead of them, or from a head in the verifier itself.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import numpy as np
 from outrider_verifier.engine import RowOutcome
+from outrider_verifier.inbox import Held
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.policy import Policy
-from outrider_verifier.rows import Draft, trim
-from outrider_verifier.schedule import Limits, RoundPlan, RowState, plan_round
+from outrider_verifier.schedule import Limits, RoundPlan, RowState, Times, plan_round
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Settled
 
@@ -27,8 +27,7 @@ from outrider.engine.acceptance import Acceptance
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
-from outrider.wire.messages import SessionSpec
-from tests.fakes.scripted_drafter import make_tree
+from outrider.wire.messages import Proposals, SessionSpec
 
 ROWS = (1, 8, 32, 64)
 DRAFT = 4
@@ -60,6 +59,20 @@ class Costs:
         return self.of(row, rows) - self.host / 1000.0 + pieces * self.piece / 1000.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """What a drafter makes of look-ahead."""
+
+    hits: float
+    """P(the verdict of a draft was drafted for)."""
+    stale: float = 0.95
+    """Draft tokens that stand on a hit, over those of a draft made after the verdict."""
+    late: float = 0.0
+    """Milliseconds by which a draft for a miss comes later: the drafter was drafting ahead."""
+    stretch: float = 1.0
+    """What a round takes over one beside which nothing is drafted ahead: cores are shared."""
+
+
 @dataclass(kw_only=True)
 class Service:
     """One run: `waves` answers of each of `sessions` clients."""
@@ -71,6 +84,8 @@ class Service:
     policy: Policy | None
     """None: no session speculates."""
     own: bool = False
+    ahead: Ahead | None = None
+    """None: plans are of lock-step."""
     waves: int = 2
     seed: int = 0
     noise: float = 0.08
@@ -83,6 +98,10 @@ class Service:
     """Session rounds."""
     paused: int = 0
     """Session rounds that were decoded plainly by the planner's decision."""
+    looked: int = 0
+    """Session rounds under look-ahead."""
+    turns: int = 0
+    """How often sessions went from one of lock-step and look-ahead to the other."""
 
     def run(self) -> float:
         """Seconds that it takes until the last answer has ended."""
@@ -93,12 +112,18 @@ class Service:
         self._prompts = lengths.integers(42, 244, count).tolist()
         self._rng = np.random.default_rng((self.seed, 1))
         self._rate = _rate(self.extra_tokens)
+        self._stale_rate = _rate(self.extra_tokens * (self.ahead.stale if self.ahead else 1.0))
         self._live: dict[SessionId, Session] = {}
         self._left = list(range(count))
         self._arrivals: list[float] = [self.now + 1e-5 * i for i in range(self.sessions)]
         self._proposals: list[tuple[float, int, SessionId, int]] = []
         self._ready: dict[SessionId, float] = {}
+        self._hits: set[SessionId] = set()
+        """Those of whom the next draft was made ahead."""
+        self._branched: set[SessionId] = set()
+        """Those for whose present drafts the drafter drafts ahead."""
         self._idle_since = began = self.now
+        self._round_s = 0.0
         while self._left or self._live:
             self._step()
         return self.now - began
@@ -108,7 +133,13 @@ class Service:
     def _step(self) -> None:
         self._take_in()
         self._turn()
-        plan = plan_round([self._state(s) for s in self._live.values()], self.now, self._limits)
+        answer_s = 0.0 if self.policy is None else self.policy.answer_s()
+        plan = plan_round(
+            [self._state(s) for s in self._live.values()],
+            self.now,
+            self._limits,
+            times=Times(answer_s=answer_s, round_s=self._round_s),
+        )
         if plan.empty:
             due = [] if plan.wait_until is None else [plan.wait_until]
             due += self._arrivals[:1] if self._left else []
@@ -143,7 +174,12 @@ class Service:
 
     def _open(self, index: int) -> None:
         name, speculative = SessionId(f"s{index}"), self.policy is not None
-        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=DRAFT, patience_ms=2000)
+        plan = Plan(
+            method=DraftMethod.EAGLE3,
+            draft_tokens=DRAFT,
+            patience_ms=2000,
+            look_ahead=int(self.ahead is not None),
+        )
         spec = SessionSpec(
             session_id=name,
             epoch=0,
@@ -175,12 +211,15 @@ class Service:
         for session in self._live.values():
             session.draft_limit = self.policy.limit(session)
             pauses = self.policy.pauses(session)
-            if pauses == session.paused:
-                continue
-            self.policy.turn(session, paused=pauses)
-            if not pauses:
-                session.since = self.now
-                resumed.append(session)
+            if pauses != session.paused:
+                self.policy.turn(session, paused=pauses)
+                if not pauses:
+                    session.since = self.now
+                    resumed.append(session)
+            ahead = self.policy.looks_ahead(session)
+            if not session.paused and ahead != session.ahead:
+                self.policy.turn_ahead(session, ahead=ahead)
+                self.turns += 1
         self._tell(resumed, first=True)
 
     def _state(self, session: Session) -> RowState:
@@ -207,8 +246,9 @@ class Service:
                 self.policy.missed(session)
         drafted = [s.session_id in self._ready or s.own_depth > 0 for s in rows]
         pieces = sum(-(-chunk.num_tokens // PIECE) for chunk in plan.prefill)
-        self.now += self._took(len(rows), any(drafted), pieces)
-        self._idle_since = self.now
+        stretches = self.ahead is not None and any(s.ahead and not s.paused for s in rows)
+        self.now += self._took(len(rows), any(drafted), pieces, stretches=stretches)
+        self._idle_since, self._round_s = self.now, self.now - began
         settled, told = [], []
         for chunk in plan.prefill:
             session = self._live[chunk.session_id]
@@ -219,8 +259,12 @@ class Service:
         for session, row, with_draft in zip(rows, plan.decode, drafted, strict=True):
             settled.append(self._commit(session, DRAFT * with_draft, row.missed))
             self._ready.pop(session.session_id, None)
+            self._hits.discard(session.session_id)
+            if not with_draft:
+                self._branched.discard(session.session_id)
             self.decoded += 1
             self.paused += session.paused
+            self.looked += session.ahead and not session.paused
             told.append(session)
         first = [s for s in told if s.length == s.spec.prompt_len + 1]
         self._tell([s for s in told if s not in first], first=False)
@@ -238,21 +282,24 @@ class Service:
             if session.emitted >= session.handle:
                 self._end(session)
 
-    def _took(self, rows: int, drafted: bool, pieces: int) -> float:
+    def _took(self, rows: int, drafted: bool, pieces: int, *, stretches: bool) -> float:
         costs = self.costs
         seconds = pieces * costs.piece / 1000.0
         if rows:
             seconds += costs.of(costs.verify if drafted else costs.plain, rows)
         else:
             seconds += costs.of(costs.plain, 1)
+        if stretches and self.ahead is not None:
+            seconds *= self.ahead.stretch
         seconds *= math.exp(self._rng.normal(0.0, self.noise))
         if self._rng.random() < self.stalls:
             seconds += self._rng.uniform(0.0, 20.0) * costs.of(costs.plain, 1)
         return seconds
 
     def _commit(self, session: Session, drafted: int, missed: bool | None) -> Settled:
-        stood = 0
-        while stood < drafted and self._rng.random() < self._rate:
+        stood, hit = 0, session.session_id in self._hits
+        rate = self._stale_rate if hit else self._rate
+        while stood < drafted and self._rng.random() < rate:
             stood += 1
         count = min(1 + stood, session.handle - session.emitted)
         session.append((1,) * count, self.now)
@@ -266,13 +313,14 @@ class Service:
         result = RowOutcome(acceptance=accepted, features=None, drafted=drafted if self.own else 0)
         if missed is None:
             return Settled(session, result, (1,))
-        draft = TREE if drafted and not self.own else None
-        verified = VerifyRow(session=session, draft=draft)
+        held = Held(NOTHING, 0, drafted, hit) if drafted and not self.own else None
+        verified = VerifyRow(session=session, held=held)
         return Settled(session, result, (1,) * count, None, verified, missed)
 
     def _tell(self, sessions: Sequence[Session], *, first: bool) -> None:
         """The drafter hears of roots and answers, those of one round together."""
         told = [s for s in sessions if s.link_id is not None and not s.paused]
+        told = [s for s in told if not self._hit(s)]
         if not told:
             return
         took = self.costs.of(self.costs.exchange, len(told)) * math.exp(
@@ -282,8 +330,22 @@ class Service:
             # Prompts, or what was missed in a pause, have to be read.
             took = 1.5 * took + 0.0002 * len(told)
         for session in told:
-            entry = (self.now + took, session.ticket, session.session_id, session.length)
+            late = self.ahead.late / 1000.0 if self.ahead and session.ahead else 0.0
+            entry = (self.now + took + late, session.ticket, session.session_id, session.length)
             heapq.heappush(self._proposals, entry)
+
+    def _hit(self, session: Session) -> bool:
+        """Whether a verdict is one of those that were drafted for."""
+        name = session.session_id
+        drafted_for = name in self._branched
+        # For whatever draft is verified next, its outcomes are drafted now.
+        (self._branched.add if session.ahead else self._branched.discard)(name)
+        if not drafted_for or self.ahead is None or self._rng.random() >= self.ahead.hits:
+            return False
+        self._hits.add(name)
+        # It was there when the round ended.
+        self._ready[name] = session.proposal_at = self.now - 1e-6
+        return True
 
     def _end(self, session: Session) -> None:
         if self.policy is not None:
@@ -293,7 +355,8 @@ class Service:
         heapq.heappush(self._arrivals, self.now + ARRIVAL_S)
 
 
-TREE: Draft = trim(make_tree([1] * DRAFT), None, DRAFT)
+NOTHING = Proposals.of([])
+"""Nobody reads the drafts."""
 
 
 def _rate(extra: float) -> float:

@@ -101,7 +101,8 @@ def test_a_drafter_can_be_removed_and_ended_while_requests_run(
     removed = remove_drafter(pool.pool, leaving.address)
     leaving.stop()
     assert removed == (COUNT // 2, 0)
-    assert sum(pool.sessions_of("d1").values()) == COUNT
+    # As the verifiers say it, when they are asked next.
+    wait_until(lambda: sum(pool.sessions_of("d1").values()) == COUNT, what="all with the other")
     assert pool.drafter("d0") is None
     check(requests.results(), plain)
     # Nobody was without a drafter at any time.

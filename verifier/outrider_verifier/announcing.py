@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from outrider.ids import DrafterId
 from outrider.wire.codec import encode_verifier_message
-from outrider.wire.messages import Encoded, SessionEnd, Verdicts, VerifierMessage
+from outrider.wire.messages import Encoded, PlanChange, SessionEnd, Verdicts, VerifierMessage
 from outrider_verifier.commands import Link
 from outrider_verifier.effects import Post, Tell
 from outrider_verifier.handover import Handover, Told
@@ -93,6 +93,10 @@ class Announcer:
         """Take in what a paused session committed; no drafter is told."""
         if session.spec.drafter_id is not None:
             self._handover.advance(Told.present([session], [None]))
+
+    def tell_plan(self, session: Session) -> None:
+        """Say to its drafter how an announced session is to be drafted for now."""
+        self.tell(session, PlanChange(handle=session.handle, plan=session.drafter_plan))
 
     def tell_round(self, told: Told) -> None:
         """Say to each drafter what a round committed of its sessions. Encoded here and now: so the

@@ -68,6 +68,7 @@ def assemble(
             ceiling_s=config.ceiling_s,
             times=runner.round_s,
             piece_tokens=runner.piece_tokens,
+            shares_cores=not config.device.startswith("cuda"),
         ),
         post=outbox.append,
     )

@@ -178,7 +178,7 @@ class Handover:
             handle=handle,
             session_id=session.session_id,
             epoch=session.spec.epoch,
-            plan=session.plan,
+            plan=session.drafter_plan,
             sampling=session.spec.sampling.for_drafter(),
             max_len=session.max_len,
             prompt_len=session.spec.prompt_len,

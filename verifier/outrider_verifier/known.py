@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from outrider.ids import DrafterId
-from outrider.spec.contest import Contest, Mode
+from outrider.spec.contest import Contest, Mode, Seen
 from outrider.spec.estimates import AcceptanceEstimate, ArrivalEstimate
+from outrider.spec.look_ahead import LookAhead
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider_verifier.sessions import NO_LIMIT, Session
+
+HOLD_ROUNDS: Final = 16
+"""Rounds without a wait after which a suspect drafter is waited for once more; doubles each time
+that this is in vain."""
+MAX_HOLD_ROUNDS: Final = 256
+TURN_ROUNDS: Final = 1
+AHEAD_ROUNDS: Final = 2
+"""Rounds of a session that tell of a change and not of what is changed to: of one between plain
+decoding and speculation, and of one between lock-step and look-ahead, where the drafts of the round
+under way are of the old way still."""
 
 
 class Kind(NamedTuple):
@@ -25,6 +36,9 @@ class Kind(NamedTuple):
     rule: Rule
     temperature: float
     """Rounded to tenths."""
+    look_ahead: bool = False
+    """Whether they may be drafted for ahead of their verdicts."""
+    fan_out: int = 0
 
     @classmethod
     def of(cls, session: Session) -> Kind:
@@ -37,6 +51,8 @@ class Kind(NamedTuple):
             top_k=plan.top_k,
             rule=sampling.rule,
             temperature=round(sampling.temperature, 1),
+            look_ahead=plan.look_ahead > 0,
+            fan_out=plan.fan_out,
         )
 
     def no_easier_than(self, other: Kind) -> bool:
@@ -56,6 +72,8 @@ class Tally:
 
     known: Known
     mode: Mode
+    ahead: bool
+    """Whether the drafter had been told to look ahead."""
     settled: bool
     rows: int = 0
     tokens: int = 0
@@ -65,10 +83,26 @@ class Tally:
     """Of each row since the one before it ended, what prompts added to rounds left out."""
     alone_s: float = 0.0
     """Seconds of these in which rounds of nothing but prompts ran."""
+    hits: int = 0
+    """Rows whose draft was made before their prefix was known."""
+    missed: int = 0
+    """Rows that went without a draft that was wanted."""
+
+    def seen(self, *, timed: bool) -> Seen:
+        """The round as a contest sees it; `timed`: whether its seconds tell anything."""
+        return Seen(
+            rows=self.rows,
+            tokens=self.tokens,
+            squares=self.squares,
+            seconds=self.seconds,
+            sessions=self.known.sessions,
+            settled=self.settled,
+            timed=timed,
+        )
 
     def clear(self) -> None:
         """Begin with the next round."""
-        self.rows = self.tokens = self.squares = 0
+        self.rows = self.tokens = self.squares = self.hits = self.missed = 0
         self.seconds = self.alone_s = 0.0
 
 
@@ -77,8 +111,14 @@ class Known:
     """What is known of a kind."""
 
     kind: Kind
+    look: LookAhead | None = None
+    """Whether its sessions are drafted for ahead of their verdicts; None: never."""
     acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
-    arrival: ArrivalEstimate = field(default_factory=ArrivalEstimate)
+    arrivals: tuple[ArrivalEstimate, ArrivalEstimate] = field(
+        default_factory=lambda: (ArrivalEstimate(), ArrivalEstimate())
+    )
+    """Of proposals that were waited for, in lock-step and under look-ahead: there the drafter may
+    be busy with what it drafts ahead. A hit does not arrive, it was there."""
     contests: dict[int, Contest] = field(default_factory=dict)
     """By load: see `Loads`."""
     sessions: int = 0
@@ -91,9 +131,11 @@ class Known:
     starved: int = 0
     """Rounds in a row whose times told nothing."""
     tallies: tuple[Tally, ...] = ()
-    """By mode and whether it is settled: see `tally`."""
+    """Of lock-step, look-ahead and plain decoding, unsettled and settled: see `tally`."""
     fresh_at: int = -1
-    """The round for which the next three were looked up."""
+    """The round for which the next four were looked up."""
+    ahead: bool = False
+    """Whether look-ahead is in force."""
     plain: bool = False
     """Whether its sessions are to decode plainly."""
     patience_s: float = 0.0
@@ -101,11 +143,43 @@ class Known:
     """Flags of `accounting.REASON_FLAGS`."""
 
     def __post_init__(self) -> None:
+        ways = ((Mode.SPECULATE, False), (Mode.SPECULATE, True), (Mode.PLAIN, False))
         self.tallies = tuple(
-            Tally(self, mode, settled)
-            for mode in (Mode.SPECULATE, Mode.PLAIN)
-            for settled in (False, True)
+            Tally(self, mode, ahead, settled) for mode, ahead in ways for settled in (False, True)
         )
+
+    def tally(self, session: Session, *, settled: bool) -> Tally:
+        """Where a row of the session counts."""
+        return self.tallies[2 * (2 if session.paused else session.ahead) + settled]
+
+    @property
+    def arrival(self) -> ArrivalEstimate:
+        """When proposals arrive the way that is in force."""
+        return self.arrivals[self.ahead]
+
+    @property
+    def waits_s(self) -> float:
+        """How long a row waits for its proposal, in the mean: what was drafted ahead is there at
+        once; 0 while unknown."""
+        share = self.look.misses if self.ahead and self.look is not None else 1.0
+        return share * self.arrival.mean_s
+
+    def summaries(self, load: int) -> Iterator[str]:
+        """What is in force for it at a load and why, while it is being served."""
+        contest = self.contests.get(load)
+        if not self.sessions or contest is None:
+            return
+        yield f"{self.kind}: {contest.mode} ({contest.reason}{named_gain(contest.gain)})"
+        if self.look is not None:
+            way = "look-ahead" if self.look.ahead(load) else "lock-step"
+            yield f"{self.kind}: {way}{named_gain(self.look.gain(load), 'lock-step')}"
+
+    def attached(self) -> None:
+        """A drafter has connected: what was found of its predecessor's speed is void."""
+        self.contests.clear()
+        self.arrivals = ArrivalEstimate(), ArrivalEstimate()
+        if self.look is not None:
+            self.look.forget()
 
     def share(self) -> None:
         """Let `acceptance` have what was judged since the last time."""
@@ -119,6 +193,11 @@ class Known:
                 stood[level] += rounds
         self.judged.clear()
         self.acceptance.add(tried, stood)
+
+
+def named_gain(gain: float, over: str = "plain") -> str:
+    """A gain as summaries say it; "" while it is not known."""
+    return "" if math.isnan(gain) else f", {gain:.2f}x of {over}"
 
 
 def begun_contest(known: Known, others: Iterable[Known], load: int) -> Contest:
@@ -140,7 +219,7 @@ def begun_contest(known: Known, others: Iterable[Known], load: int) -> Contest:
 
 @dataclass(slots=True, eq=False)
 class Pace:
-    """What the planner keeps of one session."""
+    """What the planner keeps of one session, and how long that waits for its drafter."""
 
     known: Known
     own: bool
@@ -150,8 +229,8 @@ class Pace:
     prompts_s: float = 0.0
     alone_s: float = 0.0
     """What `Loads` had counted then."""
-    settled: bool = False
-    """Whether its last round was in the mode of its present one."""
+    unsettled: int = TURN_ROUNDS
+    """Rounds to come that tell of a change."""
     holding: bool = True
     """Whether its drafter is thought to be catching up, and given more time for that."""
     missed_len: int = -1
@@ -159,5 +238,47 @@ class Pace:
     missed_at: float = 0.0
     unheard: int = 0
     """Rounds that did not wait since the drafter became suspect."""
-    hold_after: int = 0
+    hold_after: int = HOLD_ROUNDS
     """How many of these there may be before it is waited for once more."""
+
+    def turned(self, *, paused: bool) -> None:
+        """The session pauses or resumes."""
+        self.unsettled = max(self.unsettled, TURN_ROUNDS)
+        self.holding = not paused
+
+    def turned_ahead(self) -> None:
+        """It goes over to look-ahead or to lock-step."""
+        self.unsettled = AHEAD_ROUNDS
+
+    def arrived(self, session: Session, *, prefix_len: int, usable: bool, now: float) -> None:
+        """A proposal came that was not there when its prefix was; `usable`: it is for the present
+        one."""
+        arrival = self.known.arrivals[session.ahead]
+        if usable:
+            # The first one after a pause or a miss shows what catching up takes, not drafting.
+            if not self.holding:
+                arrival.observe(now - session.since)
+            self.well()
+        elif prefix_len == self.missed_len:
+            arrival.observe(now - self.missed_at)
+            # It was late: wait for it once, so that plain rounds do not outrun it for good.
+            self.holding = True
+
+    def well(self) -> None:
+        """The drafter follows."""
+        self.holding, self.hold_after = False, HOLD_ROUNDS
+
+    def missed(self, session: Session) -> None:
+        """A patience ran out."""
+        self.missed_len, self.missed_at = session.length, session.since
+        self.unheard, self.holding = 0, True
+
+    def went_by(self, session: Session) -> None:
+        """A round went by that did not wait for the drafter, if that is suspect."""
+        if not session.suspect:
+            return
+        self.unheard += 1
+        if self.unheard >= self.hold_after:
+            # Told of every round, a drafter that is well again needs no more than usual.
+            session.suspect, self.holding, self.unheard = False, False, 0
+            self.hold_after = min(2 * self.hold_after, MAX_HOLD_ROUNDS)

@@ -8,8 +8,8 @@ from outrider_verifier.sessions import Session
 
 
 def turn(core: Core, now: float, *, flying: RoundPlan | None) -> None:
-    """Before a round is planned, pause and resume speculation where the policy has changed its
-    mind; `flying`: the round in flight."""
+    """Before a round is planned, pause and resume speculation and look-ahead where the policy has
+    changed its mind; `flying`: the round in flight."""
     policy = core.policy
     policy.begin_round(core.num_sessions, now)
     if not policy.changed:
@@ -20,8 +20,8 @@ def turn(core: Core, now: float, *, flying: RoundPlan | None) -> None:
         session.draft_limit = policy.limit(session)
         pauses = policy.pauses(session)
         if pauses == session.paused:
-            continue
-        if session.link_id is not None and session.session_id in under_way:
+            pass
+        elif session.link_id is not None and session.session_id in under_way:
             # What the drafter is told must not miss the round in flight: ask again then.
             policy.changed = True
         elif pauses:
@@ -29,6 +29,19 @@ def turn(core: Core, now: float, *, flying: RoundPlan | None) -> None:
             core.counters["speculation_paused"] += 1
         else:
             _resume(core, session, now)
+        if not session.paused:
+            _look_ahead(core, session)
+
+
+def _look_ahead(core: Core, session: Session) -> None:
+    """Have the session's drafter look ahead, or not, whatever round is in flight."""
+    ahead = core.policy.looks_ahead(session)
+    if ahead == session.ahead:
+        return
+    core.policy.turn_ahead(session, ahead=ahead)
+    core.counters["look_ahead_begun" if ahead else "look_ahead_ended"] += 1
+    if session.link_id is not None:
+        core.drafters.tell_plan(session)
 
 
 def _resume(core: Core, session: Session, now: float) -> None:

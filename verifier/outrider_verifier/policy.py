@@ -1,12 +1,13 @@
 """Whether and how each session speculates: decided from what its rounds were seen to give (pure).
 
 Sessions of one kind (drafter, draft method and shape, rule, temperature) share what is learnt:
-whether drafts beat plain decoding at this load (`spec.contest`), when proposals arrive, how deep
-drafts stand. A session whose kind decodes plainly is *paused*: it waits for nothing, its drafter is
-told nothing and catches up when it is tried again. Where a head in this process drafts, all its
-sessions share one verdict (`spec.own_drafts`), because rounds of both modes together read the
-weights twice, and a session that is paused stays so. What prompts add to rounds is left out: both
-modes meet them, by chance sooner or later. Times are seconds of one clock.
+whether drafts beat plain decoding at this load (`spec.contest`), whether drafting ahead of the
+verdicts beats lock-step (`spec.look_ahead`), when proposals arrive, how deep drafts stand. A
+session whose kind decodes plainly is *paused*: it waits for nothing, its drafter is told nothing
+and catches up when it is tried again. Where a head in this process drafts, all its sessions share
+one verdict (`spec.own_drafts`), because rounds of both modes together read the weights twice, and
+a session that is paused stays so. What prompts add to rounds is left out: both modes meet them, by
+chance sooner or later. Times are seconds of one clock.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from outrider.ids import DrafterId
 from outrider.spec.contest import Contest, Mode, Reason, Seen
 from outrider.spec.costs import GAIN, CostTable
 from outrider.spec.draft_length import choose_length
-from outrider.spec.estimates import ArrivalEstimate, patience_s
+from outrider.spec.estimates import patience_s
+from outrider.spec.look_ahead import LookAhead
 from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
-from outrider_verifier.known import Kind, Known, Pace, Tally, begun_contest
+from outrider_verifier.known import Kind, Known, Pace, Tally, begun_contest, named_gain
 from outrider_verifier.loads import Loads, Times
 from outrider_verifier.own_verdicts import MAX_KINDS, OwnVerdicts
 from outrider_verifier.sessions import NO_LIMIT, Session
@@ -32,10 +34,6 @@ from outrider_verifier.settled import Settled
 
 REVIEW_ROUNDS: Final = 48
 """Rounds after which a kind's draft length is chosen anew."""
-HOLD_ROUNDS: Final = 16
-"""Rounds without a wait after which a suspect drafter is waited for once more; doubles each time
-that this is in vain."""
-MAX_HOLD_ROUNDS: Final = 256
 MISS_ROUNDS: Final = 4.0
 """Plain rounds that a miss counts as at most when drafts are judged."""
 MOST_ALONE: Final = 0.5
@@ -54,10 +52,14 @@ class Policy:
         ceiling_s: float,
         times: Times = lambda rows, *, own, pieces=0: None,
         piece_tokens: int = 1,
+        shares_cores: bool = False,
     ) -> None:
         """`automatic`: False carries plans out as they are. `ceiling_s`: see `patience_s`.
-        `piece_tokens`: prompt tokens of a piece, as `times` counts them."""
+        `piece_tokens`: prompt tokens of a piece, as `times` counts them. `shares_cores`: whether
+        the target computes where a drafter of this host does, so that what is drafted ahead is
+        likely to cost more than it hides."""
         self._automatic = automatic
+        self._begins_ahead = not shares_cores
         self._ceiling_s = ceiling_s
         self._times = times
         self.costs = CostTable()
@@ -73,21 +75,22 @@ class Policy:
         """What rounds with drafts take outside the target's forward."""
         self._now = 0.0
         self.changed = False
-        """Whether `pauses` or `limit` may answer differently than before; for the caller to
-        reset."""
+        """Whether `pauses`, `limit` or `looks_ahead` may answer differently than before; for the
+        caller to reset."""
 
     # ---- sessions ------------------------------------------------------------------------------
 
     def follow(self, session: Session) -> None:
         """A session begins, or its plan has changed."""
         self.leave(session)
-        session.draft_limit = NO_LIMIT
+        session.draft_limit, session.ahead = NO_LIMIT, False
         if not session.plan.speculative:
             return
         known = self._known(Kind.of(session))
         known.sessions += 1
         own = session.own_draft > 0
-        session.pace = Pace(known, own, hold_after=HOLD_ROUNDS)
+        session.pace = Pace(known, own)
+        session.ahead = self.looks_ahead(session)
         if own:
             self._own.follow(known.kind)
             if self.pauses(session):
@@ -122,6 +125,14 @@ class Policy:
             return session.paused or self._own.plain(self._now)
         return self._fresh(pace.known).plain
 
+    def looks_ahead(self, session: Session) -> bool:
+        """Whether the session is to be drafted for ahead of its verdicts, if its plan allows it."""
+        pace = session.pace
+        if pace is None or pace.own or not session.plan.look_ahead:
+            return False
+        look = pace.known.look
+        return not self._automatic or (look is not None and look.ahead(self._loads.load))
+
     def limit(self, session: Session) -> int:
         """Draft levels of the session that are worth verifying."""
         return NO_LIMIT if session.pace is None else session.pace.known.limit
@@ -130,22 +141,27 @@ class Policy:
         """The session pauses or resumes speculation with its next round."""
         session.paused = paused
         if session.pace is not None:
-            session.pace.settled = False
-            session.pace.holding = not paused
+            session.pace.turned(paused=paused)
             if paused and session.pace.own:
                 # The head's K/V ends here: its drafts cannot be had again.
                 session.own_draft = 0
+
+    def turn_ahead(self, session: Session, *, ahead: bool) -> None:
+        """The session's drafter is about to be told to look ahead, or not to."""
+        session.ahead = ahead
+        if session.pace is not None:
+            session.pace.turned_ahead()
 
     def attached(self, drafter_id: DrafterId) -> None:
         """A drafter has connected: what was found of its predecessor's speed is void."""
         self.changed = self._automatic
         for kind, known in self._kinds.items():
             if kind.drafter_id == drafter_id:
-                known.contests.clear()
-                known.arrival = ArrivalEstimate()
+                known.attached()
 
     def answer_s(self) -> float:
-        """From a round's end to its proposals, of the slowest drafts in use; 0 while unknown."""
+        """From a round's end to the proposals for what it emitted, of the slowest drafts in use;
+        what was drafted ahead does not count. 0 while unknown."""
         served = (known.arrival.mean_s for known in self._kinds.values() if known.sessions)
         return max(served, default=0.0)
 
@@ -172,28 +188,16 @@ class Policy:
 
     def arrived(self, session: Session, *, prefix_len: int, usable: bool, now: float) -> None:
         """A proposal arrived; `usable`: it is for the session's present prefix."""
-        pace = session.pace
         session.suspect = False
-        if pace is None or session.paused:
-            return
-        if usable:
-            # The first one after a pause or a miss shows what catching up takes, not drafting.
-            if not pace.holding:
-                pace.known.arrival.observe(now - session.since)
-            pace.holding, pace.hold_after = False, HOLD_ROUNDS
-        elif prefix_len == pace.missed_len:
-            pace.known.arrival.observe(now - pace.missed_at)
-            # It was late: wait for it once, so that plain rounds do not outrun it for good.
-            pace.holding = True
+        if session.pace is not None and not session.paused:
+            session.pace.arrived(session, prefix_len=prefix_len, usable=usable, now=now)
 
     def missed(self, session: Session) -> None:
         """A patience ran out: the session's rounds do not wait until its drafter is heard of, or
         for a number of rounds."""
         session.suspect = True
-        pace = session.pace
-        if pace is not None:
-            pace.missed_len, pace.missed_at = session.length, session.since
-            pace.unheard, pace.holding = 0, True
+        if session.pace is not None:
+            session.pace.missed(session)
 
     # ---- what rounds were seen to give ---------------------------------------------------------
 
@@ -209,8 +213,8 @@ class Policy:
         """A round ended that took `seconds` without waiting, `forward_s` of them for the target's
         forward. `prompts`: the tokens of each prompt that it took."""
         decoded = [row for row in rows if row.verified is not None]
-        nodes = sum(_nodes(row) for row in decoded)
-        own = [row for row in decoded if row.result.drafted and not _nodes(row)]
+        nodes = sum(row.nodes for row in decoded)
+        own = [row for row in decoded if row.result.drafted and not row.nodes]
         pieces = sum(-(-tokens // self._piece_tokens) for tokens in prompts)
         left_s = self._loads.observe(
             len(decoded), nodes, pieces, self._piece_tokens, seconds, own=bool(own)
@@ -240,7 +244,11 @@ class Policy:
         if session.link_id is None:
             # Without a drafter there was no choice, so nothing is learnt about it.
             return
-        known, nodes = pace.known, _nodes(row)
+        known, nodes, hit = pace.known, row.nodes, row.hit
+        if hit:
+            # Nothing arrived after the root, and yet the drafter follows.
+            session.suspect = False
+            pace.well()
         if nodes:
             assert row.result.acceptance is not None
             key = nodes, len(row.result.acceptance.accepted_nodes)
@@ -250,14 +258,14 @@ class Policy:
             if self._round_s:
                 # One drafter that stops is no reason to leave speculation; misses for ever are.
                 spent_s = min(spent_s, MISS_ROUNDS * self._round_s)
-            self._unheard(session, pace)
+            pace.went_by(session)
             if absent:
                 return
         if math.isnan(last_at):
             # Its first round: the drafter had the prompt to read, as it will not again.
-            pace.settled = True
+            pace.unsettled -= 1
             return
-        tally = known.tallies[2 * session.paused + pace.settled]
+        tally = known.tally(session, settled=pace.unsettled <= 0)
         if not tally.rows:
             touched.append(tally)
         count = len(row.tokens)
@@ -266,7 +274,9 @@ class Policy:
         tally.squares += count * count
         tally.seconds += max(0.0, spent_s)
         tally.alone_s += alone_s
-        pace.settled = True
+        tally.hits += hit
+        tally.missed += row.missed
+        pace.unsettled -= 1
 
     def _note_costs(self, rows: int, nodes: int, seconds: float, forward_s: float) -> None:
         # Plain rounds tell no drafter: the host's share is no matter of nodes.
@@ -277,26 +287,19 @@ class Policy:
             self._round_s = self._loads.round_s
 
     def _judge(self, tally: Tally) -> None:
-        """Let the contest of a kind see what the kind's sessions got."""
+        """Let the contests of a kind see what the kind's sessions got."""
         known = tally.known
         contest = self._contest(known)
         contest.expected_s = self._loads.plain_s
         timed = tally.alone_s <= MOST_ALONE * tally.seconds
         known.starved = 0 if timed else known.starved + 1
-        before = contest.mode
-        contest.observe(
-            tally.mode,
-            Seen(
-                rows=tally.rows,
-                tokens=tally.tokens,
-                squares=tally.squares,
-                seconds=tally.seconds,
-                sessions=known.sessions,
-                settled=tally.settled,
-                timed=timed or known.starved > STARVED_ROUNDS,
-            ),
-        )
-        self.changed = self.changed or contest.mode is not before
+        seen = tally.seen(timed=timed or known.starved > STARVED_ROUNDS)
+        if not self._judge_ahead(tally, contest, seen):
+            before, was = contest.mode, contest.in_force
+            contest.observe(tally.mode, seen)
+            if known.look is not None and (contest.mode, contest.in_force) != (before, was):
+                known.look.follow(contest, was, self._loads.load)
+            self.changed = self.changed or contest.mode is not before
         known.review += 1
         if known.review >= REVIEW_ROUNDS and known.kind.top_k == 1:
             known.review = 0
@@ -305,16 +308,18 @@ class Policy:
             self.changed = self.changed or limit != known.limit
             known.limit = limit
 
-    @staticmethod
-    def _unheard(session: Session, pace: Pace) -> None:
-        """A round went by that did not wait for a suspect drafter."""
-        if not session.suspect:
-            return
-        pace.unheard += 1
-        if pace.unheard >= pace.hold_after:
-            # Told of every round, a drafter that is well again needs no more than usual.
-            session.suspect, pace.holding, pace.unheard = False, False, 0
-            pace.hold_after = min(2 * pace.hold_after, MAX_HOLD_ROUNDS)
+    def _judge_ahead(self, tally: Tally, contest: Contest, seen: Seen) -> bool:
+        """Weigh look-ahead against lock-step, while nothing is being tried against plain decoding;
+        whether rounds like these only try the way that is not in force, and so tell nothing of
+        what speculation gives."""
+        look, load = tally.known.look, self._loads.load
+        if look is None or tally.mode is Mode.PLAIN or contest.trying:
+            return False
+        before, tried = look.ahead(load), look.trying(load)
+        if look.observe(load, seen, ahead=tally.ahead, hits=tally.hits, missed=tally.missed):
+            contest.renew()
+        self.changed = self.changed or look.ahead(load) is not before
+        return tried or look.trying(load)
 
     def _length(self, known: Known) -> int:
         """The length of a chain; at least 1, for whether to draft at all is for the contest."""
@@ -322,7 +327,7 @@ class Policy:
         length = choose_length(
             known.acceptance.reached(longest),
             lambda lengths: self.costs.estimates(rows, lengths * np.float64(rows)),
-            extra_s=known.arrival.mean_s + self._host_s,
+            extra_s=known.waits_s + self._host_s,
             present=min(known.limit, longest),
         )
         return NO_LIMIT if length >= longest else max(1, length)
@@ -345,12 +350,9 @@ class Policy:
 
     def _summaries(self) -> Iterator[str]:
         for name, mode, gain in self._own.summaries(self._now):
-            yield f"{name}: {mode}{_gain(gain)}"
-        load = self._loads.load
-        for kind, known in list(self._kinds.items()):
-            contest = known.contests.get(load)
-            if known.sessions and contest is not None:
-                yield f"{kind}: {contest.mode} ({contest.reason}{_gain(contest.gain)})"
+            yield f"{name}: {mode}{named_gain(gain)}"
+        for known in list(self._kinds.values()):
+            yield from known.summaries(self._loads.load)
 
     @property
     def automatic(self) -> bool:
@@ -361,6 +363,7 @@ class Policy:
         """`known` with what rows ask of it looked up for this round."""
         if known.fresh_at != self._round:
             known.fresh_at = self._round
+            known.ahead = known.look is not None and known.look.ahead(self._loads.load)
             known.patience_s = patience_s(
                 known.arrival, self._round_s, bound_s=math.inf, ceiling_s=self._ceiling_s
             )
@@ -376,7 +379,8 @@ class Policy:
             while len(self._kinds) >= MAX_KINDS and (oldest := next(idle, None)) is not None:
                 del self._kinds[oldest]
                 idle = (old for old, kept in self._kinds.items() if not kept.sessions)
-            known = self._kinds[kind] = Known(kind)
+            look = LookAhead(first=self._begins_ahead) if kind.look_ahead else None
+            known = self._kinds[kind] = Known(kind, look)
         return known
 
     def _contest(self, known: Known) -> Contest:
@@ -387,12 +391,3 @@ class Policy:
             contest.expected_s = self._loads.plain_s
             known.contests[load] = contest
         return contest
-
-
-def _nodes(row: Settled) -> int:
-    """Nodes of the draft from outside that the row verified."""
-    return 0 if row.verified is None else row.verified.nodes
-
-
-def _gain(gain: float) -> str:
-    return "" if math.isnan(gain) else f", {gain:.2f}x of plain"

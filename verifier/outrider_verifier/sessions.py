@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -67,6 +67,8 @@ class Session:
     """What the policy keeps of it; None: its plan does not speculate."""
     paused: bool = False
     """Whether the policy has it decode plainly; its drafter is told nothing meanwhile."""
+    ahead: bool = False
+    """Whether the policy has it drafted for ahead of its verdicts; its drafter is told so."""
     draft_limit: int = NO_LIMIT
     """Draft levels that the policy finds worth verifying."""
     ended: bool = False
@@ -96,6 +98,13 @@ class Session:
     def session_id(self) -> SessionId:
         """The session's id."""
         return self.spec.session_id
+
+    @property
+    def drafter_plan(self) -> Plan:
+        """Its plan as its drafter is to carry it out."""
+        if self.ahead == (self.plan.look_ahead > 0):
+            return self.plan
+        return replace(self.plan, look_ahead=int(self.ahead))
 
     @property
     def max_len(self) -> int:
@@ -167,7 +176,7 @@ class Session:
     @property
     def looks_ahead(self) -> bool:
         """Whether its drafter is to draft for outcomes before they happen."""
-        return self.plan.look_ahead > 0 and self.has_drafter
+        return self.ahead and self.has_drafter
 
     @property
     def awaits_proposal(self) -> bool:

@@ -30,6 +30,17 @@ class Settled:
     missed: bool = False
     """Whether a proposal was wanted and none was there."""
 
+    @property
+    def nodes(self) -> int:
+        """Nodes of the draft from outside that the row verified."""
+        return 0 if self.verified is None else self.verified.nodes
+
+    @property
+    def hit(self) -> bool:
+        """Whether that draft was there before its prefix was."""
+        verified = self.verified
+        return verified is not None and verified.held is not None and verified.held.ahead
+
 
 @dataclass(slots=True, eq=False)
 class Sheet:

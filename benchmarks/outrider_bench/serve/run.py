@@ -138,6 +138,7 @@ class Run:
             threads=args.threads,
             planner=args.planner,
             log_dir=args.log_dir,
+            trace_dir=args.trace_dir,
         )
 
     def _know_model(self, meter: Meter, machine: Machine) -> None:

@@ -178,7 +178,8 @@ async def test_a_move_that_cannot_be_done_leaves_the_session_where_it_is() -> No
         assert heard.moved == [DRAFTER, DRAFTER, DRAFTER]
         assert heard.tokens == rig.reference(spec)
         assert mine.ended == [spec.session_id] and mine.starts == 1
-        assert rig.service._core.counters["moves_refused"] == 3
+        exported = rig.service.metrics.registry.get_sample_value
+        assert exported("outrider_verifier_moves_refused_total") == 3
 
 
 async def test_a_session_that_is_moved_all_the_time_says_the_same() -> None:

@@ -231,7 +231,7 @@ def test_kinds_are_told_apart_and_their_sessions_counted() -> None:
     assert warm.pace is not None
     assert cold[0].pace.known is cold[1].pace.known is not warm.pace.known
     cold[0].pace.known.contests[2] = Contest()
-    warm.pace.known.contests[2] = Contest(_mode=Mode.PLAIN, _decided=True)
+    warm.pace.known.contests[2] = Contest(in_force=Mode.PLAIN, _decided=True)
     assert [policy.pauses(s) for s in (*cold, warm)] == [False, False, True]
     assert policy.summary().count(";") == 1
     for session in (*cold, warm):

@@ -1,0 +1,142 @@
+"""Look-ahead is left where it loses and kept where it wins; lock-step's worth is learnt."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from outrider.spec.contest import Contest, Mode, Seen
+from outrider.spec.look_ahead import STALE, LookAhead
+
+LOCKSTEP_S = 0.007
+ROUNDS = 1500
+
+
+class World:
+    """Rounds of `rows` sessions, in lock-step and under look-ahead."""
+
+    def __init__(self, faster: float, stale: float, *, rows: int = 8, seed: int = 0) -> None:
+        """`faster`: a round of lock-step over one under look-ahead; `stale`: tokens of a row under
+        look-ahead over those of a row of lock-step."""
+        self.faster, self.stale, self.rows = faster, stale, rows
+        self.rng = np.random.default_rng(seed)
+        self.tokens = self.seconds = 0.0
+        self.looked = 0
+        self.before: bool | None = None
+
+    def round(self, look: LookAhead, load: int = 3) -> None:
+        """One round of all sessions, the way that is in force."""
+        ahead = look.ahead(load)
+        extra = 1.5 if not ahead else 2.5 * self.stale - 1.0
+        emitted = 1 + self.rng.binomial(4, extra / 4.0, self.rows)
+        seconds = LOCKSTEP_S / (self.faster if ahead else 1.0)
+        seconds *= math.exp(self.rng.normal(0.0, 0.08))
+        seen = Seen(
+            rows=self.rows,
+            tokens=float(emitted.sum()),
+            squares=float((emitted**2).sum()),
+            seconds=seconds * self.rows,
+            sessions=self.rows,
+            settled=ahead is self.before,
+        )
+        look.observe(load, seen, ahead=ahead, hits=6 if ahead else 0)
+        self.before = ahead
+        self.tokens += float(emitted.sum())
+        self.seconds += seconds
+        self.looked += ahead
+
+    @property
+    def over_lockstep(self) -> float:
+        """Speed relative to lock-step all the time, whose rounds are as noisy."""
+        per_s = self.tokens / self.rows / self.seconds
+        return per_s * LOCKSTEP_S * math.exp(0.08**2 / 2.0) / 2.5
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    ("faster", "stale"), [(1.4, 0.95), (1.3, 1.0), (0.8, 0.95), (1.0, 0.8), (0.5, 1.0), (1.2, 0.7)]
+)
+def test_the_better_way_is_in_force_nearly_all_the_time(
+    faster: float, stale: float, rows: int, first: bool
+) -> None:
+    gain = faster * stale
+    world, look = World(faster, stale, rows=rows), LookAhead(first=first)
+    for _ in range(ROUNDS):
+        world.round(look)
+    world.tokens = world.seconds = world.looked = 0
+    for _ in range(ROUNDS):
+        world.round(look)
+    assert world.over_lockstep >= 0.97 * max(1.0, gain)
+    assert (world.looked > 0.9 * ROUNDS) if gain > 1.0 else (world.looked < 0.15 * ROUNDS)
+
+
+def test_without_a_round_of_lock_step_it_is_thought_to_emit_a_little_more() -> None:
+    look, world = LookAhead(first=True), World(1.3, 0.95)
+    assert look.worth == 1.0
+    for _ in range(7):
+        world.round(look)
+    assert look.worth == pytest.approx(2.5, rel=0.2)
+    assert look.worth == pytest.approx(world.tokens / 56 / STALE, rel=0.06)
+
+
+def test_what_was_counted_of_lock_step_outweighs_what_was_supposed() -> None:
+    look, world = LookAhead(first=True), World(1.0, 0.6)
+    for _ in range(ROUNDS):
+        world.round(look)
+    assert look.worth == pytest.approx(2.5, rel=0.04)
+
+
+def test_rows_that_went_without_a_draft_say_nothing_of_drafts() -> None:
+    look = LookAhead(first=True)
+    seen = Seen(rows=4, tokens=8.0, squares=20.0, seconds=0.04, sessions=4)
+    look.observe(2, seen, ahead=True, hits=1, missed=2)
+    # Two rows emitted a token each.
+    assert look.worth == pytest.approx(3.0 / STALE)
+    assert look.misses == 0.75
+
+
+def test_the_share_of_misses_is_of_look_ahead_alone() -> None:
+    look, seen = LookAhead(first=True), Seen(2, 5.0, 13.0, 0.02, 2)
+    assert look.misses == 1.0
+    look.observe(1, seen, ahead=True, hits=1)
+    look.observe(1, seen, ahead=False)
+    assert look.misses == 0.5
+    look.forget()
+    assert look.misses == 1.0
+
+
+def test_another_load_begins_with_what_was_found_at_the_nearest() -> None:
+    look, world = LookAhead(first=True), World(0.5, 0.9)
+    for _ in range(200):
+        world.round(look)
+    assert not look.ahead(3)
+    assert not look.ahead(4)
+
+
+def test_lock_step_gets_its_turn_before_speculation_is_left() -> None:
+    look, speculation = LookAhead(first=True), Contest(in_force=Mode.PLAIN)
+    look.follow(speculation, Mode.SPECULATE, 0)
+    assert not look.ahead(0)
+    assert speculation.mode is Mode.SPECULATE
+    # It had its turn: the next time speculation is left for good.
+    speculation.in_force = Mode.PLAIN
+    look.follow(speculation, Mode.SPECULATE, 0)
+    assert speculation.mode is Mode.PLAIN
+
+
+def test_while_nobody_speculates_both_ways_are_tried_in_turn() -> None:
+    look, speculation = LookAhead(first=False), Contest(in_force=Mode.PLAIN)
+    ways = []
+    plain = Seen(rows=1, tokens=1.0, squares=1.0, seconds=0.004, sessions=1)
+    drafted = Seen(rows=1, tokens=1.0, squares=1.0, seconds=0.01, sessions=1)
+    for _ in range(6000):
+        before, was = speculation.mode, speculation.in_force
+        speculation.observe(before, drafted if before is Mode.SPECULATE else plain)
+        if speculation.mode is not before:
+            look.follow(speculation, was, 0)
+            if speculation.mode is Mode.SPECULATE:
+                ways.append(look.ahead(0))
+    assert ways[:4] == [True, False, True, False]

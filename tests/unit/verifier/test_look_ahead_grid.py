@@ -1,0 +1,146 @@
+"""Look-ahead is in force where it wins and is left where it loses, at little cost either way.
+
+The service of `test_planner_grid`; whole runs from a planner that knows nothing, compared with the
+better of lock-step and look-ahead, each carried out all the time, and with plain decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from outrider_verifier.policy import Policy
+
+from tests.fakes.simulated_service import PIECE, Ahead, Costs, Service, plain_s
+from tests.unit.verifier.test_planner_grid import HOPED, LARGE
+
+ON_CPUS = Costs(
+    plain=(30.0, 60.0, 150.0, 280.0),
+    verify=(36.0, 90.0, 300.0, 560.0),
+    exchange=(20.0, 40.0, 120.0, 240.0),
+    piece=20.0,
+)
+NEAR = replace(LARGE, exchange=HOPED)
+SLOW_LINK = replace(LARGE, exchange=(12.7, 13.2, 16.0, 18.6))
+WAVES = {1: 36, 8: 40, 32: 12}
+SEEDS = {1: 4, 8: 1, 32: 1}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Speed over plain decoding, the shares of session rounds under look-ahead and paused."""
+
+    lockstep: float
+    ahead: float
+    planned: float
+    looked: float
+    paused: float
+
+
+def found(
+    costs: Costs, ahead: Ahead, sessions: int, tokens: float, *, on_cpus: bool = False
+) -> Found:
+    """One world: lock-step always, look-ahead always, and what the planner made of it."""
+    plain = lockstep = always = planned = 0.0
+    looked = paused = decoded = 0
+    for seed in range(SEEDS[sessions]):
+        run = Service(
+            costs=costs,
+            sessions=sessions,
+            extra_tokens=tokens,
+            policy=None,
+            waves=WAVES[sessions],
+            seed=seed,
+        )
+        plain += plain_s(costs, sessions, WAVES[sessions], seed)
+        lockstep += replace(run, policy=Policy(automatic=False, ceiling_s=0.04)).run()
+        always += replace(run, policy=Policy(automatic=False, ceiling_s=0.04), ahead=ahead).run()
+        policy = Policy(
+            automatic=True,
+            ceiling_s=0.04,
+            times=costs.times,
+            piece_tokens=PIECE,
+            shares_cores=on_cpus,
+        )
+        mine = replace(run, policy=policy, ahead=ahead)
+        planned += mine.run()
+        looked, paused = looked + mine.looked, paused + mine.paused
+        decoded += mine.decoded
+    return Found(
+        plain / lockstep, plain / always, plain / planned, looked / decoded, paused / decoded
+    )
+
+
+@pytest.mark.parametrize("sessions", [1, 8, 32])
+@pytest.mark.parametrize("hits", [0.7, 0.8])
+def test_look_ahead_that_wins_is_kept(sessions: int, hits: float) -> None:
+    world = found(LARGE, Ahead(hits=hits), sessions, 2.2)
+    assert world.ahead > 1.05 * world.lockstep
+    assert world.planned >= 0.97 * world.ahead
+    assert world.looked > 0.85
+
+
+@pytest.mark.parametrize("sessions", [1, 8])
+@pytest.mark.parametrize("tokens", [2.2, 1.6])
+def test_look_ahead_that_delays_misses_is_left(sessions: int, tokens: float) -> None:
+    world = found(LARGE, Ahead(hits=0.2, late=2.5), sessions, tokens)
+    assert world.ahead < 0.9 * world.lockstep
+    assert world.planned >= 0.97 * world.lockstep
+    assert world.looked < 0.15
+    assert world.paused < 0.1
+
+
+@pytest.mark.parametrize("sessions", [8, 32])
+def test_stale_drafts_that_hardly_stand_are_left(sessions: int) -> None:
+    world = found(NEAR, Ahead(hits=0.5, stale=0.5, late=0.5), sessions, 2.2)
+    assert world.ahead < 0.9 * world.lockstep
+    assert world.planned >= 0.96 * world.lockstep
+    assert world.looked < 0.25
+
+
+@pytest.mark.parametrize("sessions", [1, 8, 32])
+def test_on_shared_cores_look_ahead_costs_next_to_nothing(sessions: int) -> None:
+    world = found(ON_CPUS, Ahead(hits=0.6, stretch=1.4), sessions, 2.2, on_cpus=True)
+    assert world.ahead < 0.95 * world.lockstep
+    assert world.planned >= 0.97 * world.lockstep
+    assert world.looked < 0.15
+
+
+def test_on_cpus_look_ahead_that_wins_is_found_in_the_end() -> None:
+    world = found(ON_CPUS, Ahead(hits=0.7), 1, 2.2, on_cpus=True)
+    assert world.ahead > 1.2 * world.lockstep
+    assert world.planned > 1.1 * world.lockstep
+
+
+@pytest.mark.parametrize("sessions", [1, 8, 32])
+@pytest.mark.parametrize(
+    ("costs", "ahead"),
+    [
+        (SLOW_LINK, Ahead(hits=0.7)),
+        (LARGE, Ahead(hits=0.2, late=2.5)),
+        (LARGE, Ahead(hits=0.3, late=5.0)),
+        (LARGE, Ahead(hits=0.6, late=0.5)),
+    ],
+    ids=["slow link", "late", "later", "hits"],
+)
+def test_it_is_never_below_plain_decoding(costs: Costs, ahead: Ahead, sessions: int) -> None:
+    world = found(costs, ahead, sessions, 1.1)
+    assert world.planned >= 0.97
+    assert world.planned >= 0.94 * max(world.lockstep, world.ahead)
+
+
+@pytest.mark.parametrize("sessions", [1, 8, 32])
+def test_over_a_slow_link_look_ahead_makes_drafts_pay(sessions: int) -> None:
+    world = found(SLOW_LINK, Ahead(hits=0.7), sessions, 2.2)
+    assert world.lockstep < 1.0
+    assert world.planned >= 0.94 * world.ahead > 1.15
+
+
+def test_plans_are_carried_out_as_they_are_where_nothing_is_decided() -> None:
+    run = Service(costs=LARGE, sessions=1, extra_tokens=2.2, policy=None, ahead=Ahead(hits=0.1))
+    mine = replace(run, policy=Policy(automatic=False, ceiling_s=0.04))
+    mine.run()
+    assert mine.looked == mine.decoded
+    lockstep = replace(run, ahead=None, policy=Policy(automatic=False, ceiling_s=0.04))
+    lockstep.run()
+    assert lockstep.looked == 0

@@ -1,0 +1,151 @@
+"""What the planner decides of look-ahead reaches drafters, and what it sees of hits is sound."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from outrider_verifier.engine import RowOutcome
+from outrider_verifier.inbox import Held
+from outrider_verifier.packing import VerifyRow
+from outrider_verifier.policy import Policy
+from outrider_verifier.sessions import Session
+from outrider_verifier.settled import Settled
+
+from outrider.engine.acceptance import Acceptance
+from outrider.engine.kvcache import KVPool
+from outrider.wire.messages import Proposals
+from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn
+from tests.unit.verifier.harness import CHAIN, good_chain, half_good_chain, make_spec, verifier
+
+AHEAD = replace(CHAIN, patience_ms=20_000, look_ahead=1)
+
+
+class Wavering(Policy):
+    """Changes its mind about look-ahead every few rounds."""
+
+    def __init__(self) -> None:
+        super().__init__(automatic=True, ceiling_s=5.0)
+        self._rounds = itertools.count()
+        self._ahead = True
+
+    def begin_round(self, sessions: int, now: float) -> None:
+        """Every tenth round."""
+        super().begin_round(sessions, now)
+        if next(self._rounds) % 10 == 9:
+            self._ahead, self.changed = not self._ahead, True
+
+    def pauses(self, session: Session) -> bool:
+        """Never."""
+        return False
+
+    def looks_ahead(self, session: Session) -> bool:
+        """As it happens to think."""
+        return self._ahead and session.plan.look_ahead > 0
+
+
+def noting(plans: list[int], propose: ProposeFn) -> ProposeFn:
+    """A drafter that writes down by which plans it is told to draft."""
+
+    def noted(followed: Followed) -> Draft:
+        plans.append(followed.plan.look_ahead)
+        return propose(followed)
+
+    return noted
+
+
+async def test_a_drafter_hears_of_each_change_of_mind_and_no_text_changes() -> None:
+    plans: list[int] = []
+    async with verifier(planner="automatic") as rig:
+        rig.service._core.policy = Wavering()
+        drafter = await rig.attach(noting(plans, half_good_chain(rig.target)))
+        specs = [make_spec(f"s{i}", max_new_tokens=120, plan=AHEAD) for i in range(3)]
+        results = await rig.run_all(specs)
+        for spec, result in zip(specs, results, strict=True):
+            assert result.tokens == rig.reference(spec)
+        assert sum(a != b for a, b in itertools.pairwise(plans)) > 3
+        counters = rig.service._core.counters
+        assert counters["look_ahead_ended"] > 3
+        assert counters["look_ahead_begun"] > 3
+        # Announced once each, never withdrawn.
+        assert drafter.starts == 3
+        await rig.idle()
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+async def test_a_fixed_planner_has_drafters_do_what_plans_say(asked: int) -> None:
+    plans: list[int] = []
+    async with verifier(planner="fixed") as rig:
+        await rig.attach(noting(plans, good_chain(rig.target)))
+        await rig.run(make_spec(max_new_tokens=20, plan=replace(AHEAD, look_ahead=asked)))
+    assert set(plans) == {asked}
+
+
+def test_on_cpus_sessions_begin_in_lock_step_and_elsewhere_with_look_ahead() -> None:
+    for shares_cores in (False, True):
+        policy = Policy(automatic=True, ceiling_s=0.04, shares_cores=shares_cores)
+        session = _session(policy)
+        assert session.ahead is not shares_cores
+        assert session.drafter_plan.look_ahead == int(not shares_cores)
+        assert session.plan.look_ahead == 1
+
+
+def test_a_plan_of_lock_step_is_never_overruled() -> None:
+    policy = Policy(automatic=True, ceiling_s=0.04)
+    session = _session(policy, look_ahead=0)
+    assert not session.ahead
+    assert not policy.looks_ahead(session)
+
+
+def test_a_hit_shows_that_the_drafter_follows_and_is_no_early_arrival() -> None:
+    policy = Policy(automatic=True, ceiling_s=0.04)
+    session = _session(policy)
+    assert session.pace is not None
+    known, now = session.pace.known, 0.0
+    policy.missed(session)
+    assert session.suspect
+    for _ in range(6):
+        policy.begin_round(1, now)
+        now += 0.005
+        _hit(policy, session, now)
+    assert not session.suspect
+    assert not session.pace.holding
+    assert not known.arrivals[True].known
+    assert known.look is not None
+    assert known.look.misses < 0.1
+    # A row that missed is waited for as long as misses take, however few these are.
+    for _ in range(8):
+        session.since = now
+        policy.arrived(session, prefix_len=session.length, usable=True, now=now + 0.012)
+    for _ in range(30):
+        session.since = now
+        policy.arrived(session, prefix_len=session.length, usable=True, now=now + 0.0003)
+    policy.begin_round(1, now)
+    assert policy.patience(session) > 0.008
+    assert known.waits_s < 0.2 * policy.answer_s()
+
+
+def _session(policy: Policy, look_ahead: int = 1) -> Session:
+    pool = KVPool(
+        num_layers=1, num_kv_heads=1, head_dim=2, num_blocks=4, block_tokens=16, dtype=torch.float32
+    )
+    spec = make_spec(plan=replace(AHEAD, look_ahead=look_ahead))
+    session = Session.create(spec, ticket=1, kv=pool.allocate(20), now=0.0, keeps_features=False)
+    session.link_id = 1
+    policy.follow(session)
+    return session
+
+
+def _hit(policy: Policy, session: Session, now: float) -> None:
+    accepted = Acceptance((0, 1), (1, 1, 1), resampled=False, used_target_only_fallback=False)
+    result = RowOutcome(acceptance=accepted, features=None)
+    row = VerifyRow(session, Held(Proposals.of([]), 0, 4, ahead=True))
+    policy.observe_round(
+        [Settled(session, result, (1, 1, 1), None, row)],
+        seconds=0.005,
+        forward_s=0.005,
+        prompts=(),
+        now=now,
+    )
