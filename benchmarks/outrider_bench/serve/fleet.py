@@ -40,6 +40,16 @@ class Machine:
     """automatic or fixed; None: what users run, automatic."""
     log_dir: Path | None = None
     trace_dir: Path | None = None
+    round_ms: float = 0.0
+    row_us: float = 0.0
+    """What rounds are made to take: see `LocalConfig`."""
+
+    @property
+    def name(self) -> str:
+        """The model; says so where rounds are made to last longer."""
+        if not self.round_ms:
+            return self.files.name
+        return f"{self.files.name}, rounds EMULATED: {self.round_ms:g} ms + {self.row_us:g} us/row"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +162,8 @@ def local_config(machine: Machine, service: Service) -> LocalConfig:
         threads=machine.threads,
         planner=machine.planner,
         awake_cores=service.awake_cores or None,
+        round_ms=machine.round_ms,
+        row_us=machine.row_us,
         exchange_delay_ms=service.handicap.exchange_delay_ms,
         drafter_slowdown=service.handicap.drafter_slowdown,
         trace_dir=None if machine.trace_dir is None else machine.trace_dir / folder(service),
