@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from outrider_drafter.calibration import Calibration
 from outrider_drafter.outcomes import Layout, best, seen
@@ -30,7 +31,6 @@ from outrider.engine.training.data import ChatTokenizer, Sample
 from outrider.engine.training.drafting import (
     CHAIN,
     TREE,
-    Candidates,
     OwnRows,
     score,
 )
@@ -58,39 +58,40 @@ class Hits:
 
     def __init__(self, head: DraftHead) -> None:
         self._head = head
-        self._calibration, self._plain = Calibration(), Calibration()
-        self._found = {"calibrated": [0] * len(FAN_OUTS), "plain": [0] * len(FAN_OUTS)}
+        # One that never learns trusts the head's own probabilities.
+        self._rankings = {"calibrated": Calibration(), "plain": Calibration()}
+        self._hits = {name: [0] * len(FAN_OUTS) for name in self._rankings}
         self._rounds = self._at_root = 0
 
     def watch(self, what: Round) -> None:
         """Look at the outcomes of some rounds; see `serving.Watch`."""
         trees = [verdict.tree for verdict in what.verdicts]
         rows = OwnRows(self._head, what.rows, what.roots)
-        scored = score(rows, trees, min(CANDIDATES, self._head.config.draft_vocab_size))
-        for verdict, found, ended in zip(what.verdicts, scored, what.ended, strict=True):
-            if not ended:
-                self._count(verdict, found)
-
-    def _count(self, verdict: Verdict, found: Candidates) -> None:
-        layout = Layout.of(verdict.tree, found.tokens)
-        for name, predictor in (("calibrated", self._calibration), ("plain", self._plain)):
-            gains = predictor.gains(layout, found.logprobs)
-            first = best(layout, gains, room=_ROOM, count=FAN_OUTS[-1])
-            right = (first.nodes == verdict.node) & (first.tokens == verdict.token)
-            for at, fan_out in enumerate(FAN_OUTS):
-                self._found[name][at] += bool(right[:fan_out].any())
-        self._rounds += 1
-        self._at_root += verdict.accepted_len == 0
-        nodes = path(verdict.tree.parents, verdict.node)
-        emitted = [*verdict.tree.tokens[list(nodes)].tolist(), verdict.token]
-        self._calibration.learn(layout, found.logprobs, seen(layout, emitted))
+        found = score(rows, trees, min(CANDIDATES, self._head.config.draft_vocab_size))
+        layout = Layout.of(trees, np.concatenate([one.tokens for one in found]))
+        logprobs = np.concatenate([one.logprobs for one in found])
+        gains = {name: ranking.gains(layout, logprobs) for name, ranking in self._rankings.items()}
+        live = [i for i, ended in enumerate(what.ended) if not ended]
+        for i in live:
+            verdict = what.verdicts[i]
+            place = int(layout.roots[i]) + verdict.node + 1
+            for name, found_gains in gains.items():
+                first = best(layout, found_gains, i, room=_ROOM, count=FAN_OUTS[-1])
+                right = (first.places == place) & (first.tokens == verdict.token)
+                for at, fan_out in enumerate(FAN_OUTS):
+                    self._hits[name][at] += bool(right[:fan_out].any())
+            self._rounds += 1
+            self._at_root += verdict.accepted_len == 0
+        for i in live:
+            told = emitted(what.verdicts[i])
+            self._rankings["calibrated"].learn(layout, logprobs, seen(layout, i, told))
 
     def rates(self) -> dict[str, object]:
         """Shares of the rounds by number of outcomes; `plain`: by the head's own probabilities."""
         rounds = max(1, self._rounds)
         rates = {
             name: {str(m): round(hits / rounds, 4) for m, hits in zip(FAN_OUTS, found, strict=True)}
-            for name, found in self._found.items()
+            for name, found in self._hits.items()
         }
         return {
             "rounds": self._rounds,
@@ -98,6 +99,12 @@ class Hits:
             "hit_rate": rates["calibrated"],
             "hit_rate_plain": rates["plain"],
         }
+
+
+def emitted(verdict: Verdict) -> list[int]:
+    """Tokens of the path that stood, and the one that followed."""
+    nodes = path(verdict.tree.parents, verdict.node)
+    return [*verdict.tree.tokens[list(nodes)].tolist(), verdict.token]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

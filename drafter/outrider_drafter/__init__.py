@@ -12,6 +12,7 @@ device_*    an EAGLE-3 head on an accelerator: rows, batches, whole drafts as on
 ngram       prompt lookup
 small_model a separate small language model
 engine      messages in, proposals out; single-threaded, no I/O
+fair        turns of the verifiers: whose messages, whose drafts
 worker      the one drafting thread
 service     connections to verifiers, and the control interface
 slow_*      what benchmarks make it suffer: a link that holds everything (through relay, a process),

@@ -20,6 +20,7 @@ from outrider.config import load_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import run, tune_interpreter
+from outrider.trace import recording
 from outrider_drafter.config import DTYPES, DrafterConfig
 
 if TYPE_CHECKING:
@@ -135,7 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        return run(serve(config))
+        with recording(config.trace_file, "drafter"):
+            return run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")
         return _EXIT_MISUSE

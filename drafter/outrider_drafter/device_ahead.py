@@ -27,7 +27,7 @@ from outrider_drafter.sessions import Session
 from outrider_drafter.source import Branches, Live, Outcome, Scored
 
 
-class LookAhead:
+class DeviceLookAhead:
     """What was scored last, and the drafts that begin there."""
 
     def __init__(
@@ -65,7 +65,7 @@ class LookAhead:
         self._held = 0
         """Rows of held places."""
         self._branching: Branching | None = None
-        """What branches begin from, once any was asked for."""
+        """Where branches begin; None if nothing was scored."""
 
     def warm_up_scores(self, levels: Levels, batch: DraftBatch, *, warps: bool) -> None:
         """Compile and capture the scoring of one form."""
@@ -103,14 +103,19 @@ class LookAhead:
         """Begin to score proposals of one form, of these sessions' new rows; `take` ends it."""
         placed = [self._placed[live][0] for live in lives]
         result = self._scorer.launch(levels, rows, placed, first=self._held, warps=members.warps)
+        download = self._downloads.start(result)
+        # While the device works.
+        for live, each in zip(lives, placed, strict=True):
+            self._scores.place(live, each, self._held)
+            self._held += levels.places
         self._parts.append((members, lives))
-        return self._downloads.start(result)
+        self._branching = self._collect()
+        return download
 
-    def take(self, levels: Levels, words: NDArray[np.int32]) -> None:
+    def take(self, words: NDArray[np.int32]) -> None:
         """What came back of the newest launch."""
         for row, live in enumerate(self._parts[-1][1]):
-            self._scores.put(live, self._placed[live][0], words[row], self._held)
-            self._held += levels.places
+            self._scores.put(live, self._placed[live][0], words[row])
 
     def adopt(self, lives: Sequence[int], scored: Scored) -> None:
         """What another source found of these."""
@@ -121,26 +126,24 @@ class LookAhead:
         """All that was scored since `begin`."""
         return self._scores.scored()
 
-    def branch(self, outcomes: Sequence[Outcome], seats: NDArray[np.int64]) -> Iterator[Branches]:
-        """See `AheadSource.branch`; `seats` [X]: slots of `DeviceRows` by slot of the table."""
-        if not self._parts or not outcomes:
-            return
-        if self._branching is None:
-            self._branching = self._collect(seats)
-        yield from self._brancher.branch(outcomes, self._branching)
+    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+        """See `AheadSource.branch`."""
+        if self._branching is not None and outcomes:
+            yield from self._brancher.branch(outcomes, self._branching)
 
-    def _collect(self, seats: NDArray[np.int64]) -> Branching:
+    def _collect(self) -> Branching:
+        """Where branches begin, of all parts so far."""
         order = [live for _, lives in self._parts for live in lives]
         members = self._parts[0][0]
         if len(self._parts) > 1:
-            members = Members.of([self._lives[live].session for live in order], seats, self._rows)
+            members = Members.joined([part for part, _ in self._parts])
         general = np.zeros(len(order), dtype=np.bool_)
         if members.general:
             general[:] = list(map(self._is_general, members.sessions, members.seats.tolist()))
         rows = np.zeros(len(self._lives), dtype=np.int64)
         rows[order] = np.arange(len(order))
         shapes = [self._placed[live][1] for live in order]
-        return Branching(self._scores.places(), rows, members, shapes, general)
+        return Branching.of(self._scores.places(), rows, members, general, shapes)
 
     def _is_general(self, session: Session, seat: int) -> bool:
         return self._rows.warp.warps(seat) or shares_noise_in_trees(session)

@@ -72,6 +72,22 @@ class Members(NamedTuple):
             ahead=np.array([_draws_ahead(session) for session in sessions], dtype=np.bool_),
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[Members]) -> Members:
+        """The sessions of several launches, of one table."""
+        return cls(
+            table=parts[0].table,
+            sessions=[session for part in parts for session in part.sessions],
+            slots=np.concatenate([part.slots for part in parts]),
+            seats=np.concatenate([part.seats for part in parts]),
+            wanted=np.concatenate([part.wanted for part in parts]),
+            penalised=any(part.penalised for part in parts),
+            warps=any(part.warps for part in parts),
+            general=any(part.general for part in parts),
+            keys=np.concatenate([part.keys for part in parts]),
+            ahead=np.concatenate([part.ahead for part in parts]),
+        )
+
     @property
     def draft_keys(self) -> NDArray[np.uint64]:
         """Keys of the noise that drafts for their present prefixes are drawn with. Drafts that are

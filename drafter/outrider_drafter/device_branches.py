@@ -43,6 +43,7 @@ OWN_BLOCKS: Final = -(-(BLOCK_TOKENS - 1 + PATH_ROW_BUCKETS[-1] + _LARGEST) // B
 """Blocks of a branch: for a block that the prefix filled partly, the path, and the tree."""
 SCRATCH_BLOCKS: Final = BRANCH_SIZES[-1] * OWN_BLOCKS
 _OWN_ROWS: Final = OWN_BLOCKS * BLOCK_TOKENS
+_MORE_THAN_DEPTHS: Final = MAX_DRAFT_TOKENS + 1
 _WORDS: Final = 5
 """Words of a branch beside its rows: a key of two, owner, count, start."""
 
@@ -54,10 +55,41 @@ class Branching(NamedTuple):
     rows: Indices
     """[lives]: row of each proposal's session in the columns; any of one that was not scored."""
     members: Members
-    shapes: Sequence[Shape]
-    """What is grown for each."""
     general: NDArray[np.bool_]
     """Whether each warps its logits or grows its tree by shared noise."""
+    shapes: Sequence[Shape]
+    """All that are grown, each once."""
+    shape_of: Indices
+    """Which of them each session's branches have;"""
+    depths: Indices
+    """its levels,"""
+    draft_rows: Indices
+    """the draft rows that it writes,"""
+    trees: NDArray[np.bool_]
+    """and whether it is a tree."""
+
+    @classmethod
+    def of(
+        cls,
+        places: ScoredPlaces,
+        rows: Indices,
+        members: Members,
+        general: NDArray[np.bool_],
+        shapes: Sequence[Shape],
+    ) -> Branching:
+        """With what is grown for each session."""
+        numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
+        return cls(
+            places=places,
+            rows=rows,
+            members=members,
+            general=general,
+            shapes=list(numbers),
+            shape_of=np.array([numbers[shape] for shape in shapes]),
+            depths=np.array([shape.depth for shape in shapes]),
+            draft_rows=np.array([shape.draft_rows for shape in shapes]),
+            trees=np.array([shape.top_k > 1 for shape in shapes]),
+        )
 
 
 class _Found(NamedTuple):
@@ -81,6 +113,8 @@ class BranchBatch:
         most = BRANCH_SIZES[-1] * (_WORDS + 2 * PATH_ROW_BUCKETS[-1])
         self._uploads = Uploader(most, device)
         self._words = torch.zeros(most, dtype=torch.int32, device=device)
+        self._buckets: dict[tuple[int, int], tuple[Tensor, BranchRows]] = {}
+        """What is uploaded, and the rows in it."""
 
     def fill(
         self,
@@ -94,30 +128,36 @@ class BranchBatch:
     ) -> BranchRows:
         """Upload outcomes `chosen` [B] of those that were found, with the slots of their sessions
         and the keys of their noise, both [B]."""
-        count, cells = (_WORDS + 2 * num_rows) * size, num_rows * size
-        words = self._uploads.stage()[:count]
+        place = self._buckets.get((size, num_rows))
+        if place is None:
+            place = self._buckets[size, num_rows] = self._bucket(size, num_rows)
+        words = self._uploads.stage()
         # Keys first: there is where words of 8 bytes may be.
         words[: 2 * size].view(np.int64)[: len(chosen)] = keys.view(np.int64)
         head = words[2 * size : _WORDS * size].reshape(3, size)
-        tokens, sources = words[_WORDS * size :].reshape(2, size, num_rows)
+        rest = words[_WORDS * size : (_WORDS + 2 * num_rows) * size]
+        tokens, sources = rest.reshape(2, size, num_rows)
         head[0], head[1:], tokens[:], sources[:] = self._padding, 0, -1, 0
         if found is not None:
-            within, here = found.paths.tokens.shape[1], len(chosen)
+            here, kept = len(chosen), min(found.paths.tokens.shape[1], num_rows)
             head[:, :here] = owners, found.paths.depths[chosen] + 1, found.starts[chosen]
-            kept = min(within, num_rows)
             tokens[:here, :kept] = found.paths.tokens[chosen, :kept]
             sources[:here, :kept] = found.paths.rows[chosen, :kept]
             sources[:here, kept:] = found.paths.rows[chosen, :1]
-        sent = self._words[:count]
+        sent, rows = place
         self._uploads.send(sent)
-        rest = sent[_WORDS * size :]
-        on_device = sent[2 * size : _WORDS * size].view(3, size)
-        return BranchRows(
-            owners=on_device[0],
-            counts=on_device[1],
-            starts=on_device[2],
-            tokens=rest[:cells].view(size, num_rows),
-            sources=rest[cells:].view(size, num_rows),
+        return rows
+
+    def _bucket(self, size: int, num_rows: int) -> tuple[Tensor, BranchRows]:
+        sent = self._words[: (_WORDS + 2 * num_rows) * size]
+        head, rest = sent[2 * size : _WORDS * size].view(3, size), sent[_WORDS * size :]
+        paths = rest.view(2, size, num_rows)
+        return sent, BranchRows(
+            owners=head[0],
+            counts=head[1],
+            starts=head[2],
+            tokens=paths[0],
+            sources=paths[1],
             draft_keys=sent[: 2 * size].view(torch.int64),
         )
 
@@ -171,30 +211,26 @@ class Brancher:
             starts=members.table.lengths[slots] - 1,
             rooms=members.table.rooms(slots) - paths.depths - 1,
         )
-        for shape, chosen in self._groups(found, branching.shapes):
+        for shape, chosen in self._groups(found, branching):
             most = most_branches(shape)
             for first in range(0, len(chosen), most):
                 yield self._draft(shape, found, chosen[first : first + most], branching)
 
-    def _groups(self, found: _Found, shapes: Sequence[Shape]) -> Iterator[tuple[Shape, Indices]]:
+    def _groups(self, found: _Found, branching: Branching) -> Iterator[tuple[Shape, Indices]]:
         """Outcomes that can be drafted for, by what is grown; the group of the first one first."""
-        numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
-        number = np.array([numbers[shape] for shape in shapes])[found.rows]
-        depth = np.array([shape.depth for shape in shapes])[found.rows]
+        depths = branching.depths[found.rows]
         if not self._bounded:
-            trees = np.array([shape.top_k > 1 for shape in shapes])[found.rows]
-            depth = np.where(trees, np.minimum(depth, np.maximum(found.rooms, 1)), depth)
-        drafted = np.array([shape.draft_rows for shape in shapes])[found.rows]
-        ends = found.starts + found.paths.depths + 1
-        fit = found.paths.known & (found.rooms > 0)
-        fit &= ends - 1 + np.minimum(depth, found.rooms) <= self._max_context
-        fit &= ends + drafted <= self._rows.capacity
-        fit &= ends + drafted - found.starts // BLOCK_TOKENS * BLOCK_TOKENS <= _OWN_ROWS
-        kinds = number * (MAX_DRAFT_TOKENS + 1) + depth
-        names = list(numbers)
+            cut = np.minimum(depths, np.maximum(found.rooms, 1))
+            depths = np.where(branching.trees[found.rows], cut, depths)
+        first = found.starts + found.paths.depths + 1
+        last = first + branching.draft_rows[found.rows]
+        fit = found.paths.known & (found.rooms > 0) & (last <= self._rows.capacity)
+        fit &= first - 1 + np.minimum(depths, found.rooms) <= self._max_context
+        fit &= last - found.starts // BLOCK_TOKENS * BLOCK_TOKENS <= _OWN_ROWS
+        kinds = branching.shape_of[found.rows] * _MORE_THAN_DEPTHS + depths
         for kind in dict.fromkeys(kinds[fit].tolist()):
-            shape = names[kind // (MAX_DRAFT_TOKENS + 1)]
-            shape = shape._replace(depth=kind % (MAX_DRAFT_TOKENS + 1))
+            number, depth = divmod(kind, _MORE_THAN_DEPTHS)
+            shape = branching.shapes[number]._replace(depth=depth)
             yield shape, np.flatnonzero(fit & (kinds == kind))
 
     def _draft(

@@ -7,6 +7,7 @@ device, for branches to begin from, until proposals are scored again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -39,19 +40,29 @@ class GivenBatch:
         most = max(2 * each.depth * each.sizes[-1] * each.width for each in levels)
         self._uploads = Uploader(most, device)
         self._words = torch.zeros(most, dtype=torch.int32, device=device)
+        self._buckets: dict[tuple[Levels, int], tuple[Tensor, GivenNodes]] = {}
+        """What is uploaded, and the nodes in it."""
 
     def fill(self, levels: Levels, placed: Sequence[Placed], size: int) -> GivenNodes:
         """Upload proposals in a bucket."""
-        shape = (2, levels.depth, size, levels.width)
-        count = 2 * levels.depth * size * levels.width
-        tokens, parents = self._uploads.stage()[:count].reshape(shape)
+        place = self._buckets.get((levels, size))
+        if place is None:
+            place = self._buckets[levels, size] = self._bucket(levels, size)
+        sent, nodes = place
+        words = self._uploads.stage()[: sent.shape[0]]
+        tokens, parents = words.reshape(2, levels.depth, size, levels.width)
         tokens[:], rows = -1, np.arange(size)[:, None]
         parents[0], parents[1:] = rows, rows * levels.width
         for row, each in enumerate(placed):
             each.fill(row, tokens, parents)
-        words = self._words[:count]
-        self._uploads.send(words)
-        return GivenNodes(*words.view(shape).unbind())
+        self._uploads.send(sent)
+        return nodes
+
+    def _bucket(self, levels: Levels, size: int) -> tuple[Tensor, GivenNodes]:
+        shape = (2, levels.depth, size, levels.width)
+        sent = self._words[: math.prod(shape)]
+        tokens, parents = sent.view(shape).unbind()
+        return sent, GivenNodes(tokens, parents)
 
 
 class Scorer:
@@ -110,14 +121,17 @@ class LiveScores:
         self._tokens, self._logprobs = list(unknown.tokens), list(unknown.logprobs)
         self._rows: list[Indices] = [np.full(1 + len(live.tree), NOWHERE) for live in lives]
 
-    def put(self, live: int, placed: Placed, words: NDArray[np.int32], first: int) -> None:
-        """What came back of one proposal, int32 [P, 2, c]; its places are held from `first` on."""
-        there = placed.places != NOWHERE
+    def place(self, live: int, placed: Placed, first: int) -> None:
+        """One proposal was launched; its places are held from `first` on."""
+        places = placed.places
+        self._rows[live] = np.where(places != NOWHERE, first + places, NOWHERE)
+
+    def put(self, live: int, placed: Placed, words: NDArray[np.int32]) -> None:
+        """What came back of it, int32 [P, 2, c]."""
+        there = (placed.places != NOWHERE)[:, None]
         found = words[placed.places]
-        self._tokens[live] = np.where(there[:, None], found[:, 0], np.int32(-1))
-        logprobs = found[:, 1].view(np.float32)
-        self._logprobs[live] = np.where(there[:, None], logprobs, np.float32(-np.inf))
-        self._rows[live] = np.where(there, first + placed.places, NOWHERE)
+        self._tokens[live] = np.where(there, found[:, 0], np.int32(-1))
+        self._logprobs[live] = np.where(there, found[:, 1].view(np.float32), np.float32(-np.inf))
 
     def adopt(self, live: int, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
         """What another source found of one proposal, [1 + n, any]; nothing of it is held."""

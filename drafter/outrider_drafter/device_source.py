@@ -2,7 +2,8 @@
 
 A batch of sessions costs one upload, one graph (catch-up, all levels, all choices) and one
 download; the host waits for the device once (twice where laws come along: how much of them is to be
-fetched is known after the first time). What the device does not cover (trees of the rejection rule)
+fetched is known after the first time). Look-ahead costs one of each to score proposals and one
+of each for all branches of a shape. What the device does not cover (trees of the rejection rule)
 goes to a `HeadSource` over the same weights.
 
 X session slots; B rows of a bucket, R new rows a session, H hidden size, K chain length, n tree
@@ -26,7 +27,7 @@ from outrider.engine.device.drawing import Drawing
 from outrider.engine.device.shapes import bucket
 from outrider.engine.heads import DraftHead
 from outrider.spec.plan import DraftMethod
-from outrider_drafter.device_ahead import LookAhead
+from outrider_drafter.device_ahead import DeviceLookAhead
 from outrider_drafter.device_batch import NEW_ROW_BUCKETS, DraftBatch, Members, Ready, count_news
 from outrider_drafter.device_branches import SCRATCH_BLOCKS
 from outrider_drafter.device_drafts import lengths
@@ -88,9 +89,9 @@ class DeviceHeadSource(DeviceFollower):
         self._batch = DraftBatch(self._rows, self.feature_size, dtype, self._device)
         self._downloads = Downloader(self._device)
         self._grower = Grower(self._program, self._rows, self._downloads)
-        self._ahead: LookAhead | None = None
+        self._ahead: DeviceLookAhead | None = None
         if look_ahead:
-            self._ahead = LookAhead(
+            self._ahead = DeviceLookAhead(
                 self._program,
                 self._rows,
                 self._grower,
@@ -233,7 +234,7 @@ class DeviceHeadSource(DeviceFollower):
         """One launch for all outcomes of a shape; it may be left before its end."""
         if self._ahead is None:
             return
-        yield from self._ahead.branch(outcomes, self._seats.seats)
+        yield from self._ahead.branch(outcomes)
         numbers = {live: number for number, live in enumerate(self._hosted)}
         hosted = [index for index, outcome in enumerate(outcomes) if outcome.live in numbers]
         if hosted:
@@ -294,7 +295,7 @@ class DeviceHeadSource(DeviceFollower):
         return self.graphs.run((shape, size, num_rows, general), run)
 
     def _score(
-        self, ahead: LookAhead, levels: Levels, part: Sequence[Session], lives: Sequence[int]
+        self, ahead: DeviceLookAhead, levels: Levels, part: Sequence[Session], lives: Sequence[int]
     ) -> None:
         """Score live proposals `lives`, those of the sessions, in one launch."""
         members = Members.of(part, self._seats.seats, self._rows)
@@ -307,7 +308,7 @@ class DeviceHeadSource(DeviceFollower):
         download = ahead.launch(levels, rows, members, lives)
         # While the device works.
         self._took(ready, size, num_rows)
-        ahead.take(levels, download.wait().numpy())
+        ahead.take(download.wait().numpy())
 
     def _took(self, ready: Ready, size: int, num_rows: int) -> None:
         """The new rows of a launch are stable, and their features used."""

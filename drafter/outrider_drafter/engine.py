@@ -22,6 +22,7 @@ from outrider.wire.messages import (
     Verdicts,
     WireTensor,
 )
+from outrider_drafter.fair import MOST_TOGETHER, first_served
 from outrider_drafter.look_ahead import Answers as Answers
 from outrider_drafter.look_ahead import LookAhead
 from outrider_drafter.metrics import Metrics
@@ -187,7 +188,11 @@ class DraftEngine:
         sessions with the same plans, so that what follows from them need not be worked out anew."""
         table = self._table
         slots = np.flatnonzero(table.wanting)
-        table.wanting[:] = False
+        if len(slots) > MOST_TOGETHER:
+            # The rest goes on wanting, beside what is wished for meanwhile.
+            owners = [table.session(slot).key.connection for slot in slots.tolist()]
+            slots = slots[first_served(np.array(owners), table.used_at[slots], MOST_TOGETHER)]
+        table.wanting[slots] = False
         state = (table.version, slots.tobytes())
         if state != self._batched:
             by_method: dict[DraftMethod, list[Session]] = {}

@@ -129,10 +129,12 @@ def attend_parts(
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
     else:
         weights = torch.softmax(scores, dim=-1)
-    shares = torch.split(weights, [keys.shape[1] for keys, _ in parts], dim=2)
-    out = torch.bmm(shares[0], parts[0][1])
-    for share, (_, values) in zip(shares[1:], parts[1:], strict=True):
-        out = out.baddbmm(share, values)
+    first, others = parts[0], parts[1:]
+    begin = first[0].shape[1]
+    out = torch.bmm(weights[..., :begin] if others else weights, first[1])
+    for keys, values in others:
+        end = begin + keys.shape[1]
+        out, begin = out.baddbmm(weights[..., begin:end], values), end
     out = out.view(num_kv, num_rows, group, head_dim)
     return out.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
 

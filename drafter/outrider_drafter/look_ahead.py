@@ -18,12 +18,14 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider import trace
 from outrider.spec.digest import extend_digests
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import Proposals, SessionsLost
 from outrider_drafter.calibration import Calibration, FixedSpread, Predictor
+from outrider_drafter.fair import MOST_TOGETHER, first_served
 from outrider_drafter.metrics import Metrics
 from outrider_drafter.outcomes import Floats, Indices, Layout, best, seen
 from outrider_drafter.sessions import Session
@@ -136,6 +138,9 @@ class LookAhead:
         self._off: set[int] = set()
         """Slots of sessions whose look-ahead has failed."""
         self._predictors: dict[Kind, Predictor] = {}
+        self._starved = False
+        """Whether the last scores came to nothing because a message waited: many verifiers may send
+        faster than one can score, so the next ones are used first."""
 
     @property
     def is_wanted(self) -> bool:
@@ -196,6 +201,7 @@ class LookAhead:
             self._later(partial(_learn, predictor, one.scored, told))
         tree = one.branches.get(digest)
         hit = tree is not None and bool(self._table.wanting[slot])
+        trace.instant("hit" if hit else "miss")
         metrics.outcomes.labels("hit" if hit else "miss").inc()
         if hit:
             self._table.wanting[slot] = False
@@ -203,14 +209,20 @@ class LookAhead:
         self._open[slot] = hit and one.session.room >= 2
 
     def work(self) -> Generator[Answers]:
-        """Draft for the outcomes of all live proposals, best expected gain first; yields
+        """Draft for the outcomes of live proposals (of all, or of so many that are drafted for
+        together: fair shares of all verifiers), best expected gain first; yields
         (connection, drafts) that are ready together. Where nothing is ready yet it yields nothing,
         so that what has come meanwhile can be looked at.
 
         As soon as a session may have moved the iterator must be closed; what is left is chosen
         anew, from scores of its own, in the next one.
         """
-        open_ones = [self.watched[slot] for slot in np.flatnonzero(self._open).tolist()]
+        slots = np.flatnonzero(self._open)
+        if len(slots) > MOST_TOGETHER:
+            owners = [self.watched[slot].session.key.connection for slot in slots.tolist()]
+            used_at = self._table.used_at[slots]
+            slots = slots[first_served(np.array(owners), used_at, MOST_TOGETHER)]
+        open_ones = [self.watched[slot] for slot in slots.tolist()]
         open_ones.sort(key=lambda one: one.session.plan.method)
         for method, group in groupby(open_ones, key=lambda one: one.session.plan.method):
             ones = list(group)
@@ -228,9 +240,12 @@ class LookAhead:
         started = self._now()
         expected = self._choose(source, ones)
         seconds = self._metrics.look_ahead_seconds
+        trace.span("score", started, len(ones))
         self._later(partial(seconds.labels("score").observe, self._now() - started))
         for first in range(0, len(expected.lives), MAX_BRANCHES):
-            yield []
+            if first or not self._starved:
+                self._starved = not first
+                yield []
             started = self._now()
             launch = expected.only(slice(first, first + MAX_BRANCHES))
             outcomes = [
@@ -242,8 +257,12 @@ class LookAhead:
                     strict=True,
                 )
             ]
+            began = self._now()
             for branches in source.branch(outcomes):
+                self._starved = False
+                trace.span("branch", began, len(branches.outcomes))
                 yield self._sent(ones, launch, branches, self._now() - started)
+                began = self._now()
             self._later(partial(seconds.labels("branch").observe, self._now() - started))
         for one in ones:
             one.pending = 0

@@ -174,9 +174,8 @@ class DrafterService:
             link = _Link(address=verifier_address, first_outcome=outcome)
             self._links[verifier_address] = link
             link.task = asyncio.create_task(self._follow(link), name=f"verifier {verifier_address}")
-        done, _ = await asyncio.wait(
-            [link.first_outcome], timeout=self._config.reconnect.attach_wait_s
-        )
+        wait_s = self._config.reconnect.attach_wait_s
+        done, _ = await asyncio.wait([link.first_outcome], timeout=wait_s)
         if done and (misfit := link.first_outcome.exception()) is not None:
             raise misfit
 
@@ -249,9 +248,8 @@ class DrafterService:
                 link.first_outcome.set_result(None)
             self.metrics.connects.labels("connected").inc()
             self.metrics.connections.inc()
-            logger.info(
-                "verifier connected", extra={"verifier": link.address, "lane": lane is not None}
-            )
+            about = {"verifier": link.address, "lane": lane is not None}
+            logger.info("verifier connected", extra=about)
             outbox = self._outboxes[number] = Outgoing(connection)
             sender = asyncio.create_task(_send_all(outbox), name="proposals")
             await self._read_until_lost(connection, number)

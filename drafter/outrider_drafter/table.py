@@ -57,7 +57,8 @@ class SessionTable:
         self._free = list(range(max_sessions - 1, -1, -1))
         self._connections: dict[int, Connection] = {}
         self._ticks = 0
-        self._used_at = np.zeros(max_sessions, dtype=np.int64)
+        self.used_at = np.zeros(max_sessions, dtype=np.int64)
+        """[X]: counts messages; when each session was heard of last."""
         self.features = HeldFeatures(
             max_sessions=max_sessions, width=limits.feature_size, convert=convert
         )
@@ -112,7 +113,7 @@ class SessionTable:
                 most, at_most = number, other.count
         slots = self._connections[most].slots
         held = slots[slots >= 0]
-        return self.session(int(held[self._used_at[held].argmin()]))
+        return self.session(int(held[self.used_at[held].argmin()]))
 
     def add(self, connection: int, start: SessionStart) -> Session:
         """Begin a session; there must be room, and none with its handle."""
@@ -242,7 +243,7 @@ class SessionTable:
 
     def _touch(self, slots: Indices) -> None:
         self._ticks += 1
-        self._used_at[slots] = self._ticks
+        self.used_at[slots] = self._ticks
 
     def _apply(self, verdicts: Verdicts, step: _Step, good: NDArray[np.bool_]) -> None:
         slots, fresh = step.slots[good], step.fresh[good]

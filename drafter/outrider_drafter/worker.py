@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 
+from outrider import trace
 from outrider.engine.device.current import make_current
 from outrider.transport.lane import Lane
 from outrider.transport.letterbox import Letterbox
 from outrider_drafter.engine import Answers, ConnectionClosed, DraftEngine, SessionMessage
+from outrider_drafter.fair import MOST_LOOKS, Turns
 from outrider_drafter.lanes import Lanes
 
 logger = logging.getLogger(__name__)
@@ -60,8 +62,8 @@ class DraftWorker:
         """Messages of each connection so far; written by the submitting thread alone."""
         self._taken: Counter[int] = Counter()
         """Of these, those that the drafting thread has taken in; written by it alone."""
-        self._untaken: deque[tuple[int, SessionMessage]] = deque()
-        """(connection, message) out of the inbox; an error leaves those behind it for later."""
+        self._untaken: Turns[SessionMessage] = Turns()
+        """Out of the inbox; an error leaves those behind it for later."""
         self._gives_way = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="drafting", daemon=True)
@@ -122,14 +124,19 @@ class DraftWorker:
         """Take in all messages, waiting for one if there is nothing else to do, then do it."""
         engine = self._engine
         self._take_in()
-        while self._receive(self._wait_s()):
+        for _ in range(MOST_LOOKS):
+            if not self._receive(self._wait_s()):
+                break
             self._gives_way = False
             self._take_in()
         if self._stopping:
             return
         if engine.wants_drafting:
+            began = trace.now()
             for answers in engine.draft():
+                trace.span("draft", began, len(answers))
                 self._send(answers)
+                began = trace.now()
             return
         self._gives_way = False
         if engine.wants_look_ahead:
@@ -152,7 +159,10 @@ class DraftWorker:
     def _receive(self, wait_s: float | None) -> bool:
         """Whether messages came within this time."""
         lanes = self._lanes
+        began = trace.now()
         ready = self._inbox.wait(wait_s, lanes.readers, lanes.writers)
+        if wait_s != 0.0:
+            trace.span("wait", began)
         lanes.flush()
         came = bool(ready)
         for entry in self._inbox.take():
@@ -171,22 +181,28 @@ class DraftWorker:
 
     def _send(self, answers: Answers) -> None:
         """By lanes; what goes by none is another thread's to send."""
+        began = trace.now()
         rest = self._lanes.answer(answers)
         if rest:
             self._deliver(rest)
             self._gives_way = True
+        if answers:
+            trace.span("send", began, len(answers))
 
     def _take_in(self) -> None:
-        while self._untaken:
-            connection, message = self._untaken.popleft()
+        began, count = trace.now(), 0
+        for connection, message in self._untaken.take():
+            count += 1
             if not self._lanes.carries(connection):
                 self._taken[connection] += 1
             self._engine.handle(connection, message)
+        if count:
+            trace.span("take in", began, count)
 
     def _wait_s(self) -> float | None:
         """How long to wait for a message; None if there is nothing else to do."""
         engine = self._engine
-        if engine.wants_drafting:
+        if engine.wants_drafting or self._untaken:
             return 0.0
         if self._gives_way:
             return GIVE_WAY_S

@@ -194,6 +194,11 @@ def _describe_one(answer: GenerateResult) -> dict[str, object]:
             "accepted": stats.accepted,
             "mean_emitted_per_round": mean_emitted(stats.emitted, stats.rounds),
             "fallback_rounds": stats.fallback_rounds,
+            "look_ahead_rounds": stats.look_ahead_rounds,
+            "hit_rounds": stats.hit_rounds,
+            "hit_accepted": stats.hit_accepted,
+            "fresh_rounds": stats.fresh_rounds,
+            "fresh_accepted": stats.fresh_accepted,
         },
     }
 
@@ -269,8 +274,15 @@ def _summarize(done: Sequence[Answers], seconds: float) -> None:
     say(
         f"{len(answers)} answers, {tokens} tokens in {seconds:.1f} s "
         f"({tokens / max(seconds, 1e-9):.1f} tokens/s), "
-        f"{mean_emitted(emitted, rounds):.2f} tokens a round"
+        f"{mean_emitted(emitted, rounds):.2f} tokens a round{_hits(answers)}"
     )
+
+
+def _hits(answers: Answers) -> str:
+    """What look-ahead gave, if it was on."""
+    rounds = sum(answer.finish.stats.look_ahead_rounds for answer in answers)
+    hits = sum(answer.finish.stats.hit_rounds for answer in answers)
+    return f", {hits / rounds:.0%} of the drafts were made ahead" if rounds else ""
 
 
 def _write(text: str) -> None:

@@ -62,7 +62,18 @@ def _verifier(verifier: VerifierSummary) -> str:
         parts.append(f"SIMULATED ACCEPTANCE {verifier.simulated_acceptance}")
     if verifier.planner:
         parts.append(f"speculation: {verifier.planner}")
+    if verifier.stats.look_ahead_rounds:
+        parts.append(_look_ahead(verifier))
     return ", ".join(part for part in parts if part)
+
+
+def _look_ahead(verifier: VerifierSummary) -> str:
+    stats = verifier.stats
+    return (
+        f"look-ahead: {stats.hit_rate:.0%} hits, of whose drafts {stats.stood_in_hits:.2f} tokens "
+        f"a round stand ({stats.stood_fresh:.2f} of fresh ones), "
+        f"{verifier.hit_idle_us_p50:.0f} us between rounds of hits"
+    )
 
 
 def _drafter(drafter: DrafterSummary) -> str:

@@ -15,6 +15,8 @@ from outrider.wire.common_codec import (
     methods_from_pb,
     plan_from_pb,
     plan_to_pb,
+    stats_from_pb,
+    stats_to_pb,
 )
 from outrider.wire.limits import (
     MAX_ADDRESS_BYTES,
@@ -106,6 +108,8 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
         own_draft_length=info.own_draft_length,
         simulated_acceptance=info.simulated_acceptance,
         planner=info.planner,
+        stats=stats_to_pb(info.stats),
+        hit_idle_us_p50=info.hit_idle_us_p50,
     ).SerializeToString(deterministic=True)
 
 
@@ -156,6 +160,8 @@ def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
         ),
         simulated_acceptance=text(message.simulated_acceptance, "simulated_acceptance", empty=True),
         planner=text(message.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True),
+        stats=stats_from_pb(message.stats),
+        hit_idle_us_p50=finite(message.hit_idle_us_p50, "hit_idle_us_p50"),
     )
 
 

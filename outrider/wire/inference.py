@@ -206,6 +206,11 @@ class VerifierSummary:
     """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
     planner: str = ""
     """What the planner has in force, by kind of session; empty: nothing is being decided."""
+    stats: SpecStats = field(default_factory=SpecStats)
+    """Speculation of all its sessions since the start."""
+    hit_idle_us_p50: float = 0.0
+    """Median time between a round's end and the submission of one that is all hits, microseconds;
+    0 without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

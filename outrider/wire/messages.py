@@ -25,6 +25,7 @@ from outrider.wire.rounds import TensorDtype as TensorDtype
 from outrider.wire.rounds import Verdict as Verdict
 from outrider.wire.rounds import Verdicts as Verdicts
 from outrider.wire.rounds import WireTensor as WireTensor
+from outrider.wire.stats import SpecStats as SpecStats
 
 PROTOCOL_VERSION = 1
 """Raised with every incompatible change; peers with another version are refused."""
@@ -187,41 +188,6 @@ class SessionSpec:
     plan: Plan
     drafter_id: DrafterId | None = None
     """The drafter that serves the session; None decodes plainly."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecStats:
-    """Speculation counters of one session, cumulative."""
-
-    rounds: int = 0
-    """Verify forwards of this session that emitted tokens (prefill not counted)."""
-    emitted: int = 0
-    """Tokens emitted by those rounds."""
-    proposed: int = 0
-    """Draft nodes verified."""
-    accepted: int = 0
-    """Draft nodes accepted."""
-    fallback_rounds: int = 0
-    """Rounds without a proposal although the plan is speculative."""
-    target_only_rounds: int = 0
-    """Rejection rounds judged target-only because the draft law was missing."""
-    accepted_per_depth: tuple[int, ...] = ()
-    """How often a draft token at depth d (1-based, index d-1) stood."""
-    paused_rounds: int = 0
-    """Rounds decoded plainly because the verifier's planner had found that faster."""
-    decision: str = ""
-    """What its planner had in force for the newest round and why: "speculate/faster"; empty: the
-    plan was carried out as it is."""
-    look_ahead_rounds: int = 0
-    """Rounds of a plan with look-ahead that used a proposal, or wanted one in vain."""
-    hit_rounds: int = 0
-    """Of these, rounds whose proposal had come before its prefix did."""
-    hit_accepted: int = 0
-    """Draft nodes accepted in them."""
-    fresh_rounds: int = 0
-    """Of these, rounds whose proposal was made for a prefix that was there."""
-    fresh_accepted: int = 0
-    """Draft nodes accepted in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +371,11 @@ class VerifierInfo:
     """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
     planner: str = ""
     """What the planner has in force, by kind of session; empty: nothing is being decided."""
+    stats: SpecStats = field(default_factory=SpecStats)
+    """Speculation of all its sessions since the start."""
+    hit_idle_us_p50: float = 0.0
+    """Median time between a round's end and the submission of one that is all hits, microseconds;
+    0 without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.wire.checks import count, finite, text
-from outrider.wire.common_codec import METHODS, methods_from_pb
+from outrider.wire.common_codec import METHODS, methods_from_pb, stats_from_pb, stats_to_pb
 from outrider.wire.inference import (
     MAX_ABORT_IDS,
     DrafterLink,
@@ -65,6 +65,8 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 own_methods=[METHODS[method] for method in verifier.own_methods],
                 simulated_acceptance=verifier.simulated_acceptance,
                 planner=verifier.planner,
+                stats=stats_to_pb(verifier.stats),
+                hit_idle_us_p50=verifier.hit_idle_us_p50,
             )
             for verifier in info.verifiers
         ],
@@ -116,6 +118,8 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                     verifier.simulated_acceptance, "simulated_acceptance", empty=True
                 ),
                 planner=text(verifier.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True),
+                stats=stats_from_pb(verifier.stats),
+                hit_idle_us_p50=finite(verifier.hit_idle_us_p50, "hit_idle_us_p50"),
             )
             for verifier in message.verifiers
         ),

@@ -78,7 +78,9 @@ Candidates = Mapping[VerifierId, Sequence[Candidate]]
 class Loads:
     """Sessions by drafter, and by verifier and drafter."""
 
-    def __init__(self, seats: Iterable[Seat], others: Mapping[DrafterId, int] | None = None):
+    def __init__(
+        self, seats: Iterable[Seat], others: Mapping[DrafterId, int] | None = None
+    ) -> None:
         """`others`: sessions that drafters follow for somebody else."""
         self._all: Counter[DrafterId] = Counter(others or {})
         self._pairs: Counter[tuple[VerifierId, DrafterId]] = Counter()

@@ -11,7 +11,7 @@ from outrider.wire.inference import (
     ServerInfo,
     VerifierSummary,
 )
-from outrider.wire.messages import PROTOCOL_VERSION, DrafterInfo
+from outrider.wire.messages import PROTOCOL_VERSION, DrafterInfo, SpecStats
 from outrider_router.fleet import PeerState, is_attached
 from outrider_router.registry import DrafterPeer, VerifierPeer
 from outrider_router.request import max_session_len, model_name
@@ -60,6 +60,8 @@ def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
         own_methods=info.own_methods if info is not None else (),
         simulated_acceptance=info.simulated_acceptance if info is not None else "",
         planner=info.planner if info is not None else "",
+        stats=info.stats if info is not None else SpecStats(),
+        hit_idle_us_p50=info.hit_idle_us_p50 if info is not None else 0.0,
     )
 
 

@@ -35,6 +35,7 @@ SERVICES = {
     "router": ("InferenceService", ["Generate", "GenerateStream", "Abort", "GetServerInfo"]),
     "verifier": ("VerifierService", ["SetPlan", "CloseSession", "GetInfo"]),
     "drafter": ("DrafterService", ["Attach", "Detach", "GetInfo"]),
+    "pool": ("PoolService", ["AddDrafter", "RemoveDrafter"]),
 }
 STREAMING = {"GenerateStream"}
 TYPED = {
@@ -53,8 +54,16 @@ def running(
     tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
-    with Stack(directory, model=str(tiny_target), head=str(tiny_head)) as stack:
+    router = ["--pool-listen", "127.0.0.1:0"]
+    with Stack(directory, model=str(tiny_target), head=str(tiny_head), router=router) as stack:
         yield stack
+
+
+def address_of(stack: Stack, role: str) -> str:
+    """Where a role's service is; the pool's is the router's."""
+    if role == "pool":
+        return str(stack.router.ready["pool"])
+    return str(getattr(stack, role).address)
 
 
 def check_unharmed(stack: Stack) -> None:
@@ -76,7 +85,7 @@ def holds_nothing(client: Client) -> bool:
 @pytest.mark.parametrize("role", list(SERVICES))
 def test_random_bytes_to_every_method_give_a_typed_error(running: Stack, role: str) -> None:
     service, methods = SERVICES[role]
-    address = getattr(running, role).address
+    address = address_of(running, role)
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     @given(data=st.binary(min_size=1, max_size=300), method=st.sampled_from(methods))
@@ -100,7 +109,7 @@ def test_random_bytes_to_every_method_give_a_typed_error(running: Stack, role: s
 def test_an_oversized_message_is_refused(running: Stack, role: str) -> None:
     service, methods = SERVICES[role]
     options = [("grpc.max_send_message_length", -1)]
-    with grpc.insecure_channel(getattr(running, role).address, options=options) as channel:
+    with grpc.insecure_channel(address_of(running, role), options=options) as channel:
         call = channel.unary_unary(f"/outrider.wire.v1.{service}/{methods[-1]}")
         with pytest.raises(grpc.RpcError) as failure:
             call(bytes(80 << 20), timeout=20.0)

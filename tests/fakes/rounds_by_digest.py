@@ -248,11 +248,19 @@ class Rounds:
 
 
 def fresh(engine: DraftEngine) -> list[Proposals]:
-    """What the engine drafts for actual prefixes."""
-    return [m for together in engine.draft() for _, m in together if isinstance(m, Proposals)]
+    """What the engine drafts for actual prefixes, batch by batch."""
+    found: list[Proposals] = []
+    while engine.wants_drafting:
+        for together in engine.draft():
+            found += [message for _, message in together if isinstance(message, Proposals)]
+    return found
 
 
 def ahead(engine: DraftEngine) -> list[Proposals]:
     """What the engine drafts for outcomes, until it is done."""
     assert not engine.wants_drafting
-    return [m for together in engine.look_ahead() for _, m in together if isinstance(m, Proposals)]
+    found: list[Proposals] = []
+    while engine.wants_look_ahead:
+        for together in engine.look_ahead():
+            found += [message for _, message in together if isinstance(message, Proposals)]
+    return found

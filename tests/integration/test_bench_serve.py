@@ -92,3 +92,53 @@ def test_the_file_has_every_cell_with_every_figure(
     assert again.stderr.count("starting the verifier") == 1
     kept = [c for c in json.loads(out.read_text())["cells"] if c["placement"] == "plain"]
     assert kept == plain
+
+
+@pytest.mark.timeout(240)
+def test_lock_step_and_look_ahead_stand_beside_each_other_at_every_delay(
+    tiny_target: Path, tiny_head: Path, tmp_path: Path
+) -> None:
+    out, traces = tmp_path / "service.json", tmp_path / "traces"
+    flags = {
+        "model": tiny_target,
+        "head": tiny_head,
+        "drafts": "chain-2",
+        "look-ahead": "0,1",
+        "fan-out": 4,
+        "exchange-delay-ms": "0,20",
+        "sessions": "1",
+        "max-tokens": 8,
+        "limit": 2,
+        "requests": 2,
+        "waves": 1,
+        "clients": 1,
+        "planner": "fixed",
+        "device": "cpu",
+        "threads": 1,
+        "trace-dir": traces,
+        "out": out,
+    }
+    done = bench_serve(flags)
+    assert done.returncode == 0, done.stderr
+    cells = json.loads(out.read_text(encoding="utf-8"))["cells"]
+    found = [(cell["drafts"], cell["exchange_delay_ms"], cell["over_lockstep"]) for cell in cells]
+    kinds = [(drafts, delay) for drafts, delay, _ in found]
+    both = ("chain-2+lockstep", "chain-2+ahead4")
+    assert kinds == [("none", 0.0), *((d, delay) for delay in (0.0, 20.0) for d in both)]
+    assert [ratio is not None for *_, ratio in found] == [False, False, True, False, True]
+    near, far = (cell["round_ms"] for cell in cells if cell["drafts"] == "chain-2+lockstep")
+    assert far >= 40.0 > near
+    assert "20 ms each way" in done.stdout
+    folders = {path.name for path in traces.iterdir()}
+    assert folders == {"plain-none", *(f"separate-chain-2+lockstep{d}" for d in ("", "-20ms"))}
+    both_sides = traces / "separate-chain-2+lockstep"
+    names = {
+        path.name: {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+        for path in both_sides.iterdir()
+    }
+    verifier = {"plan", "submit", "wait for the device", "forward", "settle", "tell", "wait"}
+    assert names.keys() == {"drafter.json", "verifier.json"}
+    assert names["verifier.json"] > verifier | {"take in"}
+    assert names["drafter.json"] > {"take in", "draft", "score", "branch", "send", "wait"}
+    assert names["drafter.json"] & {"hit", "miss"}
+    assert names["verifier.json"] & {"hit", "fresh", "miss"}

@@ -25,6 +25,9 @@ from outrider.spec.plan import Plan
 from outrider.transport.heartbeat import HeartbeatConnection
 from outrider.wire.messages import (
     FinishReason,
+    SessionMove,
+    SessionMoved,
+    SessionOpen,
     VerifierMessage,
     Welcome,
 )
@@ -39,7 +42,7 @@ from tests.integration.contract_support import (
     tasks_at_rest,
     until,
 )
-from tests.integration.fake_endpoints import features, hello, proposal, spec
+from tests.integration.fake_endpoints import DRAFTER, features, hello, proposal, spec
 from tests.integration.transport_harness import Harness
 
 
@@ -244,6 +247,18 @@ async def test_an_idle_exchange_outlives_the_heartbeat_timeout(peer: Peer) -> No
     await peer.connection.send(proposal(3))
     message = await asyncio.wait_for(receiving, 5)
     assert only_verdict(message).prefix_digest == 3
+
+
+async def test_a_move_of_a_session_is_answered_on_its_stream(peer: Peer) -> None:
+    connection = await (await peer.harness.dialer.verifier(peer.address)).sessions()
+    await connection.send(SessionOpen(5, spec("idle")))
+    await connection.send(SessionMove(5, DRAFTER))
+    async with asyncio.timeout(5):
+        while not isinstance(message := await connection.receive(), SessionMoved):
+            pass
+    # The fake keeps it where it is: nowhere.
+    assert message == SessionMoved(5, None)
+    await connection.close()
 
 
 async def test_closing_a_session_is_idempotent(peer: Peer) -> None:

@@ -16,11 +16,11 @@ from outrider.spec.sampling import Rule, SamplingParams
 from tests.fakes.rounds_by_digest import Rounds, Row, ahead, fresh, markov, table_engine
 from tests.reference.goodness import LEAST_P, p_value
 
-V, LENGTH, TRIALS = 4, 4, 2500
+V, LENGTH, TRIALS = 4, 3, 1500
 TARGET, DRAFT = markov(1, V), markov(2, V)
 CHAIN = Plan(method=DraftMethod.MODEL, draft_tokens=2, look_ahead=1, fan_out=4)
 TREE = Plan(method=DraftMethod.MODEL, draft_tokens=5, top_k=3, look_ahead=1, fan_out=6)
-EXTRA = 6
+EXTRA = 4
 """Tokens beyond those that are judged: a session's end bounds its drafts."""
 
 
@@ -51,8 +51,8 @@ def _texts(rule: Rule, plan: Plan) -> tuple[NDArray[np.int64], Rounds, float]:
         verified += len(short)
         hits += sum(row.digest in row.inbox for row in short)
         # What missed decodes plainly: the drafts for its prefix come too late, all of them.
-        for _ in fresh(engine):
-            pass
+        fresh(engine)
+        engine.book()
     return np.array([row.tokens[1 : 1 + LENGTH] for row in rows]), rounds, hits / verified
 
 
@@ -67,7 +67,7 @@ def _texts(rule: Rule, plan: Plan) -> tuple[NDArray[np.int64], Rounds, float]:
 )
 def test_texts_made_of_branches_follow_the_targets_law(rule: Rule, plan: Plan) -> None:
     texts, rounds, hit_rate = _texts(rule, plan)
-    assert hit_rate > 0.3 and rounds.accepted > TRIALS / 5
+    assert hit_rate > 0.2 and rounds.accepted > TRIALS / 5
     counts = np.bincount(texts @ V ** np.arange(LENGTH)[::-1], minlength=V**LENGTH)
     probs = (TARGET.double() / 0.9).softmax(-1).numpy()
     law = [

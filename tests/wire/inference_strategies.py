@@ -119,6 +119,8 @@ SERVER_INFOS = st.builds(
             own_methods=METHODS,
             simulated_acceptance=MAYBE_NAMES,
             planner=MAYBE_NAMES,
+            stats=STATS,
+            hit_idle_us_p50=TIMES,
         ),
         max_size=2,
     ).map(tuple),

@@ -269,6 +269,8 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             own_draft_length=3,
             simulated_acceptance="2.6",
             planner="eagle3 chain of 4: plain (probe)",
+            stats=STATS,
+            hit_idle_us_p50=87.5,
         ),
     ),
     "drafter_info": (

@@ -300,6 +300,8 @@ VERIFIER_INFOS = st.builds(
     own_draft_length=st.integers(0, 256),
     simulated_acceptance=MAYBE_NAMES,
     planner=MAYBE_NAMES,
+    stats=STATS,
+    hit_idle_us_p50=TIMES,
 )
 DRAFTER_INFOS = st.builds(
     messages.DrafterInfo,

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from outrider.wire.accounting import add_round
-from outrider.wire.messages import SpecStats
+from outrider.wire.accounting import add_round, flags_of_round
+from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, SpecStats
 
 
 def test_rounds_add_up() -> None:
@@ -23,3 +23,22 @@ def test_rounds_add_up() -> None:
 def test_a_round_cut_short_by_a_stop_counts_what_was_emitted() -> None:
     stats = add_round(SpecStats(), 4, 3, 2, False)
     assert (stats.emitted, stats.accepted) == (2, 3)
+
+
+def test_rounds_with_look_ahead_are_hits_fresh_or_missed() -> None:
+    stats = SpecStats()
+    rounds = [(4, 3, False, True), (4, 2, False, True), (4, 4, False, False), (0, 0, True, False)]
+    for proposed, accepted, missed, hit in rounds:
+        before = stats
+        stats = add_round(
+            stats, proposed, accepted, accepted + 1, missed, looked_ahead=True, hit=hit
+        )
+        expected = LOOKED_AHEAD | HIT * hit | FALLBACK * missed
+        assert flags_of_round(before, stats) == expected
+    stats = add_round(stats, 4, 4, 5, False)
+    assert (stats.rounds, stats.look_ahead_rounds) == (5, 4)
+    assert (stats.hit_rounds, stats.hit_accepted) == (2, 5)
+    assert (stats.fresh_rounds, stats.fresh_accepted) == (1, 4)
+    assert (stats.hit_rate, stats.stood_in_hits, stats.stood_fresh) == (0.5, 2.5, 4.0)
+    nothing = SpecStats()
+    assert nothing.hit_rate == nothing.stood_in_hits == nothing.stood_fresh == 0.0

@@ -20,6 +20,7 @@ from outrider.config import load_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import run, tune_interpreter
+from outrider.trace import recording
 from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
     parser.add_argument("--awake-cores", type=int, help="cores kept from going idle while serving")
     parser.add_argument("--verifier-id", metavar="NAME", help="stable name of this verifier")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
+    parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     flags = vars(parser.parse_args(argv))
     return load_config(VerifierConfig, flags.pop("config"), flags)
@@ -138,7 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        return run(serve(config))
+        with recording(config.trace_file, "verifier"):
+            return run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")
         return _EXIT_MISUSE

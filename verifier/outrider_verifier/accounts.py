@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from outrider import trace
 from outrider.wire.accounting import add_round
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
@@ -86,6 +87,9 @@ class Accounts:
         looked_ahead = session.looks_ahead and (row.drafted or settled.missed)
         hit = looked_ahead and row.held is not None and row.held.ahead
         counters = self._core.counters
+        counters["session_rounds"] += 1
+        counters["session_round_tokens"] += len(settled.tokens)
+        counters["target_only_rounds"] += int(acceptance.used_target_only_fallback)
         if fallback:
             counters["fallback_rounds"] += 1
         if session.paused:
@@ -100,6 +104,7 @@ class Accounts:
             counters["look_ahead_rounds"] += 1
             kind = "hit" if hit else "miss" if fallback else "fresh"
             counters[f"{kind}_rounds"] += 1
+            trace.instant(kind)
             counters[f"{kind}_accepted_tokens"] += accepted_len
         session.stats = add_round(
             session.stats,

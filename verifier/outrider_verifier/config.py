@@ -107,6 +107,8 @@ class VerifierConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint."""
+    trace_file: str = ""
+    """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
     log_level: str = "INFO"
     """Level of the log on stderr."""
 

@@ -308,8 +308,7 @@ class Core:
         in_vain = set(handles[late].tolist())
         for handle in np.unique(handles).tolist():
             session = self._of_handle(handle)
-            pace = session.pace
-            length = pace.missed_len if pace is not None and handle in in_vain else 0
+            length = session.pace.missed_len if session.pace and handle in in_vain else 0
             self.policy.arrived(session, prefix_len=length, usable=False, now=now)
 
     def book_arrivals(self) -> None:
@@ -317,7 +316,9 @@ class Core:
         them is under way, for until then their sessions wait for nothing."""
         arrivals, self._arrivals = self._arrivals, []
         for session, prefix_len, at in arrivals:
-            self.policy.arrived(session, prefix_len=prefix_len, usable=True, now=at)
+            # For what came while a round of its session ran nobody waited.
+            if at >= session.since:
+                self.policy.arrived(session, prefix_len=prefix_len, usable=True, now=at)
 
     def _announce_again(self, command: Lost) -> None:
         """Begin anew with sessions that their drafter lost, a few times each."""

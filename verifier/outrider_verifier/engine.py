@@ -189,6 +189,14 @@ class RoundRunner(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _HostFlight:
+    """A round that has run and is not committed."""
+
+    outcome: RoundOutcome
+    packed: list[Packed]
+
+
 class RoundEngine:
     """Runs each round within `submit`; holds no session state."""
 
@@ -240,23 +248,27 @@ class RoundEngine:
         """Nothing to do."""
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
-        """Run the round, K/V commit included."""
-        return self.run(prefill, verify)
+        """Run the round."""
+        return self._run(prefill, verify)
 
     def landed(self, flight: Flight) -> bool:
         """Always: `submit` ran it."""
         return True
 
     def collect(self, flight: Flight) -> RoundOutcome:
-        """What the round gave."""
-        assert isinstance(flight, RoundOutcome)
-        return flight
+        """What the round gave; commits its K/V."""
+        assert isinstance(flight, _HostFlight)
+        with torch.inference_mode():
+            for row in flight.packed:
+                if not row.session.ended:
+                    row.session.kv.commit(row.kept)
+        return flight.outcome
 
     @torch.inference_mode()
-    def run(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> RoundOutcome:
-        """One forward over all rows, then acceptance and commit.
+    def _run(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> _HostFlight:
+        """One forward over all rows, then acceptance.
 
-        On an exception nothing that matters was committed: the caller ends the sessions.
+        On an exception nothing was committed: the caller ends the sessions.
         """
         packed, logit_rows = pack(prefill, verify)
         batch = self._batch(packed, logit_rows if prefill else None)
@@ -269,13 +281,11 @@ class RoundEngine:
         accepted = time.perf_counter()
         features = self._features(output.taps, packed)
         projected = time.perf_counter()
-        for row in packed:
-            row.session.kv.commit(row.kept)
         outcomes = [
             RowOutcome(acceptance=acceptance, features=rows)
             for acceptance, rows in zip(acceptances, features, strict=True)
         ]
-        return RoundOutcome(
+        outcome = RoundOutcome(
             prefill=outcomes[: len(prefill)],
             decoded=Decoded.of(outcomes[len(prefill) :]),
             rows=sum(len(row.token_ids) for row in packed),
@@ -283,6 +293,7 @@ class RoundEngine:
             accept_s=accepted - forwarded,
             project_s=projected - accepted,
         )
+        return _HostFlight(outcome, packed)
 
     def _batch(self, packed: list[Packed], logit_rows: list[int] | None) -> ForwardBatch:
         token_ids = np.concatenate([row.token_ids for row in packed])

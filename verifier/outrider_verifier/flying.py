@@ -49,6 +49,9 @@ class InFlight:
 
 def drafted_row(session: Session, held: Held) -> VerifyRow:
     """A row with what of a proposal may stand."""
+    if held.ahead:
+        # So its drafter is well, whatever came late before.
+        session.suspect = False
     # What `max_draft_depth` says, without a call; no node is deeper than there are nodes.
     room = session.spec.max_new_tokens - session.emitted - 1
     if held.nodes <= room and held.nodes <= session.draft_limit:

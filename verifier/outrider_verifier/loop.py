@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from outrider import trace
 from outrider.errors import InternalError, OutriderError
 from outrider.transport.letterbox import Letterbox
 from outrider_verifier.commands import Attached, Command, Detached, Stop
@@ -96,7 +97,9 @@ class EngineLoop:
             if self._rounds.device_lost:
                 break
             woken = time.monotonic()
+            began = trace.now()
             plan = self._guarded_plan(woken)
+            trace.span("plan", began)
             wait_until = plan.wait_until
             self._flush()
             if not plan.empty:
@@ -122,6 +125,7 @@ class EngineLoop:
         lanes = self._lanes
         readers = lanes.readers
         ready: set[int] = set()
+        began = trace.now()
         if block or readers:
             timeout = self._timeout(wait_until) if block else 0.0
             ready = self._commands.wait(timeout, readers, lanes.writers)
@@ -130,10 +134,17 @@ class EngineLoop:
                     break
                 ready = self._commands.wait(self._rounds.pause_s, readers, lanes.writers)
             lanes.flush()
-        for command in self._commands.take():
+        if block:
+            trace.span("wait", began)
+        began = trace.now()
+        posted = self._commands.take()
+        for command in posted:
             self._guarded_handle(command)
-        for command in lanes.commands(ready):
+        by_lane = lanes.commands(ready)
+        for command in by_lane:
             self._guarded_handle(command)
+        if posted or by_lane:
+            trace.span("take in", began, len(posted) + len(by_lane))
 
     def _timeout(self, wait_until: float | None) -> float | None:
         """How long to wait at first; a device says nothing when a round in flight has ended."""
@@ -191,9 +202,11 @@ class EngineLoop:
         """Hand over what was posted; whether the asyncio thread has a part in it."""
         if not self._outbox:
             return False
+        began, count = trace.now(), len(self._outbox)
         self._core.seal()
         effects = self._by_lane(self._outbox)
         self._outbox.clear()
+        trace.span("tell", began, count)
         if not effects:
             return False
         try:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from outrider.wire.messages import SpecStats
 from outrider_verifier.effects import RoundReport
 
 WINDOW = 512
@@ -40,6 +41,8 @@ _COUNTERS = {
     "accepted_tokens": "Draft nodes accepted",
     "fallback_rounds": "Session rounds without a proposal although one was wanted",
     "sessions_lost_by_drafters": "Sessions that a drafter could not follow any more",
+    "sessions_moved": "Sessions that were given to another drafter while they ran",
+    "moves_refused": "Sessions that their routers wanted moved and that could not be",
     "patience_over": "Session rounds whose wait for a proposal ran into the patience",
     "paused_rounds": "Session rounds decoded plainly because the planner had found that faster",
     "look_ahead_rounds": "Session rounds with look-ahead that used a proposal or wanted one",
@@ -98,6 +101,28 @@ class Medians:
     def hit_idle_us(self) -> float:
         """Median time, microseconds, between a round's end and a round of hits alone."""
         return _median_ms(self._hit_idle) * 1000.0
+
+
+def stats_of(counters: Mapping[str, int]) -> SpecStats:
+    """Speculation of all sessions; depths are not counted here."""
+
+    def count(name: str) -> int:
+        return counters.get(name, 0)
+
+    return SpecStats(
+        rounds=count("session_rounds"),
+        emitted=count("session_round_tokens"),
+        proposed=count("proposed_tokens"),
+        accepted=count("accepted_tokens"),
+        fallback_rounds=count("fallback_rounds"),
+        target_only_rounds=count("target_only_rounds"),
+        paused_rounds=count("paused_rounds"),
+        look_ahead_rounds=count("look_ahead_rounds"),
+        hit_rounds=count("hit_rounds"),
+        hit_accepted=count("hit_accepted_tokens"),
+        fresh_rounds=count("fresh_rounds"),
+        fresh_accepted=count("fresh_accepted_tokens"),
+    )
 
 
 def _median_ms(window: deque[float]) -> float:

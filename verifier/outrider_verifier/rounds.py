@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from outrider import trace
 from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.spec.costs import GAIN
 from outrider_verifier.accounts import Accounts
@@ -143,7 +144,11 @@ class Rounds:
     @property
     def landed(self) -> bool:
         """Whether the round in flight can be settled without waiting."""
-        return self._flying is None or self._engine.landed(self._flying.flight)
+        try:
+            return self._flying is None or self._engine.landed(self._flying.flight)
+        except Exception:
+            # A lost device; `settle` finds out, and says whom that ends.
+            return True
 
     @property
     def pause_s(self) -> float:
@@ -190,10 +195,12 @@ class Rounds:
         if flying is None or self.device_lost:
             return
         failure: _Failure | None = None
+        began = trace.now()
         try:
             failure = self._settle(flying, go_on=go_on)
         except Exception as bug:
             self._fail(flying.sessions, bug)
+        trace.span("settle", began, len(flying.verify))
         if failure is not None:
             self._fail(*failure)
 
@@ -241,8 +248,12 @@ class Rounds:
     def _collect(self, flying: InFlight) -> RoundOutcome:
         """Wait for a round, and note when it ended, as far as can be told."""
         ended_at = time.perf_counter() if self._engine.landed(flying.flight) else 0.0
+        began = trace.now()
         outcome = self._engine.collect(flying.flight)
-        self._ended_at = ended_at or time.perf_counter()
+        self._ended_at = ended = ended_at or time.perf_counter()
+        trace.span("wait for the device", began)
+        rows = len(flying.verify)
+        trace.span("forward", ended - outcome.forward_s, rows, ended=ended, track="forward")
         self._idle_since = self._clock()
         if not flying.prefill:
             known_s = self._forward_s or outcome.forward_s
@@ -283,7 +294,9 @@ class Rounds:
             for chunk in plan.prefill
         ]
         verify = self._verify_rows(plan.decode)
+        marked = trace.now()
         flight = self._engine.submit(prefill, verify)
+        trace.span("submit", marked, len(verify))
         self._core.book_arrivals()
         for row in prefill:
             row.session.prefill_sent = row.end
@@ -332,7 +345,7 @@ class Rounds:
 
     def _stays_for_drafts(self, flying: InFlight) -> bool:
         """Whether drafts for what the round may emit can be taken in while it runs."""
-        if not (self._engine.run_ahead and flying.looks_ahead):
+        if not flying.looks_ahead:
             return False
         if math.isinf(flying.lands_at):
             nodes = 1 + max([row.nodes for row in flying.verify])

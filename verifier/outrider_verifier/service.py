@@ -44,7 +44,7 @@ from outrider_verifier.effects import (
 from outrider_verifier.engine import Projection, RoundEngine, RoundRunner, Target
 from outrider_verifier.lanes import Lanes
 from outrider_verifier.loop import EngineLoop
-from outrider_verifier.metrics import Metrics
+from outrider_verifier.metrics import Metrics, stats_of
 from outrider_verifier.rounds import device_lost_error
 from outrider_verifier.routers import RouterHub
 
@@ -211,6 +211,8 @@ class VerifierService(SessionIterators):
             own_draft_length=self._own_draft_length,
             simulated_acceptance=self._config.simulated_acceptance,
             planner=self._core.policy.summary()[:MAX_PLANNER_BYTES],
+            stats=stats_of(counters),
+            hit_idle_us_p50=medians.hit_idle_us,
         )
 
     async def sessions(self) -> RouterConnection:

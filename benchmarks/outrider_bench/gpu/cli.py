@@ -20,6 +20,7 @@ NAMES: Final = {
     "kernels": "kernel times against bytes moved",
     "verify": "a verify forward by rows and nodes",
     "draft": "a draft step, and a catch-up with a chain of five",
+    "ahead": "a pass of look-ahead: draft, scores, branches",
     "plain": "plain decoding end to end",
     "rounds": "rounds on one device, SIMULATED acceptance, with a timeline",
     "ideas": "each of the five ideas before and after",

@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plain cells that --out has of this commit and machine are not measured again",
     )
     add("--plot", type=Path, metavar="FILE.svg", help="tokens/s over sessions")
+    add("--trace-dir", type=Path, help="where started processes leave their timelines")
     add("--log-dir", type=Path, help="where the logs of started processes stay")
     add("--json", action="store_true", help="last line of the output is one JSON object")
 

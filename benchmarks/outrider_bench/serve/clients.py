@@ -223,6 +223,11 @@ async def _ask(client: AsyncClient, ask: Ask, due: float) -> Answer:
         proposed=stats.proposed,
         accepted=stats.accepted,
         fallback_rounds=stats.fallback_rounds,
+        look_ahead_rounds=stats.look_ahead_rounds,
+        hit_rounds=stats.hit_rounds,
+        hit_accepted=stats.hit_accepted,
+        fresh_rounds=stats.fresh_rounds,
+        fresh_accepted=stats.fresh_accepted,
         loops=is_loop(tokens),
     )
 

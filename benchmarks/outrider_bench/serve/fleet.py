@@ -39,6 +39,7 @@ class Machine:
     planner: str | None = None
     """automatic or fixed; None: what users run, automatic."""
     log_dir: Path | None = None
+    trace_dir: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +154,20 @@ def local_config(machine: Machine, service: Service) -> LocalConfig:
         awake_cores=service.awake_cores or None,
         exchange_delay_ms=service.handicap.exchange_delay_ms,
         drafter_slowdown=service.handicap.drafter_slowdown,
+        trace_dir=None if machine.trace_dir is None else machine.trace_dir / folder(service),
         log_dir=None if machine.log_dir is None else machine.log_dir / service.placement,
     )
+
+
+def folder(service: Service) -> str:
+    """A name for what this start leaves behind: fused-chain-3, separate-chain-4+ahead-1ms-2x."""
+    handicap = service.handicap
+    parts = [service.placement, service.drafts[0].name]
+    if handicap.exchange_delay_ms:
+        parts.append(f"{handicap.exchange_delay_ms:g}ms")
+    if handicap.drafter_slowdown != 1.0:
+        parts.append(f"{handicap.drafter_slowdown:g}x")
+    return "-".join(parts)
 
 
 @contextmanager

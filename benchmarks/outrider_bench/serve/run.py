@@ -138,6 +138,7 @@ class Run:
             threads=args.threads,
             planner=args.planner,
             log_dir=args.log_dir,
+            trace_dir=args.trace_dir,
         )
 
     def _know_model(self, meter: Meter, machine: Machine) -> None:
@@ -239,6 +240,7 @@ class Run:
         say(
             f"{cell}: {facts['tokens_per_s']} tokens/s, steady {facts['steady_tokens_per_s']}, "
             f"{facts['over_plain']} of plain, {facts['emitted_per_round']} a round, "
+            f"hit rate {facts['hit_rate']}, "
             f"first wave {facts['first_wave_ratio']}"
         )
         if facts["failed"]:

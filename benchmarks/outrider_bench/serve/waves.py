@@ -34,6 +34,11 @@ class Answer:
     proposed: int = 0
     accepted: int = 0
     fallback_rounds: int = 0
+    look_ahead_rounds: int = 0
+    hit_rounds: int = 0
+    hit_accepted: int = 0
+    fresh_rounds: int = 0
+    fresh_accepted: int = 0
     loops: bool = False
     """Whether it repeats itself (see `prompts.is_loop`)."""
 
@@ -139,6 +144,7 @@ class Wave:
             "emitted_per_round": rounded(self.emitted_per_round, 4),
             "proposed_per_round": rounded(proposed / rounds if rounds else None, 4),
             "fallback_share": rounded(_share(self.answers), 4),
+            **_ahead(self.answers),
             "round_ms": rounded(self.round_ms, 4),
             "ttft_ms": percentiles([(a.arrivals[0][0] - a.due) * 1000.0 for a in heard]),
             "itl_ms": percentiles([gap * 1000.0 for gap in _gaps(heard)]),
@@ -157,6 +163,23 @@ def _share(answers: Sequence[Answer]) -> float | None:
     """Share of rounds of speculating sessions that had no proposal."""
     rounds = sum(answer.rounds for answer in answers)
     return sum(answer.fallback_rounds for answer in answers) / rounds if rounds else None
+
+
+def _ahead(answers: Sequence[Answer]) -> dict[str, float | None]:
+    """Of rounds that looked ahead: the share of hits, and what hits emit over what others do."""
+    rounds, hits, accepted, fresh, fresh_accepted = (
+        sum(getattr(answer, name) for answer in answers)
+        for name in (
+            "look_ahead_rounds",
+            *("hit_rounds", "hit_accepted", "fresh_rounds", "fresh_accepted"),
+        )
+    )
+    both = hits and fresh
+    ratio = (1.0 + accepted / hits) / (1.0 + fresh_accepted / fresh) if both else None
+    return {
+        "hit_rate": rounded(hits / rounds if rounds else None, 4),
+        "hit_over_fresh": rounded(ratio, 4),
+    }
 
 
 def _gaps(answers: Sequence[Answer]) -> Iterator[float]:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from outrider_bench import look_ahead
-from outrider_bench.look_ahead import FAN_OUTS, SHAPES, Hits
+from outrider_bench.look_ahead import FAN_OUTS, SHAPES, Hits, emitted
 from outrider_drafter.outcomes import Layout, seen
 
+from outrider.engine.training.data import Sample
 from outrider.engine.training.drafting import CHAIN, TREE, OwnRows, score, stable_rows
 from outrider.engine.training.serving import Round, walk
-from outrider.spec.tree import path
+from outrider.errors import InvalidRequestError
 from tests.factories import make_eagle3_head, make_target
 
 
@@ -60,7 +61,7 @@ def test_a_hit_is_an_outcome_that_was_among_the_candidates(
     loaded = look_ahead.load(parse(models))
     rng = np.random.default_rng(3)
     ids = [rng.integers(3, 384, size=n).astype(np.int32) for n in (40, 30)]
-    samples = [look_ahead.Sample(found[:8], found[8:]) for found in ids]
+    samples = [Sample(found[:8], found[8:]) for found in ids]
     rows = stable_rows(loaded.target, loaded.head, loaded.projection, samples)
     hits = Hits(loaded.head)
     within = rounds = 0
@@ -73,10 +74,8 @@ def test_a_hit_is_an_outcome_that_was_among_the_candidates(
             if not ended:
                 rounds += 1
                 within += verdict.token in found.tokens[verdict.node + 1]
-                nodes = path(verdict.tree.parents, verdict.node)
-                told = [*verdict.tree.tokens[list(nodes)].tolist(), verdict.token]
-                places = seen(Layout.of(verdict.tree, found.tokens), told).places
-                assert int(places[-1]) == verdict.node + 1
+                told = seen(Layout.of([verdict.tree], found.tokens), 0, emitted(verdict))
+                assert int(told.places[-1]) == verdict.node + 1
         hits.watch(what)
 
     walk(loaded.head, rows, samples, shape, look_ahead=True, watch=check)
@@ -89,6 +88,6 @@ def test_a_hit_is_an_outcome_that_was_among_the_candidates(
 
 def test_answers_that_all_loop_are_refused(models: tuple[Path, Path]) -> None:
     loaded = look_ahead.load(parse(models))
-    loop = look_ahead.Sample(np.arange(5, dtype=np.int32), np.full(40, 7, dtype=np.int32))
-    with pytest.raises(look_ahead.InvalidRequestError, match="every answer repeats itself"):
+    loop = Sample(np.arange(5, dtype=np.int32), np.full(40, 7, dtype=np.int32))
+    with pytest.raises(InvalidRequestError, match="every answer repeats itself"):
         look_ahead.measure(loaded, {"task": [loop]})

@@ -19,6 +19,7 @@ from outrider.client.prompts import read_prompts
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.spec.plan import DraftMethod
 from outrider.text.tokenizer import Tokenizer
+from outrider.wire.messages import SpecStats
 from tests.fakes.drafter import FakeDrafter
 from tests.fakes.router import grpc_router, running_router
 from tests.fakes.verifier import FakeVerifier
@@ -88,6 +89,11 @@ def test_json_is_one_object_a_prompt_in_input_order(
             "accepted",
             "mean_emitted_per_round",
             "fallback_rounds",
+            "look_ahead_rounds",
+            "hit_rounds",
+            "hit_accepted",
+            "fresh_rounds",
+            "fresh_accepted",
         ]
         stats = line["stats"]
         assert stats["emitted"] == len(line["token_ids"]) - 1
@@ -314,7 +320,14 @@ def test_interrupting_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_status_shows_the_fleet(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     assert served.verifier is not None
-    served.verifier.change_info(own_methods=(DraftMethod.EAGLE,), simulated_acceptance="2.6")
+    served.verifier.change_info(
+        own_methods=(DraftMethod.EAGLE,),
+        simulated_acceptance="2.6",
+        stats=SpecStats(
+            look_ahead_rounds=10, hit_rounds=7, hit_accepted=14, fresh_rounds=2, fresh_accepted=5
+        ),
+        hit_idle_us_p50=93.4,
+    )
     try:
         deadline = time.monotonic() + 5
         while True:
@@ -324,14 +337,19 @@ def test_status_shows_the_fleet(served: Served, capsys: pytest.CaptureFixture[st
                 break
             assert time.monotonic() < deadline, shown
         assert "drafts itself (eagle)" in shown
+        assert "look-ahead: 70% hits, of whose drafts 2.00 tokens a round stand (2.50 of" in shown
+        assert "93 us between rounds of hits" in shown
         assert cli.main(["status", "--router", served.address, "--json"]) == 0
         info = json.loads(capsys.readouterr().out)
         assert info["verifiers"][0]["simulated_acceptance"] == "2.6"
+        assert info["verifiers"][0]["stats"]["hit_rounds"] == 7
         arguments = ["generate", "--prompt", "a", "--max-tokens", "2", "--router", served.address]
         assert cli.main(arguments) == 0
         assert "SIMULATED ACCEPTANCE 2.6" in capsys.readouterr().err
     finally:
-        served.verifier.change_info(own_methods=(), simulated_acceptance="")
+        served.verifier.change_info(
+            own_methods=(), simulated_acceptance="", stats=SpecStats(), hit_idle_us_p50=0.0
+        )
 
 
 def flags_of(arguments: list[str]) -> dict[str, str]:

@@ -11,7 +11,6 @@ import pytest
 from outrider.client import cli, local, serve
 from outrider.client.modelfiles import ModelFiles
 from outrider.errors import InvalidRequestError
-from outrider.spec.plan import DraftMethod
 
 Parsed = Callable[..., local.LocalConfig]
 
@@ -82,18 +81,3 @@ def test_impossible_handicaps_are_refused(
     with pytest.raises(SystemExit):
         cli.main(["serve", *flags])
     assert says in capsys.readouterr().err
-
-
-def test_serve_passes_placing_on_to_ray() -> None:
-    args = cli.make_parser().parse_args(["serve", "--device", "cuda", "--placement", "fused"])
-    config = local.LocalConfig(
-        model=Path("/m"), head=Path("/h"), methods=(DraftMethod.EAGLE3,), **serve.placing_of(args)
-    )
-    arguments = serve.ray_args(config)
-    flags = flags_of(arguments)
-    assert (flags["placement"], flags["gpus-per-actor"], flags["dtype"]) == (
-        "fused",
-        "1",
-        "bfloat16",
-    )
-    assert "--no-cuda-graphs" not in arguments

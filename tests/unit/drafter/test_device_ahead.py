@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,13 +28,14 @@ from outrider.spec.noise import (
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, depths, path, validate_tree
-from outrider.wire.messages import SessionEnd
+from outrider.wire.messages import Proposal, Proposals, SessionEnd
 from tests.factories import make_eagle3_head
-from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB
+from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, drain
 from tests.unit.drafter.looking_ahead import (
     AHEAD,
     ENDS,
     Followed,
+    Made,
     assert_same,
     made,
     some_outcomes,
@@ -287,13 +289,15 @@ def test_features_of_nan_harm_no_other_branch(head: DraftHead) -> None:
             device.scripts[1].features[:] = np.nan
         device.tell([14, 15, 16])
         trees = device.trees()
+        outcomes = [Outcome(live, node, 7) for live in range(3) for node in (ROOT, 1)]
+        # The second time what the first one wrote lies about.
         for _ in range(2):
             device.source.score(device.lives(trees))
-            outcomes = [Outcome(live, node, 7) for live in range(3) for node in (ROOT, 1)]
-            branches = made(device.source.branch(outcomes))
-        found.append(branches)
+            found.append(made(device.source.branch(outcomes)))
+    assert len(found) == 4
     for index in (0, 1, 4, 5):
-        assert_same(found[1][index], found[0][index])
+        for branches in found[1:]:
+            assert_same(branches[index], found[0][index])
 
 
 def test_no_proposals_and_no_outcomes_give_nothing(head: DraftHead) -> None:
@@ -301,3 +305,35 @@ def test_no_proposals_and_no_outcomes_give_nothing(head: DraftHead) -> None:
     assert list(source.branch([Outcome(0, ROOT, 3)])) == []
     scored = source.score([])
     assert list(scored.tokens) == [] and list(source.branch([])) == []
+
+
+def ahead_of(followed: Followed) -> dict[int, Proposal]:
+    """What an engine drafts ahead of verdicts, by prefix digest."""
+    return {
+        proposal.prefix_digest: proposal
+        for together in followed.engine.look_ahead()
+        for _, message in together
+        if isinstance(message, Proposals)
+        for proposal in message.entries()
+    }
+
+
+def test_an_engine_sends_the_hosts_drafts_ahead_and_answers_a_hit_with_none(
+    head: DraftHead,
+) -> None:
+    device, host = both(head)
+    ours, theirs = ahead_of(device), ahead_of(host)
+    shared = ours.keys() & theirs.keys()
+    assert len(shared) > 0.8 * len(theirs) and len(theirs) > 100
+    for digest in shared:
+        one, other = ours[digest], theirs[digest]
+        assert one.prefix_len == other.prefix_len
+        assert_same(Made(one.tree, one.law), Made(other.tree, other.law))
+    script, session = device.scripts[0], device.session(0)
+    known, next_digest = len(session.tokens), partial(extend_digest, session.digest)
+    token = next(t for t in range(VOCAB) if next_digest((t,)) in ours)
+    script.tokens[known] = token
+    device.engine.handle(1, script.verdict(known + 1))
+    assert drain(device.engine) == [], "what was sent ahead is the live proposal"
+    further = ahead_of(device)
+    assert further and all(p.handle == script.handle for p in further.values())

@@ -192,6 +192,24 @@ def test_an_interrupted_look_ahead_goes_on_with_what_was_not_sent() -> None:
     assert len(source.scored) == 2
 
 
+def test_messages_never_interrupt_twice_before_anything_was_drafted() -> None:
+    """Many verifiers may send faster than their sessions are scored."""
+    scripts, source = [counting(name) for name in "abc"], Scripted()
+    engine = started(source, *scripts)
+    answers(engine)
+    for sent in (0, 9, 0, 9):
+        working = engine.look_ahead()
+        assert len(entries(next(working))) == sent
+        working.close()
+        engine.handle(1, scripts[0].verdict(scripts[0].told + 1, with_features=False))
+        answers(engine)
+        if sent:
+            for script in scripts[1:]:
+                engine.handle(1, script.verdict(script.told + 1, with_features=False))
+            answers(engine)
+    assert counted(engine, "outrider_drafter_branches_total", method="ngram") == 18
+
+
 def test_outcomes_that_a_verdict_contradicts_are_dropped() -> None:
     script, source = counting(), Scripted()
     script.tokens[11:] += 50

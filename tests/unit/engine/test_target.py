@@ -178,6 +178,24 @@ def test_a_tree_grown_level_by_level_equals_its_paths(
         fresh.release()
 
 
+def test_a_row_that_runs_alone_sees_no_more_than_its_mask_shows(
+    model: TargetModel, sequence: KVSequence
+) -> None:
+    prompt, first, second = random_ids(6), random_ids(2, seed=4), random_ids(1, seed=5)
+    feed(model, sequence, prompt)
+    siblings = torch.eye(2, dtype=torch.bool)
+    level = Segment(sequence=sequence, num_rows=2, positions=torch.tensor([6, 6]), mask=siblings)
+    run(model, [level], first)
+    sequence.commit([0, 1])
+    mask = torch.tensor([[True, False, True]])
+    level = Segment(sequence=sequence, num_rows=1, positions=torch.tensor([7]), mask=mask)
+    logits = run(model, [level], second).logits
+    fresh = model.pool.allocate(16)
+    tokens = torch.cat([prompt, first[:1], second])
+    assert_near(logits[0], feed(model, fresh, tokens)[-1])
+    fresh.release()
+
+
 def test_sessions_in_one_ragged_batch_equal_each_alone(model: TargetModel) -> None:
     prompts = [random_ids(n, seed=n) for n in (13, 1, 5)]
     together = [model.pool.allocate(32) for _ in prompts]

@@ -14,7 +14,9 @@ from outrider_router.pool_api import pool_service
 from outrider_router.service import RouterService
 from outrider_router.status import server_info
 
+from outrider.client import cli
 from outrider.client.drafters_command import add_drafter, remove_drafter
+from outrider.client.status_command import describe
 from outrider.errors import (
     FailedPreconditionError,
     InvalidRequestError,
@@ -200,18 +202,26 @@ async def test_status_tells_who_drafts_for_whom(tmp_path: Path) -> None:
         await eventually(lambda: len(server_info(it.router).drafters[0].links) == 1)
         (link,) = server_info(it.router).drafters[0].links
         assert link.verifier_id == VerifierId("v0")
+        peer = it.router.registry.drafters["d0"]
+        peer.draining = True
+        *_, line = describe(server_info(it.router))
+        assert line.endswith("0 sessions, v0 (0 sessions), leaving")
 
 
-async def test_operators_add_and_remove_drafters_by_rpc(tmp_path: Path) -> None:
+async def test_operators_add_and_remove_drafters_by_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async with pool(tmp_path, 1) as it:
         server = GrpcServer("127.0.0.1:0", [pool_service(it.router)])
         address = await server.start()
         try:
             await it.run(6)
-            await asyncio.to_thread(add_drafter, address, "d1")
+            command = ["drafters", "add", "d1", "--pool", address]
+            assert await asyncio.to_thread(cli.main, command) == 0
             await it.settle(d0=3, d1=3)
-            removed = await asyncio.to_thread(remove_drafter, address, "d0")
-            assert removed == (3, 0)
+            command = ["drafters", "remove", "d0", "--pool", address]
+            assert await asyncio.to_thread(cli.main, command) == 0
+            assert "3 sessions went to other drafters, 0 decode" in capsys.readouterr().out
             await it.settle(d1=6)
             with pytest.raises(NotFoundError):
                 await asyncio.to_thread(remove_drafter, address, "d0")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from outrider_verifier.schedule import Limits, RowState, plan_round
+from outrider_verifier.schedule import Limits, RowState, Times, plan_round
 
 from outrider.ids import SessionId
 
@@ -34,3 +34,55 @@ def test_many_wait_for_few_only_shortly(ready: int, awaited: int, gathered: floa
     assert waiting.wait_until == pytest.approx(1.0 + gathered)
     begun = plan_round(rows(ready, awaited), 1.0 + 1.1 * gathered, LIMITS)
     assert len(begun.decode) == ready
+
+
+def mixed(hits: int, awaited: int, *, patience_s: float = 1.0) -> list[RowState]:
+    """Rows whose drafts were there before their roots, and rows that still wait for theirs."""
+    made = rows(hits, awaited)
+    return [
+        row._replace(proposal_at=0.5, patience_s=patience_s) if row.nodes is not None else row
+        for row in made
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hits", "awaited", "answer_s", "goes_at_once"),
+    [
+        # One hit, one miss, rounds of 5 ms: waiting 1 ms costs less than 4 ms for the other.
+        (1, 1, 0.001, False),
+        # Seven hits would wait 1 ms each so that one row gains 4.
+        (7, 1, 0.001, True),
+        (1, 7, 0.004, False),
+        # The answer takes as long as the round.
+        (1, 1, 0.005, True),
+        # Nothing is known of it.
+        (1, 1, 0.0, True),
+    ],
+)
+def test_hits_wait_for_others_only_where_that_pays(
+    hits: int, awaited: int, answer_s: float, goes_at_once: bool
+) -> None:
+    times = Times(answer_s=answer_s, round_s=0.005)
+    plan = plan_round(mixed(hits, awaited), 1.0, LIMITS, idle_since=1.0, times=times)
+    assert len(plan.decode) == (hits if goes_at_once else 0)
+    if not goes_at_once:
+        assert plan.wait_until is not None and plan.wait_until >= 1.0 + answer_s
+        assert plan.wait_until <= 1.0 + LIMITS.gather_s
+        gone = plan_round(
+            mixed(hits, awaited), plan.wait_until, LIMITS, idle_since=1.0, times=times
+        )
+        assert len(gone.decode) == hits
+
+
+def test_a_row_that_missed_is_held_up_by_nobody() -> None:
+    times = Times(answer_s=0.001, round_s=0.005)
+    late = mixed(3, 1)[3]._replace(patience_s=0.0)
+    plan = plan_round([*mixed(3, 0), late], 1.0, LIMITS, idle_since=1.0, times=times)
+    assert len(plan.decode) == 4
+    assert [row.missed for row in plan.decode] == [False, False, False, True]
+
+
+def test_rows_with_fresh_drafts_gather_as_ever() -> None:
+    times = Times(answer_s=0.0, round_s=0.005)
+    plan = plan_round(rows(1, 1), 1.0, LIMITS, times=times)
+    assert plan.wait_until == pytest.approx(1.004)

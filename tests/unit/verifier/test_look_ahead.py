@@ -72,6 +72,8 @@ async def looking_ahead(**settings: Any) -> AsyncIterator[tuple[Rig, FakeRunner]
             return looks > 40
 
         runner.lands = lands
+        # Whether it pays is for tests of the planner.
+        rig.service._core.policy.looks_ahead = lambda session: True  # type: ignore[method-assign]
         yield rig, runner
         await rig.idle()
         await until(lambda: not runner.in_flight)
@@ -311,3 +313,31 @@ async def test_late_drafts_are_told_from_drafts_that_nobody_waited_for() -> None
         await until(lambda: len(arrived) == 2)
         assert arrived[1] == (0, False)
         assert (await running).tokens == rig.reference(spec)
+
+
+async def test_where_rounds_run_at_submission_what_came_meanwhile_counts_as_hits() -> None:
+    target = FakeTarget(num_blocks=512)
+    async with verifier(target=target) as rig:
+        target.forward_s = 0.02
+        await rig.attach(good_chain(target), predict=foresee(target))
+        specs = [make_spec(f"s{i}", prompt=(i, 5), max_new_tokens=60, plan=AHEAD) for i in range(3)]
+        for spec, result in zip(specs, await rig.run_all(specs), strict=True):
+            assert result.tokens == rig.reference(spec)
+            assert result.last.stats.hit_rounds > result.last.stats.look_ahead_rounds // 2
+
+
+async def test_a_hit_shows_that_its_drafter_is_well() -> None:
+    async with looking_ahead() as (rig, runner):
+        await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
+        suspects: list[bool] = []
+
+        def submitted(verify: Verify) -> None:
+            for row in verify:
+                if row.held is not None and row.held.ahead:
+                    suspects.append(row.session.suspect)
+                row.session.suspect = True
+
+        runner.before_submit = submitted
+        result = await rig.run(make_spec(max_new_tokens=40, plan=AHEAD))
+        assert suspects and not any(suspects)
+        assert len(suspects) == result.last.stats.hit_rounds

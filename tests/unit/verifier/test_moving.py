@@ -16,6 +16,7 @@ from outrider.transport.base import RouterConnection
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     FALLBACK,
+    HIT,
     SessionEvents,
     SessionFailure,
     SessionMove,
@@ -35,6 +36,7 @@ from tests.unit.verifier.harness import (
     until,
     verifier,
 )
+from tests.unit.verifier.test_look_ahead import AHEAD, foresee, looking_ahead
 
 OTHER = DrafterId("drafter-1")
 NOBODY = DrafterId("nobody")
@@ -176,7 +178,8 @@ async def test_a_move_that_cannot_be_done_leaves_the_session_where_it_is() -> No
         assert heard.moved == [DRAFTER, DRAFTER, DRAFTER]
         assert heard.tokens == rig.reference(spec)
         assert mine.ended == [spec.session_id] and mine.starts == 1
-        assert rig.service._core.counters["moves_refused"] == 3
+        exported = rig.service.metrics.registry.get_sample_value
+        assert exported("outrider_verifier_moves_refused_total") == 3
 
 
 async def test_a_session_that_is_moved_all_the_time_says_the_same() -> None:
@@ -198,6 +201,28 @@ async def test_a_session_that_is_moved_all_the_time_says_the_same() -> None:
         assert not rig.service._routers._moving
         await heard.connection.close()
         await rig.idle()
+
+
+async def test_moves_between_drafters_that_look_ahead_change_nothing() -> None:
+    async with looking_ahead() as (rig, _):
+        predict = foresee(rig.target)
+        drafters = [
+            await rig.attach(half_good_chain(rig.target), drafter_id=name, incarnation=name)
+            for name in (DRAFTER, OTHER)
+        ]
+        for drafter in drafters:
+            drafter._predict = predict
+        spec = make_spec(max_new_tokens=300, plan=AHEAD, sampling=COUPLED)
+        heard = await Heard.of(rig, spec)
+        for number in range(1, 7):
+            await heard.read(tokens=30 * number)
+            await heard.move(OTHER if number % 2 else DRAFTER)
+        await heard.read()
+        assert heard.tokens == rig.reference(spec)
+        assert heard.moved == [OTHER, DRAFTER] * 3
+        assert sum(bool(flag & HIT) for flag in heard.flags) > 6
+        assert all(drafter.starts >= 3 for drafter in drafters)
+        await heard.connection.close()
 
 
 async def test_moves_of_nobodys_session_and_after_its_end_are_nothing() -> None:

@@ -4,6 +4,7 @@ where a branch would be."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -108,9 +109,10 @@ def test_a_branch_is_drafted_like_a_session_that_came_there(head: DraftHead, kin
         expected = there.program.chain(real, state=there.state, length=4).tokens
         assert found.tolist() == expected[: len(paths)].tolist()
     else:
-        shape = {"num_nodes": 9, "top_k": 3, "depth": 3}
-        grown = ahead.program.tree(forked, state=ahead.state, drawing=drawing, **shape)
-        other = there.program.tree(real, state=there.state, **shape)
+        grow = partial(ahead.program.tree, num_nodes=9, top_k=3, depth=3)
+        grown = grow(forked, state=ahead.state, drawing=drawing)
+        grow = partial(there.program.tree, num_nodes=9, top_k=3, depth=3)
+        other = grow(real, state=there.state)
         for b in range(len(paths)):
             assert tree_of(grown, b) == tree_of(other, b)
     assert torch.equal(ahead.storage[..., : before.shape[3], :], before)

@@ -1,0 +1,150 @@
+"""A timeline of this process: what its threads did when, for Perfetto (Trace Event Format).
+
+Nothing is kept unless `recording` was entered: a mark is a call that returns at once. While it is,
+marks go into a ring of fixed size, so that the file has the last ones. Times are those of
+`time.perf_counter`: on Linux one clock for all processes of a host, so that the files of several
+can be laid beside each other (`outrider bench timeline`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter as now
+from typing import Any, Final, NamedTuple
+
+CAPACITY: Final = 1 << 17
+"""Marks that are kept: some 10,000 rounds of one process."""
+INSTANT: Final = -1.0
+"""In place of a duration: something that happened at a moment."""
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+__all__ = ["CAPACITY", "Mark", "Recorder", "instant", "now", "recording", "span"]
+
+
+class Mark(NamedTuple):
+    """One entry of a timeline; times in seconds."""
+
+    began: float
+    lasted: float
+    """INSTANT for a moment."""
+    name: str
+    n: int
+    """How many rows, sessions or nodes it was about."""
+    track: str | int
+    """The name of a track, or the thread that left it."""
+
+
+class Recorder:
+    """The last marks of a process; any thread may leave one."""
+
+    def __init__(self, process: str, capacity: int = CAPACITY) -> None:
+        self.process = process
+        self._ring: list[Mark | None] = [None] * capacity
+        self._places = itertools.count()
+        self._threads: dict[int, str] = {}
+        """Names of the threads that left marks: they may have ended when it is written."""
+
+    def add(self, began: float, lasted: float, name: str, n: int, track: str) -> None:
+        """Leave a mark."""
+        # The counter gives each place to one thread only.
+        place = next(self._places) % len(self._ring)
+        self._ring[place] = Mark(began, lasted, name, n, track or self._thread())
+
+    def _thread(self) -> int:
+        """The calling thread, whose name is noted."""
+        thread = threading.get_ident()
+        if thread not in self._threads:
+            self._threads[thread] = threading.current_thread().name
+        return thread
+
+    def marks(self) -> list[Mark]:
+        """What is kept, by begin; what contains another comes before it."""
+        kept = [mark for mark in self._ring if mark is not None]
+        return sorted(kept, key=lambda mark: (mark.began, -mark.lasted))
+
+    def events(self) -> list[dict[str, Any]]:
+        """All of it as trace events: microseconds, a thread for each track."""
+        pid, marks = os.getpid(), self.marks()
+        tracks = {track: place for place, track in enumerate(dict.fromkeys(m.track for m in marks))}
+        events: list[dict[str, Any]] = [_about(pid, 0, "process_name", self.process)]
+        for track, tid in tracks.items():
+            name = track if isinstance(track, str) else self._threads[track]
+            events.append(_about(pid, tid, "thread_name", name))
+        free: dict[str | int, float] = {}
+        for mark in marks:
+            began, ended = mark.began, mark.began + max(mark.lasted, 0.0)
+            if isinstance(mark.track, str):
+                # Ends that were noticed late: on a track of its own one thing follows the other.
+                began = min(max(began, free.get(mark.track, 0.0)), ended)
+                free[mark.track] = ended
+            event = {
+                "name": mark.name,
+                "pid": pid,
+                "tid": tracks[mark.track],
+                "ts": round(began * 1e6, 3),
+                "args": {"n": mark.n},
+            }
+            if mark.lasted == INSTANT:
+                events.append(event | {"ph": "i", "s": "t"})
+            else:
+                events.append(event | {"ph": "X", "dur": round((ended - began) * 1e6, 3)})
+        return events
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        content = {
+            "traceEvents": self.events(),
+            "displayTimeUnit": "ms",
+            "otherData": {"process": self.process, "clock": _clock()},
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+
+_recorder: Recorder | None = None
+
+
+def span(name: str, began: float, n: int = 0, *, ended: float = 0.0, track: str = "") -> None:
+    """Something of this thread, or on a track of its own, that began at `began` (see `now`) and
+    ended now or at `ended`."""
+    if _recorder is not None:
+        _recorder.add(began, max(0.0, (ended or now()) - began), name, n, track)
+
+
+def instant(name: str, n: int = 0, *, track: str = "") -> None:
+    """Something that happens at this moment."""
+    if _recorder is not None:
+        _recorder.add(now(), INSTANT, name, n, track)
+
+
+@contextmanager
+def recording(path: str | Path, process: str) -> Generator[None]:
+    """Keep marks until the end, then write the file; "" keeps none."""
+    global _recorder
+    if not path:
+        yield
+        return
+    recorder = _recorder = Recorder(process)
+    try:
+        yield
+    finally:
+        _recorder = None
+        recorder.write(Path(path))
+
+
+def _about(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _clock() -> str:
+    """What tells one host's clock from another's."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return os.uname().nodename

@@ -1,0 +1,193 @@
+"""One drafter for several verifiers: each gets its share, whatever the others do."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from outrider_drafter.engine import Answers, DraftEngine, SessionMessage
+from outrider_drafter.fair import MOST_LOOKS, MOST_MESSAGES, MOST_TOGETHER, Turns, first_served
+from outrider_drafter.ngram import NgramSource
+from outrider_drafter.worker import DraftWorker
+
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.transport.base import VerifierConnection
+from outrider.wire.messages import Verdicts
+from tests.fakes.scripted_verifier import ScriptedVerifier
+from tests.unit.drafter.helpers import Script, make_engine, name_of
+from tests.unit.drafter.running import ADDRESS, running, until
+
+NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
+GREEDY, SMALL = 1, 2
+"""Connections of a verifier that wants everything and of one that wants little."""
+
+
+def repeating(name: str) -> Script:
+    script = Script(name)
+    script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
+    return script
+
+
+# ---- whose drafts --------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=60),
+    st.integers(1, 60),
+)
+def test_connections_take_turns_and_within_one_the_oldest_wish_is_first(
+    wishes: list[tuple[int, int]], at_most: int
+) -> None:
+    connections = np.array([connection for connection, _ in wishes])
+    wished_at = np.array([at for _, at in wishes])
+    served = first_served(connections, wished_at, at_most).tolist()
+    assert served == sorted(set(served)) and len(served) == min(at_most, len(wishes))
+    left = [place for place in range(len(wishes)) if place not in served]
+    shares = Counter(connections[served].tolist())
+    for place in left:
+        mine = int(connections[place])
+        # Nobody else got two more than one who still waits.
+        assert all(shares[other] <= shares[mine] + 1 for other in shares)
+        older = [p for p in served if connections[p] == mine]
+        assert all(wished_at[p] <= wished_at[place] for p in older)
+
+
+def wanted(engine: DraftEngine) -> dict[int, list[str]]:
+    """Names of the sessions that one pass drafts for, by connection."""
+    found: dict[int, list[str]] = {}
+    for together in engine.draft():
+        for connection, message in together:
+            found.setdefault(connection, []).extend(map(name_of, message.entries()))  # type: ignore[union-attr]
+    return found
+
+
+def test_a_verifier_with_many_sessions_leaves_the_others_their_share_of_every_launch() -> None:
+    engine = make_engine([NgramSource(min_match=1)], max_sessions=256)
+    many = [repeating(f"many{number}") for number in range(150)]
+    few = [repeating(f"few{number}") for number in range(2)]
+    for connection, scripts in ((GREEDY, many), (SMALL, few)):
+        for script in scripts:
+            engine.handle(connection, script.start(plan=NGRAM))
+        engine.handle(connection, Verdicts.of([script.entry(10) for script in scripts]))
+    first = wanted(engine)
+    assert first[SMALL] == ["few0", "few1"] and len(first[GREEDY]) == MOST_TOGETHER - 2
+    # Its next round does not wait until all of the other's were served.
+    assert engine.wants_drafting
+    engine.handle(SMALL, Verdicts.of([script.entry(12) for script in few]))
+    second, third = wanted(engine), wanted(engine)
+    assert second[SMALL] == ["few0", "few1"] and SMALL not in third
+    assert not engine.wants_drafting
+    everybody = first[GREEDY] + second[GREEDY] + third[GREEDY]
+    assert sorted(everybody) == sorted(script.session_id for script in many)
+
+
+# ---- whose messages ------------------------------------------------------------------------
+
+
+def test_messages_are_taken_in_turns_and_in_order() -> None:
+    turns: Turns[str] = Turns()
+    assert not turns
+    turns.extend([(1, "a"), (1, "b"), (1, "c"), (2, "x")])
+    assert list(turns.take(2)) == [(1, "a"), (2, "x"), (1, "b")]
+    turns.extend([(2, "y")])
+    taking = turns.take()
+    assert next(taking) == (1, "c")
+    taking.close()
+    assert turns and list(turns.take()) == [(2, "y")]
+    assert not turns
+
+
+def test_a_verifier_that_never_stops_talking_does_not_keep_others_from_their_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine([NgramSource(min_match=1)])
+    found: queue.Queue[tuple[Answers, int]] = queue.Queue()
+    handled: Counter[int] = Counter()
+
+    def deliver(answers: Answers) -> None:
+        found.put_nowait((answers, handled[GREEDY]))
+
+    worker = DraftWorker(engine, deliver, on_lost=_never)
+    chatter, script = repeating("chatter"), repeating("quiet")
+    handle = engine.handle
+
+    def count(connection: int, message: SessionMessage) -> None:
+        handled[connection] += 1
+        handle(connection, message)
+        if connection == GREEDY:
+            # There is always one more.
+            worker.submit(GREEDY, chatter.start(plan=NGRAM))
+
+    monkeypatch.setattr(engine, "handle", count)
+    worker.submit(GREEDY, *[chatter.start(plan=NGRAM)] * 5000)
+    worker.submit(SMALL, script.start(plan=NGRAM), script.verdict(10))
+    worker.start()
+    ((connection, _),), before = found.get(timeout=10)
+    worker.submit(SMALL, script.verdict(12))
+    ((again, _),), _ = found.get(timeout=10)
+    worker.stop()
+    assert connection == again == SMALL
+    assert before <= (MOST_LOOKS + 2) * MOST_MESSAGES
+
+
+def _never() -> None:
+    raise AssertionError("no device is lost")
+
+
+# ---- who does not read ---------------------------------------------------------------------
+
+
+class Deaf(ScriptedVerifier):
+    """Reads the hello, then nothing any more until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listens = asyncio.Event()
+        self.greeted = asyncio.Event()
+
+    async def exchange(self, connection: VerifierConnection) -> None:
+        await super().exchange(_DeafConnection(connection, self))  # type: ignore[arg-type]
+
+
+class _DeafConnection:
+    def __init__(self, connection: VerifierConnection, verifier: Deaf) -> None:
+        self._connection, self._verifier = connection, verifier
+        self.peer, self.send, self.close = connection.peer, connection.send, connection.close
+
+    async def receive(self) -> object:
+        if self._verifier.greeted.is_set():
+            await self._verifier.listens.wait()
+        self._verifier.greeted.set()
+        return await self._connection.receive()
+
+
+async def test_a_verifier_that_does_not_read_costs_the_others_nothing() -> None:
+    async with running() as (service, good, network):
+        deaf = Deaf()
+        network.serve_verifier("deaf", deaf)
+        for address, verifier in ((ADDRESS, good), ("deaf", deaf)):
+            await service.attach(address)
+            await verifier.connected()
+        mute, heard = repeating("mute"), repeating("heard")
+        await deaf.say(mute.start(plan=NGRAM), mute.verdict(10))
+        await good.say(heard.start(plan=NGRAM), heard.verdict(10))
+        await good.proposal()
+        for _ in range(400):
+            # The same verdict again: a draft each, which nobody reads. The pipe holds 256.
+            mute.told, mute.features_told = 9, 9
+            await deaf.say(mute.verdict(10, with_features=False))
+            await asyncio.sleep(0.001)
+        await until(lambda: max(map(len, service._outboxes.values())) > 0)
+        for end in range(11, 40):
+            await good.say(heard.verdict(end))
+            assert (await good.proposal()).prefix_len == end
+        outboxes = [len(outbox) for outbox in service._outboxes.values()]
+        assert 0 < max(outboxes) <= service._config.max_outbox
+        deaf.listens.set()
+        assert (await deaf.proposal()).prefix_len == 10
+        await network.withdraw("deaf")
