@@ -28,7 +28,7 @@ SHARPNESS: Final = {Rule.GREEDY: 1.3}
 """Where the sharpness begins, by rule; 1 elsewhere. Of the law that a head was trained to tell,
 greedy decoding emits the best token every time."""
 _SHARPNESSES: Final = (0.5, 3.0)
-_FIRMNESS: Final = (100.0, 4096.0)
+_FIRMNESS: Final = (30.0, 4096.0)
 """How firmly the first sharpness is believed, and at most any: squared nats of variance."""
 _MEMORY: Final = 8192.0
 """Observations after which those of a cell count half."""
@@ -107,7 +107,10 @@ class Calibration:
         return found
 
     def observe(self, depths: Indices, logprobs: NDArray[np.float32], columns: Indices) -> None:
-        """At places of these depths [m] candidate columns[i] was emitted; -1: none of them."""
+        """At places of these depths [m] candidate columns[i] was emitted; -1: none of them. Places
+        without candidates, which nobody looked at, say nothing."""
+        looked = (logprobs > -np.inf).any(axis=1)
+        depths, logprobs, columns = depths[looked], logprobs[looked], columns[looked]
         told = _with_rest(logprobs)
         law = self._sharpened(told)
         cells = _cells(depths, law[:, :-1])
