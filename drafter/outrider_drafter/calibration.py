@@ -22,7 +22,7 @@ _PROBS: Final = np.array([0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 0.
 """Edges of the bins of a candidate's own probability."""
 _BINS: Final = len(_PROBS) + 1
 _CELLS: Final = _DEPTHS * len(_RANKS) * _BINS
-_PRIOR: Final = 512.0
+_PRIOR: Final = 128.0
 """Observations that outweigh what the source says, and again that let a depth speak for itself."""
 SHARPNESS: Final = {Rule.GREEDY: 1.3}
 """Where the sharpness begins, by rule; 1 elsewhere. Of the law that a head was trained to tell,
