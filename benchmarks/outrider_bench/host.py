@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -23,7 +24,6 @@ from outrider_verifier.commands import Attached, Link, Offered, Open
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_engine import DeviceRoundEngine
 from outrider_verifier.effects import Tell
-from outrider_verifier.handover import Told
 from outrider_verifier.service import VerifierService
 from torch import Tensor
 
@@ -119,16 +119,24 @@ class VerifierSide:
         self._outbox = self._service._outbox
         self._waiting = self._unsaid = False
         self._rounds.flush = self._flushed
-        advance = self._core.handover.advance
+        handover: Any = self._core.handover
+        handover.follow = self.until(
+            "verifier: outcome settled", handover.follow, "verifier: prefixes moved"
+        )
+        handover.verdicts = self.until(None, handover.verdicts, "verifier: verdicts made")
+        self.vocab_size = target.vocab_size
 
-        def timed(told: Told) -> list[tuple[int, Verdicts]]:
-            steps.mark("verifier: outcome settled")
-            result = advance(told)
-            steps.mark("verifier: verdicts made")
+    def until(self, before: str | None, function: Callable[..., T], after: str) -> Callable[..., T]:
+        """`function` with a mark where it begins and where it ends."""
+
+        def marked(*given: Any, **named: Any) -> T:
+            if before is not None:
+                self._steps.mark(before)
+            result = function(*given, **named)
+            self._steps.mark(after)
             return result
 
-        self._core.handover.advance = timed  # type: ignore[method-assign]
-        self.vocab_size = target.vocab_size
+        return marked
 
     def open(self, sessions: int, max_new_tokens: int, plan: Plan) -> list[bytes]:
         """Attach a drafter, open sessions and run their prompts; what the drafter is told."""

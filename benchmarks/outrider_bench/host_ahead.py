@@ -8,7 +8,6 @@ what lies between the landing of a round and the submission of the next.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,25 +42,11 @@ class AheadSide(VerifierSide):
         super().__init__(sessions, steps, planner="fixed")
         self._offered = offered
         rounds: Any = self._rounds
-        rounds._engine.collect = self._until(
+        rounds._engine.collect = self.until(
             "verifier: sheet", rounds._engine.collect, "verifier: outcome settled"
         )
-        rounds._next = self._until("verifier: committed", rounds._next, "verifier: planned")
-        rounds._attempt = self._until(None, rounds._attempt, "verifier: submitted")
-
-    def _until(
-        self, before: str | None, function: Callable[..., T], after: str
-    ) -> Callable[..., T]:
-        """`function` with a mark where it begins and where it ends."""
-
-        def marked(*given: Any, **named: Any) -> T:
-            if before is not None:
-                self._steps.mark(before)
-            result = function(*given, **named)
-            self._steps.mark(after)
-            return result
-
-        return marked
+        rounds._next = self.until("verifier: committed", rounds._next, "verifier: planned")
+        rounds._attempt = self.until(None, rounds._attempt, "verifier: submitted")
 
     def begin(self) -> None:
         """Verify a first draft of each session; the round stays in flight."""

@@ -13,7 +13,7 @@ from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.rows import trim
 from outrider_verifier.schedule import RoundPlan
 from outrider_verifier.sessions import Session
-from outrider_verifier.settled import Settled, is_told
+from outrider_verifier.settled import Settled, Sheet, is_told
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -30,6 +30,15 @@ class InFlight:
     """When it should end, on the clock of `time.perf_counter`; inf: not known."""
     hit_idle_s: float | None = None
     """See `RoundReport`."""
+    _sheet: Sheet | None = None
+    _touched: int = -1
+
+    def sheet(self, touched: int) -> Sheet:
+        """What decides over the verdicts, with the sessions as they are; made anew only where
+        `touched` (see `Core`) is not what it was."""
+        if self._sheet is None or touched != self._touched:
+            self._sheet, self._touched = Sheet.of([row.session for row in self.verify]), touched
+        return self._sheet
 
     @property
     def looks_ahead(self) -> bool:

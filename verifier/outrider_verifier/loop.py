@@ -196,6 +196,7 @@ class EngineLoop:
             logger.exception("sessions could not be dropped cleanly")
             for session in self._core.sessions.values():
                 session.ended = True
+            self._core.touched += 1
             self._core.sessions.clear()
 
     def _flush(self) -> bool:
