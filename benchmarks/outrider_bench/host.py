@@ -84,7 +84,7 @@ class VerifierSide:
     """A verifier's engine thread, without the thread."""
 
     offers = ""
-    """Whether what is offered is taken in `BESIDE` a round."""
+    """Whether what is offered is taken in, and verdicts are told, `BESIDE` a round."""
 
     def __init__(self, sessions: int, steps: Steps, *, planner: str) -> None:
         self._steps = steps
@@ -123,7 +123,9 @@ class VerifierSide:
         handover.follow = self.until(
             "verifier: outcome settled", handover.follow, "verifier: prefixes moved"
         )
-        handover.verdicts = self.until(None, handover.verdicts, "verifier: verdicts made")
+        handover.verdicts = self.until(
+            None, handover.verdicts, "verifier: verdicts made" + self.offers
+        )
         self.vocab_size = target.vocab_size
 
     def until(self, before: str | None, function: Callable[..., T], after: str) -> Callable[..., T]:
@@ -203,7 +205,9 @@ class VerifierSide:
         said = not self._unsaid
         self._unsaid = False
         self._steps.mark(
-            "verifier: accounts, events" + BESIDE if said else "verifier: verdicts to bytes"
+            "verifier: accounts, events" + BESIDE
+            if said
+            else "verifier: verdicts to bytes" + self.offers
         )
         return False
 

@@ -251,13 +251,16 @@ class Handover:
         left out; whom that concerns can be said later, with `verdicts`."""
         handles, whole = told.handles, told.whole
         starts, feature_starts = self._tokens[handles], self._features[handles]
-        upto = np.where(whole, told.lengths + told.counts, told.written)
+        every = bool(whole.all())
+        upto = told.lengths + told.counts
+        if not every:
+            upto = np.where(whole, upto, told.written)
         counts = upto - starts
         tokens = told.news(starts, upto)
         digests = extend_ragged(self._digests[handles], counts, tokens)
         self._tokens[handles], self._features[handles] = upto, told.written
         self._digests[handles] = digests
-        if bool(whole.all()):
+        if every:
             self._inbox.move(handles, digests, upto)
         else:
             self._inbox.move(handles[whole], digests[whole], upto[whole])

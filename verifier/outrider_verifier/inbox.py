@@ -267,8 +267,12 @@ class Inbox:
             del seat.later[digest]
             seat.ring[hit.place] = None
             seat.usable, seat.ahead, hit.place = hit, True, _NONE
-        for kept in [k for k in seat.later.values() if k.length <= length or k.digest == digest]:
-            self._forget(kept)
+        gone = [k for k in seat.later.values() if k.length <= length or k.digest == digest]
+        for kept in gone:
+            del seat.later[kept.digest]
+            seat.ring[kept.place] = None
+        self._count -= len(gone)
+        self._messages.drop_all(gone)
 
     def _forget(self, kept: Kept) -> None:
         """A draft is held no more."""
@@ -279,7 +283,7 @@ class Inbox:
             seat.ring[kept.place] = None
             del seat.later[kept.digest]
         self._count -= 1
-        self._messages.drop(kept)
+        self._messages.drop_all([kept])
 
 
 def _collected(found: list[Held]) -> list[Held]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -79,13 +81,15 @@ class KeptMessages:
         self._by_age[message] = None
         self.nbytes += message.nbytes
 
-    def drop(self, kept: Kept) -> None:
-        """An entry is held no more."""
-        message = kept.message
-        del message.held[kept.entry]
-        if not message.held and message in self._by_age:
-            del self._by_age[message]
-            self.nbytes -= message.nbytes
+    def drop_all(self, gone: Sequence[Kept]) -> None:
+        """These entries are held no more."""
+        for kept in gone:
+            message = kept.message
+            held = message.held
+            del held[kept.entry]
+            if not held and message in self._by_age:
+                del self._by_age[message]
+                self.nbytes -= message.nbytes
 
     @property
     def excess(self) -> Message | None:
