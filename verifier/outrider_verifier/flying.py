@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider_verifier.engine import Flight
@@ -32,6 +32,18 @@ class InFlight:
     """See `RoundReport`."""
     _sheet: Sheet | None = None
     _touched: int = -1
+
+    def expect(self, verify_s: Callable[[int, int], float | None]) -> None:
+        """Note when it should end, by what a round of so many rows and nodes takes."""
+        if math.isinf(self.lands_at):
+            lasts_s = verify_s(len(self.verify), 1 + max([row.nodes for row in self.verify]))
+            if lasts_s is not None:
+                self.lands_at = self.began + lasts_s
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a sheet: the round stays in flight until it lands."""
+        return self._sheet is not None
 
     def sheet(self, touched: int) -> Sheet:
         """What decides over the verdicts, with the sessions as they are; made anew only where

@@ -8,7 +8,6 @@ turns out not to need (it ended, or was closed) is dropped when its round is set
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -149,6 +148,12 @@ class Rounds:
         except Exception:
             # A lost device; `settle` finds out, and says whom that ends.
             return True
+
+    @property
+    def over(self) -> bool:
+        """Whether a round that stayed in flight for drafts of its outcome has landed."""
+        flying = self._flying
+        return flying is not None and flying.ready and self.landed
 
     @property
     def pause_s(self) -> float:
@@ -349,11 +354,7 @@ class Rounds:
             return False
         # It is ready when the round lands.
         flying.sheet(self._core.touched)
-        if math.isinf(flying.lands_at):
-            nodes = 1 + max([row.nodes for row in flying.verify])
-            lasts_s = self._engine.verify_s(len(flying.verify), nodes)
-            if lasts_s is not None:
-                flying.lands_at = flying.began + lasts_s
+        flying.expect(self._engine.verify_s)
         return True
 
     def _runs_ahead(self, session: Session) -> bool:
