@@ -83,7 +83,7 @@ class _Seat:
         """The same by place."""
         self.next = 0
         """Which place was written longest ago."""
-        self.missed = (0, 0)
+        self.missed: tuple[int, int] = (0, 0)
         """Digest and length of the prefix that it last did without a draft for; 0: none."""
 
 

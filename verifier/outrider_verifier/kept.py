@@ -42,13 +42,14 @@ class Message:
         """By entry."""
         self.nbytes = 0
         """What keeping it takes; 0 until it is kept."""
-        self._promises: list[float] | None = None
+        self._promises: NDArray[np.float64] | None = None
 
     def promise(self, entry: int) -> float:
         """See `promises`; worked out once for all."""
-        if self._promises is None:
-            self._promises = promises(self.proposals).tolist()
-        return self._promises[entry]
+        known = self._promises
+        if known is None:
+            known = self._promises = promises(self.proposals)
+        return float(known[entry])
 
     def shrink(self) -> None:
         """Be of nothing but the entries that are held."""
