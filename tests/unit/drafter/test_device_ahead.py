@@ -28,7 +28,7 @@ from outrider.spec.noise import (
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, depths, path, validate_tree
-from outrider.wire.messages import Proposal, Proposals, SessionEnd
+from outrider.wire.messages import Proposal, Proposals
 from tests.factories import make_eagle3_head
 from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, drain
 from tests.unit.drafter.looking_ahead import (
@@ -159,8 +159,7 @@ def test_what_look_ahead_took_is_given_back_with_the_session(head: DraftHead) ->
     device, _ = both(head)
     scored = device.source.score(device.lives(device.trees()))
     assert made(device.source.branch(some_outcomes(device.trees(), scored.tokens)))
-    for script in device.scripts:
-        device.engine.handle(1, SessionEnd(handle=script.handle))
+    device.end()
     assert isinstance(device.source, DeviceHeadSource)
     assert device.source.used_rows == 0
     assert (device.source._rows.tables == device.source._rows.scratch.start - 1).all()
