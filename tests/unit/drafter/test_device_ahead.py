@@ -41,26 +41,13 @@ from tests.unit.drafter.looking_ahead import (
     some_outcomes,
 )
 from tests.unit.drafter.mixed_sessions import COUPLED, REJECTION
+from tests.unit.drafter.on_device import on_device
 from tests.unit.engine.device.draft_sessions import plain_head
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> DraftHead:
     return plain_head(make_eagle3_head(tmp_path_factory.mktemp("device-ahead")))
-
-
-def on_device(
-    head: DraftHead, *, max_rows: int = 8192, max_context: int = 256, bounded: bool = False
-) -> DeviceHeadSource:
-    return DeviceHeadSource(
-        head,
-        max_rows=max_rows,
-        max_context=max_context,
-        max_sessions=16,
-        dtype=torch.float32,
-        device="cpu",
-        bounded=bounded,
-    )
 
 
 def both(
