@@ -21,6 +21,7 @@ BENCHMARKS: Final = {
     "exchange": ("exchange", "round trips between verifier and drafter, without models"),
     "host": ("host", "the host's share of a round in both processes, step by step"),
     "serve": ("serve.cli", "tokens/s, latencies and efficiency through the router, by placement"),
+    "pipeline": ("serve.pipeline", "what look-ahead gives, from the cells of serve"),
     "timeline": ("timeline", "what several processes did when, for Perfetto and as a picture"),
     "gpu": ("gpu.cli", "the device engine: kernels, rounds, placements"),
 }

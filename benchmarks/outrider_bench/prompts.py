@@ -26,7 +26,8 @@ def load_prompts(path: Path = DEFAULT_PROMPTS, limit: int | None = None) -> list
     """Read a JSONL file of {"task"?, "prompt"} or {"category"?, "turns": [..]} objects; only the
     first turn is used. Tasks are interleaved, so that a limit keeps the mixture."""
     by_task: dict[str, list[BenchPrompt]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    # Not splitlines(): JSON strings may hold the other characters that it splits at.
+    for line in path.read_text(encoding="utf-8").strip("\n").split("\n"):
         row = json.loads(line)
         text = row["turns"][0] if "turns" in row else row["prompt"]
         task = str(row.get("task", row.get("category", path.stem)))

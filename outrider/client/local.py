@@ -91,6 +91,9 @@ class LocalConfig:
     """Benchmarks only: see the drafter's option bench_exchange_delay_ms."""
     drafter_slowdown: float = 1.0
     """Benchmarks only: see the drafter's option bench_slowdown."""
+    round_ms: float = 0.0
+    row_us: float = 0.0
+    """Benchmarks only: see the verifier's options bench_round_ms and bench_row_us."""
     trace_dir: Path | None = None
     """Where verifier and drafter leave their timelines when they end; None: they keep none."""
     metrics_port: int | None = None
@@ -312,6 +315,8 @@ def verifier_args(config: LocalConfig, gpus: int = 0) -> list[str]:
         max_sessions=config.max_sessions,
         threads=config.threads,
         awake_cores=config.awake_cores,
+        bench_round_ms=config.round_ms or None,
+        bench_row_us=config.row_us or None,
         trace_file=None if config.trace_dir is None else config.trace_dir / "verifier.json",
         verifier_id="verifier-0",
     )

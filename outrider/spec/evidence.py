@@ -16,9 +16,10 @@ WINDOW: Final = 16
 """Rounds that tell what one takes."""
 OUTLIER: Final = 3.0
 """Usual rounds that one round counts as at most: a stall says nothing of a mode."""
-STALLS: Final = 2
-"""Rounds of a full window that may be stalls. What is as long more often is of the mode: drafts
-that were not made ahead can take several times as long as those that were."""
+STALLS: Final = 2.0
+"""Rounds of the last ones that may be stalls, each of which every session meets once. What is as
+long more often is of the mode: drafts that were not made ahead can take several times as long as
+those that were."""
 TIME_NOISE: Final = 0.15
 """Deviation of one round's time, as a share of it."""
 UNSEEN: Final = 2.0
@@ -40,14 +41,21 @@ class RoundTimes:
         """A round took `seconds`; one of a part of the sessions counts as a part of a round."""
         self._seconds.append(seconds)
         self._weights.append(rounds)
-        count = len(self._seconds)
-        usual = max((count - 1) // 2, count - 1 - STALLS)
-        most = OUTLIER * sorted(self._seconds)[usual]
+        most = OUTLIER * self._longest_usual()
         counted = sum(
             weight * min(value, most)
             for value, weight in zip(self._seconds, self._weights, strict=True)
         )
         self._mean = counted / sum(self._weights)
+
+    def _longest_usual(self) -> float:
+        """The longest that is no stall, and at least the median."""
+        lasted = sorted(zip(self._seconds, self._weights, strict=True))
+        place, above = len(lasted) - 1, 0.0
+        while place > (len(lasted) - 1) // 2 and above + lasted[place][1] <= STALLS:
+            above += lasted[place][1]
+            place -= 1
+        return lasted[place][0]
 
     def forget(self) -> None:
         """Begin anew."""

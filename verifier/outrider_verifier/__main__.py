@@ -72,6 +72,8 @@ def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
     parser.add_argument("--awake-cores", type=int, help="cores kept from going idle while serving")
     parser.add_argument("--verifier-id", metavar="NAME", help="stable name of this verifier")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
+    parser.add_argument("--bench-round-ms", type=float, help="benchmarks only: as a larger model")
+    parser.add_argument("--bench-row-us", type=float, help="benchmarks only: of each further row")
     parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     flags = vars(parser.parse_args(argv))

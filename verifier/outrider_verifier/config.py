@@ -107,6 +107,10 @@ class VerifierConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint."""
+    bench_round_ms: float = 0.0
+    """Benchmarks only: rounds of one row last so long, as with a larger model; 0: as they do."""
+    bench_row_us: float = 0.0
+    """Of each further row of such a round."""
     trace_file: str = ""
     """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
     log_level: str = "INFO"
@@ -132,6 +136,8 @@ class VerifierConfig:
             "max_context_len",
             "feature_budget_mb",
             "drain_s",
+            "bench_round_ms",
+            "bench_row_us",
         ):
             _require(getattr(self, name) >= 0, f"{name} must not be negative")
         self._check_drafting()

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.engine.acceptance import Acceptance
+from outrider.engine.device.brake import Brake, LargerModel
 from outrider.engine.device.current import make_current
 from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.health import device_works
@@ -80,7 +81,9 @@ class DeviceRoundEngine:
         own_head: OwnHead | None,
         feature_dtype: TensorDtype,
         prompt_stretch: float,
+        as_of: LargerModel | None = None,
     ) -> None:
+        """`as_of`: benchmarks only, whose rounds ours are to last as long as."""
         self._slots = slots
         self.rounds = rounds
         self._own_head = own_head
@@ -90,7 +93,7 @@ class DeviceRoundEngine:
         self._warps = [slots.warp] if own_head is None else [slots.warp, own_head.warp]
         self._seats: dict[int, Seat] = {}
         """By the session's ticket."""
-        self._prompt_stretch = prompt_stretch
+        self._prompt_stretch, self._as_of = prompt_stretch, as_of
         self._beside: dict[int, int] = {}
         """Prompt tokens beside so many rows, once asked for."""
         self._collected = 0.0
@@ -145,6 +148,7 @@ class DeviceRoundEngine:
             own_head=own_head,
             feature_dtype=TensorDtype.BFLOAT16 if bfloat16 else TensorDtype.FLOAT32,
             prompt_stretch=config.prompt_stretch,
+            as_of=_larger_model(config),
         )
 
     def warm_up(self) -> None:
@@ -153,6 +157,9 @@ class DeviceRoundEngine:
         if not self.rounds.graphs.enabled:
             return
         self._times = warm_up(self.rounds, self._device)
+        if self._as_of is not None:
+            self.rounds.brake = Brake(self._as_of, self._times)
+            self._times = self.rounds.brake.times
 
     def release(self) -> None:
         """Give back what the engine itself holds of the target's pool."""
@@ -379,3 +386,9 @@ def _family(
         features=projection is not None,
         judges=not config.simulated_acceptance,
     )
+
+
+def _larger_model(config: VerifierConfig) -> LargerModel | None:
+    if not config.bench_round_ms:
+        return None
+    return LargerModel(round_s=config.bench_round_ms / 1e3, row_s=config.bench_row_us / 1e6)

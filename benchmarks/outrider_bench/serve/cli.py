@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from outrider.client.flags import at_least, fan_out
+from outrider.client.flags import at_least, fan_out, number_from
 from outrider.client.local import CPU, CUDA, DEVICES, SEPARATE
 from outrider.client.modelfiles import DEFAULT_MODEL
 from outrider.errors import InternalError, InvalidRequestError
@@ -99,6 +99,13 @@ def _add_drafts(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="each way between verifier and drafter; a start of services each; default: 0",
     )
+    add(
+        "--round-ms",
+        type=number_from(0.0),
+        default=0.0,
+        help="EMULATED: rounds of one row last so long, as with a larger model",
+    )
+    add("--row-us", type=number_from(0.0), default=0.0, help="of each further row of such a round")
     add(
         "--drafter-slowdown",
         metavar="A,B",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from outrider.client.local import CPU, SEPARATE, LocalCluster, LocalConfig
 from outrider.client.modelfiles import ModelFiles
 from outrider.spec.plan import DraftMethod
 from outrider.transport.grpc import GrpcDialer
+from outrider.wire.messages import VerifierInfo
 from outrider_bench.report import say
 from outrider_bench.serve.cells import NO_HANDICAP, OWN_HEAD, PLAIN, Drafts, Handicap
 
@@ -40,6 +41,16 @@ class Machine:
     """automatic or fixed; None: what users run, automatic."""
     log_dir: Path | None = None
     trace_dir: Path | None = None
+    round_ms: float = 0.0
+    row_us: float = 0.0
+    """What rounds are made to take: see `LocalConfig`."""
+
+    @property
+    def name(self) -> str:
+        """The model; says so where rounds are made to last longer."""
+        if not self.round_ms:
+            return self.files.name
+        return f"{self.files.name}, rounds EMULATED: {self.round_ms:g} ms + {self.row_us:g} us/row"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +70,18 @@ class Fleet:
     address: str
     info: ServerInfo
 
-    def forward_ms(self) -> float | None:
-        """Median time of the latest target forwards, by the verifiers' own account; None where
-        they cannot be asked."""
+    def verifiers(self) -> list[VerifierInfo]:
+        """The verifiers' own account of themselves; none where they cannot be asked."""
         try:
-            found = [asyncio.run(_forward_ms(v.address)) for v in self.info.verifiers]
+            return [asyncio.run(_info(v.address)) for v in self.info.verifiers]
         except (OutriderError, OSError):
-            return None
-        known = [value for value in found if value > 0.0]
-        return sum(known) / len(known) if known else None
+            return []
+
+
+def mean_of(values: Iterable[float]) -> float | None:
+    """Of those that are known, which are not 0; None if none is."""
+    known = [value for value in values if value > 0.0]
+    return sum(known) / len(known) if known else None
 
 
 def plan_services(
@@ -152,6 +166,8 @@ def local_config(machine: Machine, service: Service) -> LocalConfig:
         threads=machine.threads,
         planner=machine.planner,
         awake_cores=service.awake_cores or None,
+        round_ms=machine.round_ms,
+        row_us=machine.row_us,
         exchange_delay_ms=service.handicap.exchange_delay_ms,
         drafter_slowdown=service.handicap.drafter_slowdown,
         trace_dir=None if machine.trace_dir is None else machine.trace_dir / folder(service),
@@ -190,10 +206,9 @@ def placement_of(info: ServerInfo) -> str:
     return SEPARATE if info.drafters else PLAIN
 
 
-async def _forward_ms(address: str) -> float:
+async def _info(address: str) -> VerifierInfo:
     dialer = GrpcDialer()
     try:
-        verifier = await dialer.verifier(address)
-        return (await verifier.info()).forward_ms_p50
+        return await (await dialer.verifier(address)).info()
     finally:
         await dialer.close()

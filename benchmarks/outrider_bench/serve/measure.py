@@ -12,7 +12,7 @@ from outrider.errors import InternalError
 from outrider_bench.prompts import BenchPrompt
 from outrider_bench.serve.cells import PLAIN, Cell, lock_step_key, plain_key
 from outrider_bench.serve.clients import Clients
-from outrider_bench.serve.fleet import Fleet
+from outrider_bench.serve.fleet import Fleet, mean_of
 from outrider_bench.serve.lab import FORWARD, Lab, LabRound, efficiency
 from outrider_bench.serve.loads import Size, make_load
 from outrider_bench.serve.waves import Wave, rounded
@@ -72,7 +72,12 @@ class Meter:
                 codes = sorted({answer.code for answer in wave.answers})
                 raise InternalError(f"no answer at all: {', '.join(codes)}", reason="NO_ANSWER")
             waves.append(wave)
-        facts = describe_cell(cell, waves, self.lab.round_of(cell), fleet.forward_ms())
+        verifiers = fleet.verifiers()
+        forward_ms = mean_of(info.forward_ms_p50 for info in verifiers)
+        facts = describe_cell(cell, waves, self.lab.round_of(cell), forward_ms)
+        if facts["hit_rate"]:
+            idle_us = mean_of(info.hit_idle_us_p50 for info in verifiers)
+            facts["hit_idle_us"] = rounded(idle_us, 1)
         facts |= {**self.about, "start_s": rounded(self.start_s, 1)}
         if note := simulation_note(fleet.info):
             facts["SIMULATED_ACCEPTANCE"] = note

@@ -139,6 +139,8 @@ class Run:
             planner=args.planner,
             log_dir=args.log_dir,
             trace_dir=args.trace_dir,
+            round_ms=args.round_ms,
+            row_us=args.row_us,
         )
 
     def _know_model(self, meter: Meter, machine: Machine) -> None:
@@ -166,7 +168,7 @@ class Run:
             self._measure_cells(meter, nullcontext(fleet), list(self._cells(service, model)))
 
     def _measure_service(self, meter: Meter, machine: Machine, service: Service) -> None:
-        cells = list(self._cells(service, machine.files.name))
+        cells = list(self._cells(service, machine.name))
         if service.placement == PLAIN:
             cells = [cell for cell in cells if plain_key(cell.described()) not in self._kept_plain]
         if cells:

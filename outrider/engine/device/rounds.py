@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.engine.device.brake import Brake
 from outrider.engine.device.buffers import Downloader, Readback
 from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.graphs import GraphCache
@@ -79,6 +80,8 @@ class DeviceRounds:
         self._laws = LawInputs(max_rows=slots.padding, device=target.device)
         self._pieces: dict[int, PieceInputs] = {}
         self._downloads = Downloader(target.device)
+        self.brake: Brake | None = None
+        """Benchmarks only: what makes rounds last longer."""
 
     def launch(
         self,
@@ -106,6 +109,8 @@ class DeviceRounds:
         if added is not None:
             added.fill(pieces)
         verified = self._run(shape, inputs, added)
+        if self.brake is not None:
+            self.brake.hold(shape)
         if not features or verified.features is None:
             return Launched(shape, self._downloads.start(verified.result), None)
         result, sent = self._downloads.start_all((verified.result, verified.features))

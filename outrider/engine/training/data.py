@@ -43,7 +43,8 @@ def read_prompts(files: Sequence[Path], default_samples: int = 1) -> list[Prompt
     """Read JSONL rows with `prompt` (and optionally `samples`) or `turns`; duplicates dropped."""
     seen: dict[str, Prompt] = {}
     for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines():
+        # Not splitlines(): JSON strings may hold the other characters that it splits at.
+        for line in file.read_text(encoding="utf-8").strip("\n").split("\n"):
             row = json.loads(line)
             texts = [row["prompt"]] if "turns" not in row else row["turns"][:1]
             for text in texts:

@@ -47,6 +47,13 @@ def test_prompts_are_read_once_with_their_sample_counts(tmp_path: Path) -> None:
     assert [(p.text, p.samples) for p in prompts] == [("a", 3), ("b", 2)]
 
 
+def test_a_prompt_may_hold_what_other_readers_take_for_the_end_of_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "a\u2028b\x85c"}, {"prompt": "d"}]
+    file.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), "utf-8")
+    assert [p.text for p in read_prompts([file])] == ["a\u2028b\x85c", "d"]
+
+
 def test_prompts_end_with_the_answers_header(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     tokenizer = ChatTokenizer(tmp_path)

@@ -70,3 +70,17 @@ def test_what_is_old_counts_less_and_nothing_is_short_of_nothing() -> None:
     emitted.fade(1.0)
     emitted.observe(5.0, 15.0, 45.0, 5.0)
     assert emitted.mean == pytest.approx(2.0)
+
+
+def test_rounds_that_are_long_every_few_times_are_no_stalls() -> None:
+    times = RoundTimes()
+    for count in range(32):
+        times.observe(0.016 if count % 4 == 0 else 0.004)
+    assert times.mean_s == pytest.approx(0.007)
+
+
+def test_a_stall_that_all_sessions_met_in_parts_of_a_round_is_cut_off() -> None:
+    times = RoundTimes()
+    for count in range(12):
+        times.observe(0.1 if count in (5, 6, 7) else 0.004, rounds=0.4)
+    assert times.mean_s < 0.0065

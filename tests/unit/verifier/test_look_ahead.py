@@ -120,7 +120,10 @@ async def _mute_once(rig: Rig, drafter: ScriptedDrafter) -> None:
 @pytest.mark.parametrize("planner", ["fixed", "automatic"])
 async def test_texts_are_the_same_with_hits_and_misses(share: float, planner: str) -> None:
     async with looking_ahead(planner=planner) as (rig, runner):
-        rig.service._core.policy.pauses = lambda session: False  # type: ignore[method-assign]
+        policy = rig.service._core.policy
+        policy.pauses = lambda session: False  # type: ignore[method-assign]
+        # On a CPU it would begin in lock-step.
+        policy.looks_ahead = lambda session: True  # type: ignore[method-assign]
         predict = sometimes(foresee(rig.target), share)
         drafter = await rig.attach(good_chain(rig.target), predict=predict)
         specs = [
@@ -256,6 +259,7 @@ async def test_a_change_of_mind_is_not_put_off_by_hits() -> None:
         policy = rig.service._core.policy
         pauses = False
         policy.pauses = lambda session: pauses  # type: ignore[method-assign]
+        policy.looks_ahead = lambda session: True  # type: ignore[method-assign]
         running = asyncio.create_task(rig.run(make_spec(max_new_tokens=400, plan=AHEAD)))
         await mid_stream(rig)
         session = rig.service._core.sessions[SessionId("s")]

@@ -1,0 +1,144 @@
+"""`outrider bench pipeline`: what look-ahead gives, from cells of `outrider bench serve`.
+
+Every figure is a ratio or share of cells of one file, which is of one commit and machine; what the
+file does not have is null. A cell's fan-out and shape are the best that were measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.client.local import COLOCATED, FUSED, SEPARATE
+from outrider.errors import InvalidRequestError
+from outrider.spec.plan import DraftMethod
+from outrider.spec.sampling import Rule
+from outrider_bench.serve.cells import PLAIN
+
+Cell = dict[str, Any]
+Test = Callable[[Cell], bool]
+_ABOUT: Final = ("commit", "date", "device", "versions")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    add("--cells", type=Path, required=True, metavar="FILE", help="what bench serve --out wrote")
+    add("--out", type=Path, metavar="FILE", help="default: shown only")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Summarise, show, write."""
+    text = json.dumps(summarize(args.cells), indent=2)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n", encoding="utf-8")
+
+
+def summarize(file: Path) -> dict[str, object]:
+    """The content of pipeline.json. Raises InvalidRequestError for a file without cells."""
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    cells: list[Cell] = content.get("cells", [])
+    if not cells:
+        raise InvalidRequestError(f"{file} holds no cells of bench serve", reason="NO_CELLS")
+    every = [cell for cell in cells if cell["temperature"] == 0.0]
+    greedy = _by_delay(every, 0.0)
+    coupled = _by_delay([cell for cell in cells if _is_coupled(cell)], 0.0)
+    return {
+        "benchmark": "gpu pipeline",
+        **{name: content.get(name) for name in _ABOUT},
+        "models": sorted({cell["model"] for cell in cells}),
+        "machines": sorted({cell["machine"] for cell in cells}),
+        "hit_rate": {
+            "chain5-T0": _figure(greedy, "hit_rate", _alone, _ahead, _named("chain-5")),
+            "tree32-T0": _figure(greedy, "hit_rate", _alone, _ahead, _named("tree-32")),
+            "chain5-T1-coupled": _figure(coupled, "hit_rate", _alone, _ahead, _named("chain-5")),
+        },
+        "stale_over_fresh": _figure(greedy, "hit_over_fresh", _alone, _ahead),
+        "over_colocated": {
+            **{str(count): _over_colocated(greedy, count) for count in (1, 8, 32)},
+            "1-T1": _over_colocated(coupled, 1),
+        },
+        "over_lockstep_1": _ratio(_best(greedy, _alone, _ahead), _best(greedy, _alone, _lockstep)),
+        "model_drafter_over_lockstep": _ratio(
+            _best(greedy, _alone, _ahead, _by_model), _best(greedy, _alone, _lockstep, _by_model)
+        ),
+        "delay": _delays(every),
+        "equal_gpus": [],
+        "hit_idle_us": _figure(greedy, "hit_idle_us", _alone, _ahead, lowest=True),
+    }
+
+
+def _delays(cells: Sequence[Cell]) -> dict[str, float | None]:
+    """What slow links leave, of one session."""
+    near, slow, far = (_by_delay(cells, delay_ms) for delay_ms in (0.0, 1.0, 5.0))
+    there = _best(far, _alone, _ahead)
+    return {
+        "1ms": _ratio(_best(slow, _alone, _ahead), _best(near, _alone, _ahead)),
+        "1ms-lockstep": _ratio(_best(slow, _alone, _lockstep), _best(near, _alone, _lockstep)),
+        "5ms": _ratio(there, _best(far, _alone, _lockstep)),
+        "5ms-over-plain": _ratio(there, _best(near, _alone, _is_plain)),
+    }
+
+
+def _over_colocated(cells: Sequence[Cell], sessions: int) -> float | None:
+    here = [cell for cell in cells if cell["sessions"] == sessions]
+    return _ratio(_best(here, _ahead), _best(here, _in_process))
+
+
+def _best(cells: Sequence[Cell], *tests: Test) -> float | None:
+    """Most tokens/s of the cells that pass; None without any."""
+    return max((cell["tokens_per_s"] for cell in _chosen(cells, tests)), default=None)
+
+
+def _figure(cells: Sequence[Cell], name: str, *tests: Test, lowest: bool = False) -> float | None:
+    found = [cell[name] for cell in _chosen(cells, tests) if cell.get(name)]
+    return (min if lowest else max)(found, default=None)
+
+
+def _chosen(cells: Sequence[Cell], tests: Sequence[Test]) -> list[Cell]:
+    return [cell for cell in cells if all(test(cell) for test in tests)]
+
+
+def _by_delay(cells: Sequence[Cell], delay_ms: float) -> list[Cell]:
+    """Cells whose exchange took so much longer each way."""
+    return [cell for cell in cells if cell.get("exchange_delay_ms", 0.0) == delay_ms]
+
+
+def _named(shape: str) -> Test:
+    return lambda cell: bool(cell["drafts"].split("+")[0] == shape)
+
+
+def _alone(cell: Cell) -> bool:
+    return bool(cell["sessions"] == 1)
+
+
+def _ahead(cell: Cell) -> bool:
+    return cell["placement"] == SEPARATE and cell.get("look_ahead") == 1
+
+
+def _lockstep(cell: Cell) -> bool:
+    return cell["placement"] == SEPARATE and cell.get("look_ahead") == 0
+
+
+def _in_process(cell: Cell) -> bool:
+    return cell["placement"] in (COLOCATED, FUSED)
+
+
+def _is_plain(cell: Cell) -> bool:
+    return bool(cell["placement"] == PLAIN)
+
+
+def _by_model(cell: Cell) -> bool:
+    return str(cell["drafts"]).startswith(DraftMethod.MODEL.value)
+
+
+def _is_coupled(cell: Cell) -> bool:
+    return bool(cell["temperature"] == 1.0 and cell["rule"] == Rule.COUPLED.value)
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return round(value / base, 4) if value and base else None

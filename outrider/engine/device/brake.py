@@ -1,0 +1,62 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Rounds that last as long as those of a larger model (benchmarks only).
+
+Behind each round one multiprocessor of the device waits for the rest of the time. So two processes
+on one device keep as much out of each other's way as on two, which a large model would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from outrider.engine.device.shapes import RoundShape
+
+_TRIAL_CYCLES: Final = 20_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargerModel:
+    """What a round of it takes, by the rows of its forward."""
+
+    round_s: float
+    """Of one row."""
+    row_s: float
+    """Of each further row."""
+
+    def round_of(self, shape: RoundShape) -> float:
+        """Seconds of a round."""
+        return self.round_s + self.row_s * (shape.token_rows - 1)
+
+
+class Brake:
+    """Waits on the device behind rounds of known duration."""
+
+    def __init__(self, model: LargerModel, times: Mapping[RoundShape, float]) -> None:
+        """`times`: seconds of each shape as it is; others are not held back."""
+        self.times = {shape: max(took, model.round_of(shape)) for shape, took in times.items()}
+        """Seconds of each shape as it will be."""
+        rate = _cycles_per_s()
+        self._cycles = {
+            shape: int(rate * (self.times[shape] - took)) for shape, took in times.items()
+        }
+
+    def hold(self, shape: RoundShape) -> None:
+        """Wait for what a round of this shape, just launched, is to take longer."""
+        cycles = self._cycles.get(shape, 0)
+        if cycles > 0:
+            torch.cuda._sleep(cycles)
+
+
+def _cycles_per_s() -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_TRIAL_CYCLES)
+    start.record()
+    torch.cuda._sleep(_TRIAL_CYCLES)
+    end.record()
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return _TRIAL_CYCLES / milliseconds * 1000.0

@@ -1,0 +1,66 @@
+"""pipeline.json: ratios of the right cells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outrider_bench.serve.pipeline import summarize
+
+from outrider.errors import InvalidRequestError
+
+
+def cell(placement: str, drafts: str, tokens_per_s: float, **more: Any) -> dict[str, Any]:
+    facts = {"temperature": 0.0, "rule": "greedy", "sessions": 1, "look_ahead": None}
+    facts |= {"model": "m", "machine": "two cards", "exchange_delay_ms": 0.0}
+    return {**facts, "placement": placement, "drafts": drafts, "tokens_per_s": tokens_per_s, **more}
+
+
+def written(path: Path, cells: list[dict[str, Any]]) -> Path:
+    file = path / "cells.json"
+    file.write_text(json.dumps({"commit": "c", "cells": cells}))
+    return file
+
+
+def test_ratios_are_of_the_best_shapes_at_one_load_and_delay(tmp_path: Path) -> None:
+    ahead = {"look_ahead": 1, "hit_over_fresh": 0.94}
+    file = written(
+        tmp_path,
+        [
+            cell("plain", "none", 100.0),
+            cell("fused", "chain-4", 250.0),
+            cell("colocated", "chain-4", 200.0),
+            cell("fused", "chain-4", 900.0, sessions=8),
+            cell("separate", "chain-5+lockstep", 220.0, look_ahead=0),
+            cell("separate", "chain-5+ahead16", 260.0, hit_rate=0.8, hit_idle_us=200.0, **ahead),
+            cell("separate", "tree-32+ahead16", 300.0, hit_rate=0.6, hit_idle_us=180.0, **ahead),
+            cell("separate", "tree-32+ahead32", 290.0, hit_rate=0.65, **ahead),
+            cell("separate", "tree-32+ahead16", 990.0, sessions=8, **ahead),
+            cell("separate", "tree-32+ahead16", 270.0, exchange_delay_ms=1.0, **ahead),
+            cell("separate", "tree-32+ahead16", 240.0, exchange_delay_ms=5.0, **ahead),
+            cell("separate", "chain-5+lockstep", 80.0, look_ahead=0, exchange_delay_ms=5.0),
+        ],
+    )
+    found: Any = summarize(file)
+    assert found["hit_rate"] == {
+        "chain5-T0": 0.8,
+        "tree32-T0": 0.65,
+        "chain5-T1-coupled": None,
+    }
+    assert found["over_colocated"] == {"1": 1.2, "8": 1.1, "32": None, "1-T1": None}
+    assert found["over_lockstep_1"] == round(300 / 220, 4)
+    assert found["delay"] == {
+        "1ms": 0.9,
+        "1ms-lockstep": None,
+        "5ms": 3.0,
+        "5ms-over-plain": 2.4,
+    }
+    assert (found["stale_over_fresh"], found["hit_idle_us"]) == (0.94, 180.0)
+    assert found["commit"] == "c"
+
+
+def test_a_file_without_cells_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="no cells"):
+        summarize(written(tmp_path, []))

@@ -1,0 +1,25 @@
+"""Rounds that last as long as a larger model's: what is asked of each shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.engine.device.brake import LargerModel
+from outrider.engine.device.shapes import Drafts, Judge, RoundShape
+
+ONE = RoundShape(rows=1, nodes=1, drafts=Drafts.NONE, judge=Judge.MATCH, features=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "seconds"),
+    [
+        (ONE, 0.004),
+        (replace(ONE, nodes=6, drafts=Drafts.CHAIN), 0.0041),
+        (replace(ONE, rows=8, pieces=1), 0.00542),
+    ],
+)
+def test_a_round_lasts_by_the_rows_of_its_forward(shape: RoundShape, seconds: float) -> None:
+    model = LargerModel(round_s=0.004, row_s=0.00002)
+    assert model.round_of(shape) == pytest.approx(seconds)
