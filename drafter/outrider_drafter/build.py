@@ -29,9 +29,6 @@ from outrider_drafter.slow_source import slowed
 from outrider_drafter.small_model import SmallModelSource
 from outrider_drafter.source import DraftSource
 
-_WARM_BATCH = 8
-"""Sessions of the largest batch that is compiled and captured before serving."""
-
 
 def build_service(
     config: DrafterConfig,

@@ -24,9 +24,6 @@ class Metrics:
         self.connections = Gauge(
             "outrider_drafter_connections", "Verifiers connected now", registry=registry
         )
-        self.kv_rows = Gauge(
-            "outrider_drafter_kv_rows", "Draft K/V rows reserved now", ["method"], registry=registry
-        )
         self.verdicts = Counter("outrider_drafter_verdicts", "Verdicts received", registry=registry)
         self.proposals = Counter(
             "outrider_drafter_proposals", "Proposals made", ["method"], registry=registry

@@ -23,8 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-MASS_BITS: Final = 43
-"""The peak's mass is 2^43: a row of 2^19 ids cannot overflow an int64."""
 STEP_BITS: Final = 16
 STEPS_PER_NAT: Final = float(np.float32(2**STEP_BITS / math.log(2.0)))
 FARTHEST: Final = 64.0
@@ -39,6 +37,7 @@ OCTAVE: Final = (
 )
 """2^43 * 2^-f as a polynomial of f in [0, 1), constant first; off by one part in 10^7."""
 MAX_COLUMNS: Final = 2**19
+"""Of masses of 2^43 at most: a row cannot overflow an int64."""
 _FARTHEST: Final = np.float32(FARTHEST)
 _STEPS_PER_NAT: Final = np.float32(STEPS_PER_NAT)
 

@@ -25,19 +25,14 @@ from outrider.wire.rounds import TensorDtype as TensorDtype
 from outrider.wire.rounds import Verdict as Verdict
 from outrider.wire.rounds import Verdicts as Verdicts
 from outrider.wire.rounds import WireTensor as WireTensor
+from outrider.wire.server_info import AttachedDrafter as AttachedDrafter
+from outrider.wire.server_info import DrafterInfo as DrafterInfo
+from outrider.wire.server_info import FeatureLayout as FeatureLayout
+from outrider.wire.server_info import VerifierInfo as VerifierInfo
 from outrider.wire.stats import SpecStats as SpecStats
 
 PROTOCOL_VERSION = 1
 """Raised with every incompatible change; peers with another version are refused."""
-
-
-class FeatureLayout(StrEnum):
-    """What target features a drafter wants with each verdict."""
-
-    NONE = "none"
-    PROJECTED = "projected"
-    """H values a token, after the head's `fc`, applied on the verifier's side."""
-
 
 # ---- exchange: drafter -> verifier -------------------------------------------------------------
 
@@ -320,79 +315,3 @@ class SessionEvent:
     """Cumulative."""
     drafter_attached: bool = False
     """Whether the session's drafter is alive at this moment."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttachedDrafter:
-    """A drafter as a verifier sees it."""
-
-    drafter_id: DrafterId
-    incarnation: str
-    methods: tuple[DraftMethod, ...]
-    sessions: int
-    answer_ms: float = 0.0
-    """From the end of a round to its proposals, mean of late; 0 while unknown."""
-    same_host: bool = False
-    """Whether it is known to be on the verifier's host."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifierInfo:
-    """Identity, capacity and load of a verifier."""
-
-    protocol_version: int
-    verifier_id: VerifierId
-    incarnation: str
-    model_name: str
-    vocab_size: int
-    tokenizer_hash: str
-    max_context_len: int
-    kv_block_tokens: int
-    kv_total_blocks: int
-    kv_free_blocks: int
-    sessions: int
-    max_sessions: int
-    drafters: tuple[AttachedDrafter, ...]
-    feature_fingerprint: str = ""
-    rounds_total: int = 0
-    tokens_total: int = 0
-    dtype: str = "float32"
-    round_ms_p50: float = 0.0
-    """Median wall time of a round over the recent window."""
-    forward_ms_p50: float = 0.0
-    """Median time inside the target forward over the recent window."""
-    overhead_ms_p50: float = 0.0
-    """Median time of a round outside the target forward and outside waiting for drafts."""
-    own_methods: tuple[DraftMethod, ...] = ()
-    """Draft sources within the verifier itself; sessions that use them name no drafter."""
-    own_draft_length: int = 0
-    """Draft tokens a round of these sources; 0 without any."""
-    simulated_acceptance: str = ""
-    """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
-    planner: str = ""
-    """What the planner has in force, by kind of session; empty: nothing is being decided."""
-    stats: SpecStats = field(default_factory=SpecStats)
-    """Speculation of all its sessions since the start."""
-    hit_idle_us_p50: float = 0.0
-    """Median time between a round's end and the submission of one that is all hits, microseconds;
-    0 without any."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterInfo:
-    """Identity and load of a drafter."""
-
-    protocol_version: int
-    drafter_id: DrafterId
-    incarnation: str
-    vocab_size: int
-    tokenizer_hash: str
-    methods: tuple[DraftMethod, ...]
-    feature_layout: FeatureLayout
-    feature_fingerprint: str
-    sessions: int
-    verifiers: tuple[str, ...]
-    """Addresses of the verifiers it is connected to."""
-    draft_ms_p50: float = 0.0
-    handicap: str = ""
-    """Not empty: how it is slowed down (benchmarks only)."""

@@ -56,6 +56,7 @@ def look_ahead(source: AheadSource, given: list[Round] | None = None) -> list[Ro
         scored = source.score(followed.lives(trees))
         outcomes = given[number][1] if given else some_outcomes(trees, scored.tokens)
         rounds.append((scored, outcomes, made(source.branch(outcomes))))
+    followed.end()
     return rounds
 
 
@@ -63,9 +64,8 @@ def look_ahead(source: AheadSource, given: list[Round] | None = None) -> list[Ro
 def test_graphs_look_ahead_as_eager_launches_do(checkpoint: Path, dtype: torch.dtype) -> None:
     eager = look_ahead(on_gpu(checkpoint, dtype, graphs=False))
     source = on_gpu(checkpoint, dtype, graphs=True)
-    look_ahead(source)
+    graphed = look_ahead(source)
     captured = len(source.graphs)
-    graphed = look_ahead(on_gpu(checkpoint, dtype, graphs=True))
     replayed = look_ahead(source)
     assert len(source.graphs) == captured > 0, "the second time everything is replayed"
     for found in (graphed, replayed):

@@ -25,8 +25,10 @@ from tests.fakes.target import FakeTarget
 from tests.unit.drafter.running import FAST
 from tests.unit.verifier.harness import ADDRESS, DRAFTER, make_spec, until, verifier
 
-CHAIN = Plan(method=DraftMethod.NGRAM, draft_tokens=3, look_ahead=1, fan_out=8)
-TREE = Plan(method=DraftMethod.NGRAM, draft_tokens=6, top_k=3, look_ahead=1)
+WAITS = 30_000
+"""However slow this machine is, no round gives up on its drafter."""
+CHAIN = Plan(method=DraftMethod.NGRAM, draft_tokens=3, look_ahead=1, fan_out=8, patience_ms=WAITS)
+TREE = Plan(method=DraftMethod.NGRAM, draft_tokens=6, top_k=3, look_ahead=1, patience_ms=WAITS)
 
 
 class ContextForest(Forest):

@@ -381,6 +381,8 @@ class Policy:
                 idle = (old for old, kept in self._kinds.items() if not kept.sessions)
             look = LookAhead(first=self._begins_ahead) if kind.look_ahead else None
             known = self._kinds[kind] = Known(kind, look)
+            # Where nothing is decided, plans say how drafts are made.
+            known.ahead = kind.look_ahead and not self._automatic
         return known
 
     def _contest(self, known: Known) -> Contest:

@@ -106,7 +106,6 @@ class Trainer:
         *,
         compile: bool = False,
     ) -> None:
-        self._plain_target = target
         self._target = target.compiled() if compile else target
         self._samples = samples
         self._shape = shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import threading
 import time
@@ -23,6 +22,7 @@ from outrider.wire.messages import SpecStats
 from tests.fakes.drafter import FakeDrafter
 from tests.fakes.router import grpc_router, running_router
 from tests.fakes.verifier import FakeVerifier
+from tests.unit.client.flags import flags_of
 
 
 class Served:
@@ -350,12 +350,6 @@ def test_status_shows_the_fleet(served: Served, capsys: pytest.CaptureFixture[st
         served.verifier.change_info(
             own_methods=(), simulated_acceptance="", stats=SpecStats(), hit_idle_us_p50=0.0
         )
-
-
-def flags_of(arguments: list[str]) -> dict[str, str]:
-    """--name value pairs."""
-    pairs = itertools.pairwise(arguments)
-    return {name[2:]: value for name, value in pairs if name.startswith("--")}
 
 
 def test_on_gpus_every_process_gets_one_and_half_the_bits() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,14 +10,9 @@ import pytest
 from outrider.client import cli, local, serve
 from outrider.client.modelfiles import ModelFiles
 from outrider.errors import InvalidRequestError
+from tests.unit.client.flags import flags_of
 
 Parsed = Callable[..., local.LocalConfig]
-
-
-def flags_of(arguments: list[str]) -> dict[str, str]:
-    """--name value pairs."""
-    pairs = itertools.pairwise(arguments)
-    return {name[2:]: value for name, value in pairs if name.startswith("--")}
 
 
 @pytest.fixture

@@ -139,6 +139,13 @@ class Script:
         )
 
 
+def repeating(name: str = "s") -> Script:
+    """A session of which n-grams draft well."""
+    script = Script(name)
+    script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
+    return script
+
+
 def make_engine(
     sources: Sequence[DraftSource], *, max_sessions: int = 64, max_context: int = 4096
 ) -> DraftEngine:

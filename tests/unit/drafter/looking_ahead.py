@@ -15,7 +15,7 @@ from outrider.spec.law import DraftLaw
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, DraftTree
-from outrider.wire.messages import Proposal
+from outrider.wire.messages import Proposal, SessionEnd
 from tests.unit.drafter.helpers import Script, drain, make_engine, name_of
 from tests.unit.drafter.mixed_sessions import MIX
 
@@ -47,6 +47,11 @@ class Followed:
         for script, end in zip(self.scripts, ends, strict=True):
             self.engine.handle(1, script.verdict(end))
         self.proposals = {name_of(p): p for p in drain(self.engine)}
+
+    def end(self) -> None:
+        """Leave nothing in the source."""
+        for script in self.scripts:
+            self.engine.handle(1, SessionEnd(handle=script.handle))
 
     def session(self, i: int) -> Session:
         (found,) = [s for s in self.sessions() if s.key.handle == self.scripts[i].handle]

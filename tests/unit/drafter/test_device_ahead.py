@@ -28,7 +28,7 @@ from outrider.spec.noise import (
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, depths, path, validate_tree
-from outrider.wire.messages import Proposal, Proposals, SessionEnd
+from outrider.wire.messages import Proposal, Proposals
 from tests.factories import make_eagle3_head
 from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, drain
 from tests.unit.drafter.looking_ahead import (
@@ -41,26 +41,13 @@ from tests.unit.drafter.looking_ahead import (
     some_outcomes,
 )
 from tests.unit.drafter.mixed_sessions import COUPLED, REJECTION
+from tests.unit.drafter.on_device import on_device
 from tests.unit.engine.device.draft_sessions import plain_head
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> DraftHead:
     return plain_head(make_eagle3_head(tmp_path_factory.mktemp("device-ahead")))
-
-
-def on_device(
-    head: DraftHead, *, max_rows: int = 8192, max_context: int = 256, bounded: bool = False
-) -> DeviceHeadSource:
-    return DeviceHeadSource(
-        head,
-        max_rows=max_rows,
-        max_context=max_context,
-        max_sessions=16,
-        dtype=torch.float32,
-        device="cpu",
-        bounded=bounded,
-    )
 
 
 def both(
@@ -186,8 +173,7 @@ def test_what_look_ahead_took_is_given_back_with_the_session(head: DraftHead) ->
     device, _ = both(head)
     scored = device.source.score(device.lives(device.trees()))
     assert made(device.source.branch(some_outcomes(device.trees(), scored.tokens)))
-    for script in device.scripts:
-        device.engine.handle(1, SessionEnd(handle=script.handle))
+    device.end()
     assert isinstance(device.source, DeviceHeadSource)
     assert device.source.used_rows == 0
     assert (device.source._rows.tables == device.source._rows.scratch.start - 1).all()

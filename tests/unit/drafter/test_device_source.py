@@ -12,7 +12,6 @@ from outrider_drafter.__main__ import parse_args
 from outrider_drafter.build import _head_source
 from outrider_drafter.device_rows import BLOCK_TOKENS
 from outrider_drafter.device_shapes import CHAIN_LENGTHS, TREES, family, score_family
-from outrider_drafter.device_source import DeviceHeadSource
 from outrider_drafter.head_source import HeadSource
 
 from outrider.engine.heads import DraftHead
@@ -33,26 +32,13 @@ from tests.unit.drafter.helpers import (
     name_of,
 )
 from tests.unit.drafter.mixed_sessions import COUPLED, HOSTED, MIX, REJECTION, random_ends, told
+from tests.unit.drafter.on_device import on_device
 from tests.unit.engine.device.draft_sessions import plain_head
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> DraftHead:
     return plain_head(make_eagle3_head(tmp_path_factory.mktemp("device-head")))
-
-
-def on_device(
-    head: DraftHead, *, max_rows: int = 8192, max_context: int = 256, bounded: bool = False
-) -> DeviceHeadSource:
-    return DeviceHeadSource(
-        head,
-        max_rows=max_rows,
-        max_context=max_context,
-        max_sessions=16,
-        dtype=torch.float32,
-        device="cpu",
-        bounded=bounded,
-    )
 
 
 def assert_same(found: Proposal, expected: Proposal) -> None:

@@ -38,17 +38,12 @@ from tests.unit.drafter.helpers import (
     head_source,
     make_engine,
     name_of,
+    repeating,
 )
 
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
 LOST = "outrider_drafter_lost_sessions_total"
 IGNORED = "outrider_drafter_ignored_messages_total"
-
-
-def repeating(name: str = "s") -> Script:
-    script = Script(name)
-    script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
-    return script
 
 
 def started(script: Script, plan: Plan = NGRAM, **start: Any) -> DraftEngine:

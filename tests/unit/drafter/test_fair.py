@@ -19,18 +19,12 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.transport.base import VerifierConnection
 from outrider.wire.messages import Verdicts
 from tests.fakes.scripted_verifier import ScriptedVerifier
-from tests.unit.drafter.helpers import Script, make_engine, name_of
+from tests.unit.drafter.helpers import make_engine, name_of, repeating
 from tests.unit.drafter.running import ADDRESS, running, until
 
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
 GREEDY, SMALL = 1, 2
 """Connections of a verifier that wants everything and of one that wants little."""
-
-
-def repeating(name: str) -> Script:
-    script = Script(name)
-    script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
-    return script
 
 
 # ---- whose drafts --------------------------------------------------------------------------

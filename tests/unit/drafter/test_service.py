@@ -18,16 +18,10 @@ from outrider.wire.bundles import join
 from outrider.wire.codec import decode_drafter_message, encode_verifier_message
 from outrider.wire.messages import Encoded, FeatureLayout, PlanChange, Proposals, SessionEnd
 from tests.fakes.scripted_verifier import ScriptedVerifier
-from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, Script, head_source, name_of
+from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, Script, head_source, name_of, repeating
 from tests.unit.drafter.running import ADDRESS, running, until
 
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
-
-
-def repeating(name: str = "s") -> Script:
-    script = Script(name)
-    script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
-    return script
 
 
 async def test_a_session_is_drafted_round_after_round(tmp_path: Path) -> None:

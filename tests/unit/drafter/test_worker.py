@@ -16,7 +16,7 @@ from outrider_drafter.worker import DraftWorker
 
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.wire.messages import Proposals, SessionStart
-from tests.unit.drafter.helpers import Script, make_engine, name_of
+from tests.unit.drafter.helpers import Script, make_engine, name_of, repeating
 from tests.unit.drafter.scripted_ahead import AHEAD, Scripted, counting
 
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
@@ -78,12 +78,6 @@ class Counting(NgramSource):
     def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
         self.sizes.append(len(sessions))
         return super().drafts(sessions)
-
-
-def repeating(name: str) -> Script:
-    script = Script(name)
-    script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
-    return script
 
 
 def test_verdicts_submitted_together_are_drafted_and_delivered_together() -> None:

@@ -15,6 +15,7 @@ from outrider_verifier.schedule import (
     plan_beside,
     plan_round,
 )
+from outrider_verifier.sessions import NO_LIMIT
 
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, Plan
@@ -107,11 +108,24 @@ async def test_sessions_in_turns_say_what_they_would_alone(lands_late: bool) -> 
     runner = FakeRunner(target, drafts=0)
     runner.verify_times = steep
     asked = iter(range(10**9))
-    if lands_late:
-        runner.lands = lambda: next(asked) % 7 == 6
     async with verifier(target=target, runner=runner, planner="automatic") as rig:
-        rig.service._core.policy.answer_s = lambda: 0.006  # type: ignore[method-assign]
-        rig.service._core.policy.pauses = lambda session: False  # type: ignore[method-assign]
+        core = rig.service._core
+        # What the planner makes of this machine's times is not asked.
+        core.policy.answer_s = lambda: 0.006  # type: ignore[method-assign]
+        core.policy.pauses = lambda session: False  # type: ignore[method-assign]
+        core.policy.limit = lambda session: NO_LIMIT  # type: ignore[method-assign]
+        core.policy.patience = lambda session: 30.0  # type: ignore[method-assign]
+
+        def lands() -> bool:
+            """A round takes as long as the answers to the one before it, whatever those take."""
+            flying = {row.session.ticket for flight in runner.in_flight for row in flight.verify}
+            others = [s for s in core.sessions.values() if s.ticket not in flying]
+            awaiting = [s.handle for s in others if s.awaits_proposal]
+            if not all(nodes >= 0 for nodes in core.inbox.nodes(awaiting)):
+                return False
+            return not lands_late or next(asked) % 7 == 6
+
+        runner.lands = lands
         await rig.attach(half_good_chain(target))
         specs = [make_spec(f"s{i}", max_new_tokens=60 + 7 * i, plan=LONG) for i in range(9)]
         results = await rig.run_all(specs)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 from outrider_verifier.policy import Policy
 
+from outrider.ids import DrafterId
 from tests.fakes.simulated_service import PIECE, Ahead, Costs, Service, plain_s
 from tests.unit.verifier.test_planner_grid import HOPED, LARGE
 
@@ -138,9 +139,11 @@ def test_over_a_slow_link_look_ahead_makes_drafts_pay(sessions: int) -> None:
 
 def test_plans_are_carried_out_as_they_are_where_nothing_is_decided() -> None:
     run = Service(costs=LARGE, sessions=1, extra_tokens=2.2, policy=None, ahead=Ahead(hits=0.1))
-    mine = replace(run, policy=Policy(automatic=False, ceiling_s=0.04))
+    policy = Policy(automatic=False, ceiling_s=0.04)
+    mine = replace(run, policy=policy)
     mine.run()
     assert mine.looked == mine.decoded
+    assert policy.answer_s_of(DrafterId("drafter")) > 0.0, "misses tell how long it takes"
     lockstep = replace(run, ahead=None, policy=Policy(automatic=False, ceiling_s=0.04))
     lockstep.run()
     assert lockstep.looked == 0

@@ -1,0 +1,94 @@
+"""What a drafter or a verifier says of itself when it is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from outrider.ids import DrafterId, VerifierId
+from outrider.spec.plan import DraftMethod
+from outrider.wire.stats import SpecStats
+
+
+class FeatureLayout(StrEnum):
+    """What target features a drafter wants with each verdict."""
+
+    NONE = "none"
+    PROJECTED = "projected"
+    """H values a token, after the head's `fc`, applied on the verifier's side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachedDrafter:
+    """A drafter as a verifier sees it."""
+
+    drafter_id: DrafterId
+    incarnation: str
+    methods: tuple[DraftMethod, ...]
+    sessions: int
+    answer_ms: float = 0.0
+    """From the end of a round to its proposals, mean of late; 0 while unknown."""
+    same_host: bool = False
+    """Whether it is known to be on the verifier's host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierInfo:
+    """Identity, capacity and load of a verifier."""
+
+    protocol_version: int
+    verifier_id: VerifierId
+    incarnation: str
+    model_name: str
+    vocab_size: int
+    tokenizer_hash: str
+    max_context_len: int
+    kv_block_tokens: int
+    kv_total_blocks: int
+    kv_free_blocks: int
+    sessions: int
+    max_sessions: int
+    drafters: tuple[AttachedDrafter, ...]
+    feature_fingerprint: str = ""
+    rounds_total: int = 0
+    tokens_total: int = 0
+    dtype: str = "float32"
+    round_ms_p50: float = 0.0
+    """Median wall time of a round over the recent window."""
+    forward_ms_p50: float = 0.0
+    """Median time inside the target forward over the recent window."""
+    overhead_ms_p50: float = 0.0
+    """Median time of a round outside the target forward and outside waiting for drafts."""
+    own_methods: tuple[DraftMethod, ...] = ()
+    """Draft sources within the verifier itself; sessions that use them name no drafter."""
+    own_draft_length: int = 0
+    """Draft tokens a round of these sources; 0 without any."""
+    simulated_acceptance: str = ""
+    """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
+    planner: str = ""
+    """What the planner has in force, by kind of session; empty: nothing is being decided."""
+    stats: SpecStats = field(default_factory=SpecStats)
+    """Speculation of all its sessions since the start."""
+    hit_idle_us_p50: float = 0.0
+    """Median time between a round's end and the submission of one that is all hits, microseconds;
+    0 without any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterInfo:
+    """Identity and load of a drafter."""
+
+    protocol_version: int
+    drafter_id: DrafterId
+    incarnation: str
+    vocab_size: int
+    tokenizer_hash: str
+    methods: tuple[DraftMethod, ...]
+    feature_layout: FeatureLayout
+    feature_fingerprint: str
+    sessions: int
+    verifiers: tuple[str, ...]
+    """Addresses of the verifiers it is connected to."""
+    draft_ms_p50: float = 0.0
+    handicap: str = ""
+    """Not empty: how it is slowed down (benchmarks only)."""

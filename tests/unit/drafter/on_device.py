@@ -1,0 +1,23 @@
+"""A head's drafts on a device, which is the CPU in these tests."""
+
+from __future__ import annotations
+
+import torch
+from outrider_drafter.device_source import DeviceHeadSource
+
+from outrider.engine.heads import DraftHead
+
+
+def on_device(
+    head: DraftHead, *, max_rows: int = 8192, max_context: int = 256, bounded: bool = False
+) -> DeviceHeadSource:
+    """A source of at most 16 sessions in float32."""
+    return DeviceHeadSource(
+        head,
+        max_rows=max_rows,
+        max_context=max_context,
+        max_sessions=16,
+        dtype=torch.float32,
+        device="cpu",
+        bounded=bounded,
+    )
