@@ -334,7 +334,8 @@ def ahead_of(followed: Followed) -> dict[int, Proposal]:
 def test_an_engine_sends_the_hosts_drafts_ahead_and_answers_a_hit_with_none(
     head: DraftHead,
 ) -> None:
-    device, host = both(head)
+    mix = [(replace(plan, fan_out=16), sampling) for plan, sampling in AHEAD]
+    device, host = both(head, mix)
     ours, theirs = ahead_of(device), ahead_of(host)
     shared = ours.keys() & theirs.keys()
     assert len(shared) > 0.8 * len(theirs) and len(theirs) > 100
