@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outrider_verifier.handover import Told
+from outrider_verifier.handover import Followed
 from outrider_verifier.service import VerifierService
 from torch import Tensor
 
@@ -228,11 +228,11 @@ async def told_features(
     """The features of each session's verdicts after its prompt, on a drafted run."""
     told: dict[str, list[WireTensor]] = {}
     async with serving(target_dir, head_dir, **options) as service:
-        advance = service._core.handover.advance
+        made = service._core.handover.verdicts
 
-        def spy(rows: Told) -> list[tuple[int, Verdicts]]:
-            result = advance(rows)
-            by_handle = {session.handle: session for session in rows.sessions}
+        def spy(followed: Followed) -> list[tuple[int, Verdicts]]:
+            result = made(followed)
+            by_handle = {session.handle: session for session in followed.told.sessions}
             for _, verdicts in result:
                 for verdict in verdicts.entries():
                     assert verdict.features is not None
@@ -244,7 +244,7 @@ async def told_features(
                         told.setdefault(session.session_id, []).append(features)
             return result
 
-        service._core.handover.advance = spy  # type: ignore[method-assign, assignment]
+        service._core.handover.verdicts = spy  # type: ignore[method-assign]
         # Wrong now and then, so that there are many rounds, of all lengths.
         drafted = [[t if i % 3 else (t + 1) % 384 for i, t in enumerate(text)] for text in known]
         texts = dict(zip(PROMPTS, drafted, strict=True))
