@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -25,7 +24,6 @@ from outrider_verifier.commands import Attached, Link, Offered, Open
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_engine import DeviceRoundEngine
 from outrider_verifier.effects import Tell
-from outrider_verifier.handover import Told
 from outrider_verifier.service import VerifierService
 from torch import Tensor
 
@@ -51,6 +49,7 @@ from outrider.wire.messages import (
 )
 from outrider.wire.rounds import sound_proposals
 from outrider_bench.gpu.random_model import TINY, head_shape, random_head, random_target
+from outrider_bench.host_canned import BESIDE, CannedDownloads, CannedGraphs, Steps
 
 T = TypeVar("T")
 
@@ -63,95 +62,6 @@ _NAME: Final = DrafterId("bench")
 _SHAPE: Final = replace(
     TINY, hidden_size=WIDTH, vocab_size=4096, num_kv_heads=1, max_position_embeddings=4096
 )
-BESIDE: Final = " (beside)"
-
-
-class Steps:
-    """Processor time since the last mark, by the name of the step that ended."""
-
-    def __init__(self) -> None:
-        self.taken: dict[str, list[float]] = defaultdict(list)
-        self._round: dict[str, float] = {}
-        self._last = 0
-
-    def begin(self) -> None:
-        """A step begins: what was before is nobody's."""
-        self._last = time.thread_time_ns()
-
-    def mark(self, name: str) -> None:
-        """A step ended, and the next one begins."""
-        now = time.thread_time_ns()
-        self._round[name] = self._round.get(name, 0.0) + (now - self._last) / 1e3
-        self._last = time.thread_time_ns()
-
-    def end_round(self) -> None:
-        """Keep what the round's steps took."""
-        for name, taken in self._round.items():
-            self.taken[name].append(taken)
-        self._round.clear()
-
-    def lowest(self, name: str) -> float:
-        """Microseconds of a step: the mean of the lowest tenth of the rounds."""
-        taken = sorted(self.taken[name])
-        return float(np.mean(taken[: max(1, len(taken) // 10)]))
-
-
-class _CannedGraphs:
-    """Stands for `GraphCache`: what a launch returns is made once for a key."""
-
-    enabled = False
-    sealed = True
-
-    def __init__(self, make: Callable[[Any], Any], launched: Callable[[], None]) -> None:
-        self._make, self._launched = make, launched
-        self._made: dict[Hashable, Any] = {}
-
-    def run(self, key: Hashable, fn: Callable[[], T]) -> T:
-        """The canned result of a key."""
-        self._launched()
-        if key not in self._made:
-            self._made[key] = self._make(key)
-        result: T = self._made[key]
-        return result
-
-
-class _CannedReadback:
-    """Stands for `Readback`: the tensor is on the host already."""
-
-    def __init__(self, tensor: Tensor, arrived: Callable[[], None]) -> None:
-        self._tensor, self._arrived = tensor, arrived
-        bits = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
-        self._array = bits.numpy()
-
-    @property
-    def arrived(self) -> bool:
-        """It is there."""
-        return True
-
-    def wait(self) -> Tensor:
-        """The tensor."""
-        self._arrived()
-        return self._tensor
-
-    def wait_array(self) -> np.ndarray[Any, Any]:
-        """As `wait`, in numpy."""
-        self._arrived()
-        return self._array
-
-
-class _CannedDownloads:
-    """Stands for `Downloader`: copies nothing."""
-
-    def __init__(self, arrived: Callable[[], None]) -> None:
-        self._arrived = arrived
-
-    def start(self, tensor: Tensor) -> _CannedReadback:
-        """A tensor that is there."""
-        return _CannedReadback(tensor, self._arrived)
-
-    def start_all(self, tensors: tuple[Tensor, ...]) -> list[_CannedReadback]:
-        """Tensors that are there."""
-        return [self.start(tensor) for tensor in tensors]
 
 
 def _verified(shape: RoundShape) -> Verified:
@@ -173,6 +83,9 @@ def _verified(shape: RoundShape) -> Verified:
 class VerifierSide:
     """A verifier's engine thread, without the thread."""
 
+    offers = ""
+    """Whether what is offered is taken in, and verdicts are told, `BESIDE` a round."""
+
     def __init__(self, sessions: int, steps: Steps, *, planner: str) -> None:
         self._steps = steps
         config = VerifierConfig(
@@ -192,8 +105,8 @@ class VerifierSide:
         self.head, projection = random_head(heads, target.embedding)
         runner = DeviceRoundEngine.build(config, target, projection)
         canned: Any = runner.rounds
-        canned.graphs = _CannedGraphs(_verified, lambda: steps.mark("verifier: rows staged"))
-        canned._downloads = _CannedDownloads(self._arrived)
+        canned.graphs = CannedGraphs(_verified, lambda: steps.mark("verifier: rows staged"))
+        canned._downloads = CannedDownloads(self._arrived)
         self._service = VerifierService(
             config,
             target,
@@ -206,16 +119,26 @@ class VerifierSide:
         self._outbox = self._service._outbox
         self._waiting = self._unsaid = False
         self._rounds.flush = self._flushed
-        advance = self._core.handover.advance
+        handover: Any = self._core.handover
+        handover.follow = self.until(
+            "verifier: outcome settled", handover.follow, "verifier: prefixes moved"
+        )
+        handover.verdicts = self.until(
+            None, handover.verdicts, "verifier: verdicts made" + self.offers
+        )
+        self.vocab_size = target.vocab_size
 
-        def timed(told: Told) -> list[tuple[int, Verdicts]]:
-            steps.mark("verifier: outcome settled")
-            result = advance(told)
-            steps.mark("verifier: verdicts made")
+    def until(self, before: str | None, function: Callable[..., T], after: str) -> Callable[..., T]:
+        """`function` with a mark where it begins and where it ends."""
+
+        def marked(*given: Any, **named: Any) -> T:
+            if before is not None:
+                self._steps.mark(before)
+            result = function(*given, **named)
+            self._steps.mark(after)
             return result
 
-        self._core.handover.advance = timed  # type: ignore[method-assign]
-        self.vocab_size = target.vocab_size
+        return marked
 
     def open(self, sessions: int, max_new_tokens: int, plan: Plan) -> list[bytes]:
         """Attach a drafter, open sessions and run their prompts; what the drafter is told."""
@@ -271,18 +194,20 @@ class VerifierSide:
             self._steps.begin()
             for message in decode_drafter_messages(frame):
                 assert isinstance(message, Proposals)
-                self._steps.mark("verifier: proposals decoded")
+                self._steps.mark("verifier: proposals decoded" + self.offers)
                 sound = sound_proposals(message, vocab_size=self.vocab_size, max_nodes=16)
-                self._steps.mark("verifier: proposals checked")
+                self._steps.mark("verifier: proposals checked" + self.offers)
                 self._core.handle(Offered(_LINK, message, sound), time.monotonic())
-                self._steps.mark("verifier: proposals offered")
+                self._steps.mark("verifier: proposals offered" + self.offers)
 
     def _flushed(self) -> bool:
         """Marks the step; no other thread has a part in it."""
         said = not self._unsaid
         self._unsaid = False
         self._steps.mark(
-            "verifier: accounts, events" + BESIDE if said else "verifier: verdicts to bytes"
+            "verifier: accounts, events" + BESIDE
+            if said
+            else "verifier: verdicts to bytes" + self.offers
         )
         return False
 
@@ -306,8 +231,8 @@ class DrafterSide:
             bounded=True,
         )
         canned: Any = self._source
-        canned.graphs = _CannedGraphs(_drafted, lambda: steps.mark("drafter: batch staged"))
-        canned._downloads = _CannedDownloads(lambda: steps.mark("drafter: launched" + BESIDE))
+        canned.graphs = CannedGraphs(_drafted, lambda: steps.mark("drafter: batch staged"))
+        canned._downloads = CannedDownloads(lambda: steps.mark("drafter: launched" + BESIDE))
         # What is uploaded to this device is not copied.
         canned._batch._uploaded = canned._batch._uploaded.to("meta")
         canned._writer.write = lambda *_: None
@@ -370,18 +295,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", default="1,64", help="sessions a round, several with commas")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--planner", default="fixed", choices=("automatic", "fixed"))
+    parser.add_argument(
+        "--look-ahead",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the verifier where every round is a hit, of N drafts for outcomes a session",
+    )
+    parser.add_argument(
+        "--pause-ms", type=float, default=0.0, help="how long the device works, with --look-ahead"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Print a table of microseconds by step."""
     counts = [int(sessions) for sessions in args.sessions.split(",")]
-    found = [measure(count, args.rounds, planner=args.planner) for count in counts]
+    found = [_measure(count, args) for count in counts]
     print("| us | " + " | ".join(f"{count} sessions" for count in counts) + " |")
     print("|---|" + "---|" * len(counts))
     names = list(found[0].taken)
+    sides = [side for side in ("verifier", "drafter") if any(n.startswith(side) for n in names)]
     for name in names:
         print(f"| {name} | " + " | ".join(f"{steps.lowest(name):.0f}" for steps in found) + " |")
-    for side in ("verifier", "drafter"):
+    for side in sides:
         critical = [name for name in names if name.startswith(side) and BESIDE not in name]
         totals = [sum(map(steps.lowest, critical)) for steps in found]
         print(f"| **{side}, critical** | " + " | ".join(f"{total:.0f}" for total in totals) + " |")
+
+
+def _measure(sessions: int, args: argparse.Namespace) -> Steps:
+    if not args.look_ahead:
+        return measure(sessions, args.rounds, planner=args.planner)
+    from outrider_bench import host_ahead
+
+    return host_ahead.measure(
+        sessions, args.rounds, offered=args.look_ahead, pause_s=args.pause_ms / 1e3
+    )

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from outrider_drafter.calibration import Calibration
+from outrider_drafter.calibration import SHARPNESS, Calibration
 from outrider_drafter.outcomes import Layout, best, seen
 
 from outrider.client.flags import at_least
@@ -40,6 +40,7 @@ from outrider.engine.training.report import held_out_report
 from outrider.engine.training.serving import Round, Verdict, serving_report
 from outrider.engine.training.target import Target, load_target
 from outrider.errors import InvalidRequestError
+from outrider.spec.sampling import Rule
 from outrider.spec.tree import path
 from outrider_bench.environment import describe
 from outrider_bench.models import add_input_arguments
@@ -59,7 +60,8 @@ class Hits:
     def __init__(self, head: DraftHead) -> None:
         self._head = head
         # One that never learns trusts the head's own probabilities.
-        self._rankings = {"calibrated": Calibration(), "plain": Calibration()}
+        learns = Calibration(SHARPNESS[Rule.GREEDY])
+        self._rankings = {"calibrated": learns, "plain": Calibration()}
         self._hits = {name: [0] * len(FAN_OUTS) for name in self._rankings}
         self._rounds = self._at_root = 0
 

@@ -11,21 +11,32 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.spec.sampling import Rule
 from outrider_drafter.outcomes import Floats, Indices, Layout, Seen
 
 _DEPTHS: Final = 4
 """Depths that are told apart; the last is for all beyond."""
 _RANKS: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24])
 """First rank of each bin."""
-_LOGPROBS: Final = np.log(np.array([0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 0.9]))
-"""Edges of the bins of a candidate's own log-prob."""
-_BINS: Final = len(_LOGPROBS) + 1
+_PROBS: Final = np.array([0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 0.9])
+"""Edges of the bins of a candidate's own probability."""
+_BINS: Final = len(_PROBS) + 1
 _CELLS: Final = _DEPTHS * len(_RANKS) * _BINS
-_PRIOR: Final = 8.0
+_PRIOR: Final = 128.0
 """Observations that outweigh what the source says, and again that let a depth speak for itself."""
+SHARPNESS: Final = {Rule.GREEDY: 1.3}
+"""Where the sharpness begins, by rule; 1 elsewhere. Of the law that a head was trained to tell,
+greedy decoding emits the best token every time."""
+_SHARPNESSES: Final = (0.5, 3.0)
+_FIRMNESS: Final = (30.0, 4096.0)
+"""How firmly the first sharpness is believed, and at most any: squared nats of variance."""
 _MEMORY: Final = 8192.0
 """Observations after which those of a cell count half."""
 _TINY: Final = 1e-30
+_REST: Final = 1e-6
+"""Least probability of a token that is no candidate,"""
+_LEAST: Final = -60.0
+"""and least log-prob of one that is."""
 
 
 class Predictor(Protocol):
@@ -43,9 +54,16 @@ class Predictor(Protocol):
 
 class Calibration:
     """P(the path ends at a place) x P(a candidate follows there), by depth, rank and the source's
-    own probability: shares of what was seen, that start from that probability."""
+    own probability: shares of what was seen, that start from that probability.
 
-    def __init__(self) -> None:
+    Before all else the source's law is sharpened, its log-probs times one number that follows what
+    was emitted: what is wrong everywhere alike is seen long before a cell has seen enough.
+    """
+
+    def __init__(self, sharpness: float = 1.0) -> None:
+        self.sharpness = sharpness
+        """What log-probs are multiplied with; 1: the source is right."""
+        self._firmness = _FIRMNESS[0]
         self._seen = np.zeros(_CELLS)
         self._hits = np.zeros(_CELLS)
         self._places = np.zeros(_DEPTHS)
@@ -75,8 +93,8 @@ class Calibration:
         """float64 [m, c], at most 1 a row: how probable each candidate is once its place was
         reached; depths [m]. A candidate of log-prob -inf has none."""
         offsets, slopes = self._fitted()
-        cells = _cells(depths, logprobs)
-        own = np.exp(logprobs, dtype=np.float64)
+        own = self._sharpened(_with_rest(logprobs))[:, :-1]
+        cells = _cells(depths, own)
         found = own * slopes[cells]
         found += offsets[cells]
         found[logprobs == -np.inf] = 0.0
@@ -89,14 +107,20 @@ class Calibration:
         return found
 
     def observe(self, depths: Indices, logprobs: NDArray[np.float32], columns: Indices) -> None:
-        """At places of these depths [m] candidate columns[i] was emitted; -1: none of them."""
-        cells = _cells(depths, logprobs)
+        """At places of these depths [m] candidate columns[i] was emitted; -1: none of them. Places
+        without candidates, which nobody looked at, say nothing."""
+        looked = (logprobs > -np.inf).any(axis=1)
+        depths, logprobs, columns = depths[looked], logprobs[looked], columns[looked]
+        told = _with_rest(logprobs)
+        law = self._sharpened(told)
+        cells = _cells(depths, law[:, :-1])
         self._seen += np.bincount(cells[logprobs > -np.inf], minlength=_CELLS)
         hit = columns >= 0
         self._hits += np.bincount(cells[hit, columns[hit]], minlength=_CELLS)
         at = np.minimum(depths, _DEPTHS - 1)
         self._places += np.bincount(at, minlength=_DEPTHS)
         self._among += np.bincount(at[hit], minlength=_DEPTHS)
+        self._sharpen(told, law, columns)
         old = self._seen > _MEMORY
         self._seen[old] *= 0.5
         self._hits[old] *= 0.5
@@ -104,6 +128,23 @@ class Calibration:
         self._places[old] *= 0.5
         self._among[old] *= 0.5
         self._lines = None
+
+    def _sharpened(self, told: Floats) -> Floats:
+        """[m, 1 + c]: the law of what `_with_rest` gave."""
+        law = np.exp(told * self.sharpness)
+        law /= law.sum(axis=1, keepdims=True)
+        return law
+
+    def _sharpen(self, told: Floats, law: Floats, columns: Indices) -> None:
+        """One step of Newton's on the log-loss, with all the curvature there was so far."""
+        # The rest is the last column, where -1 leads.
+        emitted = told[np.arange(len(told)), columns]
+        mean = (law * told).sum(axis=1)
+        variance = (law * told * told).sum(axis=1) - mean * mean
+        least, most = _SHARPNESSES
+        self._firmness = min(self._firmness + float(variance.sum()), _FIRMNESS[1])
+        sharpness = self.sharpness + float((emitted - mean).sum()) / self._firmness
+        self.sharpness = min(max(sharpness, least), most)
 
     def _fitted(self) -> tuple[Floats, Floats]:
         if self._lines is None:
@@ -117,11 +158,21 @@ class Calibration:
         return self._lines
 
 
-def _cells(depths: Indices, logprobs: NDArray[np.float32]) -> Indices:
-    """[m, c]"""
-    ranks = np.searchsorted(_RANKS, np.arange(logprobs.shape[1]), side="right") - 1
+def _with_rest(logprobs: NDArray[np.float32]) -> Floats:
+    """[m, c + 1]: the log-probs of candidates, and of all tokens that are none of them together;
+    those that are nothing to speak of, or none, all alike."""
+    told = np.empty((len(logprobs), logprobs.shape[1] + 1))
+    told[:, :-1] = logprobs
+    told[:, -1] = np.log(np.maximum(1.0 - np.exp(told[:, :-1]).sum(axis=1), _REST))
+    found: Floats = np.maximum(told, _LEAST)
+    return found
+
+
+def _cells(depths: Indices, own: Floats) -> Indices:
+    """[m, c], by the candidates' own probabilities."""
+    ranks = np.searchsorted(_RANKS, np.arange(own.shape[1]), side="right") - 1
     at = np.minimum(depths, _DEPTHS - 1)[:, None] * len(_RANKS) + ranks
-    cells: Indices = at * _BINS + np.searchsorted(_LOGPROBS, logprobs)
+    cells: Indices = at * _BINS + np.searchsorted(_PROBS, own)
     return cells
 
 

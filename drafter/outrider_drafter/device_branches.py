@@ -27,13 +27,13 @@ from outrider_drafter.device_growing import Grower, Grown
 from outrider_drafter.device_places import Indices, Paths, ScoredPlaces
 from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
 from outrider_drafter.device_shapes import (
-    BRANCH_SIZES,
     PATH_ROW_BUCKETS,
     TREES,
     Shape,
     most_branches,
     path_rows,
 )
+from outrider_drafter.outcomes import BRANCH_SIZES
 from outrider_drafter.source import Branches, Outcome
 
 _LARGEST: Final = max(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from outrider.engine.device.shapes import bucket
 from outrider.spec.plan import Plan, default_depth
 from outrider.spec.sampling import Rule, SamplingParams
+from outrider_drafter.outcomes import BRANCH_SIZES
 from outrider_drafter.sessions import Session
 
 
@@ -48,8 +49,6 @@ MOST_NODES: Final = 1024
 
 PATH_ROW_BUCKETS: Final = (4, 8, 16)
 """New rows of a branch."""
-BRANCH_SIZES: Final = (4, 16, 32, 64)
-"""Branches of one launch."""
 SCORE_SIZES: Final = {False: (1, 4, 8, 16, 32), True: (1, 4, 8)}
 """Live proposals of one launch: chains, and trees."""
 SCORE_ROW_BUCKETS: Final = (8, 16)

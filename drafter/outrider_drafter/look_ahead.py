@@ -24,10 +24,18 @@ from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import Proposals, SessionsLost
-from outrider_drafter.calibration import Calibration, FixedSpread, Predictor
+from outrider_drafter.calibration import SHARPNESS, Calibration, FixedSpread, Predictor
 from outrider_drafter.fair import MOST_TOGETHER, first_served
 from outrider_drafter.metrics import Metrics
-from outrider_drafter.outcomes import Floats, Indices, Layout, best, seen
+from outrider_drafter.outcomes import (
+    BRANCH_SIZES,
+    Floats,
+    Indices,
+    Layout,
+    best,
+    seen,
+    worth_drafting,
+)
 from outrider_drafter.sessions import Session
 from outrider_drafter.source import (
     AheadSource,
@@ -42,9 +50,9 @@ from outrider_drafter.table import SessionTable
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_FAN_OUT: Final = 16
-"""Outcomes of a proposal where its plan leaves them to the drafter."""
-MAX_BRANCHES: Final = 64
+MAX_FAN_OUT: Final = 32
+"""Outcomes of a proposal where its plan leaves them to the drafter, at most."""
+MAX_BRANCHES: Final = BRANCH_SIZES[-1]
 """Outcomes of all sessions that one launch drafts for."""
 _TEMPERATURES: Final = (0.0, 0.5, 0.85, 1.15)
 """Upper ends of the classes whose sessions learn from each other."""
@@ -282,7 +290,15 @@ class LookAhead:
             for part in self._outcomes(kind, lives, [ones[live] for live in lives], scored)
         ]
         found = _Expected(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-        return found.only(np.argsort(-found.gains, kind="stable"))
+        found = found.only(np.argsort(-found.gains, kind="stable"))
+        # Those that no plan asks for share one launch.
+        mine = np.array([one.session.plan.fan_out == 0 for one in ones])[found.lives]
+        left_out = np.flatnonzero(mine)[worth_drafting(found.gains[mine]) :]
+        found = found.only(np.delete(np.arange(len(mine)), left_out))
+        pending = np.bincount(found.lives, minlength=len(ones)).tolist()
+        for one, count in zip(ones, pending, strict=True):
+            one.pending = count
+        return found
 
     def _outcomes(
         self, kind: Kind, lives: Sequence[int], ones: Sequence[_Watched], scored: Scored
@@ -296,7 +312,7 @@ class LookAhead:
         digests = layout.digests(self._table.digests[slots])
         for proposal, (live, one) in enumerate(zip(lives, ones, strict=True)):
             one.scored = _Scored(layout, logprobs, proposal)
-            wanted, there = one.session.plan.fan_out or DEFAULT_FAN_OUT, one.branches
+            wanted, there = one.session.plan.fan_out or MAX_FAN_OUT, one.branches
             count = wanted + len(there)
             chosen = best(layout, gains, proposal, room=one.session.room, count=count)
             found = _Expected(
@@ -311,7 +327,6 @@ class LookAhead:
                 # A message came between them and these.
                 new = [i for i, digest in enumerate(found.digests.tolist()) if digest not in there]
                 found = found.only(np.array(new[: max(wanted - len(there), 0)], dtype=np.int64))
-            one.pending = len(found.lives)
             yield found
 
     def _sent(
@@ -351,8 +366,9 @@ class LookAhead:
     def _predictor(self, kind: Kind) -> Predictor:
         if kind not in self._predictors:
             _, rule, _ = kind
-            new = FixedSpread() if rule is Rule.REJECTION else Calibration()
-            self._predictors[kind] = new
+            spread = rule is Rule.REJECTION
+            begins = SHARPNESS.get(rule, 1.0)
+            self._predictors[kind] = FixedSpread() if spread else Calibration(begins)
         return self._predictors[kind]
 
 

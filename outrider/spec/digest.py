@@ -73,12 +73,14 @@ def extend_ragged(
     result = digests.copy()
     if not len(token_ids):
         return result
+    if len(token_ids) <= _FEW_TOKENS:
+        tokens, start = token_ids.tolist(), 0
+        for place, count in enumerate(counts.tolist()):
+            result[place] = extend_digest(int(digests[place]), tokens[start : start + count])
+            start += count
+        return result
     ends = np.cumsum(counts)
     starts = ends - counts
-    if len(token_ids) <= _FEW_TOKENS:
-        for place, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-            result[place] = extend_digest(int(digests[place]), token_ids[start:end].tolist())
-        return result
     for long in np.flatnonzero(counts > _MOST_STEPS).tolist():
         part = token_ids[int(starts[long]) : int(ends[long])]
         result[long] = extend_digest(int(digests[long]), part)

@@ -290,9 +290,7 @@ class Proposals:
 
     def entry(self, index: int) -> Proposal:
         """One session's draft; its arrays are views."""
-        count = int(self.node_counts[index])
-        begin = int(self.node_counts[:index].sum())
-        part = slice(begin, begin + count)
+        part = self.nodes_of(index)
         return Proposal(
             handle=int(self.handles[index]),
             prefix_digest=int(self.digests[index]),
@@ -301,6 +299,11 @@ class Proposals:
             law=self._law(index),
             draft_us=self.draft_us,
         )
+
+    def nodes_of(self, index: int) -> slice:
+        """Where an entry's nodes are in the flat arrays."""
+        begin = int(self.node_counts[:index].sum())
+        return slice(begin, begin + int(self.node_counts[index]))
 
     def entries(self) -> list[Proposal]:
         """Every session's draft."""

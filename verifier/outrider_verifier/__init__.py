@@ -10,7 +10,7 @@
     handover.py  verdicts: what drafters are told of a round, and when they are caught up
     accounts.py  what a settled round is worth: statistics, events, features that are kept
     moving.py    a session goes to another drafter
-    inbox.py     pure: bounded store of proposals, found by comparing columns of prefix digests
+    inbox.py     pure: bounded store of proposals, found by the digests of their prefixes
     kept.py      pure: the messages that these are entries of, within a budget
     features.py  bounded store of projected features, for catching drafters up
     sessions.py  the state of one session

@@ -98,6 +98,8 @@ class Core:
         self._arrivals: list[tuple[Session, int, float]] = []
         """Usable proposals that the policy has yet to hear of: session, length of the prefix, when.
         """
+        self.touched = 0
+        """Grows when sessions may have changed otherwise than by a round's outcome."""
         self.counters: Counter[str] = Counter()
         """Monotonic counts for metrics; written here, read anywhere."""
         self.drafters = Announcer(
@@ -125,6 +127,7 @@ class Core:
 
     def handle(self, command: Command, now: float) -> None:
         """Apply one command. Errors of a command with an answer go there."""
+        self.touched += not isinstance(command, Offered)
         match command:
             case Offered():
                 self._offer(command, now)
@@ -288,24 +291,21 @@ class Core:
             self.counters["proposals_unknown"] += int(np.count_nonzero(sound & ~known))
             for handle in np.unique(proposals.handles[known & ~sound]).tolist():
                 self._of_handle(handle).suspect = True
-        places = np.flatnonzero(good)
-        offers = self.inbox.offer(proposals, places)
+        offers = self.inbox.offer(proposals, np.flatnonzero(good).tolist())
         for offer, count in offers.results.items():
             self.counters[_COUNTER_OF[offer]] += count
-        handles, lengths = proposals.handles[places], proposals.prefix_lens[places]
-        if offers.stale.any():
-            self._note_stale(handles[offers.stale], offers.late[offers.stale], now)
-        current = offers.current
-        arrived = dict(zip(handles[current].tolist(), lengths[current].tolist(), strict=True))
-        for handle, prefix_len in arrived.items():
+        if offers.stale:
+            handles = proposals.handles
+            self._note_stale(handles[offers.stale], set(handles[offers.late].tolist()), now)
+        arrived = {int(proposals.handles[place]): place for place in offers.current}
+        for handle, place in arrived.items():
             session = self._of_handle(handle)
             session.proposal_at = now
-            self._arrivals.append((session, prefix_len, now))
+            self._arrivals.append((session, int(proposals.prefix_lens[place]), now))
 
-    def _note_stale(self, handles: NDArray[np.int64], late: NDArray[np.bool_], now: float) -> None:
-        """Of drafts [n] that came too late: which sessions were served at all, and which of them
-        with what they had waited for. One call a session, however many drafts there are."""
-        in_vain = set(handles[late].tolist())
+    def _note_stale(self, handles: NDArray[np.int64], in_vain: set[int], now: float) -> None:
+        """Of drafts [n] that came too late: which sessions were served at all, and which of them,
+        `in_vain`, with what they had waited for. One call a session, however many drafts."""
         for handle in np.unique(handles).tolist():
             session = self._of_handle(handle)
             length = session.pace.missed_len if session.pace and handle in in_vain else 0
@@ -384,6 +384,7 @@ class Core:
             self.store.close(session.session_id)
         session.kv.release()
         session.ended = True
+        self.touched += 1
         self._runner.close(session)
 
     def fail(self, session: Session, error: OutriderError) -> None:

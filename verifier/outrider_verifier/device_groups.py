@@ -139,6 +139,10 @@ def round_rows(rows: Sequence[VerifyRow], seats: Sequence[Seat]) -> RoundRows:
     message = _message(rows)
     if message is None:
         return RoundRows.of([_row_input(*each) for each in zip(rows, seats, strict=True)])
+    if len(rows) == 1 and rows[0].held is not None:
+        nodes = message.nodes_of(rows[0].held.entry)
+        count = np.array([rows[0].nodes], dtype=np.int64)
+        return RoundRows(slots, count, message.tokens[nodes], message.parents[nodes])
     drafts = message.only(np.array([row.held.entry for row in rows if row.held is not None]))
     counts = drafts.node_counts
     if len(counts) < len(rows):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider_verifier.engine import Flight
@@ -13,7 +13,7 @@ from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.rows import trim
 from outrider_verifier.schedule import RoundPlan
 from outrider_verifier.sessions import Session
-from outrider_verifier.settled import Settled, is_told
+from outrider_verifier.settled import Settled, Sheet, is_told
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -30,6 +30,27 @@ class InFlight:
     """When it should end, on the clock of `time.perf_counter`; inf: not known."""
     hit_idle_s: float | None = None
     """See `RoundReport`."""
+    _sheet: Sheet | None = None
+    _touched: int = -1
+
+    def expect(self, verify_s: Callable[[int, int], float | None]) -> None:
+        """Note when it should end, by what a round of so many rows and nodes takes."""
+        if math.isinf(self.lands_at):
+            lasts_s = verify_s(len(self.verify), 1 + max([row.nodes for row in self.verify]))
+            if lasts_s is not None:
+                self.lands_at = self.began + lasts_s
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a sheet: the round stays in flight until it lands."""
+        return self._sheet is not None
+
+    def sheet(self, touched: int) -> Sheet:
+        """What decides over the verdicts, with the sessions as they are; made anew only where
+        `touched` (see `Core`) is not what it was."""
+        if self._sheet is None or touched != self._touched:
+            self._sheet, self._touched = Sheet.of([row.session for row in self.verify]), touched
+        return self._sheet
 
     @property
     def looks_ahead(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +115,21 @@ class Told:
             if stop > length:
                 pieces.append(self.tokens[end - count : end - count + stop - length])
         return np.concatenate(pieces) if pieces else self.tokens
+
+
+class Followed(NamedTuple):
+    """What a round committed, as prefixes were moved on by it; int64 columns [n] unless noted."""
+
+    told: Told
+    starts: NDArray[np.int64]
+    """Where what is told begins: what its drafter had not heard before comes with it."""
+    counts: NDArray[np.int64]
+    """Tokens from there on."""
+    tokens: NDArray[np.int32]
+    """All of these in turn."""
+    digests: NDArray[np.uint64]
+    """Of the prefixes."""
+    feature_starts: NDArray[np.int64]
 
 
 class Handover:
@@ -227,22 +243,35 @@ class Handover:
                 self._inbox.move(place, self._digests[place], self._tokens[place])
 
     def advance(self, told: Told) -> list[tuple[int, Verdicts]]:
+        """`follow`, and the verdicts at once."""
+        return self.verdicts(self.follow(told)) if len(told) else []
+
+    def follow(self, told: Told) -> Followed:
         """Take in what a round committed, sessions of which their drafters are to hear nothing yet
-        left out; (link, verdicts) for each drafter that is concerned."""
-        if not len(told):
-            return []
+        left out; whom that concerns can be said later, with `verdicts`."""
         handles, whole = told.handles, told.whole
         starts, feature_starts = self._tokens[handles], self._features[handles]
-        upto = np.where(whole, told.lengths + told.counts, told.written)
+        every = bool(whole.all())
+        upto = told.lengths + told.counts
+        if not every:
+            upto = np.where(whole, upto, told.written)
         counts = upto - starts
         tokens = told.news(starts, upto)
         digests = extend_ragged(self._digests[handles], counts, tokens)
         self._tokens[handles], self._features[handles] = upto, told.written
         self._digests[handles] = digests
-        if bool(whole.all()):
+        if every:
             self._inbox.move(handles, digests, upto)
         else:
             self._inbox.move(handles[whole], digests[whole], upto[whole])
+        return Followed(told, starts, counts, tokens, digests, feature_starts)
+
+    def verdicts(self, followed: Followed) -> list[tuple[int, Verdicts]]:
+        """(link, verdicts) for each drafter that is concerned."""
+        told, starts, counts, tokens, digests, feature_starts = followed
+        if not len(told):
+            return []
+        handles = told.handles
         links, fed = self._links[handles], self._with_features[handles].tolist()
         rows = [piece if wanted else None for piece, wanted in zip(told.features, fed, strict=True)]
         held = tuple([piece for piece in rows if piece is not None])

@@ -39,6 +39,8 @@ class Judged(NamedTuple):
     def tokens(self) -> NDArray[np.int32]:
         """What the rows emitted, in turn."""
         nodes = self.nodes
+        if len(self.counts) == 1:
+            return self.words[0, 2 + nodes : 2 + nodes + self.counts[0]].copy()
         standing = np.arange(nodes) < self.words[:, :1]
         return self.words[:, 2 + nodes :][standing]
 

@@ -2,66 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.wire.messages import Proposals
 
 
-class KeptMessages:
-    """Messages by number; each goes with its last entry, the oldest where all take too much."""
+class Kept:
+    """A draft that is held, or was."""
 
-    def __init__(self, *, slots: int, budget_bytes: int) -> None:
-        """`slots`: entries that are held at most, and so messages."""
+    __slots__ = ("digest", "entry", "handle", "length", "message", "nodes", "place")
+
+    def __init__(
+        self, message: Message, entry: int, handle: int, digest: int, length: int, nodes: int
+    ) -> None:
+        """An entry of a message, for a prefix of so many tokens."""
+        self.message, self.entry, self.nodes = message, entry, nodes
+        self.handle, self.digest, self.length = handle, digest, length
+        self.place = -1
+        """Which of its session's places for later it has; -1: none, it is for the current prefix.
+        """
+
+    @property
+    def promise(self) -> float:
+        """See `promises`."""
+        return self.message.promise(self.entry)
+
+
+class Message:
+    """Proposals with those of their entries that are held."""
+
+    __slots__ = ("_promises", "held", "nbytes", "proposals")
+
+    def __init__(self, proposals: Proposals) -> None:
+        self.proposals = proposals
+        self.held: dict[int, Kept] = {}
+        """By entry."""
+        self.nbytes = 0
+        """What keeping it takes; 0 until it is kept."""
+        self._promises: NDArray[np.float64] | None = None
+
+    def promise(self, entry: int) -> float:
+        """See `promises`; worked out once for all."""
+        known = self._promises
+        if known is None:
+            known = self._promises = promises(self.proposals)
+        return float(known[entry])
+
+    def shrink(self) -> None:
+        """Be of nothing but the entries that are held."""
+        held = list(self.held.values())
+        self.proposals = self.proposals.only(np.array([kept.entry for kept in held]))
+        self._promises = None
+        for entry, kept in enumerate(held):
+            kept.entry = entry
+        self.held = dict(enumerate(held))
+
+
+class KeptMessages:
+    """Messages; each goes with its last entry, the oldest where all take too much."""
+
+    def __init__(self, *, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._messages: list[Proposals | None] = [None] * slots
-        self._live = np.zeros(slots, dtype=np.int64)
-        """Entries of each that are held."""
-        self._free = list(range(slots))
-        self._promises: dict[int, NDArray[np.float64]] = {}
-        self._by_age: dict[int, None] = {}
-        """Numbers in use, oldest first."""
+        self._by_age: dict[Message, None] = {}
+        """Oldest first."""
         self.nbytes = 0
         """What all of them take."""
 
-    def __len__(self) -> int:
-        return len(self._by_age)
-
-    def __getitem__(self, number: int) -> Proposals:
-        message = self._messages[number]
-        assert message is not None, number
-        return message
-
-    def promises(self, number: int) -> NDArray[np.float64]:
-        """[S]: see `promises`; worked out once."""
-        found = self._promises.get(number)
-        if found is None:
-            found = self._promises[number] = promises(self[number])
-        return found
-
-    def add(self, message: Proposals, entries: int) -> int:
-        """Keep a message, of which so many entries are held; returns its number."""
-        number = self._free.pop()
-        self._messages[number] = message
-        self._live[number] = entries
-        self._by_age[number] = None
+    def add(self, message: Message) -> None:
+        """Keep a message for its entries that are held: whole, or, where less than half of it is,
+        as these."""
+        if not message.held:
+            return
+        if 2 * len(message.held) < len(message.proposals):
+            message.shrink()
+        message.nbytes = message.proposals.nbytes
+        self._by_age[message] = None
         self.nbytes += message.nbytes
-        return number
 
-    def drop(self, numbers: NDArray[np.int64]) -> None:
-        """An entry is held no more of each of these messages [n]; they may repeat."""
-        np.subtract.at(self._live, numbers, 1)
-        for number in set(numbers.tolist()):
-            if self._live[number]:
-                continue
-            self.nbytes -= self[number].nbytes
-            self._messages[number] = None
-            self._promises.pop(number, None)
-            del self._by_age[number]
-            self._free.append(number)
+    def drop_all(self, gone: Sequence[Kept]) -> None:
+        """These entries are held no more."""
+        for kept in gone:
+            message = kept.message
+            held = message.held
+            del held[kept.entry]
+            if not held and message in self._by_age:
+                del self._by_age[message]
+                self.nbytes -= message.nbytes
 
     @property
-    def excess(self) -> int | None:
+    def excess(self) -> Message | None:
         """The message to forget next because all take too much; None: they do not. The newest one
         stays, whatever it takes."""
         if self.nbytes <= self._budget_bytes or len(self._by_age) < 2:

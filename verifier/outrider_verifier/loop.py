@@ -93,9 +93,15 @@ class EngineLoop:
         while not (self._stopping or self._rounds.device_lost):
             awaited = wait_until is not None
             idle = awaited or not self._core.sessions
-            self._take_commands(wait_until, block=idle)
+            taken = self._take_commands(wait_until, block=idle)
             if self._rounds.device_lost:
                 break
+            if awaited and not taken and self._rounds.over:
+                # Nothing has come since the last plan: the next one is made with the outcome.
+                self._rounds.settle(go_on=True)
+                wait_until, idle_since = None, time.monotonic()
+                self._flush()
+                continue
             woken = time.monotonic()
             began = trace.now()
             plan = self._guarded_plan(woken)
@@ -120,8 +126,9 @@ class EngineLoop:
             with contextlib.suppress(RuntimeError):  # the asyncio loop is closed
                 self._loop.call_soon_threadsafe(self._on_lost)
 
-    def _take_commands(self, wait_until: float | None, *, block: bool) -> None:
-        """Handle every command that is there; if `block`, wait for one until `wait_until`."""
+    def _take_commands(self, wait_until: float | None, *, block: bool) -> bool:
+        """Handle every command that is there; if `block`, wait for one until `wait_until`. Whether
+        there was any."""
         lanes = self._lanes
         readers = lanes.readers
         ready: set[int] = set()
@@ -145,6 +152,7 @@ class EngineLoop:
             self._guarded_handle(command)
         if posted or by_lane:
             trace.span("take in", began, len(posted) + len(by_lane))
+        return bool(posted or by_lane)
 
     def _timeout(self, wait_until: float | None) -> float | None:
         """How long to wait at first; a device says nothing when a round in flight has ended."""
@@ -196,6 +204,7 @@ class EngineLoop:
             logger.exception("sessions could not be dropped cleanly")
             for session in self._core.sessions.values():
                 session.ended = True
+            self._core.touched += 1
             self._core.sessions.clear()
 
     def _flush(self) -> bool:

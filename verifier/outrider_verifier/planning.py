@@ -15,6 +15,7 @@ def turn(core: Core, now: float, *, flying: RoundPlan | None) -> None:
     if not policy.changed:
         return
     policy.changed = False
+    core.touched += 1
     under_way = set() if flying is None else set(flying.session_ids)
     for session in core.sessions.values():
         session.draft_limit = policy.limit(session)

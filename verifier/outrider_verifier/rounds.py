@@ -8,7 +8,6 @@ turns out not to need (it ended, or was closed) is dropped when its round is set
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -151,6 +150,12 @@ class Rounds:
             return True
 
     @property
+    def over(self) -> bool:
+        """Whether a round that stayed in flight for drafts of its outcome has landed."""
+        flying = self._flying
+        return flying is not None and flying.ready and self.landed
+
+    @property
     def pause_s(self) -> float:
         """How long the round in flight need not be looked after; 0 where it is about to land."""
         flying = self._flying
@@ -207,9 +212,9 @@ class Rounds:
     def _settle(self, flying: InFlight, *, go_on: bool) -> _Failure | None:
         """Act on the outcome of a round; what failed if the next one could not be submitted."""
         # While the device works.
-        sheet = Sheet.of([row.session for row in flying.verify])
+        sheet = flying.sheet(self._core.touched)
         outcome = self._collect(flying)
-        verdicts = self._core.handover.advance(sheet.verdicts(outcome.decoded))
+        followed = self._core.handover.follow(sheet.verdicts(outcome.decoded))
         failure: _Failure | None = None
         decoded: list[Settled] | None = None
         emitted = 0
@@ -220,7 +225,7 @@ class Rounds:
             plan = self._next(self._idle_since)
             if not plan.empty:
                 self._flying, failure = self._attempt(plan, self._ended_at, 0.0)
-        self._core.drafters.say(verdicts)
+        self._core.drafters.say(self._core.handover.verdicts(followed))
         # A prompt's features take long to copy: who decodes does not wait for them.
         handed = self.flush()
         prompts = commit_prompts(flying.prefill, outcome.prefill, self._idle_since)
@@ -347,11 +352,9 @@ class Rounds:
         """Whether drafts for what the round may emit can be taken in while it runs."""
         if not flying.looks_ahead:
             return False
-        if math.isinf(flying.lands_at):
-            nodes = 1 + max([row.nodes for row in flying.verify])
-            lasts_s = self._engine.verify_s(len(flying.verify), nodes)
-            if lasts_s is not None:
-                flying.lands_at = flying.began + lasts_s
+        # It is ready when the round lands.
+        flying.sheet(self._core.touched)
+        flying.expect(self._engine.verify_s)
         return True
 
     def _runs_ahead(self, session: Session) -> bool:

@@ -153,6 +153,7 @@ class Sampling:
 SETS: Final = {
     "greedy": Sampling(),
     "sampled": Sampling(temperature=0.8),
+    "sampled_1": Sampling(temperature=1.0),
     "top_p": Sampling(temperature=0.8, top_p=0.9),
     "min_p": Sampling(temperature=0.8, min_p=0.05),
     "penalties": Sampling(repetition_penalty=1.1),

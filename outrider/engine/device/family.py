@@ -39,10 +39,17 @@ class ShapeFamily:
         self._own_nodes = own_nodes
         self._features = features
         self._judges = (Judge.MATCH, Judge.SAMPLED) if judges else (Judge.MATCH,)
+        self._most_rows: dict[int, int] = {}
         self._found: dict[tuple[int, int, Drafts, Judge, bool, int], RoundShape] = {}
 
     def most_rows(self, nodes: int) -> int:
         """Rows with drafts from outside, of up to `nodes` nodes each, that one launch may have."""
+        most = self._most_rows.get(nodes)
+        if most is None:
+            most = self._most_rows[nodes] = self._most_rows_of(nodes)
+        return most
+
+    def _most_rows_of(self, nodes: int) -> int:
         _, size = self._drafted(Drafts.TREE, nodes, mixed=False)
         fitting = [rows for rows in self._row_sizes() if rows * size <= MOST_TOKEN_ROWS]
         return min(fitting[-1] if fitting else 1, self._max_rows)

@@ -47,7 +47,7 @@ class LawInputs:
         """Tell the laws of n <= B rows of a bucket, in the order of the stream. Each belongs to a
         tree of fewer than N nodes."""
         offsets = self._offsets_of(rows, nodes)
-        held = self._placed(laws)
+        held = self._placed(laws) if laws else []
         if not held:
             offsets.clear()
             return

@@ -62,6 +62,8 @@ class RoundRows(NamedTuple):
     @property
     def most_nodes(self) -> int:
         """Nodes of the largest draft."""
+        if len(self.slots) == 1:
+            return len(self.tokens)
         return int(self.counts.max()) if len(self.tokens) else 0
 
     @property
@@ -69,5 +71,9 @@ class RoundRows(NamedTuple):
         """What the drafts have in common."""
         if not len(self.tokens):
             return Drafts.NONE
+        if len(self.slots) == 1:
+            # Plain numbers are faster than arrays.
+            alone = self.parents.tolist() == list(range(-1, len(self.tokens) - 1))
+            return Drafts.CHAIN if alone else Drafts.TREE
         chains = bool((self.parents == chain_parents(self.counts)).all())
         return Drafts.CHAIN if chains else Drafts.TREE

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from outrider_bench.host import BESIDE, measure
+from outrider_bench import host_ahead
+from outrider_bench.host import measure
+from outrider_bench.host_canned import BESIDE
 
 
 def test_every_step_is_timed_in_every_round() -> None:
@@ -10,5 +12,24 @@ def test_every_step_is_timed_in_every_round() -> None:
     assert {len(taken) for taken in steps.taken.values()} == {4}
     assert all(steps.lowest(name) > 0.0 for name in steps.taken)
     critical = [name for name in steps.taken if BESIDE not in name]
-    assert sum(name.startswith("verifier: ") for name in critical) == 8
+    assert sum(name.startswith("verifier: ") for name in critical) == 9
     assert sum(name.startswith("drafter: ") for name in critical) == 5
+
+
+def test_with_look_ahead_every_round_is_a_hit_and_drafts_are_taken_in_beside() -> None:
+    steps = host_ahead.measure(2, 4, offered=8, pause_s=0.0)
+    assert {len(taken) for taken in steps.taken.values()} == {4}
+    critical = {name for name in steps.taken if BESIDE not in name}
+    assert critical == {
+        f"verifier: {step}"
+        for step in (
+            "sheet",
+            "outcome settled",
+            "prefixes moved",
+            "committed",
+            "planned",
+            "rows staged",
+            "submitted",
+        )
+    }
+    assert "verifier: proposals offered" + BESIDE in steps.taken

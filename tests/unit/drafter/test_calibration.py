@@ -100,6 +100,37 @@ def test_a_new_calibration_says_what_the_source_says() -> None:
     np.testing.assert_allclose(found, probs, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("world", "least", "most"),
+    [(WORLDS[0], 0.85, 1.2), (WORLDS[1], 1.4, 2.2), (WORLDS[2], 0.4, 0.8)],
+)
+@pytest.mark.parametrize("begins", [1.0, 1.3])
+def test_a_source_that_is_timid_or_boastful_everywhere_is_soon_seen_through(
+    world: World, least: float, most: float, begins: float
+) -> None:
+    """After 200 places no cell of depth, rank and probability has seen much."""
+    rng, calibration = np.random.default_rng(3), Calibration(begins)
+    for _ in range(200):
+        depths = np.zeros(1, dtype=np.int64)
+        law, logprobs = world.places(rng, depths)
+        calibration.observe(depths, logprobs, np.array([rng.choice(C, p=law[0])]))
+    assert least < calibration.sharpness < most
+
+
+def test_tokens_that_no_candidate_was_soften_the_law() -> None:
+    calibration, depths = Calibration(1.3), np.zeros(40, dtype=np.int64)
+    logprobs = np.log(np.tile(np.array([0.8, 0.1], dtype=np.float32), (40, 1)))
+    calibration.observe(depths, logprobs, np.full(40, -1))
+    assert 0.5 <= calibration.sharpness < 1.0
+    known, before = calibration.sharpness, calibration.probs(depths, logprobs)
+    # A place that was not looked at tells nothing.
+    calibration.observe(depths, np.full((40, 2), -np.inf, np.float32), np.full(40, -1))
+    assert calibration.sharpness == known
+    assert (calibration.probs(depths, logprobs) == before).all()
+    found = calibration.probs(depths[:1], np.array([[-0.1, -np.inf]], dtype=np.float32))
+    assert 0.0 < found[0, 0] < 1.0 and found[0, 1] == 0.0
+
+
 def test_what_is_learnt_fades_so_that_a_change_is_followed() -> None:
     calibration, depths = Calibration(), np.zeros(50, dtype=np.int64)
     logprobs = np.log(np.full((50, 2), 0.5, dtype=np.float32))

@@ -9,7 +9,6 @@ from outrider_drafter.device_branches import OWN_BLOCKS
 from outrider_drafter.device_rows import BLOCK_TOKENS
 from outrider_drafter.device_shapes import (
     BATCH_SIZES,
-    BRANCH_SIZES,
     CHAIN_LENGTHS,
     SCORE_ROW_BUCKETS,
     TREES,
@@ -22,6 +21,7 @@ from outrider_drafter.device_shapes import (
     path_rows,
     score_family,
 )
+from outrider_drafter.outcomes import BRANCH_SIZES
 
 SHAPES = {shape for shape, _ in family()}
 

@@ -239,6 +239,32 @@ def test_the_best_outcomes_of_all_sessions_are_drafted_for_first(
     assert {(o.node, o.token) for o in source.branched[0][:3]} == {(1, 12)}
 
 
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_outcomes_that_no_plan_counts_share_one_launch(count: int) -> None:
+    """A chain of two has ten outcomes: four candidates a place, but for two children."""
+    scripts, source = [counting(name) for name in "abcdefgh"[:count]], Scripted()
+    engine = started(source, *scripts, plan=replace(AHEAD, fan_out=0))
+    answers(engine)
+    proposals = looked(engine)
+    (branched,) = source.branched
+    assert len(proposals) == len(branched) == min(10 * count, 64)
+    assert (np.bincount([outcome.live for outcome in branched]) >= 8).all()
+    # What was left out is not waited for.
+    engine.handle(1, scripts[0].verdict(13, with_features=False))
+    assert counted(engine, "outrider_drafter_dropped_outcomes_total") == 0
+
+
+def test_a_plan_that_counts_its_outcomes_gets_them_beside_others() -> None:
+    counted_for, left_open, source = counting("a"), counting("b"), Scripted()
+    engine = started(source, counted_for, plan=replace(AHEAD, fan_out=7))
+    engine.handle(1, left_open.start(plan=replace(AHEAD, fan_out=0)))
+    engine.handle(1, left_open.verdict(10, with_features=False))
+    answers(engine)
+    handles = [proposal.handle for proposal in looked(engine)]
+    assert handles.count(counted_for.handle) == 7
+    assert handles.count(left_open.handle) == 10
+
+
 def test_drafts_for_several_verifiers_go_to_each_its_own() -> None:
     engine = make_engine([Scripted()])
     for connection in (1, 2):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from outrider_drafter.calibration import Calibration, FixedSpread
-from outrider_drafter.outcomes import Layout, best, seen
+from outrider_drafter.outcomes import BRANCH_SIZES, Layout, best, seen, worth_drafting
 
 from outrider.spec.digest import extend_digest
 from outrider.spec.tree import DraftTree, depths, path
@@ -149,3 +149,24 @@ def test_proposals_together_are_judged_as_each_alone() -> None:
                 tokens_to = tree.tokens[list(path(tree.parents, node))].tolist()
                 expected_digest = extend_digest(int(prefixes[index]), tokens_to)
                 assert int(digests[first + node + 1]) == expected_digest
+
+
+@pytest.mark.parametrize(
+    ("gains", "count"),
+    [
+        ([], 0),
+        ([0.001] * 40, 0),
+        ([0.3, 0.001], 2),
+        ([0.3] + [0.001] * 60, 4),
+        ([0.1] * 5 + [0.001] * 60, 16),
+        ([0.01] * 32 + [0.003] * 60, 32),
+        ([0.01] * 24 + [0.0] * 60, 32),
+        ([0.01] * 500, 64),
+    ],
+)
+def test_as_many_are_drafted_for_as_fill_the_largest_launch_that_pays(
+    gains: list[float], count: int
+) -> None:
+    found = worth_drafting(np.array(gains))
+    assert found == count
+    assert found in (0, len(gains), *BRANCH_SIZES)

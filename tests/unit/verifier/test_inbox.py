@@ -56,7 +56,7 @@ def inbox(per_session: int = 4, budget_bytes: int = ROOMY) -> Inbox:
 
 def offer(box: Inbox, *items: Proposal) -> Offer:
     """Offer drafts in one message; what became of most of them."""
-    results = box.offer(Proposals.of(items), np.arange(len(items))).results
+    results = box.offer(Proposals.of(items), range(len(items))).results
     assert sum(results.values()) == len(items)
     return results.most_common(1)[0][0]
 
@@ -107,9 +107,9 @@ def test_drafts_of_one_message_are_told_apart() -> None:
         proposal(6, 9, handle=C),
         proposal(7, handle=A, logprobs=(-1.0, -1.5)),
     ]
-    offers = box.offer(Proposals.of(drafts), np.arange(3))
-    assert offers.current.tolist() == [True, False, True]
-    assert offers.stale.tolist() == [False, True, False]
+    offers = box.offer(Proposals.of(drafts), range(3))
+    assert offers.current == [0, 2]
+    assert offers.stale == [1]
     assert offers.results[Offer.STORED] == 2 and offers.results[Offer.STALE] == 1
     assert take(box, C) is None
     assert logprobs_of(take(box, A)) == [-1.0, -1.5]
@@ -255,8 +255,8 @@ def test_entries_of_one_session_in_one_message_are_for_different_prefixes() -> N
         proposal(7, 10, logprobs=(-0.25,)),
         proposal(90, 11, logprobs=(-0.125,)),
     ]
-    offers = box.offer(Proposals.of(drafts), np.arange(5))
-    assert offers.current.tolist() == [False, True, False, True, False]
+    offers = box.offer(Proposals.of(drafts), range(5))
+    assert offers.current == [1, 3]
     assert offers.results == Counter({Offer.STORED: 3, Offer.DUPLICATE: 2})
     assert logprobs_of(take(box, A)) == [-0.25]
     move(box, A, digest=90, prefix_len=11)
@@ -276,7 +276,7 @@ def test_the_newest_take_the_place_of_the_oldest_and_the_current_prefix_finds_ro
 def test_of_one_message_the_first_are_kept() -> None:
     box = inbox(per_session=2)
     drafts = [proposal(digest, 13) for digest in (90, 91, 92)]
-    results = box.offer(Proposals.of(drafts), np.arange(3)).results
+    results = box.offer(Proposals.of(drafts), range(3)).results
     assert results == Counter({Offer.STORED: 2, Offer.FULL: 1})
     move(box, A, digest=90, prefix_len=13)
     assert take(box, A) is not None
@@ -315,11 +315,11 @@ def test_what_comes_for_the_prefix_that_was_missed_is_late() -> None:
     box.missed(A)
     move(box, A, digest=8, prefix_len=11)
     drafts = [proposal(7), proposal(6), proposal(7, handle=B), proposal(8, 11), proposal(9, 12)]
-    offers = box.offer(Proposals.of(drafts), np.arange(5))
-    assert offers.late.tolist() == [True, False, False, False, False]
-    assert offers.stale.tolist() == [True, True, False, False, False]
+    offers = box.offer(Proposals.of(drafts), range(5))
+    assert offers.late == [0]
+    assert offers.stale == [0, 1]
     box.open(A)
-    assert not box.offer(Proposals.of(drafts[:1]), np.arange(1)).late.any()
+    assert not box.offer(Proposals.of(drafts[:1]), range(1)).late
 
 
 def test_a_hostile_flood_leaves_nothing_behind_and_is_soon_dealt_with() -> None:
@@ -341,7 +341,7 @@ def test_a_hostile_flood_leaves_nothing_behind_and_is_soon_dealt_with() -> None:
             parents=np.full(nodes.sum(), -1, dtype=np.int32),
             logprobs=np.zeros(nodes.sum(), dtype=np.float32),
         )
-        results = box.offer(flood, np.arange(count)).results
+        results = box.offer(flood, range(count)).results
         assert sum(results.values()) == count
         assert len(box) <= sessions * (1 + per_session)
         assert box.nbytes <= (1 << 20) + flood.nbytes
@@ -376,7 +376,7 @@ OPERATIONS = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(OPERATIONS, max_size=40), st.integers(1, 4))
-def test_columns_hold_what_one_at_a_time_would(
+def test_the_inbox_holds_what_is_plain_to_see(
     operations: list[tuple[Any, ...]], per_session: int
 ) -> None:
     box = inbox(per_session)
@@ -390,7 +390,7 @@ def test_columns_hold_what_one_at_a_time_would(
                 proposal(d, n, handle=h, logprobs=p, law=empty_law(len(p)) if law else None)
                 for h, d, n, p, law in rest[0]
             ]
-            found = box.offer(Proposals.of(drafts), np.arange(len(drafts))).results
+            found = box.offer(Proposals.of(drafts), range(len(drafts))).results
             assert +found == slow.offer(drafts)
         elif kind == "take":
             ready = [handle for handle in rest[0] if peek(box, handle) is not None]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -251,6 +253,41 @@ async def test_sessions_may_come_and_go_while_rounds_follow_one_another_by_hits(
 
         for start in range(0, 24, 6):
             await asyncio.gather(*(one(start + i) for i in range(6)))
+
+
+async def test_what_takes_the_place_of_a_session_hears_nothing_of_its_round() -> None:
+    async with looking_ahead(max_sessions=1) as (rig, runner):
+        await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
+        assert rig.service._loop is not None
+        commands, lands = rig.service._loop._commands, runner.lands
+        holds, held = False, threading.Event()
+
+        def lands_late() -> bool:
+            if holds:
+                held.set()
+                # Both commands are there when the next one is taken.
+                while holds and len(commands) < 2:
+                    time.sleep(0.001)
+            return lands()
+
+        runner.lands = lands_late
+        first = rig.service.open_session(make_spec("first", max_new_tokens=400, plan=AHEAD))
+        async for event in first:
+            if event.round_id > 2:
+                break
+        holds = True
+        await until(held.is_set)
+        closing = asyncio.create_task(first.aclose())
+        spec = make_spec("second", prompt=(9, 8, 7), max_new_tokens=40, plan=AHEAD)
+        running = asyncio.create_task(rig.run(spec))
+        await until(lambda: SessionId("second") in rig.service._core.sessions)
+        holds = False
+        await closing
+        async with asyncio.timeout(10.0):
+            result = await running
+        assert result.tokens == rig.reference(spec)
+        assert result.last.stats.proposed > 0
+        assert rig.service._core.counters["sessions_lost_by_drafters"] == 0
 
 
 async def test_a_change_of_mind_is_not_put_off_by_hits() -> None:

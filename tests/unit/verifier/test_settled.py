@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from outrider_verifier.engine import Decoded
+from outrider_verifier.flying import InFlight
 from outrider_verifier.handover import Told
+from outrider_verifier.packing import VerifyRow
+from outrider_verifier.schedule import RoundPlan
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Sheet
 
@@ -97,3 +100,16 @@ def test_what_a_drafter_missed_comes_before_what_is_new() -> None:
     assert told.news(np.array([4, 6]), np.array([8, 7])).tolist() == [5, 7, 8, 9, 5]
     present = Told.present(sessions, [None, None])
     assert present.news(np.array([0, 6]), np.array([6, 6])).tolist() == [3, 1, 4, 1, 5, 7]
+
+
+def test_a_sheet_that_is_ready_stands_until_sessions_are_touched() -> None:
+    one = session(0)
+    flying = InFlight(
+        plan=RoundPlan(), prefill=[], verify=[VerifyRow(one)], flight=object(), began=0, waited_s=0
+    )
+    assert not flying.ready
+    ready = flying.sheet(7)
+    assert flying.ready and flying.sheet(7) is ready
+    assert len(ready.verdicts(decoded((5, 6)))) == 1
+    one.ended = True
+    assert len(flying.sheet(8).verdicts(decoded((5, 6)))) == 0

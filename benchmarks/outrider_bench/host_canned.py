@@ -1,0 +1,104 @@
+"""What `host` puts in place of a device, and the clock that it reads."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+BESIDE: Final = " (beside)"
+
+
+class Steps:
+    """Processor time since the last mark, by the name of the step that ended."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, list[float]] = defaultdict(list)
+        self._round: dict[str, float] = {}
+        self._last = 0
+
+    def begin(self) -> None:
+        """A step begins: what was before is nobody's."""
+        self._last = time.thread_time_ns()
+
+    def mark(self, name: str) -> None:
+        """A step ended, and the next one begins."""
+        now = time.thread_time_ns()
+        self._round[name] = self._round.get(name, 0.0) + (now - self._last) / 1e3
+        self._last = time.thread_time_ns()
+
+    def end_round(self) -> None:
+        """Keep what the round's steps took."""
+        for name, taken in self._round.items():
+            self.taken[name].append(taken)
+        self._round.clear()
+
+    def lowest(self, name: str) -> float:
+        """Microseconds of a step: the mean of the lowest tenth of the rounds."""
+        taken = sorted(self.taken[name])
+        return float(np.mean(taken[: max(1, len(taken) // 10)]))
+
+
+class CannedGraphs:
+    """Stands for `GraphCache`: what a launch returns is made once for a key."""
+
+    enabled = False
+    sealed = True
+
+    def __init__(self, make: Callable[[Any], Any], launched: Callable[[], None]) -> None:
+        self._make, self._launched = make, launched
+        self._made: dict[Hashable, Any] = {}
+
+    def run(self, key: Hashable, fn: Callable[[], T]) -> T:
+        """The canned result of a key."""
+        self._launched()
+        if key not in self._made:
+            self._made[key] = self._make(key)
+        result: T = self._made[key]
+        return result
+
+
+class CannedReadback:
+    """Stands for `Readback`: the tensor is on the host already."""
+
+    def __init__(self, tensor: Tensor, arrived: Callable[[], None]) -> None:
+        self._tensor, self._arrived = tensor, arrived
+        bits = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
+        self._array = bits.numpy()
+
+    @property
+    def arrived(self) -> bool:
+        """It is there."""
+        return True
+
+    def wait(self) -> Tensor:
+        """The tensor."""
+        self._arrived()
+        return self._tensor
+
+    def wait_array(self) -> np.ndarray[Any, Any]:
+        """As `wait`, in numpy."""
+        self._arrived()
+        return self._array
+
+
+class CannedDownloads:
+    """Stands for `Downloader`: copies nothing."""
+
+    def __init__(self, arrived: Callable[[], None]) -> None:
+        self._arrived = arrived
+
+    def start(self, tensor: Tensor) -> CannedReadback:
+        """A tensor that is there."""
+        return CannedReadback(tensor, self._arrived)
+
+    def start_all(self, tensors: tuple[Tensor, ...]) -> list[CannedReadback]:
+        """Tensors that are there."""
+        return [self.start(tensor) for tensor in tensors]
