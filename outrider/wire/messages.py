@@ -17,14 +17,14 @@ from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
-from outrider.wire.rounds import FeatureRows as FeatureRows
+from outrider.wire.arrays import FeatureRows as FeatureRows
+from outrider.wire.arrays import TensorDtype as TensorDtype
+from outrider.wire.arrays import WireTensor as WireTensor
 from outrider.wire.rounds import Laws as Laws
 from outrider.wire.rounds import Proposal as Proposal
 from outrider.wire.rounds import Proposals as Proposals
-from outrider.wire.rounds import TensorDtype as TensorDtype
 from outrider.wire.rounds import Verdict as Verdict
 from outrider.wire.rounds import Verdicts as Verdicts
-from outrider.wire.rounds import WireTensor as WireTensor
 from outrider.wire.server_info import AttachedDrafter as AttachedDrafter
 from outrider.wire.server_info import DrafterInfo as DrafterInfo
 from outrider.wire.server_info import FeatureLayout as FeatureLayout

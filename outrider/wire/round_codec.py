@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from outrider.spec.flat_trees import chain_parents
 from outrider.spec.mixing import MASK64
+from outrider.wire.arrays import FeatureRows, TensorDtype
 from outrider.wire.bundles import LENGTH_DELIMITED, Encoded, fields, read_varint, varint
 from outrider.wire.checks import fail, number
 from outrider.wire.limits import (
@@ -26,11 +27,9 @@ from outrider.wire.limits import (
     MAX_ROUND_SESSIONS,
 )
 from outrider.wire.rounds import (
-    FeatureRows,
     Indices,
     Laws,
     Proposals,
-    TensorDtype,
     Verdicts,
 )
 from outrider.wire.tensors import DTYPES_FROM_PB, DTYPES_TO_PB, NUMPY_DTYPES

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.wire.arrays import TensorDtype
 from outrider.wire.checks import fail
-from outrider.wire.rounds import TensorDtype
 from outrider.wire.v1 import common_pb2
 
 NUMPY_DTYPES: dict[TensorDtype, np.dtype[np.generic]] = {

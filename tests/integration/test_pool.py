@@ -13,7 +13,7 @@ from tests.integration.pool_stack import PoolStack, Requests
 from tests.integration.stack import wait_until
 
 COUNT = 8
-TOKENS = 500
+TOKENS = 300
 
 
 @pytest.fixture(scope="module")

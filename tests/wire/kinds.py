@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from outrider.errors import InvalidMessageError
 from outrider.ids import RequestId
 from outrider.wire import codec, inference_codec, pool_codec, server_info_codec
-from outrider.wire.rounds import FeatureRows
+from outrider.wire.arrays import FeatureRows
 from outrider.wire.v1 import inference_pb2, pool_pb2
 from tests.wire.inference_strategies import EVENTS, MODELS, REQUESTS, RESULTS, SERVER_INFOS
 from tests.wire.strategies import (
