@@ -6,9 +6,7 @@ never writes, and the places' features, which are held beside them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -18,7 +16,6 @@ from outrider.engine.device.buffers import Downloader, Readback
 from outrider.engine.device.draft import NewRows
 from outrider.engine.device.draft_ahead import AheadProgram
 from outrider.engine.device.graphs import GraphCache
-from outrider.spec.sampling import Rule
 from outrider_drafter.device_batch import DraftBatch, Members, shares_noise_in_trees
 from outrider_drafter.device_branches import Brancher, Branching
 from outrider_drafter.device_growing import Grower
@@ -28,9 +25,6 @@ from outrider_drafter.device_scores import MOST_PLACES, LiveScores, Scorer
 from outrider_drafter.device_shapes import SCORE_ROW_BUCKETS, Levels, Shape
 from outrider_drafter.sessions import Session
 from outrider_drafter.source import Branches, Live, Outcome, Scored
-
-_UNLIKELY: Final = math.log(0.02)
-"""Log-prob of a path below which its end is not scored where that spares levels."""
 
 
 class DeviceLookAhead:
@@ -95,11 +89,7 @@ class DeviceLookAhead:
 
     def add(self, live: int, shape: Shape) -> Levels:
         """Place a proposal whose branches will have a shape; what of it will be scored."""
-        session, tree = self._lives[live]
-        # Together proposals shall have one form; and only under the greedy rule a log-prob says
-        # how probably a node stands: shared noise knows better, and what was drawn must not tell.
-        alone = len(self._lives) == 1 and session.sampling.effective_rule is Rule.GREEDY
-        placed = Placed.of(tree, _UNLIKELY if alone else -math.inf)
+        placed = Placed.of(self._lives[live].tree)
         self._placed[live] = placed, shape
         return placed.levels
 

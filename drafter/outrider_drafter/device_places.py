@@ -28,21 +28,18 @@ class Placed(NamedTuple):
     scored."""
 
     @classmethod
-    def of(cls, tree: DraftTree, least: float = -np.inf) -> Placed:
+    def of(cls, tree: DraftTree) -> Placed:
         """Of a level with too many nodes those of the highest log-prob are kept, and nothing stays
-        below one that is not. Nodes of log-probs below `least` are left out, and take no level."""
-        likely = tree.logprobs >= least
-        count = int(likely.sum())
+        below one that is not."""
         if is_chain(tree.parents):
-            levels = levels_of(count, count, chain=True)
+            levels = levels_of(len(tree), len(tree), chain=True)
             places = np.arange(1 + len(tree))
             places[1 + levels.depth :] = NOWHERE
             return cls(tree, levels, places)
         parents, depths = tree.parents.tolist(), [0]
         for parent in parents:
             depths.append(depths[parent + 1] + 1)
-        deepest = int(np.array(depths[1:])[likely].max(initial=0))
-        levels = levels_of(count, deepest, chain=False)
+        levels = levels_of(len(tree), max(depths), chain=False)
         found, filled = [0] + [NOWHERE] * len(tree), [0] * (levels.depth + 1)
         # No parent comes after its child: log-probs never rise on a path.
         for node in (-tree.logprobs).argsort(kind="stable").tolist():

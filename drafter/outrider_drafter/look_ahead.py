@@ -50,8 +50,9 @@ from outrider_drafter.table import SessionTable
 
 logger = logging.getLogger(__name__)
 
-MAX_FAN_OUT: Final = 32
-"""Outcomes of a proposal where its plan leaves them to the drafter, at most."""
+MAX_FAN_OUT: Final = 16
+"""Outcomes of a proposal where its plan leaves them to the drafter, at most: more are foreseen more
+often, but come too late (decision 20)."""
 MAX_BRANCHES: Final = BRANCH_SIZES[-1]
 """Outcomes of all sessions that one launch drafts for."""
 _TEMPERATURES: Final = (0.0, 0.5, 0.85, 1.15)

@@ -82,33 +82,6 @@ def test_candidates_at_every_place_are_the_hosts(head: DraftHead) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("sampling", "levels"),
-    [(SamplingParams(), 3), (COUPLED, 5), (REJECTION, 5)],
-    ids=["greedy", "coupled", "rejection"],
-)
-def test_unlikely_places_take_no_level_of_a_greedy_proposal_that_is_alone(
-    head: DraftHead, sampling: SamplingParams, levels: int
-) -> None:
-    mix = [(replace(CHAIN, look_ahead=1, draft_tokens=5), sampling)] * 2
-    device = Followed.begin(on_device(head), mix)
-    device.tell([14, 17])
-    trees = [
-        replace(tree, logprobs=np.where(depths(tree.parents) > 2, -9.0, -1.0).astype(np.float32))
-        for tree in device.trees()
-    ]
-    lives = device.lives(trees)
-    together = device.source.score(lives)
-    assert all((logprobs[:, 0] > -np.inf).all() for logprobs in together.logprobs)
-    alone = device.source.score(lives[:1])
-    looked = alone.logprobs[0][:, 0] > -np.inf
-    assert looked.tolist() == [True] * (1 + levels) + [False] * (5 - levels)
-    np.testing.assert_array_equal(alone.tokens[0][looked], together.tokens[0][looked])
-    outcomes = some_outcomes(trees[:1], alone.tokens)
-    known = [i for i, outcome in enumerate(outcomes) if looked[outcome.node + 1]]
-    assert sorted(made(device.source.branch(outcomes))) == known
-
-
 def test_branches_of_every_kind_of_session_are_the_hosts(head: DraftHead) -> None:
     device, host = both(head)
     trees = device.trees()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from outrider_drafter.device_places import NOWHERE, Placed, ScoredPlaces
 
-from outrider.spec.tree import ROOT, DraftTree, depths, is_chain, path
+from outrider.spec.tree import ROOT, DraftTree, depths, path
 
 
 @st.composite
@@ -43,25 +43,6 @@ def test_nodes_stand_in_their_levels_below_parents_that_stand(tree: DraftTree) -
         rivals = np.flatnonzero(there & (depth == depth[node]))
         assert len(rivals) == levels.width, "the level is full"
         assert (tree.logprobs[rivals] >= tree.logprobs[node]).all()
-
-
-@given(trees(), st.floats(-6.0, 0.0))
-def test_a_level_is_taken_for_likely_nodes_only(tree: DraftTree, least: float) -> None:
-    likely = tree.logprobs >= least
-    # Log-probs never rise on a path, so that what stays is a tree.
-    number = np.cumsum(likely) - 1
-    kept = DraftTree(
-        tree.tokens[likely],
-        np.array([ROOT if p == ROOT else number[p] for p in tree.parents[likely]], dtype=np.int32),
-        tree.logprobs[likely],
-    )
-    placed = Placed.of(tree, least)
-    whole = Placed.of(kept)
-    if is_chain(tree.parents) == is_chain(kept.parents):
-        assert placed.levels == whole.levels
-        # The rows of these levels are scored with or without more nodes.
-        assert (placed.places[1:][likely] == whole.places[1:]).all()
-    assert placed.levels.depth <= Placed.of(tree).levels.depth
 
 
 @given(st.lists(trees(), min_size=1, max_size=3))
