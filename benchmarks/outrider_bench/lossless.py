@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,16 @@ SEED = 1234
 NEAR_TIE = 1e-3
 """Largest gap of perturbed logits that float32 sums in another order can turn over."""
 DRAFTS: dict[str, dict[str, object]] = {
-    "chain4": {"drafter": "eagle3", "draft_tokens": 4},
-    "tree32": {"drafter": "eagle3", "draft_tokens": 32, "draft_top_k": 8},
+    "chain4": {"drafter": "eagle3", "draft_tokens": 4, "look_ahead": 0},
+    "tree32": {"drafter": "eagle3", "draft_tokens": 32, "draft_top_k": 8, "look_ahead": 0},
+    "chain4+ahead": {"drafter": "eagle3", "draft_tokens": 4, "look_ahead": 1},
+    "tree32+ahead": {
+        "drafter": "eagle3",
+        "draft_tokens": 32,
+        "draft_top_k": 8,
+        "look_ahead": 1,
+        "fan_out": 16,
+    },
     "ngram": {"drafter": "ngram", "draft_tokens": 8},
 }
 SAMPLING: dict[str, dict[str, object]] = {
@@ -50,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measure and report."""
     config = local_config(args, max_sessions=max(8, args.concurrency))
+    # Every mode is to draft, whatever that gives.
+    config = replace(config, planner="fixed")
     prompts = load_prompts(args.prompts, args.limit)
     cases: dict[str, object] = {}
     explain = _Explainer(config.model)
@@ -95,6 +106,8 @@ def _compare(
     return {
         "identical": len(plain) - len(gaps),
         "of": len(plain),
+        "hit_rounds": sum(answer.finish.stats.hit_rounds for answer in drafted),
+        "rounds": sum(answer.finish.stats.rounds for answer in drafted),
         "gaps": [float(f"{gap:.3g}") for gap in gaps],
         "all_near_ties": all(gap <= NEAR_TIE for gap in gaps),
     }
