@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import (
     PlanChange,
-    Proposals,
     SessionEnd,
     SessionsLost,
     SessionStart,
@@ -279,17 +278,8 @@ class DraftEngine:
         if self._ahead.watched:
             self._ahead.take_up(drafted)
         address = self._address(sessions)
-        proposals = Proposals(
-            handles=address.handles,
-            digests=table.digests[address.slots],
-            prefix_lens=table.lengths[address.slots],
-            node_counts=drafted.node_counts,
-            tokens=drafted.tokens,
-            parents=drafted.parents,
-            logprobs=drafted.logprobs,
-            laws=drafted.laws,
-            draft_us=int(seconds * 1e6),
-        )
+        digests, lengths = table.digests[address.slots], table.lengths[address.slots]
+        proposals = drafted.proposals(address.handles, digests, lengths, seconds)
         if len(address.connections) == 1:
             return [(address.connections[0], proposals)]
         return [

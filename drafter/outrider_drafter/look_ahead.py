@@ -45,6 +45,7 @@ from outrider_drafter.source import (
     Live,
     Outcome,
     Scored,
+    Trees,
 )
 from outrider_drafter.table import SessionTable
 
@@ -343,17 +344,8 @@ class LookAhead:
             if len(tree):
                 ones[live].branches[digest] = tree
         keys = [ones[live].session.key for live in lives]
-        proposals = Proposals(
-            handles=np.array([key.handle for key in keys], dtype=np.int64),
-            digests=digests,
-            prefix_lens=launch.lengths[places],
-            node_counts=branches.node_counts,
-            tokens=branches.tokens,
-            parents=branches.parents,
-            logprobs=branches.logprobs,
-            laws=branches.laws,
-            draft_us=int(seconds * 1e6),
-        )
+        handles = np.array([key.handle for key in keys], dtype=np.int64)
+        proposals = branches.proposals(handles, digests, launch.lengths[places], seconds)
         method = ones[0].session.plan.method
         made = int(np.count_nonzero(branches.node_counts))
         self._later(partial(self._metrics.branches.labels(method).inc, made))
@@ -385,7 +377,7 @@ def _learn(predictor: Predictor, scored: _Scored, told: Sequence[int]) -> None:
     predictor.learn(scored.layout, scored.logprobs, what)
 
 
-def _trees(drafts: Drafted | Branches) -> list[DraftTree]:
+def _trees(drafts: Trees) -> list[DraftTree]:
     """Each draft's tree, in memory of its own."""
     tokens, parents = drafts.tokens.copy(), drafts.parents.copy()
     logprobs = drafts.logprobs.copy()

@@ -17,15 +17,42 @@ from outrider_drafter.sessions import Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drafted:
-    """Drafts that are ready together, one a session; columns [B], nodes of all trees flat."""
+class Trees:
+    """Drafts that are ready together; columns [B], nodes of all trees flat."""
 
-    sessions: Sequence[Session]
     node_counts: NDArray[np.int64]
     tokens: NDArray[np.int32]
     parents: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     laws: Laws | None = None
+
+    def proposals(
+        self,
+        handles: NDArray[np.int64],
+        digests: NDArray[np.uint64],
+        prefix_lens: NDArray[np.int64],
+        seconds: float,
+    ) -> Proposals:
+        """What goes out of them: for the sessions of these handles and for these prefixes, all
+        [B]; `seconds`: what they took."""
+        return Proposals(
+            handles=handles,
+            digests=digests,
+            prefix_lens=prefix_lens,
+            node_counts=self.node_counts,
+            tokens=self.tokens,
+            parents=self.parents,
+            logprobs=self.logprobs,
+            laws=self.laws,
+            draft_us=int(seconds * 1e6),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drafted(Trees):
+    """Drafts for the present prefixes of sessions [B]."""
+
+    sessions: Sequence[Session]
 
     @classmethod
     def of(cls, drafts: Sequence[tuple[Session, Draft]]) -> Drafted:
@@ -86,16 +113,11 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Branches:
-    """Pre-drafts that are ready together, one an outcome; columns [B], nodes of all trees flat."""
+class Branches(Trees):
+    """Pre-drafts, one an outcome [B]."""
 
     outcomes: NDArray[np.int64]
     """Indices of the outcomes that were asked for; some may be left out."""
-    node_counts: NDArray[np.int64]
-    tokens: NDArray[np.int32]
-    parents: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    laws: Laws | None = None
 
     @classmethod
     def of(cls, outcomes: NDArray[np.int64], drafted: Drafted) -> Branches:
