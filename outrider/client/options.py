@@ -71,6 +71,8 @@ class GenerateOptions(TypedDict, total=False):
     """Name of a served model."""
     request_id: str
     """Unique among running requests; for `abort`."""
+    priority: int
+    """Greater goes first, and may preempt lesser ones; in [-100, 100], default 0."""
 
 
 EnumT = TypeVar("EnumT", bound=StrEnum)
@@ -140,6 +142,7 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
             look_ahead=options.get("look_ahead"),
             fan_out=options.get("fan_out"),
         ),
+        priority=options.get("priority", 0),
     )
 
 

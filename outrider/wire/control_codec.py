@@ -110,6 +110,10 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
         planner=info.planner,
         stats=stats_to_pb(info.stats),
         hit_idle_us_p50=info.hit_idle_us_p50,
+        draining=info.draining,
+        waiting_sessions=info.waiting_sessions,
+        preemptions_swap=info.preemptions_swap,
+        preemptions_recompute=info.preemptions_recompute,
     ).SerializeToString(deterministic=True)
 
 
@@ -162,6 +166,10 @@ def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
         planner=text(message.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True),
         stats=stats_from_pb(message.stats),
         hit_idle_us_p50=finite(message.hit_idle_us_p50, "hit_idle_us_p50"),
+        draining=message.draining,
+        waiting_sessions=message.waiting_sessions,
+        preemptions_swap=message.preemptions_swap,
+        preemptions_recompute=message.preemptions_recompute,
     )
 
 
@@ -180,6 +188,8 @@ def encode_drafter_info(info: DrafterInfo) -> bytes:
         verifiers=info.verifiers,
         draft_ms_p50=info.draft_ms_p50,
         handicap=info.handicap,
+        draining=info.draining,
+        max_sessions=info.max_sessions,
     ).SerializeToString(deterministic=True)
 
 
@@ -203,4 +213,6 @@ def decode_drafter_info(data: bytes | memoryview) -> DrafterInfo:
         ),
         draft_ms_p50=finite(message.draft_ms_p50, "draft_ms_p50"),
         handicap=text(message.handicap, "handicap", empty=True),
+        draining=message.draining,
+        max_sessions=message.max_sessions,
     )

@@ -122,6 +122,19 @@ class GenerateRequest:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stopping: StoppingOptions = field(default_factory=StoppingOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    priority: int = 0
+    """Greater goes first, and may preempt lesser ones; in [-MAX_PRIORITY, MAX_PRIORITY]."""
+    resumable: bool = False
+    """Whether it outlives its stream, which `ResumeStream` takes up again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPosition:
+    """Where to go on with a stream."""
+
+    request_id: RequestId
+    tokens: int
+    """Token ids of the answer that have arrived; 0 begins with PromptInfo."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.sampling import MAX_BANNED_IDS
-from outrider.wire.checks import count, fail, text, token_ids
+from outrider.wire.checks import count, fail, number, text, token_ids
 from outrider.wire.common_codec import (
     FINISH_REASONS,
     FINISH_REASONS_FROM_PB,
@@ -50,11 +50,12 @@ from outrider.wire.inference import (
     SpeculationOptions,
     StoppingOptions,
     StreamEvent,
+    StreamPosition,
     TextPrompt,
     TokenPrompt,
     Usage,
 )
-from outrider.wire.limits import MAX_SEQUENCE_LEN
+from outrider.wire.limits import MAX_PRIORITY, MAX_SEQUENCE_LEN
 from outrider.wire.v1 import inference_pb2 as pb
 
 ValueT = TypeVar("ValueT")
@@ -76,7 +77,12 @@ def _set(message: Message, name: str, value: ValueT) -> ValueT | None:
 def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
     """Encode a request; InvalidRequestError if a value does not fit its type."""
     with _encoding("request"):
-        message = pb.GenerateRequest(request_id=request.request_id, model=request.model)
+        message = pb.GenerateRequest(
+            request_id=request.request_id,
+            model=request.model,
+            priority=request.priority,
+            resumable=request.resumable,
+        )
         match request.prompt:
             case TextPrompt(text=value):
                 message.text = value
@@ -107,6 +113,8 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
         sampling=_sampling_from_pb(message.sampling),
         stopping=_stopping_from_pb(message.stopping),
         speculation=_speculation_from_pb(message.speculation),
+        priority=number(message.priority, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY),
+        resumable=message.resumable,
     )
 
 
@@ -302,6 +310,30 @@ def stream_request_to_pb(request: GenerateRequest) -> pb.GenerateStreamRequest:
 def stream_request_from_pb(message: pb.GenerateStreamRequest) -> GenerateRequest:
     """Decode a streaming request."""
     return request_from_pb(message.request)
+
+
+def position_to_pb(position: StreamPosition) -> pb.ResumeStreamRequest:
+    """Encode where to go on with a stream."""
+    with _encoding("position"):
+        return pb.ResumeStreamRequest(request_id=position.request_id, tokens=position.tokens)
+
+
+def position_from_pb(message: pb.ResumeStreamRequest) -> StreamPosition:
+    """Decode where to go on with a stream."""
+    return StreamPosition(
+        request_id=RequestId(text(message.request_id, "request_id")),
+        tokens=number(message.tokens, "tokens", high=MAX_SEQUENCE_LEN),
+    )
+
+
+def resumed_event_to_pb(event: StreamEvent) -> pb.ResumeStreamResponse:
+    """Encode one message of a stream that goes on."""
+    return pb.ResumeStreamResponse(event=event_to_pb(event))
+
+
+def resumed_event_from_pb(message: pb.ResumeStreamResponse) -> StreamEvent:
+    """Decode one message of a stream that goes on."""
+    return event_from_pb(message.event)
 
 
 def result_to_pb(result: GenerateResult) -> pb.GenerateResponse:

@@ -25,6 +25,8 @@ MAX_FEATURE_WIDTH = 1 << 16
 """Feature values a token."""
 MAX_STOP_TOKEN_IDS = 256
 MAX_METHODS = 16
+MAX_PRIORITY = 100
+"""Priorities are in [-100, 100]."""
 MAX_PEERS = 4096
 """Drafters or verifiers listed in an info message."""
 MAX_NAME_BYTES = 256

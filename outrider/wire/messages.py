@@ -183,6 +183,8 @@ class SessionSpec:
     plan: Plan
     drafter_id: DrafterId | None = None
     """The drafter that serves the session; None decodes plainly."""
+    priority: int = 0
+    """Greater goes first, and may preempt lesser ones; in [-MAX_PRIORITY, MAX_PRIORITY]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +298,15 @@ class SessionMoved:
     drafter_id: DrafterId | None
 
 
-SessionsMessage = SessionEvents | SessionFailure | SessionMoved | Heartbeat
+@dataclass(frozen=True, slots=True)
+class SessionsDraining:
+    """The verifier is about to stop: its sessions are to be taken elsewhere."""
+
+    seconds: float
+    """Until it stops, from now."""
+
+
+SessionsMessage = SessionEvents | SessionFailure | SessionMoved | SessionsDraining | Heartbeat
 """What a verifier says on a router's stream."""
 
 

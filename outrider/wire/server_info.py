@@ -72,6 +72,14 @@ class VerifierInfo:
     hit_idle_us_p50: float = 0.0
     """Median time between a round's end and the submission of one that is all hits, microseconds;
     0 without any."""
+    draining: bool = False
+    """Whether it takes no new sessions any more."""
+    waiting_sessions: int = 0
+    """Sessions without K/V: preempted, or not begun."""
+    preemptions_swap: int = 0
+    """Preemptions since the start whose K/V was kept in host memory."""
+    preemptions_recompute: int = 0
+    """Preemptions since the start whose K/V was dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,3 +100,7 @@ class DrafterInfo:
     draft_ms_p50: float = 0.0
     handicap: str = ""
     """Not empty: how it is slowed down (benchmarks only)."""
+    draining: bool = False
+    """Whether it is about to stop: its sessions are to be given to others."""
+    max_sessions: int = 0
+    """Most sessions that it drafts for at once; 0: not said."""

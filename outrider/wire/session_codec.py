@@ -25,6 +25,7 @@ from outrider.wire.limits import (
     MAX_ERROR_BYTES,
     MAX_EVENT_ROWS,
     MAX_NODES,
+    MAX_PRIORITY,
     MAX_SEQUENCE_LEN,
     MAX_STOP_TOKEN_IDS,
     MAX_VOCAB_SIZE,
@@ -39,6 +40,7 @@ from outrider.wire.messages import (
     SessionMove,
     SessionMoved,
     SessionOpen,
+    SessionsDraining,
     SessionsMessage,
     SessionSpec,
     SessionsRequest,
@@ -109,6 +111,9 @@ def encode_sessions_message(message: SessionsMessage) -> bytes:
         case SessionMoved():
             moved = pb.SessionMoved(handle=message.handle, drafter_id=message.drafter_id)
             frame = pb.SessionsResponse(moved=moved)
+        case SessionsDraining():
+            draining = pb.SessionsDraining(seconds=message.seconds)
+            frame = pb.SessionsResponse(draining=draining)
         case Heartbeat():
             frame = pb.SessionsResponse(heartbeat=common_pb2.Heartbeat(sequence=message.sequence))
     return frame.SerializeToString(deterministic=True)
@@ -128,10 +133,12 @@ def decode_sessions_message(data: bytes | memoryview) -> SessionsMessage:
             return _failure_from_pb(frame.failure)
         case "moved":
             return SessionMoved(frame.moved.handle, _drafter_id(frame.moved))
+        case "draining":
+            return SessionsDraining(finite(frame.draining.seconds, "seconds"))
         case "heartbeat":
             return Heartbeat(frame.heartbeat.sequence)
         case _:
-            fail("a verifier's message must hold events, failure, moved or heartbeat")
+            fail("a verifier's message must hold events, failure, moved, draining or heartbeat")
 
 
 def _events_to_pb(events: SessionEvents) -> pb.SessionEvents:
@@ -210,6 +217,7 @@ def _spec_to_pb(spec: SessionSpec) -> pb.SessionSpec:
         sampling=sampling_to_pb(spec.sampling),
         plan=plan_to_pb(spec.plan),
         drafter_id=spec.drafter_id,
+        priority=spec.priority,
     )
 
 
@@ -236,4 +244,5 @@ def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
         sampling=seeded_sampling_from_pb(message.sampling),
         plan=plan_from_pb(message.plan),
         drafter_id=_drafter_id(message),
+        priority=number(message.priority, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY),
     )

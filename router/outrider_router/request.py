@@ -42,6 +42,7 @@ class Job:
     min_new_tokens: int
     kv_tokens: int
     """KV tokens that a verifier will reserve for it."""
+    priority: int
     model: str
 
     def spec(
@@ -59,6 +60,7 @@ class Job:
             sampling=self.sampling,
             plan=plan,
             drafter_id=drafter_id,
+            priority=self.priority,
         )
 
 
@@ -121,6 +123,7 @@ def make_job(
         max_new_tokens=budget,
         min_new_tokens=request.stopping.min_tokens or 0,
         kv_tokens=len(prompt_ids) + budget + config.session_slack_tokens,
+        priority=request.priority,
         model=name,
     )
 

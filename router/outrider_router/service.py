@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from functools import partial
 
 from outrider.errors import (
     CancelledRequestError,
@@ -16,13 +14,11 @@ from outrider.errors import (
     InternalError,
     InvalidRequestError,
     OutriderError,
-    ResourceExhaustedError,
     UnavailableError,
 )
-from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
+from outrider.ids import RequestId, VerifierId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.base import Dialer
-from outrider.transport.sessions import SessionStream
 from outrider.wire.inference import (
     Delta,
     FinishInfo,
@@ -32,24 +28,18 @@ from outrider.wire.inference import (
     StreamEvent,
 )
 from outrider.wire.messages import VerifierInfo
-from outrider_router.admission import Ticket, VerifierLoad, no_verifier
-from outrider_router.admission_queue import AdmissionQueue, Lease
+from outrider_router.admission import VerifierLoad, no_verifier
+from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.config import RouterConfig
 from outrider_router.fleet import TokenizerIdentity
 from outrider_router.journal import Entry, Journal
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
-from outrider_router.output import OutputAssembler
-from outrider_router.pacing import Pacer
-from outrider_router.planner import drafts_itself, plan_on
-from outrider_router.registry import Registry, VerifierPeer
+from outrider_router.registry import Registry
 from outrider_router.request import Job, make_job, tokenize
-from outrider_router.streaming import EventSink, Feed, lost_error, session_messages
+from outrider_router.serving import Serving
 
 logger = logging.getLogger(__name__)
-
-MAX_REFUSALS = 20
-"""Refusals of one request by verifiers on which nothing else of ours runs."""
 
 
 class RouterService:
@@ -89,11 +79,15 @@ class RouterService:
         )
         self.tokenizer = tokenizer
         self._clock = clock
-        self._pacer = Pacer(clock)
-        self._numbers = itertools.count()
-        self._streams: dict[str, SessionStream[Feed]] = {}
-        """The stream of sessions of every verifier that served one, by address."""
-        self._incarnation = secrets.token_hex(6)
+        self.serving = Serving(
+            journal=self.journal,
+            admission=self.admission,
+            registry=self.registry,
+            mover=self.mover,
+            tokenizer=tokenizer,
+            metrics=metrics,
+            clock=clock,
+        )
         self._draining = False
         self._ready = False
         self.on_readiness: Callable[[bool], None] = lambda ready: None
@@ -111,8 +105,7 @@ class RouterService:
             entry.fail(UnavailableError("the router is shutting down", reason="SHUTDOWN"))
         await self.mover.stop()
         await self.registry.stop()
-        for stream in self._streams.values():
-            await stream.close()
+        await self.serving.close()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the running ones; whether all of them ended."""
@@ -164,7 +157,8 @@ class RouterService:
         timer = self._arm(entry, timeout_s)
         outcome = CancelledRequestError.code
         try:
-            async with aclosing(self._serve(entry, request, deadline)) as events:
+            job = await self._make_job(request)
+            async with aclosing(self.serving.events(entry, job, deadline)) as events:
                 async for event in events:
                     if isinstance(event, FinishInfo):
                         outcome = event.reason.value
@@ -202,54 +196,6 @@ class RouterService:
         error = DeadlineExceededError("the deadline passed", reason="DEADLINE")
         return asyncio.get_running_loop().call_later(max(0.0, timeout_s), entry.fail, error)
 
-    async def _serve(
-        self, entry: Entry, request: GenerateRequest, deadline: float | None
-    ) -> AsyncGenerator[StreamEvent, None]:
-        job = await self._make_job(request)
-        ticket = Ticket(
-            request_id=entry.request_id,
-            kv_tokens=job.kv_tokens,
-            sequence=next(self._numbers),
-            deadline=deadline,
-        )
-        lease = await self._acquire(entry, ticket)
-        held = True
-        self.metrics.prompt_tokens.inc(len(job.prompt_ids))
-        self.metrics.queue_time.observe(self._clock() - entry.started)
-        finish: FinishInfo | None = None
-        try:
-            yield PromptInfo(
-                request_id=entry.request_id, prompt_tokens=len(job.prompt_ids), model=job.model
-            )
-            for attempt in itertools.count(1):
-                try:
-                    async with aclosing(self._session(entry, job, lease)) as messages:
-                        async for message in messages:
-                            if isinstance(message, FinishInfo):
-                                finish = message
-                            else:
-                                self.metrics.generation_tokens.inc(len(message.token_ids))
-                                yield message
-                    break
-                except ResourceExhaustedError:
-                    self._raise_if_hopeless(entry, lease, attempt)
-                self.admission.release(lease, refused=True)
-                held = False
-                lease = await self._acquire(entry, ticket)
-                held = True
-        finally:
-            if held:
-                self.admission.release(lease, service_s=self._clock() - entry.started)
-        assert finish is not None, "a session that ends without an error ends with a finish"
-        # Last, so that whoever hears of the end finds everything freed.
-        yield finish
-
-    def _raise_if_hopeless(self, entry: Entry, lease: Lease, attempt: int) -> None:
-        """Re-raise a verifier's refusal unless waiting may help."""
-        alone = self.admission.sessions_on(lease.verifier_id) <= 1
-        if entry.emitted or (alone and attempt >= MAX_REFUSALS):
-            raise
-
     async def _make_job(self, request: GenerateRequest) -> Job:
         info = self.registry.any_info()
         if info is None:
@@ -269,65 +215,6 @@ class RouterService:
             )
         return job
 
-    async def _acquire(self, entry: Entry, ticket: Ticket) -> Lease:
-        if entry.ended is not None:
-            raise entry.ended
-        entry.on_fail = lambda error: self.admission.fail(entry.request_id, error)
-        try:
-            return await self.admission.acquire(ticket)
-        finally:
-            entry.on_fail = None
-
-    async def _session(
-        self, entry: Entry, job: Job, lease: Lease
-    ) -> AsyncGenerator[Delta | FinishInfo, None]:
-        peer = self.registry.healthy_verifier(lease.verifier_id)
-        if peer is None or peer.control is None:
-            raise lost_error(lease.verifier_id)
-        entry.verifier_id = lease.verifier_id
-        assert peer.info is not None, "a healthy verifier has said who it is"
-        plan = plan_on(job.plan, peer.info)
-        if plan.speculative and not drafts_itself(plan, peer.info):
-            entry.method, entry.prompt_tokens = plan.method, len(job.prompt_ids)
-            entry.drafter_id = self.mover.choose(peer, entry)
-        session_id = SessionId(f"{self._incarnation}-{next(self._numbers)}")
-        feed = Feed(entry, self._pacer)
-        assembler = OutputAssembler(self.tokenizer.pieces, job.stop_strings)
-        entry.on_fail = feed.interrupt
-        spec = job.spec(session_id, entry.epoch, entry.drafter_id, plan)
-        opened = self._stream_to(peer).open(spec, feed)
-        entry.move = opened.move
-        try:
-            async with aclosing(
-                session_messages(feed, assembler, prompt_tokens=len(job.prompt_ids))
-            ) as messages:
-                async for message in messages:
-                    yield message
-        except UnavailableError as error:
-            if entry.ended is None:
-                raise lost_error(lease.verifier_id) from error
-            raise
-        finally:
-            opened.leave()
-            feed.leave()
-            entry.leave()
-
-    def _stream_to(self, peer: VerifierPeer) -> SessionStream[Feed]:
-        stream = self._streams.get(peer.address)
-        if stream is None:
-            assert peer.control is not None, peer.address
-            sink = EventSink(
-                self.metrics,
-                self._pacer,
-                self._clock,
-                on_events=lambda: self.registry.saw_verifier(peer),
-                on_drafter_lost=partial(self._on_drafter_lost, peer),
-            )
-            stream = self._streams[peer.address] = SessionStream(
-                peer.control.sessions, sink.deliver
-            )
-        return stream
-
     def _on_verifier_up(self, info: VerifierInfo) -> None:
         self.admission.set_verifier(
             VerifierLoad(
@@ -341,19 +228,8 @@ class RouterService:
 
     def _on_verifier_lost(self, verifier_id: VerifierId) -> None:
         self.admission.drop_verifier(verifier_id)
-        for entry in self.journal:
-            if entry.verifier_id == verifier_id:
-                entry.fail(lost_error(verifier_id))
-        for peer in self.registry.verifiers.values():
-            stream = self._streams.get(peer.address)
-            known = peer.info is not None and peer.info.verifier_id == verifier_id
-            if known and stream is not None:
-                stream.drop()
+        self.serving.verifier_lost(verifier_id)
         self._note_readiness()
-
-    def _on_drafter_lost(self, peer: VerifierPeer, drafter_id: DrafterId) -> None:
-        self.registry.drafter_detached(peer, drafter_id)
-        self.mover.wake()
 
     def _note_readiness(self) -> None:
         ready = self.registry.any_info() is not None and not self._draining

@@ -67,6 +67,11 @@ REQUESTS = st.builds(
         look_ahead=st.none() | UINT32,
         fan_out=st.none() | UINT32,
     ),
+    priority=st.integers(-100, 100),
+    resumable=st.booleans(),
+)
+POSITIONS = st.builds(
+    inference.StreamPosition, request_id=NAMES.map(RequestId), tokens=st.integers(0, 2**24)
 )
 FINISHES = st.one_of(
     *(

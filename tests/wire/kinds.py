@@ -16,7 +16,14 @@ from outrider.ids import RequestId
 from outrider.wire import codec, inference_codec, pool_codec, server_info_codec
 from outrider.wire.arrays import FeatureRows
 from outrider.wire.v1 import inference_pb2, pool_pb2
-from tests.wire.inference_strategies import EVENTS, MODELS, REQUESTS, RESULTS, SERVER_INFOS
+from tests.wire.inference_strategies import (
+    EVENTS,
+    MODELS,
+    POSITIONS,
+    REQUESTS,
+    RESULTS,
+    SERVER_INFOS,
+)
 from tests.wire.strategies import (
     DRAFTER_INFOS,
     DRAFTER_MESSAGES,
@@ -145,6 +152,20 @@ KINDS = [
         inference_pb2.GenerateResponse,
         inference_codec.result_to_pb,
         inference_codec.result_from_pb,
+    ),
+    _through(
+        "resume",
+        POSITIONS,
+        inference_pb2.ResumeStreamRequest,
+        inference_codec.position_to_pb,
+        inference_codec.position_from_pb,
+    ),
+    _through(
+        "resumed_event",
+        EVENTS,
+        inference_pb2.ResumeStreamResponse,
+        inference_codec.resumed_event_to_pb,
+        inference_codec.resumed_event_from_pb,
     ),
     _through(
         "abort",

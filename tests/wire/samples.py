@@ -184,12 +184,14 @@ SAMPLES: dict[str, tuple[str, Any]] = {
                 sampling=SAMPLING,
                 plan=PLAN,
                 drafter_id=DrafterId("drafter-a"),
+                priority=-5,
             ),
         ),
     ),
     "session_leave": ("sessions_request", m.SessionLeave(7)),
     "session_move": ("sessions_request", m.SessionMove(7, DrafterId("drafter-b"))),
     "session_moved": ("sessions_message", m.SessionMoved(7, DrafterId("drafter-b"))),
+    "sessions_draining": ("sessions_message", m.SessionsDraining(2.5)),
     "session_events": (
         "sessions_message",
         m.SessionEvents(
@@ -271,6 +273,10 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             planner="eagle3 chain of 4: plain (probe)",
             stats=STATS,
             hit_idle_us_p50=87.5,
+            draining=True,
+            waiting_sessions=2,
+            preemptions_swap=7,
+            preemptions_recompute=3,
         ),
     ),
     "drafter_info": (
@@ -288,6 +294,8 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             verifiers=("10.0.0.1:7001", "10.0.0.2:7001"),
             draft_ms_p50=4.5,
             handicap="drafts 2x as slow",
+            draining=True,
+            max_sessions=128,
         ),
     ),
     "request": (
@@ -323,11 +331,16 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         ),
     ),
     "text_request": ("request", api.GenerateRequest(prompt=api.TextPrompt("Once upon"))),
-    "token_request": ("request", api.GenerateRequest(prompt=api.TokenPrompt((1, 2, 3)))),
+    "token_request": (
+        "request",
+        api.GenerateRequest(prompt=api.TokenPrompt((1, 2, 3)), priority=7, resumable=True),
+    ),
+    "resume": ("resume", api.StreamPosition(request_id=RequestId("req-1"), tokens=12)),
     "prompt_info": (
         "event",
         api.PromptInfo(request_id=RequestId("req-1"), prompt_tokens=12, model="smollm2-135m"),
     ),
+    "resumed_event": ("resumed_event", api.Delta(text="on", token_ids=(402,))),
     "delta": ("event", api.Delta(text="\u65e5\u672c", token_ids=(400, 401))),
     "finish": ("event", FINISH),
     "result": (

@@ -216,6 +216,7 @@ def session_specs(draw: st.DrawFn) -> messages.SessionSpec:
         sampling=draw(SAMPLING),
         plan=draw(PLANS),
         drafter_id=draw(st.none() | NAMES.map(DrafterId)),
+        priority=draw(st.integers(-100, 100)),
     )
 
 
@@ -262,6 +263,7 @@ SESSIONS_MESSAGES: st.SearchStrategy[messages.SessionsMessage] = (
         retry_after_s=st.none() | st.floats(0, 1e6),
     )
     | st.builds(messages.SessionMoved, handle=UINT32, drafter_id=st.none() | NAMES.map(DrafterId))
+    | st.builds(messages.SessionsDraining, seconds=TIMES)
 )
 VERIFIER_INFOS = st.builds(
     messages.VerifierInfo,
@@ -302,6 +304,10 @@ VERIFIER_INFOS = st.builds(
     planner=MAYBE_NAMES,
     stats=STATS,
     hit_idle_us_p50=TIMES,
+    draining=st.booleans(),
+    waiting_sessions=UINT32,
+    preemptions_swap=UINT64,
+    preemptions_recompute=UINT64,
 )
 DRAFTER_INFOS = st.builds(
     messages.DrafterInfo,
@@ -317,5 +323,7 @@ DRAFTER_INFOS = st.builds(
     verifiers=st.lists(NAMES, max_size=3).map(tuple),
     draft_ms_p50=TIMES,
     handicap=MAYBE_NAMES,
+    draining=st.booleans(),
+    max_sessions=UINT32,
 )
 REMOVED = st.builds(Removed, moved=UINT32, left=UINT32)

@@ -12,7 +12,7 @@ class VerifierServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifierServiceGetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "verifier_id", "incarnation", "model_name", "vocab_size", "tokenizer_hash", "max_context_len", "kv_block_tokens", "kv_total_blocks", "kv_free_blocks", "sessions", "max_sessions", "drafters", "feature_fingerprint", "rounds_total", "tokens_total", "dtype", "round_ms_p50", "forward_ms_p50", "overhead_ms_p50", "own_methods", "own_draft_length", "simulated_acceptance", "planner", "stats", "hit_idle_us_p50")
+    __slots__ = ("protocol_version", "verifier_id", "incarnation", "model_name", "vocab_size", "tokenizer_hash", "max_context_len", "kv_block_tokens", "kv_total_blocks", "kv_free_blocks", "sessions", "max_sessions", "drafters", "feature_fingerprint", "rounds_total", "tokens_total", "dtype", "round_ms_p50", "forward_ms_p50", "overhead_ms_p50", "own_methods", "own_draft_length", "simulated_acceptance", "planner", "stats", "hit_idle_us_p50", "draining", "waiting_sessions", "preemptions_swap", "preemptions_recompute")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,10 @@ class VerifierServiceGetInfoResponse(_message.Message):
     PLANNER_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     HIT_IDLE_US_P50_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_SWAP_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     verifier_id: str
     incarnation: str
@@ -65,7 +69,11 @@ class VerifierServiceGetInfoResponse(_message.Message):
     planner: str
     stats: _common_pb2.SpecDecodeStats
     hit_idle_us_p50: float
-    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_context_len: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[AttachedDrafter, _Mapping]]] = ..., feature_fingerprint: _Optional[str] = ..., rounds_total: _Optional[int] = ..., tokens_total: _Optional[int] = ..., dtype: _Optional[str] = ..., round_ms_p50: _Optional[float] = ..., forward_ms_p50: _Optional[float] = ..., overhead_ms_p50: _Optional[float] = ..., own_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., own_draft_length: _Optional[int] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., hit_idle_us_p50: _Optional[float] = ...) -> None: ...
+    draining: bool
+    waiting_sessions: int
+    preemptions_swap: int
+    preemptions_recompute: int
+    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_context_len: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[AttachedDrafter, _Mapping]]] = ..., feature_fingerprint: _Optional[str] = ..., rounds_total: _Optional[int] = ..., tokens_total: _Optional[int] = ..., dtype: _Optional[str] = ..., round_ms_p50: _Optional[float] = ..., forward_ms_p50: _Optional[float] = ..., overhead_ms_p50: _Optional[float] = ..., own_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., own_draft_length: _Optional[int] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., hit_idle_us_p50: _Optional[float] = ..., draining: bool = ..., waiting_sessions: _Optional[int] = ..., preemptions_swap: _Optional[int] = ..., preemptions_recompute: _Optional[int] = ...) -> None: ...
 
 class AttachedDrafter(_message.Message):
     __slots__ = ("drafter_id", "incarnation", "methods", "sessions", "answer_ms", "same_host")
@@ -84,7 +92,7 @@ class AttachedDrafter(_message.Message):
     def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ..., same_host: bool = ...) -> None: ...
 
 class SessionSpec(_message.Message):
-    __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id")
+    __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id", "priority")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +103,7 @@ class SessionSpec(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -105,7 +114,8 @@ class SessionSpec(_message.Message):
     sampling: _common_pb2.Sampling
     plan: _common_pb2.Plan
     drafter_id: str
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., drafter_id: _Optional[str] = ...) -> None: ...
+    priority: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., drafter_id: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class SessionsRequest(_message.Message):
     __slots__ = ("open", "leave", "heartbeat", "move")
@@ -142,16 +152,24 @@ class SessionMove(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., drafter_id: _Optional[str] = ...) -> None: ...
 
 class SessionsResponse(_message.Message):
-    __slots__ = ("events", "failure", "heartbeat", "moved")
+    __slots__ = ("events", "failure", "heartbeat", "moved", "draining")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     events: SessionEvents
     failure: SessionFailure
     heartbeat: _common_pb2.Heartbeat
     moved: SessionMoved
-    def __init__(self, events: _Optional[_Union[SessionEvents, _Mapping]] = ..., failure: _Optional[_Union[SessionFailure, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., moved: _Optional[_Union[SessionMoved, _Mapping]] = ...) -> None: ...
+    draining: SessionsDraining
+    def __init__(self, events: _Optional[_Union[SessionEvents, _Mapping]] = ..., failure: _Optional[_Union[SessionFailure, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., moved: _Optional[_Union[SessionMoved, _Mapping]] = ..., draining: _Optional[_Union[SessionsDraining, _Mapping]] = ...) -> None: ...
+
+class SessionsDraining(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
 
 class SessionMoved(_message.Message):
     __slots__ = ("handle", "drafter_id")
@@ -224,7 +242,7 @@ class DrafterServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DrafterServiceGetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "sessions", "verifiers", "draft_ms_p50", "handicap")
+    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "sessions", "verifiers", "draft_ms_p50", "handicap", "draining", "max_sessions")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +255,8 @@ class DrafterServiceGetInfoResponse(_message.Message):
     VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MS_P50_FIELD_NUMBER: _ClassVar[int]
     HANDICAP_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     drafter_id: str
     incarnation: str
@@ -249,7 +269,9 @@ class DrafterServiceGetInfoResponse(_message.Message):
     verifiers: _containers.RepeatedScalarFieldContainer[str]
     draft_ms_p50: float
     handicap: str
-    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., sessions: _Optional[int] = ..., verifiers: _Optional[_Iterable[str]] = ..., draft_ms_p50: _Optional[float] = ..., handicap: _Optional[str] = ...) -> None: ...
+    draining: bool
+    max_sessions: int
+    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., sessions: _Optional[int] = ..., verifiers: _Optional[_Iterable[str]] = ..., draft_ms_p50: _Optional[float] = ..., handicap: _Optional[str] = ..., draining: bool = ..., max_sessions: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("verifier_address",)

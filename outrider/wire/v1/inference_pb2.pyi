@@ -84,7 +84,7 @@ class SpeculationOptions(_message.Message):
     def __init__(self, enabled: bool = ..., method: _Optional[_Union[_common_pb2.DraftMethod, str]] = ..., draft_tokens: _Optional[int] = ..., draft_top_k: _Optional[int] = ..., look_ahead: _Optional[int] = ..., fan_out: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "speculation")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "speculation", "priority", "resumable")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,8 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOPPING_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -101,7 +103,9 @@ class GenerateRequest(_message.Message):
     sampling: SamplingOptions
     stopping: StoppingOptions
     speculation: SpeculationOptions
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stopping: _Optional[_Union[StoppingOptions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ...) -> None: ...
+    priority: int
+    resumable: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stopping: _Optional[_Union[StoppingOptions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., priority: _Optional[int] = ..., resumable: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("prompt_info", "output", "finish_info")
@@ -119,6 +123,14 @@ class GenerateStreamRequest(_message.Message):
     request: GenerateRequest
     def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
 
+class ResumeStreamRequest(_message.Message):
+    __slots__ = ("request_id", "tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
+
 class GenerateStreamResponse(_message.Message):
     __slots__ = ("prompt_info", "delta", "finish_info")
     PROMPT_INFO_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +140,12 @@ class GenerateStreamResponse(_message.Message):
     delta: Delta
     finish_info: FinishInfo
     def __init__(self, prompt_info: _Optional[_Union[PromptInfo, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finish_info: _Optional[_Union[FinishInfo, _Mapping]] = ...) -> None: ...
+
+class ResumeStreamResponse(_message.Message):
+    __slots__ = ("event",)
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    event: GenerateStreamResponse
+    def __init__(self, event: _Optional[_Union[GenerateStreamResponse, _Mapping]] = ...) -> None: ...
 
 class PromptInfo(_message.Message):
     __slots__ = ("request_id", "prompt_tokens", "model")

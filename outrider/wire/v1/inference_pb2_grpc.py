@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """Text generation. Cancelling an RPC, or letting its deadline pass, aborts its request.
+    """Text generation. Cancelling an RPC, or letting its deadline pass, aborts its request, unless that is
+    resumable.
     """
 
     def __init__(self, channel):
@@ -44,6 +45,11 @@ class InferenceServiceStub(object):
                 '/outrider.wire.v1.InferenceService/GenerateStream',
                 request_serializer=outrider_dot_wire_dot_v1_dot_inference__pb2.GenerateStreamRequest.SerializeToString,
                 response_deserializer=outrider_dot_wire_dot_v1_dot_inference__pb2.GenerateStreamResponse.FromString,
+                _registered_method=True)
+        self.ResumeStream = channel.unary_stream(
+                '/outrider.wire.v1.InferenceService/ResumeStream',
+                request_serializer=outrider_dot_wire_dot_v1_dot_inference__pb2.ResumeStreamRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_inference__pb2.ResumeStreamResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/outrider.wire.v1.InferenceService/Abort',
@@ -63,7 +69,8 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """Text generation. Cancelling an RPC, or letting its deadline pass, aborts its request.
+    """Text generation. Cancelling an RPC, or letting its deadline pass, aborts its request, unless that is
+    resumable.
     """
 
     def Generate(self, request, context):
@@ -75,6 +82,14 @@ class InferenceServiceServicer(object):
 
     def GenerateStream(self, request, context):
         """Continue one prompt: one PromptInfo, any number of Delta, one FinishInfo.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeStream(self, request, context):
+        """Go on with a stream whose connection broke, from a position on: every event behind it. NOT_FOUND
+        if there is no such request (any more). A stream that has a reader is taken over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,6 +129,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=outrider_dot_wire_dot_v1_dot_inference__pb2.GenerateStreamRequest.FromString,
                     response_serializer=outrider_dot_wire_dot_v1_dot_inference__pb2.GenerateStreamResponse.SerializeToString,
             ),
+            'ResumeStream': grpc.unary_stream_rpc_method_handler(
+                    servicer.ResumeStream,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_inference__pb2.ResumeStreamRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_inference__pb2.ResumeStreamResponse.SerializeToString,
+            ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
                     request_deserializer=outrider_dot_wire_dot_v1_dot_inference__pb2.AbortRequest.FromString,
@@ -138,7 +158,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """Text generation. Cancelling an RPC, or letting its deadline pass, aborts its request.
+    """Text generation. Cancelling an RPC, or letting its deadline pass, aborts its request, unless that is
+    resumable.
     """
 
     @staticmethod
@@ -185,6 +206,33 @@ class InferenceService(object):
             '/outrider.wire.v1.InferenceService/GenerateStream',
             outrider_dot_wire_dot_v1_dot_inference__pb2.GenerateStreamRequest.SerializeToString,
             outrider_dot_wire_dot_v1_dot_inference__pb2.GenerateStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeStream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.wire.v1.InferenceService/ResumeStream',
+            outrider_dot_wire_dot_v1_dot_inference__pb2.ResumeStreamRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_inference__pb2.ResumeStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,
