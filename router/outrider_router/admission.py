@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from outrider.errors import UnavailableError
 from outrider.ids import RequestId, VerifierId
 
+NO_VERIFIER = "NO_VERIFIER"
+"""Reason of errors: no verifier is healthy."""
 MIN_RETRY_S = 0.5
 MAX_RETRY_S = 30.0
 FULL_BACKOFF_S = 0.1
@@ -32,6 +34,9 @@ class Ticket:
     """Greater goes first."""
     deadline: float | None = None
     """Clock time after which waiting is pointless, seconds."""
+    patient_until: float | None = None
+    """Of a request that was placed before: clock time until which it waits for a verifier that
+    could serve it, seconds. It is not refused because the queue is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,8 @@ class VerifierLoad:
     max_sessions: int
     not_before: float = 0.0
     """Clock time before which nothing is placed here, seconds."""
+    draining: bool = False
+    """Whether nothing is placed here any more."""
 
     def rounded(self, tokens: int) -> int:
         """`tokens` in whole blocks."""
@@ -55,12 +62,14 @@ class VerifierLoad:
 
     def fits_empty(self, tokens: int) -> bool:
         """Whether a session of this size could ever be served here."""
-        return self.rounded(tokens) <= self.total_tokens and self.max_sessions > 0
+        fits = self.rounded(tokens) <= self.total_tokens and self.max_sessions > 0
+        return fits and not self.draining
 
     def fits_now(self, tokens: int, now: float) -> bool:
         """Whether a session of this size fits beside those that were placed."""
         return (
             now >= self.not_before
+            and not self.draining
             and self.sessions < self.max_sessions
             and self.reserved_tokens + self.rounded(tokens) <= self.total_tokens
         )
@@ -100,7 +109,7 @@ class Expire:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """No verifier is left to wait for."""
+    """No verifier is left to wait for, or none that could serve it."""
 
     request_id: RequestId
 
@@ -116,8 +125,10 @@ def plan(state: State, now: float) -> list[Action]:
     for ticket in sorted(state.queue, key=lambda t: (-t.priority, t.sequence)):
         if ticket.deadline is not None and now >= ticket.deadline:
             actions.append(Expire(ticket.request_id))
-        elif not loads:
-            actions.append(Refuse(ticket.request_id))
+        elif not any(load.fits_empty(ticket.kv_tokens) for load in loads.values()):
+            # Whoever waits for a verifier to come back is in nobody's way.
+            if ticket.patient_until is None or now >= ticket.patient_until:
+                actions.append(Refuse(ticket.request_id))
         elif not blocked:
             chosen = choose_verifier(loads.values(), ticket.kv_tokens, now)
             if chosen is None:
@@ -146,7 +157,8 @@ def choose_verifier(
 
 def next_wake(state: State, now: float) -> float | None:
     """The next clock time at which `plan` may decide differently by itself, or None."""
-    times = [ticket.deadline for ticket in state.queue if ticket.deadline is not None]
+    ends = [end for ticket in state.queue for end in (ticket.deadline, ticket.patient_until)]
+    times = [end for end in ends if end is not None]
     if state.queue:
         times += [load.not_before for load in state.verifiers]
     return min((time for time in times if time > now), default=None)
@@ -161,5 +173,5 @@ def retry_hint_s(waiting: int, running: int, service_s: float) -> float:
 def no_verifier() -> UnavailableError:
     """The error of a request while no verifier is healthy."""
     return UnavailableError(
-        "no verifier is ready; try again later", reason="NO_VERIFIER", retry_after_s=1.0
+        "no verifier is ready; try again later", reason=NO_VERIFIER, retry_after_s=1.0
     )

@@ -88,6 +88,7 @@ class AdmissionQueue:
                 total_tokens=load.total_tokens,
                 block_tokens=load.block_tokens,
                 max_sessions=load.max_sessions,
+                draining=load.draining,
             )
         self._pump()
 
@@ -110,7 +111,8 @@ class AdmissionQueue:
         future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._waiting[ticket.request_id] = (ticket, future)
         self._pump()
-        if not future.done() and len(self._waiting) > self.queue_limit:
+        crowded = ticket.patient_until is None and len(self._waiting) > self.queue_limit
+        if crowded and not future.done():
             self._remove(ticket.request_id)
             raise ResourceExhaustedError(
                 f"{self.queue_limit} requests are waiting already; try again later",

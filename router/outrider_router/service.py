@@ -87,6 +87,8 @@ class RouterService:
             tokenizer=tokenizer,
             metrics=metrics,
             clock=clock,
+            failover_s=config.failover_s,
+            max_failovers=config.max_failovers,
         )
         self._draining = False
         self._ready = False
@@ -222,6 +224,7 @@ class RouterService:
                 total_tokens=info.kv_total_blocks * info.kv_block_tokens,
                 block_tokens=info.kv_block_tokens,
                 max_sessions=info.max_sessions,
+                draining=info.draining,
             )
         )
         self._note_readiness()
