@@ -13,7 +13,6 @@ from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.sessions import SessionStream
 from outrider.wire.inference import Delta, FinishInfo, PromptInfo, StreamEvent
-from outrider_router.admission import Ticket
 from outrider_router.admission_queue import AdmissionQueue, Lease
 from outrider_router.journal import Entry, Journal
 from outrider_router.metrics import RouterMetrics
@@ -24,6 +23,7 @@ from outrider_router.planner import drafts_itself, plan_on
 from outrider_router.registry import Registry, VerifierPeer
 from outrider_router.request import Job
 from outrider_router.streaming import EventSink, Feed, lost_error, session_messages
+from outrider_router.waiting import Ticket
 
 MAX_REFUSALS = 20
 """Refusals of one request by verifiers on which nothing else of ours runs."""
@@ -79,9 +79,12 @@ class Serving:
         ticket = Ticket(
             request_id=entry.request_id,
             kv_tokens=job.kv_tokens,
+            prompt_tokens=len(job.prompt_ids),
+            max_new_tokens=job.max_new_tokens,
             sequence=next(self._numbers),
             priority=job.priority,
             deadline=deadline,
+            tenant=job.tenant,
         )
         lease = await self._acquire(entry, ticket)
         held = True
@@ -110,7 +113,8 @@ class Serving:
                 held = True
         finally:
             if held:
-                self._admission.release(lease, service_s=self._clock() - entry.started)
+                self._admission.release(lease)
+            self._admission.leave(entry.request_id)
         assert finish is not None, "a session that ends without an error ends with a finish"
         # Last, so that whoever hears of the end finds everything freed.
         yield finish
