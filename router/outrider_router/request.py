@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from outrider.errors import InvalidRequestError, NotFoundError
-from outrider.ids import DrafterId, SessionId
+from outrider.ids import DrafterId, SessionId, TenantId
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.text.tokenizer import Tokenizer
@@ -22,6 +22,7 @@ from outrider.wire.inference import (
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.config import RouterConfig
 from outrider_router.planner import check_ids, make_plan, make_sampling, output_budget, stop_ids
+from outrider_router.tenants import SHARED
 
 ArgumentT = TypeVar("ArgumentT")
 
@@ -41,8 +42,9 @@ class Job:
     max_new_tokens: int
     min_new_tokens: int
     kv_tokens: int
-    """KV tokens that a verifier will reserve for it."""
+    """KV tokens that it may need at most."""
     priority: int
+    tenant: TenantId
     model: str
 
     def spec(
@@ -102,6 +104,7 @@ def make_job(
     tokenizer: Tokenizer,
     config: RouterConfig,
     seed: int,
+    tenant: TenantId = SHARED,
 ) -> Job:
     """Apply defaults and check everything against the served model.
 
@@ -130,6 +133,7 @@ def make_job(
         min_new_tokens=request.stopping.min_tokens or 0,
         kv_tokens=len(prompt_ids) + budget + config.session_slack_tokens,
         priority=request.priority,
+        tenant=tenant,
         model=name,
     )
 

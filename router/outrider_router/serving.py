@@ -23,7 +23,7 @@ from outrider.text.tokenizer import Tokenizer
 from outrider.transport.sessions import SessionStream
 from outrider.wire.inference import Delta, FinishInfo, StreamEvent
 from outrider.wire.messages import SessionSpec, VerifierInfo
-from outrider_router.admission import NO_VERIFIER, Ticket
+from outrider_router.admission import NO_VERIFIER
 from outrider_router.admission_queue import AdmissionQueue, Lease
 from outrider_router.course import Course
 from outrider_router.failover import (
@@ -45,6 +45,7 @@ from outrider_router.planner import drafts_itself, plan_on
 from outrider_router.registry import Registry, VerifierPeer
 from outrider_router.request import Job
 from outrider_router.streaming import EventSink, Feed, Reply, lost_error, session_messages
+from outrider_router.waiting import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +133,12 @@ class Serving:
             ticket=Ticket(
                 request_id=entry.request_id,
                 kv_tokens=job.kv_tokens,
+                prompt_tokens=len(job.prompt_ids),
+                max_new_tokens=job.max_new_tokens,
                 sequence=number,
                 priority=job.priority,
                 deadline=deadline,
+                tenant=job.tenant,
             ),
             reply=Reply(
                 entry,
@@ -214,11 +218,10 @@ class Serving:
 
     def _free(self, course: Course) -> None:
         """Give back what a request holds that is over."""
-        if course.lease is not None:
-            service_s = self._clock() - course.entry.started
-            self._admission.release(course.lease, service_s=service_s)
-        if course.next_lease is not None:
-            self._admission.release(course.next_lease)
+        for lease in (course.lease, course.next_lease):
+            if lease is not None:
+                self._admission.release(lease)
+        self._admission.leave(course.entry.request_id)
 
     # ---- what becomes of it --------------------------------------------------------------------
 
