@@ -13,8 +13,9 @@ from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.sessions import SessionStream
 from outrider.wire.inference import Delta, FinishInfo, PromptInfo, StreamEvent
-from outrider_router.admission_queue import AdmissionQueue, Lease
+from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.journal import Entry, Journal
+from outrider_router.ledger import Lease
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.output import OutputAssembler
@@ -85,6 +86,7 @@ class Serving:
             priority=job.priority,
             deadline=deadline,
             tenant=job.tenant,
+            returns=job.returns,
         )
         lease = await self._acquire(entry, ticket)
         held = True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from outrider_router.service import RouterService
+from outrider_router.waiting import Ticket
 
+from outrider.ids import RequestId
 from outrider.wire.inference import GenerateRequest, StoppingOptions, StreamEvent, TextPrompt
 from tests.fakes.router import eventually
 from tests.fakes.verifier import FakeVerifier
@@ -24,8 +26,18 @@ async def assert_all_freed(service: RouterService, verifier: FakeVerifier) -> No
     await eventually(lambda: not verifier.live)
     assert len(service.journal) == 0
     assert service.admission.running == service.admission.waiting == 0
-    assert service.admission.reserved_tokens == 0
+    assert service.admission.reserved_tokens == service.admission.guests == 0
 
 
 async def collect(service: RouterService, request: GenerateRequest) -> list[StreamEvent]:
     return [event async for event in service.stream(request)]
+
+
+def ticket(number: int, kv_tokens: int = 10, **changes: object) -> Ticket:
+    """A ticket; what is not said is the least."""
+    return Ticket(
+        request_id=RequestId(f"r{number}"),
+        kv_tokens=kv_tokens,
+        sequence=number,
+        **changes,  # type: ignore[arg-type]
+    )
