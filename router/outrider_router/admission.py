@@ -19,6 +19,8 @@ from outrider.ids import RequestId, TenantId, VerifierId
 from outrider.wire.limits import MAX_PRIORITY
 from outrider_router.waiting import Ticket, in_order
 
+NO_VERIFIER = "NO_VERIFIER"
+"""Reason of errors: no verifier is healthy."""
 MIN_PRIORITY = -MAX_PRIORITY
 FULL_BACKOFF_S = 0.1
 """Pause after a verifier refused a session that the ledger thought would fit."""
@@ -74,7 +76,8 @@ class VerifierLoad:
 
     def fits_empty(self, tokens: int) -> bool:
         """Whether a session that may grow to this size could ever be served here."""
-        return self.rounded(tokens) <= self.total_tokens and self.max_sessions > 0
+        fits = self.rounded(tokens) <= self.total_tokens and self.max_sessions > 0
+        return fits and not self.draining
 
     def fits_now(self, ticket: Ticket, now: float) -> bool:
         """Whether a session fits beside those that were placed."""
@@ -118,7 +121,6 @@ class VerifierLoad:
         fits = not sessions or tokens + self.rounded(ticket.tokens) <= room
         return (
             now >= self.not_before
-            and not self.draining
             and sessions < self.max_sessions
             and self.fits_empty(ticket.kv_tokens)
             and fits
@@ -157,7 +159,7 @@ class Expire:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """No verifier is left to wait for."""
+    """No verifier is left to wait for, or none that could ever serve it."""
 
     request_id: RequestId
 
@@ -174,13 +176,14 @@ def plan(state: State, now: float) -> list[Action]:
     for ticket in in_order(state.queue, now, state.aging_s):
         if ticket.deadline is not None and now >= ticket.deadline:
             actions.append(Expire(ticket.request_id))
-        elif not loads:
-            actions.append(Refuse(ticket.request_id))
+        elif not any(load.fits_empty(ticket.kv_tokens) for load in loads.values()):
+            # It may come back; meanwhile nobody else waits for it.
+            if ticket.patient_until is None or now >= ticket.patient_until:
+                actions.append(Refuse(ticket.request_id))
         elif not blocked and room.get(ticket.tenant, 1) > 0:
             chosen = choose_verifier(loads.values(), ticket, now)
             if chosen is None:
-                # Of several verifiers the large ones may be lost: for them nobody else waits.
-                blocked = any(load.fits_empty(ticket.kv_tokens) for load in loads.values())
+                blocked = True
                 continue
             action, load = chosen
             loads[load.verifier_id] = load
@@ -217,7 +220,8 @@ def choose_verifier(
 
 def next_wake(state: State, now: float) -> float | None:
     """The next clock time at which `plan` may decide differently by itself, or None."""
-    times = [ticket.deadline for ticket in state.queue if ticket.deadline is not None]
+    ends = [end for ticket in state.queue for end in (ticket.deadline, ticket.patient_until)]
+    times = [end for end in ends if end is not None]
     if state.queue:
         times += [load.not_before for load in state.verifiers]
     return min((time for time in times if time > now), default=None)
@@ -226,5 +230,5 @@ def next_wake(state: State, now: float) -> float | None:
 def no_verifier() -> UnavailableError:
     """The error of a request while no verifier is healthy."""
     return UnavailableError(
-        "no verifier is ready; try again later", reason="NO_VERIFIER", retry_after_s=1.0
+        "no verifier is ready; try again later", reason=NO_VERIFIER, retry_after_s=1.0
     )

@@ -108,6 +108,10 @@ class RouterConfig:
     """Time between two looks at a verifier or drafter."""
     silence_s: float = 3.0
     """A peer that answers nothing for this long is lost."""
+    failover_s: float = 30.0
+    """Longest time that a request which has lost its verifier waits for another one."""
+    max_failovers: int = 5
+    """Sessions of one request that may be lost or fail; the next loss ends it with an error."""
     session_slack_tokens: int = 64
     """KV tokens that a session needs beside prompt and output: the largest proposal that its
     verifier verifies. What is counted in vain costs capacity, never a request."""
@@ -131,6 +135,8 @@ class RouterConfig:
             raise ValueError(f"default_max_tokens must be >= 1, got {self.default_max_tokens}")
         if self.poll_interval_s <= 0 or self.silence_s <= self.poll_interval_s:
             raise ValueError("poll_interval_s must be positive and less than silence_s")
+        if self.failover_s < 0 or self.max_failovers < 0:
+            raise ValueError("failover_s and max_failovers must be >= 0")
         if self.session_slack_tokens < 0:
             raise ValueError("session_slack_tokens must be >= 0")
         for name in self.tenants:

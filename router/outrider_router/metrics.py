@@ -128,6 +128,14 @@ class RouterMetrics:
         self.verifier_losses = self._counter(
             "verifier_losses_total", "Times that this verifier was lost.", "verifier"
         )
+        self.failovers = self._counter(
+            "failovers_total", "Times that a request lost its session and was placed again."
+        )
+        self.resumed_sessions = self._counter(
+            "resumed_sessions_total",
+            "Sessions opened for requests that had one before, by what became of that.",
+            "cause",
+        )
         self.drafter_up = self._gauge(
             "drafter_up", "1 while this drafter is reachable and attached.", "drafter"
         )

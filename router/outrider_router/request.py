@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -50,15 +50,21 @@ class Job:
     model: str
 
     def spec(
-        self, session_id: SessionId, epoch: int, drafter_id: DrafterId | None, plan: Plan
+        self,
+        session_id: SessionId,
+        epoch: int,
+        drafter_id: DrafterId | None,
+        plan: Plan,
+        emitted: Sequence[int] = (),
     ) -> SessionSpec:
-        """What a verifier is told; `plan` is the job's as that verifier carries it out."""
+        """What a verifier is told; `plan` is the job's as that verifier carries it out, `emitted`
+        what the sessions before this one emitted."""
         return SessionSpec(
             session_id=session_id,
             epoch=epoch,
-            token_ids=self.prompt_ids,
+            token_ids=(*self.prompt_ids, *emitted),
             prompt_len=len(self.prompt_ids),
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=self.max_new_tokens - len(emitted),
             stop_token_ids=self.stop_ids,
             min_new_tokens=self.min_new_tokens,
             sampling=self.sampling,

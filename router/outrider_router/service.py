@@ -88,6 +88,8 @@ class RouterService:
             tokenizer=tokenizer,
             metrics=metrics,
             clock=clock,
+            failover_s=config.failover_s,
+            max_failovers=config.max_failovers,
         )
         self._draining = False
         self._ready = False

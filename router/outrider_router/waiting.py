@@ -30,6 +30,9 @@ class Ticket:
     """Greater goes first, and may displace and preempt lesser ones."""
     deadline: float | None = None
     """Clock time after which waiting is pointless, seconds."""
+    patient_until: float | None = None
+    """Clock time until which it waits although no verifier can ever serve it, seconds: one may
+    come back. None: not at all."""
     tenant: TenantId = SHARED
     arrived: float = 0.0
     """Clock time of its arrival, seconds."""

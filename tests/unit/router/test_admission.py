@@ -59,7 +59,10 @@ def test_a_request_that_does_not_fit_is_not_overtaken_by_a_smaller_one() -> None
 
 
 def test_a_request_that_only_a_lost_verifier_could_serve_holds_up_nobody() -> None:
-    assert admitted(plan(state([ticket(1, 500), ticket(2, 10)]), 0.0)) == ["r2"]
+    patient = ticket(1, 500, patient_until=9.0)
+    assert plan(state([patient, ticket(2)]), 0.0) == [Admit(RequestId("r2"), A)]
+    assert plan(state([patient]), 9.0) == [Refuse(RequestId("r1"))]
+    assert plan(state([ticket(1, 500)]), 0.0) == [Refuse(RequestId("r1"))]
 
 
 def test_a_higher_priority_goes_first() -> None:
@@ -122,7 +125,9 @@ def test_a_verifier_with_all_its_sessions_takes_no_more() -> None:
 
 
 def test_a_draining_verifier_takes_none() -> None:
-    assert plan(state([ticket(1)], load(draining=True)), 0.0) == []
+    loads = load(A, draining=True), load(B, tokens=90)
+    assert plan(state([ticket(1)], *loads), 0.0) == [Admit(RequestId("r1"), B)]
+    assert plan(state([ticket(1)], loads[0]), 0.0) == [Refuse(RequestId("r1"))]
 
 
 def test_whoever_waits_at_a_verifier_goes_before_new_sessions() -> None:

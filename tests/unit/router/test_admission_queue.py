@@ -183,11 +183,11 @@ async def test_a_request_that_needs_another_place_is_not_refused_by_a_full_queue
     bed.look(max_sessions=1)
     moved = await bed.place(request(1))
     waiting = await bed.wait(request(2))
-    bed.look(max_sessions=1, draining=True)
-    bed.queue.release(moved)
+    bed.queue.release(moved, refused=True)
     again = await bed.wait(request(1))
     async with held([waiting, again]):
         assert not again.done() and not waiting.done()
+        bed.now += 1.0
         bed.look(max_sessions=1)
         assert await asyncio.wait_for(again, 1.0), "it keeps its turn"
         assert not waiting.done()
@@ -225,9 +225,9 @@ async def test_a_tenant_pays_for_what_its_requests_were() -> None:
 
 async def test_a_request_that_leaves_the_queue_unserved_costs_its_tenant_no_tokens() -> None:
     bed = bench(tenants={"default": TenantLimits(tokens_per_s=1.0, tokens_burst=400.0)})
-    bed.look(max_sessions=1, draining=True)
-    for number in range(10):
-        task = await bed.wait(request(number))
+    bed.look(max_sessions=0)
+    for number in range(1, 10):
+        task = await bed.wait(request(number, patient_until=9.0))
         assert not task.done()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
