@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
+
+
+class Fsync(StrEnum):
+    """When the journal is forced to the disk. A killed router loses nothing under any of them."""
+
+    OFF = "off"
+    """Whenever the kernel likes."""
+    INTERVAL = "interval"
+    """Every second, beside the rounds: a machine that fails may lose the last of it."""
+    ALWAYS = "always"
+    """Before a client is told of a round; every round waits for the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +89,12 @@ class RouterConfig:
     proposal it verifies. What is reserved in vain costs capacity, never a request."""
     drain_s: float = 30.0
     """Time that running requests get after SIGTERM."""
+    resume_grace_s: float = 30.0
+    """Time that a resumable request goes on, or that its end is kept, without its client."""
+    journal: Path | None = None
+    """File of the log that resumable requests survive this process by; None keeps none."""
+    journal_fsync: Fsync = Fsync.INTERVAL
+    """When that file is forced to the disk: off, interval (every second) or always."""
     log_level: str = "INFO"
     """Least severe level that is logged."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)
@@ -93,5 +111,7 @@ class RouterConfig:
             raise ValueError("poll_interval_s must be positive and less than silence_s")
         if self.session_slack_tokens < 0:
             raise ValueError("session_slack_tokens must be >= 0")
+        if self.resume_grace_s < 0:
+            raise ValueError(f"resume_grace_s must be >= 0, got {self.resume_grace_s}")
         if self.drain_s < 0:
             raise ValueError(f"drain_s must be >= 0, got {self.drain_s}")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from functools import partial
 
 from outrider.transport.grpc import Service
 from outrider.transport.grpc.status import Context
 from outrider.wire.inference_codec import (
     event_to_pb,
+    position_from_pb,
     request_from_pb,
     result_to_pb,
+    resumed_event_to_pb,
     stream_request_from_pb,
 )
 from outrider.wire.server_info_codec import (
@@ -53,14 +54,19 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
         """Answer as a stream.
 
         A coroutine that writes, not a generator: when the client goes away it is cancelled here,
-        and `aclosing` frees the request at once instead of at garbage collection.
+        and the request is freed at once instead of at garbage collection.
         """
-        events = self._service.stream(
-            stream_request_from_pb(request), timeout_s=context.time_remaining()
+        await self._service.serve(
+            stream_request_from_pb(request),
+            lambda event: context.write(event_to_pb(event)),
+            timeout_s=context.time_remaining(),
         )
-        async with aclosing(events):
-            async for event in events:
-                await context.write(event_to_pb(event))
+
+    async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
+        """Go on with a stream, likewise."""
+        await self._service.resume(
+            position_from_pb(request), lambda event: context.write(resumed_event_to_pb(event))
+        )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Cancel requests by id."""

@@ -16,6 +16,7 @@ from outrider.wire.inference import Delta, FinishInfo, PromptInfo, StreamEvent
 from outrider_router.admission import Ticket
 from outrider_router.admission_queue import AdmissionQueue, Lease
 from outrider_router.journal import Entry, Journal
+from outrider_router.log_records import Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.output import OutputAssembler
@@ -42,7 +43,9 @@ class Serving:
         tokenizer: Tokenizer,
         metrics: RouterMetrics,
         clock: Callable[[], float],
+        on_emitted: Callable[[list[Row]], None],
     ) -> None:
+        """`on_emitted` logs ids of entries with a number, before anybody is told of them."""
         self._journal = journal
         self._admission = admission
         self._registry = registry
@@ -50,6 +53,7 @@ class Serving:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._clock = clock
+        self._on_emitted = on_emitted
         self._pacer = Pacer(clock)
         self._numbers = itertools.count()
         self._incarnation = secrets.token_hex(6)
@@ -174,6 +178,7 @@ class Serving:
                 self._clock,
                 on_events=lambda: self._registry.saw_verifier(peer),
                 on_drafter_lost=partial(self._on_drafter_lost, peer),
+                on_emitted=self._on_emitted,
             )
             stream = self._streams[peer.address] = SessionStream(
                 peer.control.sessions, sink.deliver
