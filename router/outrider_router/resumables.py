@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 
 from outrider.errors import OutriderError
 from outrider.ids import RequestId
@@ -37,14 +36,6 @@ UNWANTED = ("ABORTED", "ABANDONED")
 """Reasons of errors after which nobody asks for an answer any more."""
 REPEATABLE = (Rule.GREEDY, Rule.COUPLED)
 """Rules whose text depends on the prompt and the seed alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """A request of the router that ran before this one."""
-
-    entry: Entry
-    job: Job
 
 
 class Resumables:
@@ -97,13 +88,13 @@ class Resumables:
 
     # ---- the log -------------------------------------------------------------------------------
 
-    def open_log(self) -> list[Restored]:
-        """Take the log up, if there is to be one; what ran when it was left.
+    def open_log(self) -> None:
+        """Take the log up, if there is to be one, and run what ran when it was left.
 
         Raises FailedPreconditionError where it cannot be had.
         """
         if self._config.journal is None:
-            return []
+            return
         self._log = DurableLog(
             self._config.journal,
             fsync=self._config.journal_fsync,
@@ -114,14 +105,10 @@ class Resumables:
         self._metrics.journal_damaged.inc(contents.damaged)
         # Were an end damaged, an id could be there twice: the later request counts.
         latest = {logged.opened.request_id: logged for logged in contents.requests.values()}
-        restored = [
-            one
-            for logged in latest.values()
-            if (one := self._restore(logged, self._log, contents.alive_at)) is not None
-        ]
+        for logged in latest.values():
+            self._restore(logged, self._log, contents.alive_at)
         contents.requests.clear()
         self._log.begin()
-        return restored
 
     def opened(self, entry: Entry, job: Job) -> None:
         """A request was accepted. One that came out of the log is in there already."""
@@ -181,31 +168,38 @@ class Resumables:
 
     # ---- after a restart -----------------------------------------------------------------------
 
-    def _restore(self, logged: Logged, log: DurableLog, alive_at: float) -> Restored | None:
+    def _restore(self, logged: Logged, log: DurableLog, alive_at: float) -> None:
         now, opened = self._wall(), logged.opened
         left_s = self._config.resume_grace_s - (now - (logged.ended_at or alive_at))
         late = opened.deadline is not None and opened.deadline <= now
         if left_s <= 0 or late or opened.tokenizer_hash != self._tokenizer.hash:
             self._metrics.restored_requests.labels("dropped").inc()
-            return None
+            return
         log.adopt(logged)
         if logged.finish is not None:
             self._metrics.restored_requests.labels("ended").inc()
             self._keep_ended(logged, logged.finish, left_s)
-            return None
-        self._metrics.restored_requests.labels("running").inc()
-        entry = self._journal.open(opened.request_id, self._clock())
+        else:
+            self._metrics.restored_requests.labels("running").inc()
+            left = None if opened.deadline is None else opened.deadline - now
+            self._go_on(logged, left)
+
+    def _go_on(self, logged: Logged, left_s: float | None) -> None:
+        """Run a restored request behind what it has emitted; `left_s` until its deadline."""
+        job = logged.opened.job
+        entry = self._journal.open(logged.opened.request_id, self._clock())
         self._fill(entry, logged)
-        if opened.deadline is not None:
-            entry.deadline = entry.started + opened.deadline - now
+        entry.epoch = 1
+        if left_s is not None:
+            entry.deadline = entry.started + left_s
         if entry.emitted:
             entry.first_token = entry.last_token = entry.started
-        return Restored(entry=entry, job=opened.job)
 
-    def resume(self, restored: Restored, make: Make) -> None:
-        """Run a restored request; it goes on behind what its entry has emitted."""
-        answer = self.begin(restored.entry, make)
-        answer.may_lag = restored.job.sampling.effective_rule in REPEATABLE
+        async def made() -> Job:
+            return job
+
+        answer = self.begin(entry, made)
+        answer.may_lag = job.sampling.effective_rule in REPEATABLE
 
     def _keep_ended(self, logged: Logged, finish: FinishInfo, left_s: float) -> None:
         job = logged.opened.job

@@ -19,7 +19,7 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.ids import RequestId, VerifierId
+from outrider.ids import RequestId, TenantId, VerifierId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.base import Dialer
 from outrider.wire.inference import (
@@ -32,7 +32,7 @@ from outrider.wire.inference import (
     StreamPosition,
 )
 from outrider.wire.messages import VerifierInfo
-from outrider_router.admission import VerifierLoad, no_verifier
+from outrider_router.admission import no_verifier
 from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.answers import Answer, Write
 from outrider_router.config import RouterConfig
@@ -42,13 +42,12 @@ from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.registry import Registry
 from outrider_router.request import Job, make_job, tokenize
-from outrider_router.resumables import Make, Restored, Resumables
+from outrider_router.resumables import Make, Resumables
 from outrider_router.serving import Serving
+from outrider_router.tenants import SHARED
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.02
-"""Between two looks for the first healthy verifier, for a request that was restored."""
 RESTART_S = 1.0
 """Hint of a router that stops: another one, or the same, may serve by then."""
 
@@ -70,7 +69,7 @@ class RouterService:
         self.metrics = metrics
         self.journal = Journal()
         self.admission = AdmissionQueue(
-            queue_limit=config.queue_limit, clock=clock, on_change=self._on_admission_change
+            config, metrics, clock=clock, emitted=self.journal.num_emitted
         )
         self.registry = Registry(
             dialer=dialer,
@@ -107,6 +106,8 @@ class RouterService:
             tokenizer=tokenizer,
             metrics=metrics,
             clock=clock,
+            failover_s=config.failover_s,
+            max_failovers=config.max_failovers,
             on_emitted=self.resumables.emitted,
         )
         self._restored = False
@@ -122,8 +123,7 @@ class RouterService:
         """
         if not self._restored:
             self._restored = True
-            for restored in self.resumables.open_log():
-                self.resumables.resume(restored, partial(self._when_served, restored))
+            self.resumables.open_log()
 
     async def start(self) -> None:
         """Begin to look for verifiers and drafters."""
@@ -152,18 +152,23 @@ class RouterService:
         return all(map(self.resumables.outlives, self.journal))
 
     async def generate(
-        self, request: GenerateRequest, *, timeout_s: float | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        tenant: TenantId = SHARED,
     ) -> GenerateResult:
         """Serve a request and answer once, at the end; a resumable one outlives the call."""
         if request.resumable:
-            answer = self._begin(request, timeout_s)
+            answer = self._begin(request, timeout_s, tenant)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), _nobody)
             return answer.result()
         text: list[str] = []
         token_ids: list[int] = []
         info: PromptInfo | None = None
         finish: FinishInfo | None = None
-        async with aclosing(self.stream(request, timeout_s=timeout_s)) as events:
+        stream = self.stream(request, timeout_s=timeout_s, tenant=tenant)
+        async with aclosing(stream) as events:
             async for event in events:
                 match event:
                     case PromptInfo():
@@ -183,28 +188,39 @@ class RouterService:
         )
 
     async def stream(
-        self, request: GenerateRequest, *, timeout_s: float | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        tenant: TenantId = SHARED,
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Serve a request as a stream; close the generator to cancel it, resumable or not.
+        """Serve a tenant's request as a stream; close the generator to cancel it, resumable or not.
 
         Raises any error of `outrider.errors`; each is counted and logged with the request's id.
         """
         entry = self._open(request.request_id, timeout_s)
-        async with aclosing(self._events(entry, partial(self._make_job, request))) as events:
+        make = partial(self._make_job, request, tenant)
+        async with aclosing(self._events(entry, make)) as events:
             async for event in events:
                 yield event
 
     async def serve(
-        self, request: GenerateRequest, write: Write, *, timeout_s: float | None = None
+        self,
+        request: GenerateRequest,
+        write: Write,
+        *,
+        timeout_s: float | None = None,
+        tenant: TenantId = SHARED,
     ) -> None:
         """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
         is resumable: then it goes on for a while without a client. Raises as `stream` does."""
         if request.resumable:
-            answer = self._begin(request, timeout_s)
+            answer = self._begin(request, timeout_s, tenant)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
             return
         entry = self._open(request.request_id, timeout_s)
-        async with aclosing(self._events(entry, partial(self._make_job, request))) as events:
+        make = partial(self._make_job, request, tenant)
+        async with aclosing(self._events(entry, make)) as events:
             async for event in events:
                 await write(event)
 
@@ -259,16 +275,9 @@ class RouterService:
             self.journal.close(entry)
             self._log_end(entry, outcome)
 
-    def _begin(self, request: GenerateRequest, timeout_s: float | None) -> Answer:
+    def _begin(self, request: GenerateRequest, timeout_s: float | None, tenant: TenantId) -> Answer:
         entry = self._open(request.request_id, timeout_s)
-        return self.resumables.begin(entry, partial(self._make_job, request))
-
-    async def _when_served(self, restored: Restored) -> Job:
-        """A restored request's job, once it can be placed, or its error can be told."""
-        entry = restored.entry
-        while not entry.emitted and entry.ended is None and self.registry.any_info() is None:
-            await asyncio.sleep(_LOOK_S)
-        return restored.job
+        return self.resumables.begin(entry, partial(self._make_job, request, tenant))
 
     def _open(self, request_id: RequestId | None, timeout_s: float | None) -> Entry:
         if self._draining:
@@ -287,7 +296,7 @@ class RouterService:
         left_s = max(0.0, entry.deadline - self._clock())
         return asyncio.get_running_loop().call_later(left_s, entry.fail, error)
 
-    async def _make_job(self, request: GenerateRequest) -> Job:
+    async def _make_job(self, request: GenerateRequest, tenant: TenantId) -> Job:
         info = self.registry.any_info()
         if info is None:
             raise no_verifier()
@@ -298,6 +307,7 @@ class RouterService:
             tokenizer=self.tokenizer,
             config=self.config,
             seed=secrets.randbits(63),
+            tenant=tenant,
         )
         if self.registry.any_info() is not None and not self.admission.could_fit(job.kv_tokens):
             raise InvalidRequestError(
@@ -307,14 +317,7 @@ class RouterService:
         return job
 
     def _on_verifier_up(self, info: VerifierInfo) -> None:
-        self.admission.set_verifier(
-            VerifierLoad(
-                verifier_id=info.verifier_id,
-                total_tokens=info.kv_total_blocks * info.kv_block_tokens,
-                block_tokens=info.kv_block_tokens,
-                max_sessions=info.max_sessions,
-            )
-        )
+        self.admission.saw_verifier(info)
         self._note_readiness()
 
     def _on_verifier_lost(self, verifier_id: VerifierId) -> None:
@@ -327,11 +330,6 @@ class RouterService:
         if ready is not self._ready:
             self._ready = ready
             self.on_readiness(ready)
-
-    def _on_admission_change(self) -> None:
-        self.metrics.queue_depth.set(self.admission.waiting)
-        self.metrics.requests_running.set(self.admission.running)
-        self.metrics.kv_reserved_tokens.set(self.admission.reserved_tokens)
 
     def _log_end(self, entry: Entry, outcome: str) -> None:
         duration_s = self._clock() - entry.started
