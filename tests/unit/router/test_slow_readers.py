@@ -102,3 +102,24 @@ async def test_streams_that_nobody_reads_end_and_hold_up_no_other(tmp_path: Path
             while await slow[0].read() is not grpc.aio.EOF:
                 pass
         assert typed_error(raised.value).reason == "SLOW_READER"
+
+
+async def test_an_answer_that_nobody_reads_gives_its_place_to_others_once_it_is_whole(
+    tmp_path: Path,
+) -> None:
+    verifier = FakeVerifier(
+        kv_blocks=4096, max_context_len=65_536, tokens_per_round=64, max_sessions=1
+    )
+    async with (
+        running_router(tmp_path, {"v": verifier}) as router,
+        grpc_router(router) as address,
+        grpc.aio.insecure_channel(address, options=NARROW) as channel,
+    ):
+        call = opened(channel, max_tokens=6000)
+        await call.read()
+        result = await asyncio.wait_for(router.generate(text_request(max_tokens=5)), 5.0)
+        assert len(result.token_ids) == 5
+        assert len(router.journal) == 1, "the unread answer is kept"
+        call.cancel()
+        await eventually(lambda: len(router.journal) == 0)
+        await assert_all_freed(router, verifier)
