@@ -94,6 +94,10 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
                 sessions=drafter.sessions,
                 answer_ms=drafter.answer_ms,
                 same_host=drafter.same_host,
+                answers=drafter.answers,
+                missed=drafter.missed,
+                invalid=drafter.invalid,
+                silent_ms=drafter.silent_ms,
             )
             for drafter in info.drafters
         ],
@@ -129,6 +133,10 @@ def _attached_drafters(
             sessions=drafter.sessions,
             answer_ms=finite(drafter.answer_ms, "answer_ms"),
             same_host=drafter.same_host,
+            answers=drafter.answers,
+            missed=drafter.missed,
+            invalid=drafter.invalid,
+            silent_ms=finite(drafter.silent_ms, "silent_ms"),
         )
         for drafter in messages
     )

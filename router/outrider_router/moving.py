@@ -115,6 +115,9 @@ class Mover:
             },
         )
         entry.moving_to, entry.moved_at = move.drafter_id, self._clock()
+        if move.drafter_id is None:
+            # A verifier never refuses that.
+            entry.drafter_id = None
         entry.move(move.drafter_id)
 
     def _seats(self) -> list[Seat]:

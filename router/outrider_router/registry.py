@@ -28,6 +28,7 @@ from outrider_router.fleet import (
     judge,
     missing_attachments,
 )
+from outrider_router.judging import DrafterJudge
 from outrider_router.metrics import RouterMetrics
 from outrider_router.pool import Candidate, candidates_of
 
@@ -73,6 +74,11 @@ class DrafterPeer(Peer):
     """Sessions beyond those that this router placed, at the last two looks."""
 
     @property
+    def leaves(self) -> bool:
+        """Whether it is being removed, or has said that it is about to stop."""
+        return self.draining or (self.info is not None and self.info.draining)
+
+    @property
     def others(self) -> int:
         """Sessions that it follows for other routers; one look alone may see those of this one
         that have just ended."""
@@ -96,8 +102,10 @@ class Registry:
         placed: Callable[[], Mapping[DrafterId, int]],
         on_verifier_up: Callable[[VerifierInfo], None],
         on_verifier_lost: Callable[[VerifierId], None],
+        on_drafters_changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`placed` counts this router's sessions by drafter."""
+        """`placed` counts this router's sessions by drafter; `on_drafters_changed` hears that
+        sessions should be moved now."""
         self._dialer = dialer
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -107,6 +115,8 @@ class Registry:
         self._placed = placed
         self._on_verifier_up = on_verifier_up
         self._on_verifier_lost = on_verifier_lost
+        self._on_drafters_changed = on_drafters_changed
+        self.judge = DrafterJudge(metrics, clock=clock, on_change=on_drafters_changed)
         self.verifiers = {address: VerifierPeer(address=address) for address in verifiers}
         self.drafters = {address: DrafterPeer(address=address) for address in drafters}
         self._polls: dict[Peer, asyncio.Task[None]] = {}
@@ -154,6 +164,7 @@ class Registry:
             await self._detach(peer, peer.control)
         self.drafters.pop(peer.address, None)
         if peer.info is not None:
+            self.judge.forget(peer.info.drafter_id)
             self._metrics.drafter_up.labels(peer.info.drafter_id).set(0)
         logger.info("drafter removed", extra={"address": peer.address})
 
@@ -183,6 +194,7 @@ class Registry:
             [drafter.info for drafter in able if drafter.info is not None],
             detached=peer.detached,
             draining={d.info.drafter_id for d in able if d.draining and d.info is not None},
+            rooms=self.judge.rooms(peer.info),
         )
 
     def candidates(self) -> dict[VerifierId, tuple[Candidate, ...]]:
@@ -234,6 +246,7 @@ class Registry:
         if came_up:
             self._metrics.verifier_up.labels(info.verifier_id).set(1)
         self._on_verifier_up(info)
+        self.judge.look(info, {d.info.drafter_id for d in self.drafters.values() if d.info})
 
     async def _look_at_drafter(self, peer: DrafterPeer) -> None:
         if peer.control is None:
@@ -241,12 +254,18 @@ class Registry:
         info = await peer.control.info()
         before, peer.info = peer.info, info
         check_drafter(info, self._tokenizer)
-        if before is not None and before.incarnation != info.incarnation and peer.serving:
-            self._drafter_lost(peer, "it was restarted")
+        if before is not None and before.incarnation != info.incarnation:
+            # What was held against its predecessor is void.
+            self.judge.forget(before.drafter_id)
+            if peer.serving and not before.draining:
+                self._drafter_lost(peer, "it was restarted")
+        if info.draining and not (before is not None and before.draining):
+            logger.info("drafter is about to stop", extra={"drafter_id": info.drafter_id})
+            self._on_drafters_changed()
         self._seen(peer)
         placed = self._placed().get(info.drafter_id, 0)
         peer.unplaced = peer.unplaced[1], max(0, info.sessions - placed)
-        if peer.draining:
+        if peer.leaves:
             return
         known = {verifier.address: info for verifier, info in self._healthy()}
         for address in missing_attachments(info, known):
@@ -335,7 +354,7 @@ class Registry:
             if peer.info is None:
                 continue
             serving = self._is_serving(peer, peer.info)
-            if peer.serving and not serving and self._healthy() and not peer.draining:
+            if peer.serving and not serving and self._healthy() and not peer.leaves:
                 self._drafter_lost(peer, peer.problem or "its verifier lost the connection")
             if serving and not peer.serving:
                 logger.info("drafter serves", extra={"drafter_id": peer.info.drafter_id})
