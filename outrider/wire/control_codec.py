@@ -60,6 +60,16 @@ def decode_close_session(data: bytes | memoryview) -> SessionId:
     return _session_id(parse(pb.CloseSessionRequest, data).session_id)
 
 
+def encode_drain(draining: bool) -> bytes:
+    """A Drain request as bytes."""
+    return pb.DrainRequest(draining=draining).SerializeToString(deterministic=True)
+
+
+def decode_drain(data: bytes | memoryview) -> bool:
+    """Whether a Drain request wants the drafter to leave."""
+    return parse(pb.DrainRequest, data).draining
+
+
 def encode_verifier_address(address: str) -> bytes:
     """An Attach or Detach request as bytes; the two have the same shape."""
     return pb.AttachRequest(verifier_address=address).SerializeToString(deterministic=True)

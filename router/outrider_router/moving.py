@@ -72,7 +72,7 @@ class Mover:
 
     async def empty(self, peer: DrafterPeer, timeout_s: float) -> Removed:
         """Give all sessions of a drafter to others and no more to it, within a bound."""
-        peer.draining = True
+        await self._registry.drain_drafter(peer)
         if peer.info is None:
             return Removed(0, 0)
         drafter_id = peer.info.drafter_id

@@ -18,6 +18,7 @@ from outrider.ids import DrafterId, VerifierId
 from outrider.transport.base import Dialer, DrafterControl, VerifierControl
 from outrider.wire.limits import MAX_PEERS
 from outrider.wire.messages import DrafterInfo, VerifierInfo
+from outrider_router import orders
 from outrider_router.fleet import (
     PeerState,
     TokenizerIdentity,
@@ -70,6 +71,8 @@ class DrafterPeer(Peer):
     """Verifiers that it cannot serve, by address."""
     draining: bool = False
     """Whether it is being removed: it is attached to no more verifiers, and gets no sessions."""
+    recalled: bool = False
+    """Whether it is to be told that it stays: an operator has added it."""
     unplaced: tuple[int, int] = (0, 0)
     """Sessions beyond those that this router placed, at the last two looks."""
 
@@ -146,12 +149,20 @@ class Registry:
                 f"the drafter at {address} is being removed", reason="DRAFTER_LEAVING"
             )
         if peer is not None:
+            # Somebody else may have removed it.
+            peer.recalled = True
             return
         if len(self.drafters) >= MAX_PEERS:
             raise ResourceExhaustedError(f"there are {MAX_PEERS} drafters", reason="TOO_MANY_PEERS")
-        peer = self.drafters[address] = DrafterPeer(address=address)
+        peer = self.drafters[address] = DrafterPeer(address=address, recalled=True)
         self._start(peer, partial(self._look_at_drafter, peer))
         logger.info("drafter added", extra={"address": address})
+
+    async def drain_drafter(self, peer: DrafterPeer) -> None:
+        """Give a drafter no sessions any more, and have it say so to other routers."""
+        peer.draining, peer.recalled = True, False
+        if peer.control is not None:
+            await orders.drain(peer.control, peer.address, self._silence_s)
 
     async def forget_drafter(self, peer: DrafterPeer) -> None:
         """Look at a drafter no more and have it leave the verifiers."""
@@ -161,7 +172,7 @@ class Registry:
             await asyncio.gather(poll, return_exceptions=True)
         if peer.control is not None:
             # It is among the drafters until it has left: nobody may add it anew meanwhile.
-            await self._detach(peer, peer.control)
+            await orders.detach(peer.control, peer.address, self.verifiers, self._silence_s)
         self.drafters.pop(peer.address, None)
         if peer.info is not None:
             self.judge.forget(peer.info.drafter_id)
@@ -265,31 +276,15 @@ class Registry:
         self._seen(peer)
         placed = self._placed().get(info.drafter_id, 0)
         peer.unplaced = peer.unplaced[1], max(0, info.sessions - placed)
+        if peer.recalled:
+            peer.recalled = False
+            await peer.control.drain(False)
         if peer.leaves:
             return
         known = {verifier.address: info for verifier, info in self._healthy()}
         for address in missing_attachments(info, known):
-            await self._attach(peer, peer.control, address)
+            await orders.attach(peer.control, peer.address, address)
         self._note_misfits(peer, info, known)
-
-    async def _attach(self, peer: DrafterPeer, control: DrafterControl, address: str) -> None:
-        facts = {"address": peer.address, "verifier": address}
-        try:
-            await control.attach(address)
-        except OutriderError as error:
-            # The drafter answers, so it is not lost; the next look tries again.
-            logger.warning("attaching a drafter failed", extra=facts | {"problem": error.message})
-        else:
-            logger.info("drafter told to attach", extra=facts)
-
-    async def _detach(self, peer: DrafterPeer, control: DrafterControl) -> None:
-        try:
-            async with asyncio.timeout(self._silence_s):
-                for address in self.verifiers:
-                    await control.detach(address)
-        except (OutriderError, TimeoutError) as error:
-            # It does not answer; its verifiers notice that too.
-            logger.info("drafter not detached: %s", error, extra={"address": peer.address})
 
     def _note_misfits(
         self, peer: DrafterPeer, info: DrafterInfo, known: dict[str, VerifierInfo]
