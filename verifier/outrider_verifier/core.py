@@ -44,13 +44,13 @@ from outrider_verifier.commands import (
     Stop,
 )
 from outrider_verifier.effects import Answer, Effect, Emits, Fail, Moved, Post
-from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import FEATURE_FED, Handover, may_need_features
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.incoming import Incoming
 from outrider_verifier.moving import move
 from outrider_verifier.policy import Policy
+from outrider_verifier.runner import RoundRunner
 from outrider_verifier.sessions import Session, check_plan, check_spec
 
 logger = logging.getLogger(__name__)
@@ -184,8 +184,8 @@ class Core:
                 f"session {spec.session_id} is being served in epoch {old.spec.epoch}",
                 reason="SESSION_EXISTS",
             )
-        slack = max(self._max_tree_nodes, self._runner.extra_slots)
-        kv_tokens = len(spec.token_ids) + spec.max_new_tokens + slack
+        # Before the last round, all but two of the tokens at most are written.
+        kv_tokens = len(spec.token_ids) + spec.max_new_tokens - 1 + self._runner.slack.most
         self._check_room(kv_tokens, old)
         if old is not None:
             self._cancel(old)
@@ -198,6 +198,11 @@ class Core:
             if keeps and self.store is not None:
                 self.store.open(spec.session_id)
             self._runner.open(session)
+            try:
+                self._runner.resume(session)
+            except Exception:
+                self._runner.close(session)
+                raise
         except Exception:
             if self.store is not None:
                 self.store.close(spec.session_id)

@@ -52,12 +52,13 @@ from outrider_verifier.effects import (
     Tell,
     told_by_link,
 )
-from outrider_verifier.engine import Projection, RoundEngine, RoundRunner, Target
+from outrider_verifier.engine import Projection, RoundEngine, Target
 from outrider_verifier.lanes import Lanes
 from outrider_verifier.loop import EngineLoop
 from outrider_verifier.metrics import Metrics, stats_of
 from outrider_verifier.rounds import device_lost_error
 from outrider_verifier.routers import RouterHub
+from outrider_verifier.runner import RoundRunner
 
 _DRAIN_POLL_S = 0.02
 _STOP_TIMEOUT_S = 10.0
@@ -102,14 +103,17 @@ class VerifierService(SessionIterators):
         self._vocab_size = target.vocab_size
         if runner is None:
             runner = RoundEngine(
-                target, projection, feature_dtype=feature_dtype(config), device=config.device
+                target,
+                projection,
+                max_nodes=config.max_tree_nodes,
+                feature_dtype=feature_dtype(config),
+                device=config.device,
             )
         self._own_draft_length = runner.drafts_itself
         # A session longer than the whole budget could never be admitted.
-        slack = max(config.max_tree_nodes, runner.extra_slots)
         self._kv_blocks = pool.free_blocks
         """Blocks that sessions can get; what the runner took for itself is out of their reach."""
-        fits = self._kv_blocks * pool.block_tokens - slack
+        fits = self._kv_blocks * pool.block_tokens + 1 - runner.slack.most
         limits = (config.max_context_len, max_context_len, fits)
         self._max_context_len = min(limit for limit in limits if limit > 0)
         self._outbox: list[Effect] = []
