@@ -213,6 +213,9 @@ class VerifierService(SessionIterators):
             planner=self._core.policy.summary()[:MAX_PLANNER_BYTES],
             stats=stats_of(counters),
             hit_idle_us_p50=medians.hit_idle_us,
+            waiting_sessions=len(self._core.room.waiting),
+            preemptions_swap=counters["preemptions_swap"],
+            preemptions_recompute=counters["preemptions_recompute"],
         )
 
     async def sessions(self) -> RouterConnection:
@@ -343,7 +346,9 @@ class VerifierService(SessionIterators):
     def _gauges(self) -> dict[str, float]:
         store = self._core.store
         return {
-            "sessions_running": self._core.num_sessions,
+            "sessions_running": len(self._core.room.running),
+            "sessions_waiting": len(self._core.room.waiting),
+            "swapped_bytes": self._core.room.swapped_bytes,
             "kv_blocks_total": self._kv_blocks,
             "kv_blocks_free": self._pool.free_blocks,
             "drafters_connected": len(self._hub.links),
