@@ -224,6 +224,8 @@ class Core:
         if session is None or session.ticket != command.ticket:
             return
         done = move(session, command.drafter_id, self.drafters, self.policy)
+        # Its rounds may write further than before.
+        session.covered = 0
         self.counters["sessions_moved" if done else "moves_refused"] += 1
         self._post(Moved(session.ticket, session.spec.drafter_id))
 

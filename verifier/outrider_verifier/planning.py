@@ -27,6 +27,7 @@ def turn(core: Core, now: float, *, flying: RoundPlan | None) -> None:
             policy.changed = True
         elif pauses:
             policy.turn(session, paused=True)
+            session.covered = 0
             core.counters["speculation_paused"] += 1
         else:
             _resume(core, session, now)
