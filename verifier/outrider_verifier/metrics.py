@@ -135,7 +135,10 @@ def _preempted(counts: Mapping[str, int]) -> Iterator[Metric]:
         preemptions.add_metric([way.value], float(counts.get(f"preemptions_{way.value}", 0)))
     yield preemptions
     resumed = CounterMetricFamily(
-        "outrider_resumed_sessions", "Sessions that went on after they were stopped", None, ["cause"]
+        "outrider_resumed_sessions",
+        "Sessions that go on, by what had stopped them",
+        None,
+        ["cause"],
     )
     resumed.add_metric(["preemption"], float(counts.get("resumed_preemption", 0)))
     yield resumed
