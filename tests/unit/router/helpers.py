@@ -72,6 +72,8 @@ async def pair(directory: Path, **config: Any) -> AsyncGenerator[Pair]:
 async def emitted(router: RouterService, count: int) -> None:
     """Wait until the one running request has emitted so many tokens."""
     await eventually(lambda: any(len(entry.emitted) >= count for entry in router.journal))
+
+
 def ticket(number: int, kv_tokens: int = 10, **changes: object) -> Ticket:
     """A ticket; what is not said is the least."""
     return Ticket(
