@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
+from typing import TypeVar
 
+from outrider.errors import ResourceExhaustedError
+from outrider.ids import TenantId
 from outrider.transport.grpc import Service
 from outrider.transport.grpc.status import Context
 from outrider.wire.inference_codec import (
@@ -23,6 +27,10 @@ from outrider.wire.v1 import inference_pb2 as pb
 from outrider.wire.v1 import inference_pb2_grpc as pb_grpc
 from outrider_router import status
 from outrider_router.service import RouterService
+from outrider_router.slow_readers import SLOW_READER, send_all
+from outrider_router.tenants import tenant_of
+
+EventT = TypeVar("EventT")
 
 INFERENCE_SERVICE = "outrider.wire.v1.InferenceService"
 
@@ -45,7 +53,9 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """Answer once."""
         result = await self._service.generate(
-            request_from_pb(request), timeout_s=context.time_remaining()
+            request_from_pb(request),
+            timeout_s=context.time_remaining(),
+            tenant=self._tenant(context),
         )
         return result_to_pb(result)
 
@@ -56,11 +66,27 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
         and `aclosing` frees the request at once instead of at garbage collection.
         """
         events = self._service.stream(
-            stream_request_from_pb(request), timeout_s=context.time_remaining()
+            stream_request_from_pb(request),
+            timeout_s=context.time_remaining(),
+            tenant=self._tenant(context),
         )
         async with aclosing(events):
-            async for event in events:
-                await context.write(event_to_pb(event))
+            await self._send(events, lambda event: context.write(event_to_pb(event)))
+
+    def _tenant(self, context: Context) -> TenantId:
+        source = self._service.config.overload.tenant_from
+        return tenant_of(source, context.invocation_metadata() or ())
+
+    async def _send(
+        self, events: AsyncIterable[EventT], write: Callable[[EventT], Awaitable[None]]
+    ) -> None:
+        slow_reader_s = self._service.config.overload.slow_reader_s
+        try:
+            await send_all(events, write, slow_reader_s=slow_reader_s)
+        except ResourceExhaustedError as error:
+            if error.reason == SLOW_READER:
+                self._service.metrics.refusals.labels(SLOW_READER).inc()
+            raise
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Cancel requests by id."""

@@ -80,6 +80,11 @@ class Journal:
         """The entry of a running request."""
         return self._entries.get(request_id)
 
+    def num_emitted(self, request_id: RequestId) -> int:
+        """Tokens that a request has emitted; 0 for one that is not running."""
+        entry = self._entries.get(request_id)
+        return len(entry.emitted) if entry is not None else 0
+
     def open(self, request_id: RequestId, now: float) -> Entry:
         """Start an entry; AlreadyExistsError while another request has this id."""
         if request_id in self._entries:

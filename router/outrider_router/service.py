@@ -16,7 +16,7 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.ids import RequestId, VerifierId
+from outrider.ids import RequestId, TenantId, VerifierId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.base import Dialer
 from outrider.wire.inference import (
@@ -28,7 +28,7 @@ from outrider.wire.inference import (
     StreamEvent,
 )
 from outrider.wire.messages import VerifierInfo
-from outrider_router.admission import VerifierLoad, no_verifier
+from outrider_router.admission import no_verifier
 from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.config import RouterConfig
 from outrider_router.fleet import TokenizerIdentity
@@ -38,6 +38,7 @@ from outrider_router.moving import Mover
 from outrider_router.registry import Registry
 from outrider_router.request import Job, make_job, tokenize
 from outrider_router.serving import Serving
+from outrider_router.tenants import SHARED
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class RouterService:
         self.metrics = metrics
         self.journal = Journal()
         self.admission = AdmissionQueue(
-            queue_limit=config.queue_limit, clock=clock, on_change=self._on_admission_change
+            config, metrics, clock=clock, emitted=self.journal.num_emitted
         )
         self.registry = Registry(
             dialer=dialer,
@@ -87,6 +88,8 @@ class RouterService:
             tokenizer=tokenizer,
             metrics=metrics,
             clock=clock,
+            failover_s=config.failover_s,
+            max_failovers=config.max_failovers,
         )
         self._draining = False
         self._ready = False
@@ -117,14 +120,19 @@ class RouterService:
         return len(self.journal) == 0
 
     async def generate(
-        self, request: GenerateRequest, *, timeout_s: float | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        tenant: TenantId = SHARED,
     ) -> GenerateResult:
         """Serve a request and answer once, at the end."""
         text: list[str] = []
         token_ids: list[int] = []
         info: PromptInfo | None = None
         finish: FinishInfo | None = None
-        async with aclosing(self.stream(request, timeout_s=timeout_s)) as events:
+        stream = self.stream(request, timeout_s=timeout_s, tenant=tenant)
+        async with aclosing(stream) as events:
             async for event in events:
                 match event:
                     case PromptInfo():
@@ -144,9 +152,13 @@ class RouterService:
         )
 
     async def stream(
-        self, request: GenerateRequest, *, timeout_s: float | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        tenant: TenantId = SHARED,
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Serve a request as a stream; close the generator to cancel it.
+        """Serve a tenant's request as a stream; close the generator to cancel it.
 
         Raises any error of `outrider.errors`; each is counted and logged with the request's id.
         """
@@ -157,7 +169,7 @@ class RouterService:
         timer = self._arm(entry, timeout_s)
         outcome = CancelledRequestError.code
         try:
-            job = await self._make_job(request)
+            job = await self._make_job(request, tenant)
             async with aclosing(self.serving.events(entry, job, deadline)) as events:
                 async for event in events:
                     if isinstance(event, FinishInfo):
@@ -196,7 +208,7 @@ class RouterService:
         error = DeadlineExceededError("the deadline passed", reason="DEADLINE")
         return asyncio.get_running_loop().call_later(max(0.0, timeout_s), entry.fail, error)
 
-    async def _make_job(self, request: GenerateRequest) -> Job:
+    async def _make_job(self, request: GenerateRequest, tenant: TenantId) -> Job:
         info = self.registry.any_info()
         if info is None:
             raise no_verifier()
@@ -207,6 +219,7 @@ class RouterService:
             tokenizer=self.tokenizer,
             config=self.config,
             seed=secrets.randbits(63),
+            tenant=tenant,
         )
         if self.registry.any_info() is not None and not self.admission.could_fit(job.kv_tokens):
             raise InvalidRequestError(
@@ -216,14 +229,7 @@ class RouterService:
         return job
 
     def _on_verifier_up(self, info: VerifierInfo) -> None:
-        self.admission.set_verifier(
-            VerifierLoad(
-                verifier_id=info.verifier_id,
-                total_tokens=info.kv_total_blocks * info.kv_block_tokens,
-                block_tokens=info.kv_block_tokens,
-                max_sessions=info.max_sessions,
-            )
-        )
+        self.admission.saw_verifier(info)
         self._note_readiness()
 
     def _on_verifier_lost(self, verifier_id: VerifierId) -> None:
@@ -236,11 +242,6 @@ class RouterService:
         if ready is not self._ready:
             self._ready = ready
             self.on_readiness(ready)
-
-    def _on_admission_change(self) -> None:
-        self.metrics.queue_depth.set(self.admission.waiting)
-        self.metrics.requests_running.set(self.admission.running)
-        self.metrics.kv_reserved_tokens.set(self.admission.reserved_tokens)
 
     def _log_end(self, entry: Entry, outcome: str) -> None:
         duration_s = self._clock() - entry.started

@@ -31,9 +31,9 @@ Script = Callable[[SessionSpec], Sequence[int]]
 
 
 def echo(spec: SessionSpec) -> Sequence[int]:
-    """Repeat the prompt for ever, as far as the budget goes."""
-    prompt = spec.token_ids[: spec.prompt_len]
-    return [prompt[i % len(prompt)] for i in range(spec.max_new_tokens)]
+    """Repeat the prompt for ever, as far as the budget goes, from where the prefix ends."""
+    prompt, done = spec.token_ids[: spec.prompt_len], len(spec.token_ids) - spec.prompt_len
+    return [prompt[(done + i) % len(prompt)] for i in range(spec.max_new_tokens)]
 
 
 class FakeVerifier(ServesGenerators):
@@ -135,7 +135,8 @@ class FakeVerifier(ServesGenerators):
                 if reason is not None:
                     return
         finally:
-            self.live.pop(spec.session_id, None)
+            if self.live.get(spec.session_id, spec).epoch == spec.epoch:
+                self.live.pop(spec.session_id, None)
 
     def move_session(self, spec: SessionSpec, drafter_id: DrafterId) -> DrafterId | None:
         now = self.live.get(spec.session_id, spec)
@@ -161,7 +162,8 @@ class FakeVerifier(ServesGenerators):
         await connection.close()
 
     def _admit(self, spec: SessionSpec) -> None:
-        if spec.session_id in self.live:
+        old = self.live.get(spec.session_id)
+        if old is not None and old.epoch >= spec.epoch:
             raise AlreadyExistsError("session is live")
         if self.refusals > 0:
             self.refusals -= 1
