@@ -24,7 +24,7 @@ def main() -> int:
         if args.fuzz is not None:
             from outrider_chaos.fuzzing import run_fuzz
 
-            return run_fuzz(args.fuzz, seed=args.fuzz_seed)
+            return run_fuzz(args.fuzz, seed=args.seed, jobs=args.jobs)
         if args.router is not None:
             from outrider_chaos.running import run_against
 
@@ -49,7 +49,6 @@ def _parser() -> argparse.ArgumentParser:
         "--model", metavar="NAME|DIR", default=_TINY, help="default: a tiny random one"
     )
     seeds.add_argument("--head", metavar="DIR", type=Path, help="default: that of the model")
-    parser.add_argument("--fuzz-seed", metavar="N", type=int, default=0)
     running = parser.add_argument_group("of a running fleet")
     running.add_argument(
         "--process",

@@ -27,6 +27,7 @@ class Nemesis:
         self._fleet = fleet
         self._readers = readers
         self._rng = random.Random(seed)
+        self._starting = asyncio.Lock()
         self.missed: list[Fault] = []
         """Those whose phase did not come."""
         self.done: list[Fault] = []
@@ -81,8 +82,7 @@ class Nemesis:
             yield
         finally:
             await ending
-            if not part.alive:
-                await part.start()
+            await self._back(part, 0.0)
 
     # ---- what ----------------------------------------------------------------------------------
 
@@ -152,8 +152,9 @@ class Nemesis:
     async def _back(self, part: VerifierPart | DrafterPart | RouterPart, after_s: float) -> None:
         """What a keeper does."""
         await asyncio.sleep(after_s)
-        if not part.alive:
-            await part.start()
+        async with self._starting:
+            if not part.alive:
+                await part.start()
 
     async def _lose_device(self, part: VerifierPart | DrafterPart, after_s: float) -> None:
         part.lose_device()

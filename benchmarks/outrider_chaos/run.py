@@ -51,21 +51,23 @@ class Outcome:
 
 async def listen_in_calm(models: Models) -> Oracle:
     """Every text of `TEXTS`, decoded plainly while nothing goes wrong."""
-    async with Fleet(FleetShape(kv_tokens=16384), models) as fleet:
-        async with AsyncClient(fleet.router.address) as client:
+    async with (
+        Fleet(FleetShape(kv_tokens=16384), models) as fleet,
+        AsyncClient(fleet.router.address) as client,
+    ):
 
-            async def one(text: Text) -> Expected:
-                answer = await client.generate(
-                    PROMPTS[text.prompt], **text.options, drafter=DraftMethod.NONE
-                )
-                return Expected(
-                    token_ids=answer.token_ids,
-                    text=answer.text,
-                    reason=answer.finish.reason,
-                    exact=text.exact,
-                )
+        async def one(text: Text) -> Expected:
+            answer = await client.generate(
+                PROMPTS[text.prompt], **text.options, drafter=DraftMethod.NONE
+            )
+            return Expected(
+                token_ids=answer.token_ids,
+                text=answer.text,
+                reason=answer.finish.reason,
+                exact=text.exact,
+            )
 
-            return dict(zip(TEXTS, await asyncio.gather(*map(one, TEXTS)), strict=True))
+        return dict(zip(TEXTS, await asyncio.gather(*map(one, TEXTS)), strict=True))
 
 
 async def run_schedule(schedule: Schedule, models: Models, oracle: Oracle) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -59,7 +60,7 @@ class History:
     def gaps(self) -> list[float]:
         """Seconds between what was heard, the wait for the first included."""
         times = [self.began, *(heard.at for heard in self.heard)]
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     def add(self, delta: Delta, at: float) -> None:
         """Note a delta."""
