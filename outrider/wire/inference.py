@@ -235,6 +235,10 @@ class DrafterLink:
     """The verifier's sessions that it drafts for."""
     answer_ms: float = 0.0
     """From the end of a round to its proposals, mean of late; 0 while unknown."""
+    quarantine: str = ""
+    """Not empty: why it gets no sessions of the verifier now: slow, silent or wrong."""
+    probe_in_s: float = 0.0
+    """Until one session is given to it again, to see; 0 while that is being done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,6 +145,8 @@ SERVER_INFOS = st.builds(
                     verifier_id=NAMES.map(VerifierId),
                     sessions=UINT32,
                     answer_ms=TIMES,
+                    quarantine=MAYBE_NAMES,
+                    probe_in_s=TIMES,
                 ),
                 max_size=2,
             ).map(tuple),

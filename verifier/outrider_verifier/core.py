@@ -10,9 +10,6 @@ import logging
 from collections import Counter
 from typing import assert_never
 
-import numpy as np
-from numpy.typing import NDArray
-
 from outrider.engine.kvcache import KVPool
 from outrider.errors import (
     AlreadyExistsError,
@@ -38,6 +35,7 @@ from outrider_verifier.commands import (
     Close,
     Command,
     Detached,
+    Garbled,
     Lost,
     Offered,
     Open,
@@ -49,7 +47,8 @@ from outrider_verifier.effects import Answer, Effect, Emits, Fail, Moved, Post
 from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import FEATURE_FED, Handover, may_need_features
-from outrider_verifier.inbox import Inbox, Offer
+from outrider_verifier.inbox import Inbox
+from outrider_verifier.incoming import Incoming
 from outrider_verifier.moving import move
 from outrider_verifier.policy import Policy
 from outrider_verifier.sessions import Session, check_plan, check_spec
@@ -58,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 OWN_METHODS = (DraftMethod.EAGLE3,)
 """How a verifier with a head of its own drafts."""
-_COUNTER_OF = {offer: f"proposals_{offer.value}" for offer in Offer}
 
 
 class Core:
@@ -95,15 +93,21 @@ class Core:
         self.sessions: dict[SessionId, Session] = {}
         """Sessions being served, in order of opening."""
         self._by_handle: list[Session | None] = [None] * max_sessions
-        self._arrivals: list[tuple[Session, int, float]] = []
-        """Usable proposals that the policy has yet to hear of: session, length of the prefix, when.
-        """
         self.touched = 0
         """Grows when sessions may have changed otherwise than by a round's outcome."""
         self.counters: Counter[str] = Counter()
         """Monotonic counts for metrics; written here, read anywhere."""
         self.drafters = Announcer(
             handover, post=post, sessions=lambda: self.sessions.values(), counters=self.counters
+        )
+        self.incoming = Incoming(
+            inbox=inbox,
+            handover=handover,
+            drafters=self.drafters,
+            policy=policy,
+            of_handle=self._of_handle,
+            counters=self.counters,
+            post=post,
         )
 
     @property
@@ -127,12 +131,14 @@ class Core:
 
     def handle(self, command: Command, now: float) -> None:
         """Apply one command. Errors of a command with an answer go there."""
-        self.touched += not isinstance(command, Offered)
+        self.touched += not isinstance(command, Offered | Garbled)
         match command:
             case Offered():
-                self._offer(command, now)
+                self.incoming.offer(command, now)
+            case Garbled():
+                self.incoming.garbled(command, now)
             case Lost():
-                self._announce_again(command)
+                self.incoming.lost(command)
             case Open() | SetPlan() | Close():
                 self._answer(command, now)
             case SetDrafter():
@@ -282,49 +288,6 @@ class Core:
         self.counters["cancelled"] += 1
         self.emit(session, (), FinishReason.CANCELLED)
         self.free(session)
-
-    def _offer(self, command: Offered, now: float) -> None:
-        proposals, sound = command.proposals, command.sound
-        known = self.handover.owned(command.link_id, proposals.handles)
-        good = known & sound
-        if not bool(good.all()):
-            self.counters["proposals_unknown"] += int(np.count_nonzero(sound & ~known))
-            for handle in np.unique(proposals.handles[known & ~sound]).tolist():
-                self._of_handle(handle).suspect = True
-        offers = self.inbox.offer(proposals, np.flatnonzero(good).tolist())
-        for offer, count in offers.results.items():
-            self.counters[_COUNTER_OF[offer]] += count
-        if offers.stale:
-            handles = proposals.handles
-            self._note_stale(handles[offers.stale], set(handles[offers.late].tolist()), now)
-        arrived = {int(proposals.handles[place]): place for place in offers.current}
-        for handle, place in arrived.items():
-            session = self._of_handle(handle)
-            session.proposal_at = now
-            self._arrivals.append((session, int(proposals.prefix_lens[place]), now))
-
-    def _note_stale(self, handles: NDArray[np.int64], in_vain: set[int], now: float) -> None:
-        """Of drafts [n] that came too late: which sessions were served at all, and which of them,
-        `in_vain`, with what they had waited for. One call a session, however many drafts."""
-        for handle in np.unique(handles).tolist():
-            session = self._of_handle(handle)
-            length = session.pace.missed_len if session.pace and handle in in_vain else 0
-            self.policy.arrived(session, prefix_len=length, usable=False, now=now)
-
-    def book_arrivals(self) -> None:
-        """Let the policy know of the usable proposals that have come: when the round that uses
-        them is under way, for until then their sessions wait for nothing."""
-        arrivals, self._arrivals = self._arrivals, []
-        for session, prefix_len, at in arrivals:
-            # For what came while a round of its session ran nobody waited.
-            if at >= session.since:
-                self.policy.arrived(session, prefix_len=prefix_len, usable=True, now=at)
-
-    def _announce_again(self, command: Lost) -> None:
-        """Begin anew with sessions that their drafter lost, a few times each."""
-        handles = np.array(command.handles, dtype=np.int64)
-        for handle in set(handles[self.handover.owned(command.link_id, handles)].tolist()):
-            self.drafters.announce_again(self._of_handle(handle))
 
     def _free_handle(self) -> int:
         held = enumerate(self._by_handle)

@@ -238,6 +238,8 @@ class Pace:
     missed_at: float = 0.0
     unheard: int = 0
     """Rounds that did not wait since the drafter became suspect."""
+    silent: bool = False
+    """Whether its drafter says nothing to anybody: so it is not tried, it will be heard."""
     hold_after: int = HOLD_ROUNDS
     """How many of these there may be before it is waited for once more."""
 
@@ -278,7 +280,7 @@ class Pace:
         if not session.suspect:
             return
         self.unheard += 1
-        if self.unheard >= self.hold_after:
+        if self.unheard >= self.hold_after and not self.silent:
             # Told of every round, a drafter that is well again needs no more than usual.
             session.suspect, self.holding, self.unheard = False, False, 0
             self.hold_after = min(2 * self.hold_after, MAX_HOLD_ROUNDS)

@@ -57,6 +57,8 @@ _COUNTERS = {
     "messages_invalid": "Messages of drafters and routers that failed validation",
     "drafters_attached": "Drafter connections accepted",
     "drafters_lost": "Drafter connections that ended",
+    "drafters_silent": "Times that nobody waited any longer for a drafter that said nothing",
+    "drafters_cut": "Drafters disconnected because they sent more than anybody asked for",
     "drafters_overflowed": "Drafters disconnected because they did not read",
     "routers_overflowed": "Routers disconnected because they did not read",
     "commands_refused": "Requests and proposals refused because the engine thread was behind",

@@ -106,7 +106,7 @@ class Rounds:
         if flying is None:
             plan = self._next(now)
             if plan.empty:
-                self._core.book_arrivals()
+                self._core.incoming.book_arrivals()
             return plan
         if half is None and self._stays_for_drafts(flying):
             return RoundPlan(wait_until=now + LOOK_S)
@@ -302,7 +302,7 @@ class Rounds:
         marked = trace.now()
         flight = self._engine.submit(prefill, verify)
         trace.span("submit", marked, len(verify))
-        self._core.book_arrivals()
+        self._core.incoming.book_arrivals()
         for row in prefill:
             row.session.prefill_sent = row.end
         return InFlight(
@@ -376,9 +376,7 @@ class Rounds:
                 rows.append(drafted_row(session, next(left)))
                 continue
             if row.missed:
-                self._core.policy.missed(session)
-                self._core.inbox.missed(session.handle)
-                self._core.counters["patience_over"] += 1
+                self._core.incoming.missed(session)
             rows.append(VerifyRow(session, own_depth=session.own_depth))
         return rows
 

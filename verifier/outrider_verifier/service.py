@@ -27,12 +27,23 @@ from outrider.wire.messages import (
 )
 from outrider_verifier.assembly import assemble, feature_dtype
 from outrider_verifier.checks import DrafterChecks, Identity
-from outrider_verifier.commands import Attached, Close, Command, Offered, Open, SetPlan
+from outrider_verifier.commands import (
+    Attached,
+    Close,
+    Command,
+    Garbled,
+    Link,
+    Offered,
+    Open,
+    SetPlan,
+)
+from outrider_verifier.conduct import Conduct
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.core import OWN_METHODS
 from outrider_verifier.drafters import DrafterHub
 from outrider_verifier.effects import (
     Answer,
+    Cut,
     Effect,
     Emits,
     Fail,
@@ -110,6 +121,7 @@ class VerifierService(SessionIterators):
             post=self._post,
             hello_s=config.hello_s,
             queue_bytes=config.drafter_queue_mb << 20,
+            backlog=lambda: 0 if self._loop is None else self._loop.backlog,
         )
         self._lanes = Lanes(
             DrafterChecks(self._identity()),
@@ -189,17 +201,7 @@ class VerifierService(SessionIterators):
             kv_free_blocks=self._pool.free_blocks,
             sessions=self._core.num_sessions,
             max_sessions=self._config.max_sessions,
-            drafters=tuple(
-                AttachedDrafter(
-                    drafter_id=link.drafter_id,
-                    incarnation=link.incarnation,
-                    methods=link.methods,
-                    sessions=self._core.sessions_of(link.drafter_id),
-                    answer_ms=1000.0 * self._core.policy.answer_s_of(link.drafter_id),
-                    same_host=link.same_host,
-                )
-                for link in self._hub.links
-            ),
+            drafters=tuple(self._attached(link) for link in self._hub.links),
             feature_fingerprint=self._fingerprint,
             rounds_total=counters["rounds"],
             tokens_total=counters["emitted_tokens"],
@@ -213,6 +215,22 @@ class VerifierService(SessionIterators):
             planner=self._core.policy.summary()[:MAX_PLANNER_BYTES],
             stats=stats_of(counters),
             hit_idle_us_p50=medians.hit_idle_us,
+        )
+
+    def _attached(self, link: Link) -> AttachedDrafter:
+        core, conduct = self._core, self._core.drafters.conduct_of(link.drafter_id)
+        conduct = conduct or Conduct()
+        return AttachedDrafter(
+            drafter_id=link.drafter_id,
+            incarnation=link.incarnation,
+            methods=link.methods,
+            sessions=core.sessions_of(link.drafter_id),
+            answer_ms=1000.0 * core.policy.answer_s_of(link.drafter_id),
+            same_host=link.same_host,
+            answers=conduct.answers,
+            missed=conduct.missed,
+            invalid=conduct.invalid,
+            silent_ms=1000.0 * conduct.silent_s(time.monotonic()),
         )
 
     async def sessions(self) -> RouterConnection:
@@ -261,7 +279,8 @@ class VerifierService(SessionIterators):
     def _must_take(command: Command) -> bool:
         """Whether a command is bounded by itself: one an opened session or connection."""
         unanswered_close = isinstance(command, Close) and command.answer is None
-        return unanswered_close or not isinstance(command, Open | SetPlan | Close | Offered)
+        droppable = Open | SetPlan | Close | Offered | Garbled
+        return unanswered_close or not isinstance(command, droppable)
 
     @staticmethod
     def _refuse(command: Command, error: OutriderError) -> None:
@@ -312,6 +331,8 @@ class VerifierService(SessionIterators):
                     self._routers.fail(ticket, error)
                 case Moved(ticket=ticket, drafter_id=drafter_id):
                     self._routers.moved(ticket, drafter_id)
+                case Cut(link_id=link_id):
+                    self._hub.cut(link_id)
                 case Answer(future=future, error=refused):
                     _settle(future, refused)
                 case RoundReport() as report:
