@@ -85,7 +85,11 @@ def build_runner(
     """What runs the rounds: the host's engine on a CPU, the device's wherever it can do more."""
     if not uses_device_engine(config):
         return RoundEngine(
-            target, projection, feature_dtype=feature_dtype(config), device=config.device
+            target,
+            projection,
+            max_nodes=config.max_tree_nodes,
+            feature_dtype=feature_dtype(config),
+            device=config.device,
         )
     head = _load_own_head(config, target) if config.drafts_itself else None
     from outrider_verifier.device_engine import DeviceRoundEngine

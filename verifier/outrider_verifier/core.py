@@ -184,8 +184,8 @@ class Core:
                 f"session {spec.session_id} is being served in epoch {old.spec.epoch}",
                 reason="SESSION_EXISTS",
             )
-        slack = max(self._max_tree_nodes, self._runner.extra_slots)
-        kv_tokens = len(spec.token_ids) + spec.max_new_tokens + slack
+        # Before the last round, all but two of the tokens at most are written.
+        kv_tokens = len(spec.token_ids) + spec.max_new_tokens - 1 + self._runner.slack.most
         self._check_room(kv_tokens, old)
         if old is not None:
             self._cancel(old)
@@ -198,6 +198,11 @@ class Core:
             if keeps and self.store is not None:
                 self.store.open(spec.session_id)
             self._runner.open(session)
+            try:
+                self._runner.resume(session)
+            except Exception:
+                self._runner.close(session)
+                raise
         except Exception:
             if self.store is not None:
                 self.store.close(spec.session_id)

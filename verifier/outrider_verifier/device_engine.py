@@ -35,11 +35,12 @@ from outrider.engine.device.shapes import (
 )
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warm_up import warm_up
-from outrider.engine.device.warp_slots import WarpSlots
+from outrider.engine.device.warp_slots import WarpSlots, check_banned_first
 from outrider.engine.heads import DraftHead, FeatureProjection
+from outrider.engine.kvcache import KVPool
+from outrider.engine.swap import SwapSpace
 from outrider.engine.target import TargetModel
-from outrider.errors import InvalidRequestError
-from outrider.wire.messages import SessionSpec, TensorDtype
+from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_groups import (
     Chunk,
@@ -52,6 +53,8 @@ from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, wire_arra
 from outrider_verifier.judged import Judged, decoded
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.sessions import Session
+from outrider_verifier.slack import Slack
+from outrider_verifier.suspended import Suspended
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,8 @@ class DeviceRoundEngine:
         slots: SessionSlots,
         rounds: DeviceRounds,
         *,
+        pool: KVPool,
+        slack: Slack,
         device: torch.device,
         own_head: OwnHead | None,
         feature_dtype: TensorDtype,
@@ -91,8 +96,14 @@ class DeviceRoundEngine:
         self._wire_dtype = wire_array(torch.empty(0), feature_dtype).dtype
         self._device = device
         self._warps = [slots.warp] if own_head is None else [slots.warp, own_head.warp]
+        self.slack, self._pool = slack, pool
         self._seats: dict[int, Seat] = {}
         """By the session's ticket."""
+        self._grown: dict[int, Session] = {}
+        """Sessions with blocks that the device was not told of, by ticket."""
+        self._suspended = Suspended()
+        self._were_drafted: set[int] = set()
+        """Tickets of suspended sessions whose own drafts followed their prefixes."""
         self._prompt_stretch, self._as_of = prompt_stretch, as_of
         self._beside: dict[int, int] = {}
         """Prompt tokens beside so many rows, once asked for."""
@@ -113,11 +124,13 @@ class DeviceRoundEngine:
     ) -> DeviceRoundEngine:
         """The engine of a loaded target; `head` drafts in this process (colocated, fused)."""
         shape = OwnShape(config.draft_length if head is not None else 0, config.draft_topk)
-        slack = config.max_tree_nodes + shape.extra_slots
+        own_slots = shape.extra_slots if head is not None else 0
+        # The host's word on a session may be a round old.
+        slack = Slack(config.max_tree_nodes, rounds=2, own_slots=own_slots)
         pool = target.pool
         held = pool.free_blocks * pool.block_tokens
         longest = config.max_context_len or target.config.max_position_embeddings
-        max_len = min(longest + slack, held)
+        max_len = min(longest + slack.most, held)
         slots = SessionSlots(
             pool,
             max_sessions=config.max_sessions,
@@ -144,6 +157,8 @@ class DeviceRoundEngine:
         return cls(
             slots,
             rounds,
+            pool=pool,
+            slack=slack,
             device=target.device,
             own_head=own_head,
             feature_dtype=TensorDtype.BFLOAT16 if bfloat16 else TensorDtype.FLOAT32,
@@ -169,11 +184,6 @@ class DeviceRoundEngine:
     def drafts_itself(self) -> int:
         """Drafts of a round of the head in this process."""
         return 0 if self._own_head is None else self._own_head.shape.num_nodes
-
-    @property
-    def extra_slots(self) -> int:
-        """See `OwnShape.extra_slots`."""
-        return (OwnShape(0) if self._own_head is None else self._own_head.shape).extra_slots
 
     @property
     def piece_tokens(self) -> int:
@@ -236,38 +246,101 @@ class DeviceRoundEngine:
         """To be called once by the thread that will run the rounds."""
         make_current(self._device)
 
-    def open(self, session: Session) -> None:
-        """Give the session a slot; its K/V blocks are known to the device from here on."""
-        slot = self._slots.open(session.kv)
-        try:
-            warped = [self._begin_warp(warps, slot, session.spec) for warps in self._warps]
-        except InvalidRequestError:
-            self._slots.close(slot)
-            raise
-        self._seats[session.ticket] = Seat.of(session, slot, warped=any(warped))
-        self._slots.begin(slot, session.kv, session.spec.sampling)
+    def swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
+        """Room for the K/V of the target, and of the head in this process."""
+        storages = [pool.storage]
+        if self._own_head is not None:
+            storages.append(self._own_head.storage)
+        return SwapSpace(budget_bytes, storages, block_tokens=pool.block_tokens)
 
-    def _begin_warp(self, warps: WarpSlots, slot: int, spec: SessionSpec) -> bool:
-        warps.begin(
-            slot,
-            spec.sampling,
-            prompt_ids=spec.token_ids[: spec.prompt_len],
-            output_ids=spec.token_ids[spec.prompt_len :],
-            banned_first=spec.stop_token_ids if spec.min_new_tokens else (),
-            banned_until=spec.prompt_len + spec.min_new_tokens,
-        )
-        return warps.warps(slot)
+    def open(self, session: Session) -> None:
+        """See `RoundRunner`."""
+        spec = session.spec
+        check_banned_first(spec.stop_token_ids if spec.min_new_tokens else ())
 
     def close(self, session: Session) -> None:
         """Take the slot back."""
-        seat = self._seats.pop(session.ticket, None)
+        ticket = session.ticket
+        self._grown.pop(ticket, None)
+        self._were_drafted.discard(ticket)
+        self._suspended.drop(session)
+        seat = self._seats.pop(ticket, None)
         if seat is not None:
             self._slots.close(seat.slot)
+
+    def grown(self, session: Session) -> None:
+        """The next submit tells the device."""
+        self._slots.check_blocks(session.kv.num_blocks)
+        self._grown[session.ticket] = session
+
+    def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
+        """See `RoundRunner`."""
+        seat = self._seats[session.ticket]
+        kept = self._suspended.take(session, swap)
+        if seat.drafted:
+            self._were_drafted.add(session.ticket)
+        self._grown.pop(session.ticket, None)
+        del self._seats[session.ticket]
+        self._slots.close(seat.slot)
+        return kept
+
+    def fetch(self, session: Session) -> bool:
+        """See `RoundRunner`."""
+        return self._suspended.fetch(session)
+
+    def resume(self, session: Session) -> bool:
+        """See `RoundRunner`; the device is told all that it knew of the session, but for a draft of
+        its own: the next round has none."""
+        slot = self._slots.open(session.kv)
+        kept = self._suspended.give(session)
+        warped = [self._begin_warp(warps, slot, session) for warps in self._warps]
+        seat = self._seats[session.ticket] = Seat.of(session, slot, warped=any(warped))
+        begun = session.emitted > 0
+        self._slots.begin(
+            slot,
+            session.kv,
+            session.spec.sampling,
+            length=session.length if begun else 1,
+            root=session.root if begun else 0,
+        )
+        if self._own_head is not None:
+            self._own_head.forget(slot)
+            # The head's K/V came back with the target's, or is about to be written with it.
+            whole = session.ticket in self._were_drafted if kept else session.own_draft > 0
+            seat.drafted = begun and whole
+        self._were_drafted.discard(session.ticket)
+        return kept
+
+    def _begin_warp(self, warps: WarpSlots, slot: int, session: Session) -> bool:
+        spec, known = session.spec, session.tokens[: session.length]
+        warps.begin(
+            slot,
+            spec.sampling,
+            prompt_ids=known[: spec.prompt_len],
+            output_ids=known[spec.prompt_len :],
+            banned_first=spec.stop_token_ids if spec.min_new_tokens else (),
+            banned_until=session.stops_from,
+        )
+        return warps.warps(slot)
+
+    def _tell_grown(self) -> None:
+        """Tell the device of the blocks that sessions got since the last round."""
+        if not self._grown:
+            return
+        added: list[tuple[int, int, Sequence[int]]] = []
+        for ticket, session in self._grown.items():
+            seat, blocks = self._seats[ticket], session.kv.blocks
+            if len(blocks) > seat.told:
+                added.append((seat.slot, seat.told, blocks[seat.told :]))
+                seat.told = len(blocks)
+        self._grown.clear()
+        self._slots.grow(added)
 
     # ---- submitting ----------------------------------------------------------------------------
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> DeviceFlight:
         """Launch the round."""
+        self._tell_grown()
         seats = [self._seats[row.session.ticket] for row in verify]
         groups = group_rows(verify, seats, self.rounds.family.most_rows)
         add_prompts(
@@ -293,6 +366,9 @@ class DeviceRoundEngine:
         if not group.own:
             for seat in group.seats:
                 seat.drafted = False
+            for chunk in group.chunks:
+                # The head missed these tokens.
+                self._seats[chunk.row.session.ticket].drafted = False
             return
         for chunk in group.chunks:
             session = chunk.row.session

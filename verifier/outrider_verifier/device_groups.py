@@ -33,11 +33,14 @@ class Seat:
     """Whether its logits are warped before anything looks at them."""
     drafted: bool = False
     """Whether the own draft on the device follows the session's prefix."""
+    told: int = 0
+    """K/V blocks that the device knows of."""
 
     @classmethod
     def of(cls, session: Session, slot: int, *, warped: bool) -> Seat:
         """The seat of a session that begins in `slot`."""
-        return cls(slot, session.spec.sampling.effective_rule in MATCHING, warped)
+        matching = session.spec.sampling.effective_rule in MATCHING
+        return cls(slot, matching, warped, told=session.kv.num_blocks)
 
     @property
     def plain(self) -> bool:
@@ -183,8 +186,9 @@ def add_prompts(
         group.judge = Judge.SAMPLED
     first = 0
     for place, row, seat in prefill:
-        prompt = row.session.prompt_array
-        chunk = Chunk(place, row, first, cut(seat.slot, prompt, row.start, row.end))
+        # Of a session that goes on the root is known, so no token is sampled before it.
+        known = row.session.tokens[: row.session.length]
+        chunk = Chunk(place, row, first, cut(seat.slot, known, row.start, row.end))
         group.chunks.append(chunk)
         first += len(chunk.pieces)
 

@@ -18,10 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.engine.acceptance import Acceptance, accept
+from outrider.engine.kvcache import KVPool
+from outrider.engine.swap import SwapSpace
 from outrider.engine.target import ForwardBatch, ForwardOutput, Segment
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.packing import Packed, PrefillRow, VerifyRow, pack
 from outrider_verifier.sessions import Session
+from outrider_verifier.slack import Slack
+from outrider_verifier.suspended import Suspended
 
 
 class Target(Protocol):
@@ -127,8 +131,8 @@ class RoundRunner(Protocol):
         ...
 
     @property
-    def extra_slots(self) -> int:
-        """K/V slots that a session may be written past its longest prefix."""
+    def slack(self) -> Slack:
+        """How far rounds may write past what is committed."""
         ...
 
     @property
@@ -167,12 +171,41 @@ class RoundRunner(Protocol):
         """To be called once by the thread that will run the rounds."""
         ...
 
+    def swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
+        """Room in host memory for the K/V of suspended sessions; `pool`: the target's."""
+        ...
+
     def open(self, session: Session) -> None:
-        """A session begins. Raises ResourceExhaustedError if it cannot be taken in."""
+        """A session begins, without K/V: it waits like one that was suspended. Raises
+        InvalidRequestError if it can never be served."""
         ...
 
     def close(self, session: Session) -> None:
-        """A session that was opened is over; must not fail."""
+        """A session that was opened is over, suspended or not; must not fail."""
+        ...
+
+    def grown(self, session: Session) -> None:
+        """A session that is not suspended holds more K/V blocks than before; to be called before
+        the submit that needs them. A round may be in flight."""
+        ...
+
+    def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
+        """Take a session's K/V blocks and its place on the device; it takes part in rounds, and
+        none with it is in flight. With `swap` what is committed is copied there if the budget has
+        room. Whether that was done: else the prefix is to be run again."""
+        ...
+
+    def fetch(self, session: Session) -> bool:
+        """Begin to bring a suspended session's copy back beside the rounds; whether `resume` would
+        make none wait for it. To be called again until it is so, or not at all."""
+        ...
+
+    def resume(self, session: Session) -> bool:
+        """Let a suspended session, which has reserved the blocks that it needs next, take part in
+        rounds again. Whether its K/V is there, as it was; else the prefix, of which the last token
+        is the root, is run like a prompt's, from 0: `tokens[:length - 1]`, or the whole prompt if
+        nothing was emitted. Raises ResourceExhaustedError, and changes nothing, if there is no
+        place for it."""
         ...
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
@@ -198,11 +231,10 @@ class _HostFlight:
 
 
 class RoundEngine:
-    """Runs each round within `submit`; holds no session state."""
+    """Runs each round within `submit`; of sessions it holds only what was swapped out."""
 
     run_ahead = False
     drafts_itself = 0
-    extra_slots = 0
     piece_tokens = 1
     most_prompt_tokens: int | None = None
     usable = True
@@ -212,9 +244,13 @@ class RoundEngine:
         target: Target,
         projection: Projection | None,
         *,
+        max_nodes: int,
         feature_dtype: TensorDtype = TensorDtype.FLOAT32,
         device: torch.device | str = "cpu",
     ) -> None:
+        """`max_nodes`: of a draft."""
+        self.slack = Slack(max_nodes)
+        self._suspended = Suspended()
         self._target = target
         self._projection = projection
         self._device = torch.device(device)
@@ -241,11 +277,32 @@ class RoundEngine:
         """Not measured."""
         return None
 
+    @staticmethod
+    def swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:
+        """Room for the target's K/V."""
+        return SwapSpace(budget_bytes, [pool.storage], block_tokens=pool.block_tokens)
+
     def open(self, session: Session) -> None:
         """Nothing to do."""
 
     def close(self, session: Session) -> None:
-        """Nothing to do."""
+        """Forget its copy, if it was swapped out."""
+        self._suspended.drop(session)
+
+    def grown(self, session: Session) -> None:
+        """Nothing to do: a forward looks at the blocks."""
+
+    def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
+        """See `RoundRunner`."""
+        return self._suspended.take(session, swap)
+
+    def fetch(self, session: Session) -> bool:
+        """See `RoundRunner`."""
+        return self._suspended.fetch(session)
+
+    def resume(self, session: Session) -> bool:
+        """See `RoundRunner`."""
+        return self._suspended.give(session)
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
         """Run the round."""

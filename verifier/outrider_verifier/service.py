@@ -102,14 +102,17 @@ class VerifierService(SessionIterators):
         self._vocab_size = target.vocab_size
         if runner is None:
             runner = RoundEngine(
-                target, projection, feature_dtype=feature_dtype(config), device=config.device
+                target,
+                projection,
+                max_nodes=config.max_tree_nodes,
+                feature_dtype=feature_dtype(config),
+                device=config.device,
             )
         self._own_draft_length = runner.drafts_itself
         # A session longer than the whole budget could never be admitted.
-        slack = max(config.max_tree_nodes, runner.extra_slots)
         self._kv_blocks = pool.free_blocks
         """Blocks that sessions can get; what the runner took for itself is out of their reach."""
-        fits = self._kv_blocks * pool.block_tokens - slack
+        fits = self._kv_blocks * pool.block_tokens + 1 - runner.slack.most
         limits = (config.max_context_len, max_context_len, fits)
         self._max_context_len = min(limit for limit in limits if limit > 0)
         self._outbox: list[Effect] = []
