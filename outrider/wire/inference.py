@@ -224,6 +224,14 @@ class VerifierSummary:
     hit_idle_us_p50: float = 0.0
     """Median time between a round's end and the submission of one that is all hits, microseconds;
     0 without any."""
+    draining: bool = False
+    """Whether it takes no new sessions any more: it is about to stop."""
+    waiting_sessions: int = 0
+    """Sessions without K/V: preempted, or not begun."""
+    preemptions_swap: int = 0
+    """Preemptions since the start whose K/V was kept in host memory."""
+    preemptions_recompute: int = 0
+    """Preemptions since the start whose K/V was dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

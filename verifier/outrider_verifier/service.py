@@ -168,12 +168,18 @@ class VerifierService(SessionIterators):
             self._loop.start()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new sessions and let the running ones finish; False if time ran out."""
+        """Refuse new sessions, and let routers take the running ones elsewhere or see them end.
+
+        What is left when time has run out fails, so that routers go on with it; then False.
+        """
         self._draining = True
+        self._routers.drain(timeout_s)
         deadline = time.monotonic() + timeout_s
         while self._routers.num_sessions and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_POLL_S)
-        return self._routers.num_sessions == 0
+        left = self._routers.num_sessions
+        self._routers.end_all(draining_error())
+        return left == 0
 
     async def stop(self) -> None:
         """Fail what still runs and end the engine thread; idempotent."""
@@ -218,6 +224,7 @@ class VerifierService(SessionIterators):
             planner=self._core.policy.summary()[:MAX_PLANNER_BYTES],
             stats=stats_of(counters),
             hit_idle_us_p50=medians.hit_idle_us,
+            draining=self._draining or self._stopped,
         )
 
     def _attached(self, link: Link) -> AttachedDrafter:
@@ -317,7 +324,7 @@ class VerifierService(SessionIterators):
 
     def _check_draining(self) -> None:
         if self._draining:
-            raise UnavailableError("the verifier is draining", reason="DRAINING")
+            raise draining_error()
         self.start()
 
     def _dispatch(self, effects: list[Effect]) -> None:
@@ -374,6 +381,11 @@ class VerifierService(SessionIterators):
             "inbox_proposals": self._core.num_proposals,
             "feature_bytes": 0 if store is None else store.used_bytes,
         }
+
+
+def draining_error() -> UnavailableError:
+    """The error of sessions that a verifier takes no more, or serves no longer."""
+    return UnavailableError("the verifier is about to stop", reason="DRAINING")
 
 
 def _settle(future: asyncio.Future[None], error: OutriderError | None) -> None:

@@ -20,6 +20,7 @@ from outrider.wire.messages import (
     SessionFailure,
     SessionLeave,
     SessionOpen,
+    SessionsDraining,
 )
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import ADDRESS, Rig, make_spec, until, verifier
@@ -185,3 +186,44 @@ async def test_a_session_that_cannot_be_announced_gives_everything_back(
         assert closed == ["s"]
         await rig.idle()
         assert (await rig.run(make_spec())).error is None
+
+
+async def next_drain(connection: RouterConnection) -> SessionsDraining:
+    async with asyncio.timeout(5.0):
+        while True:
+            message = await connection.receive()
+            if isinstance(message, SessionsDraining):
+                return message
+
+
+async def test_a_drain_is_told_to_every_router_also_to_one_that_comes_late() -> None:
+    async with verifier() as rig:
+        rig.target.forward_s = 0.02
+        first, second = await router_of(rig), await router_of(rig)
+        await first.send(SessionOpen(1, make_spec("a", max_new_tokens=500)))
+        await until(lambda: rig.service._core.num_sessions == 1)
+        draining = asyncio.create_task(rig.service.drain(20.0))
+        told = [(await next_drain(connection)).seconds for connection in (first, second)]
+        await asyncio.sleep(0.05)
+        late = await router_of(rig)
+        told.append((await next_drain(late)).seconds)
+        assert 15.0 < told[2] < told[0] <= 20.0 and told[0] == pytest.approx(told[1], abs=0.01)
+        # A session that its router has taken elsewhere is not waited for.
+        await first.send(SessionLeave(1))
+        assert await asyncio.wait_for(draining, 5)
+        for connection in (first, second, late):
+            await connection.close()
+        await rig.idle()
+
+
+async def test_what_is_left_at_the_end_of_a_drain_fails_and_frees_its_place() -> None:
+    async with verifier() as rig:
+        rig.target.forward_s = 0.02
+        connection = await router_of(rig)
+        await connection.send(SessionOpen(1, make_spec("a", max_new_tokens=500)))
+        await until(lambda: rig.service._core.num_sessions == 1)
+        assert not await rig.service.drain(0.05)
+        failure = await next_failure(connection)
+        assert (failure.handle, failure.reason) == (1, "DRAINING")
+        await connection.close()
+        await rig.idle()

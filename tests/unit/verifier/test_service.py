@@ -264,6 +264,8 @@ async def test_draining_refuses_new_sessions_and_lets_the_running_ones_finish() 
         await asyncio.sleep(0)
         refused = await rig.run(make_spec("late"))
         assert isinstance(refused.error, UnavailableError)
+        assert refused.error.reason == "DRAINING"
+        assert (await rig.service.info()).draining
         assert await draining
         assert (await running).error is None
 
@@ -277,6 +279,7 @@ async def test_stopping_fails_what_still_runs_and_ends_the_thread() -> None:
         await rig.service.stop()
         result = await running
         assert isinstance(result.error, UnavailableError)
+        assert result.error.reason == "DRAINING"
         assert "outrider-engine" not in [thread.name for thread in threading.enumerate()]
         late = await rig.run(make_spec("late"))
         assert isinstance(late.error, UnavailableError)
