@@ -133,8 +133,11 @@ class StreamPosition:
     """Where to go on with a stream."""
 
     request_id: RequestId
-    tokens: int
-    """Token ids of the answer that have arrived; 0 begins with PromptInfo."""
+    tokens: int = 0
+    """Token ids of the answer that have arrived."""
+    characters: int = 0
+    """Characters of its text that have arrived: text may be out of step with ids. Where both are 0
+    the stream begins with PromptInfo."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ from outrider_router.failover import (
     pause_s,
 )
 from outrider_router.journal import Entry, Journal
+from outrider_router.log_records import Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.output import OutputAssembler
@@ -65,8 +66,10 @@ class Serving:
         clock: Callable[[], float],
         failover_s: float,
         max_failovers: int,
+        on_emitted: Callable[[list[Row]], None],
     ) -> None:
-        """`failover_s` and `max_failovers` bound how a request without a verifier waits."""
+        """`failover_s` and `max_failovers` bound how a request without a verifier waits;
+        `on_emitted` logs ids of entries with a number, before anybody is told of them."""
         self._journal = journal
         self._admission = admission
         self._registry = registry
@@ -76,6 +79,7 @@ class Serving:
         self._clock = clock
         self._failover_s = failover_s
         self._max_failovers = max_failovers
+        self._on_emitted = on_emitted
         self._pacer = Pacer(clock)
         self._numbers = itertools.count()
         self._incarnation = secrets.token_hex(6)
@@ -105,8 +109,8 @@ class Serving:
     ) -> AsyncGenerator[StreamEvent, None]:
         """What the client of a request hears; closing it frees all that the request holds.
 
-        An entry that has emitted tokens already (its router ended) goes on behind them: the client
-        hears of all of them first, from PromptInfo on.
+        An entry that has emitted tokens or is of a later epoch already (its router ended) goes on
+        behind them: the client hears of all of them first, from PromptInfo on.
         """
         course = self._course(entry, job, deadline)
         finish: FinishInfo | None = None
@@ -146,7 +150,7 @@ class Serving:
                 prompt_tokens=len(job.prompt_ids),
             ),
             session_id=SessionId(f"{self._incarnation}-{number}"),
-            cause=Cause.ROUTER_LOST if entry.emitted else None,
+            cause=Cause.ROUTER_LOST if entry.emitted or entry.epoch else None,
         )
 
     async def _messages(self, course: Course) -> AsyncGenerator[StreamEvent, None]:
@@ -322,6 +326,7 @@ class Serving:
                 self._clock,
                 on_events=lambda: self._registry.saw_verifier(peer),
                 on_drafter_lost=partial(self._on_drafter_lost, peer),
+                on_emitted=self._on_emitted,
             )
             stream = self._streams[peer.address] = SessionStream(
                 peer.control.sessions,

@@ -23,6 +23,7 @@ from outrider.wire.messages import (
     SessionEvents,
 )
 from outrider_router.journal import Entry
+from outrider_router.log_records import Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.output import OutputAssembler
 from outrider_router.pacing import Pacer
@@ -110,13 +111,16 @@ class EventSink:
         *,
         on_events: Callable[[], None],
         on_drafter_lost: Callable[[DrafterId], None],
+        on_emitted: Callable[[list[Row]], None],
     ) -> None:
-        """`on_events` hears of every message: a sign of life."""
+        """`on_events` hears of every message: a sign of life. `on_emitted` hears of a message's
+        ids of entries with a number, before any reader does."""
         self._metrics = metrics
         self._pacer = pacer
         self._clock = clock
         self._on_events = on_events
         self._on_drafter_lost = on_drafter_lost
+        self._on_emitted = on_emitted
 
     def deliver(self, events: SessionEvents, feeds: Mapping[int, Feed]) -> None:
         """Append each row to its session's feed and wake its reader: at once for a first token and
@@ -128,6 +132,7 @@ class EventSink:
         woken: list[Feed] = []
         waits: list[float] = []
         gaps: list[float] = []
+        logged: list[Row] = []
         start = 0
         for handle, count, round_id, reason, flags, proposed, accepted in zip(
             events.handles.tolist(),
@@ -146,6 +151,8 @@ class EventSink:
                 continue
             entry = feed.entry
             if count:
+                if entry.number:
+                    logged.append((entry.number, len(entry.emitted), tokens[start:end]))
                 entry.emitted += tokens[start:end]
                 if round_id:
                     entry.tally.add_round(
@@ -165,6 +172,9 @@ class EventSink:
                 feed.wake()
             woken.append(feed)
             start = end
+        # Readers that were woken above run later.
+        if logged:
+            self._on_emitted(logged)
         self._pacer.wake(woken)
         self._metrics.time_to_first_token.observe(*waits)
         self._metrics.inter_token_latency.observe(*gaps)

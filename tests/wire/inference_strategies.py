@@ -71,7 +71,10 @@ REQUESTS = st.builds(
     resumable=st.booleans(),
 )
 POSITIONS = st.builds(
-    inference.StreamPosition, request_id=NAMES.map(RequestId), tokens=st.integers(0, 2**24)
+    inference.StreamPosition,
+    request_id=NAMES.map(RequestId),
+    tokens=st.integers(0, 2**24),
+    characters=st.integers(0, 2**32 - 1),
 )
 FINISHES = st.one_of(
     *(

@@ -124,12 +124,14 @@ class GenerateStreamRequest(_message.Message):
     def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
 
 class ResumeStreamRequest(_message.Message):
-    __slots__ = ("request_id", "tokens")
+    __slots__ = ("request_id", "tokens", "characters")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHARACTERS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
+    characters: int
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ..., characters: _Optional[int] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
     __slots__ = ("prompt_info", "delta", "finish_info")
