@@ -24,7 +24,7 @@ from outrider.transport.sessions import SessionStream
 from outrider.wire.inference import Delta, FinishInfo, StreamEvent
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.admission import NO_VERIFIER
-from outrider_router.admission_queue import AdmissionQueue, Lease
+from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.course import Course
 from outrider_router.failover import (
     DRAINING,
@@ -37,6 +37,7 @@ from outrider_router.failover import (
     pause_s,
 )
 from outrider_router.journal import Entry, Journal
+from outrider_router.ledger import Lease
 from outrider_router.log_records import Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
@@ -143,6 +144,7 @@ class Serving:
                 priority=job.priority,
                 deadline=deadline,
                 tenant=job.tenant,
+                returns=job.returns,
             ),
             reply=Reply(
                 entry,
