@@ -35,6 +35,7 @@ class Accounts:
             self._core.emit(session, tokens, settled.reason)
         if settled.reason is not None:
             self._core.counters["finished"] += 1
+            self._core.room.lengths.observe(session.length - session.spec.prompt_len)
             self._core.free(session)
         return len(tokens)
 

@@ -225,6 +225,9 @@ class VerifierService(SessionIterators):
             stats=stats_of(counters),
             hit_idle_us_p50=medians.hit_idle_us,
             draining=self._draining or self._stopped,
+            waiting_sessions=len(self._core.room.waiting),
+            preemptions_swap=counters["preemptions_swap"],
+            preemptions_recompute=counters["preemptions_recompute"],
         )
 
     def _attached(self, link: Link) -> AttachedDrafter:
@@ -374,7 +377,9 @@ class VerifierService(SessionIterators):
     def _gauges(self) -> dict[str, float]:
         store = self._core.store
         return {
-            "sessions_running": self._core.num_sessions,
+            "sessions_running": len(self._core.room.running),
+            "sessions_waiting": len(self._core.room.waiting),
+            "swapped_bytes": self._core.room.swapped_bytes,
             "kv_blocks_total": self._kv_blocks,
             "kv_blocks_free": self._pool.free_blocks,
             "drafters_connected": len(self._hub.links),
