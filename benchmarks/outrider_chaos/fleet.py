@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -19,7 +20,8 @@ _HEARTBEAT = HeartbeatConfig(interval_s=0.1, timeout_s=0.5)
 class Fleet:
     """Verifiers, drafters and a router over a network of their own."""
 
-    def __init__(self, shape: FleetShape, models: Models) -> None:
+    def __init__(self, shape: FleetShape, models: Models, folder: Path) -> None:
+        """`folder` is for what the router keeps."""
         self.network = ChaosNetwork(heartbeat=_HEARTBEAT)
         self.verifiers = [
             VerifierPart(f"v{n}", shape, models, self.network) for n in range(shape.verifiers)
@@ -31,6 +33,7 @@ class Fleet:
             "router",
             models,
             self.network,
+            folder,
             verifiers=tuple(part.name for part in self.verifiers),
             drafters=tuple(part.name for part in self.drafters),
         )
@@ -78,6 +81,5 @@ class Fleet:
         """End everything."""
         for proxy in self._proxies:
             await proxy.close()
-        await self.router.kill()
-        await asyncio.gather(*(part.kill() for part in (*self.drafters, *self.verifiers)))
+        await asyncio.gather(*(part.kill() for part in self.parts))
         await self.network.close()

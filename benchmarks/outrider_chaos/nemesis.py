@@ -15,7 +15,7 @@ from outrider_chaos.clients import Reader
 from outrider_chaos.fleet import Fleet
 from outrider_chaos.parts import DrafterPart, RouterPart, VerifierPart, until
 
-PHASE_S = 0.4
+PHASE_S = 0.6
 """How long a fault waits for its phase; then it hits whatever there is."""
 DELAY_S = 0.03
 
@@ -60,14 +60,16 @@ class Nemesis:
         return all(reader.over for reader in self._readers)
 
     def _in(self, phase: Phase) -> bool:
-        sessions = [session for part in self._fleet.verifiers for session in part.sessions()]
+        verifiers = self._fleet.verifiers
         match phase:
             case Phase.PREFILL:
-                return any(session.prefill_left > 0 for session in sessions)
-            case Phase.PREEMPTED | Phase.SWAPPING:
-                return any(getattr(session, phase.value, False) for session in sessions)
+                return any(part.reads_prompts for part in verifiers)
+            case Phase.PREEMPTED:
+                return any(part.preempted for part in verifiers)
+            case Phase.SWAPPING:
+                return any(part.swapped for part in verifiers)
             case _:
-                return any(session.emitted > 0 for session in sessions)
+                return any(part.decodes for part in verifiers)
 
     @asynccontextmanager
     async def _draining(self) -> AsyncGenerator[None]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from outrider_drafter.build import build_service as build_drafter
 from outrider_drafter.config import DrafterConfig, ReconnectConfig
 from outrider_drafter.service import DrafterService
-from outrider_router.config import RouterConfig, SpeculationDefaults
+from outrider_router.config import OverloadConfig, RouterConfig, SpeculationDefaults
 from outrider_router.grpc_api import inference_service
 from outrider_router.metrics import RouterMetrics
 from outrider_router.service import RouterService
@@ -29,6 +31,8 @@ from outrider.transport.grpc import GrpcServer
 
 DRAIN_S = 1.0
 """How long what was told to end may take."""
+GRACE_S = 3.0
+"""How long a request goes on without its client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,7 @@ class VerifierPart:
             max_tree_nodes=16,
             prefill_tokens_per_round=32,
             planner=shape.planner,
+            preemption=shape.preemption,
             lanes=shape.lanes,
             hello_s=1.0,
             drain_s=DRAIN_S,
@@ -128,13 +133,41 @@ class VerifierPart:
         if self.service is not None:
             await self.service.lost.wait()
 
-    def sessions(self) -> list[Any]:
-        """The sessions that it serves, as its engine thread has them just now."""
+    @property
+    def preempted(self) -> bool:
+        """Whether a session that had K/V waits for it."""
+        return any(session.preemptions > 0 for session in self._of_room("waiting"))
+
+    @property
+    def swapped(self) -> bool:
+        """Whether K/V of a session is in host memory."""
+        return self.service is not None and self.service._core.room.swapped_bytes > 0
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether a session has not read all of its prompt."""
+        return any(session.prefill_left > 0 for session in self._of_room("running"))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a session that runs has emitted something."""
+        return any(session.emitted > 0 for session in self._of_room("running"))
+
+    def _of_room(self, which: str) -> list[Any]:
+        """Sessions that run or wait, as the engine thread has them just now."""
         if self.service is None:
             return []
         with contextlib.suppress(RuntimeError):  # the engine thread changed them meanwhile
-            return list(self.service._core.sessions.values())
+            return list(getattr(self.service._core.room, which).values())
         return []
+
+    @property
+    def preemptions(self) -> int:
+        """How often sessions lost their K/V, since it was started."""
+        if self.service is None:
+            return 0
+        counters = self.service._core.counters
+        return counters["preemptions_swap"] + counters["preemptions_recompute"]
 
     async def held(self) -> list[str]:
         if self.service is None:
@@ -147,8 +180,9 @@ class VerifierPart:
             "followed sessions": self.service._routers.num_sessions,
         }
         gauges = self.service._gauges()
-        idle = ("sessions_running", "inbox_proposals", "feature_bytes", "swap_bytes")
-        counts |= {name: int(gauges[name]) for name in idle if name in gauges}
+        idle = ("sessions_running", "sessions_waiting", "swapped_bytes")
+        idle += ("inbox_proposals", "feature_bytes")
+        counts |= {name: int(gauges[name]) for name in idle}
         return [f"{self.name} holds {count} {what}" for what, count in counts.items() if count]
 
 
@@ -189,7 +223,12 @@ class DrafterPart:
             await service.close()
 
     async def terminate(self) -> None:
-        await self.kill()
+        service = self.service
+        if service is None:
+            return
+        await service.hand_over(DRAIN_S)
+        if self.service is service:
+            await self.kill()
 
     def lose_device(self) -> None:
         """From now on every draft of its head fails; whoever keeps it is to end it."""
@@ -216,6 +255,7 @@ class RouterPart:
         name: str,
         models: Models,
         network: ChaosNetwork,
+        folder: Path,
         *,
         verifiers: tuple[str, ...],
         drafters: tuple[str, ...],
@@ -225,6 +265,8 @@ class RouterPart:
         self.address = ""
         self._server: GrpcServer | None = None
         self._models, self._network = models, network
+        self._journals = (folder / f"journal-{number}" for number in itertools.count(1))
+        self._journal = folder / "journal-0"
         self._config = RouterConfig(
             model=models.target,
             verifiers=verifiers,
@@ -233,6 +275,10 @@ class RouterPart:
             silence_s=0.4,
             session_slack_tokens=16,
             drain_s=DRAIN_S,
+            resume_grace_s=GRACE_S,
+            failover_s=5.0,
+            # More than fits, so that verifiers have to preempt.
+            overload=OverloadConfig(kv_overcommit=4.0, assumed_tokens=8),
             speculation=SpeculationDefaults(patience_ms=60),
         )
 
@@ -242,12 +288,13 @@ class RouterPart:
 
     async def start(self) -> None:
         service = RouterService(
-            config=self._config,
+            config=replace(self._config, journal=self._journal),
             tokenizer=self._models.tokenizer,
             dialer=self._network.dialer(self.name),
             metrics=RouterMetrics(),
             clock=time.monotonic,
         )
+        service.restore()
         self._server = GrpcServer("127.0.0.1:0", [inference_service(service)])
         self.address = await self._server.start()
         await service.start()
@@ -257,6 +304,9 @@ class RouterPart:
         service, self.service = self.service, None
         server, self._server = self._server, None
         self._network.kill(self.name)
+        if service is not None and self._journal.exists():
+            # What is left of it here goes on to write; the next one has the file of this moment.
+            self._journal = Path(shutil.copyfile(self._journal, next(self._journals)))
         if server is not None:
             await server.stop(0.0)
         if service is not None:
@@ -270,7 +320,8 @@ class RouterPart:
         if self.service is service:
             await service.close()
             await server.stop(0.2)
-            await self.kill()
+            self.service = self._server = None
+            self._network.kill(self.name)
 
     def ready(self) -> bool:
         """Whether it sees everybody healthy."""

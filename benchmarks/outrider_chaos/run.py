@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from outrider.chaos.asks import PROMPTS, TEXTS, Ask, Text
 from outrider.chaos.checker import Expected, Violation, check
@@ -41,6 +45,8 @@ class Outcome:
     """Faults that found somebody to hit."""
     missed: list[Fault] = field(default_factory=list)
     """Faults whose phase did not come before they hit."""
+    preemptions: int = 0
+    """At the verifiers that were there at the end."""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -52,13 +58,13 @@ class Outcome:
 async def listen_in_calm(models: Models) -> Oracle:
     """Every text of `TEXTS`, decoded plainly while nothing goes wrong."""
     async with (
-        Fleet(FleetShape(kv_tokens=16384), models) as fleet,
+        _fleet(FleetShape(kv_tokens=16384), models) as fleet,
         AsyncClient(fleet.router.address) as client,
     ):
 
         async def one(text: Text) -> Expected:
             answer = await client.generate(
-                PROMPTS[text.prompt], **text.options, drafter=DraftMethod.NONE
+                PROMPTS[text.prompt], **{**text.options, "drafter": DraftMethod.NONE}
             )
             return Expected(
                 token_ids=answer.token_ids,
@@ -70,12 +76,19 @@ async def listen_in_calm(models: Models) -> Oracle:
         return dict(zip(TEXTS, await asyncio.gather(*map(one, TEXTS)), strict=True))
 
 
+@asynccontextmanager
+async def _fleet(shape: FleetShape, models: Models) -> AsyncGenerator[Fleet]:
+    with tempfile.TemporaryDirectory(prefix="outrider-chaos-") as folder:
+        async with Fleet(shape, models, Path(folder)) as fleet:
+            yield fleet
+
+
 async def run_schedule(schedule: Schedule, models: Models, oracle: Oracle) -> Outcome:
     """Run a schedule; never raises, and takes no longer than `RUN_S` and what ends it."""
     outcome = Outcome(schedule=schedule)
     before, began = Holdings.now(), time.monotonic()
     try:
-        async with asyncio.timeout(RUN_S), Fleet(schedule.fleet, models) as fleet:
+        async with asyncio.timeout(RUN_S), _fleet(schedule.fleet, models) as fleet:
             await _run(fleet, schedule, oracle, outcome)
     except TimeoutError:
         outcome.violations.append(Violation(promise="hang", detail=f"longer than {RUN_S} s"))
@@ -98,6 +111,7 @@ async def _run(fleet: Fleet, schedule: Schedule, oracle: Oracle, outcome: Outcom
     nemesis = Nemesis(fleet, readers, schedule.seed)
     outcome.hit, outcome.missed = nemesis.done, nemesis.missed
     await asyncio.gather(*(reader.start() for reader in readers), nemesis.run(schedule.faults))
+    outcome.preemptions = sum(part.preemptions for part in fleet.verifiers)
     for reader in readers:
         expected = oracle[reader.ask.text]
         allowed = allowed_errors(schedule, reader.ask, reader.history.number)

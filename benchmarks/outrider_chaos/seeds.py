@@ -89,12 +89,14 @@ class Tally:
         """Violations by promise."""
         self.ends: Counter[str] = Counter()
         """How requests ended."""
+        self.preemptions = 0
         self.seconds = 0.0
 
     def add(self, outcome: Outcome) -> None:
         """Take in a run."""
         self.runs += 1
         self.seconds += outcome.seconds
+        self.preemptions += outcome.preemptions
         self.hits.update(_cells(outcome.hit, outcome.missed))
         self.ends.update(str(history.end) for history in outcome.histories)
         self.promises.update(violation.promise for violation in outcome.violations)
@@ -103,7 +105,7 @@ class Tally:
 
     def __str__(self) -> str:
         ends = ", ".join(f"{count} {end}" for end, count in sorted(self.ends.items()))
-        lines = [f"{self.runs} runs, {len(self.failed)} failed; requests: {ends}"]
+        lines = [f"{self.runs} runs, {len(self.failed)} failed, {self.preemptions} preemptions; requests: {ends}"]
         lines += [f"  hit: {count} {cell}" for cell, count in sorted(self.hits.items())]
         lines += [f"  broken: {count} x {promise}" for promise, count in self.promises.items()]
         if self.failed:

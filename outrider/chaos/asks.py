@@ -110,6 +110,12 @@ class Ask:
         )
 
 
+def intruder(rng: random.Random) -> Ask:
+    """A request for which others have to make room."""
+    large = [text for text in TEXTS if PROMPTS[text.prompt] == LONG]
+    return Ask(text=rng.choice(large), priority=50, starts_s=rng.uniform(0.05, 0.2))
+
+
 def draw(rng: random.Random, count: int) -> tuple[Ask, ...]:
     """Requests of one run."""
     return tuple(

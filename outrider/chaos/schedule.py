@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Self
 
-from outrider.chaos.asks import Ask, draw
+from outrider.chaos.asks import Ask, draw, intruder
 from outrider.chaos.faults import CELLS, KINDS, MANGLING, Fault, Kind, Phase, Role
 
 MAX_FAULTS = 3
@@ -25,6 +25,8 @@ class FleetShape:
     lanes: bool = False
     """Whether drafters exchange through shared memory: messages cannot be mangled then."""
     planner: str = "fixed"
+    preemption: str = "auto"
+    """How sessions that lost their K/V get it back: auto, swap or recompute."""
 
     def count(self, role: Role, clients: int) -> int:
         """How many there are of a role."""
@@ -46,13 +48,17 @@ class Schedule:
         """The run of a seed: its first fault goes through all cells as seeds are counted up."""
         rng = random.Random(f"outrider-chaos-{seed}")
         kind, role, phase = CELLS[seed * _STRIDE % len(CELLS)]
-        asks = draw(rng, rng.randint(3, 6))
         tight = phase in (Phase.PREEMPTED, Phase.SWAPPING) or rng.random() < 0.3
+        asks = draw(rng, rng.randint(5, 7) if tight else rng.randint(3, 6))
+        asks += (intruder(rng),) * tight
         shape = FleetShape(
             verifiers=rng.choice((1, 2)),
             drafters=rng.choice((1, 2)),
-            kv_tokens=rng.choice((448, 512, 640)) if tight else 4096,
+            kv_tokens=rng.choice((288, 320, 384)) if tight else 4096,
             planner=rng.choice(("fixed", "fixed", "automatic")),
+            preemption="swap"
+            if phase is Phase.SWAPPING
+            else rng.choice(("auto", "swap", "recompute")),
         )
         cells = [(kind, role, phase)]
         cells += [rng.choice(CELLS) for _ in range(rng.randint(0, MAX_FAULTS - 1))]
@@ -81,7 +87,8 @@ class Schedule:
         shape = self.fleet
         lines = [
             f"seed {self.seed}: {shape.verifiers} verifiers of {shape.kv_tokens} tokens of K/V, "
-            f"{shape.drafters} drafters{' over lanes' * shape.lanes}, {shape.planner} planner",
+            f"{shape.drafters} drafters{' over lanes' * shape.lanes}, {shape.planner} planner, "
+            f"K/V back by {shape.preemption}",
             *(f"  request {number}: {ask}" for number, ask in enumerate(self.asks)),
             *(f"  fault {number}: {fault}" for number, fault in enumerate(self.faults)),
         ]
@@ -92,7 +99,7 @@ def _fault(
     rng: random.Random, kind: Kind, role: Role, phase: Phase, shape: FleetShape, clients: int
 ) -> Fault:
     assert kind in KINDS[role]
-    early = phase is Phase.PREFILL
+    early = phase is not Phase.ROUND and rng.random() < 0.8
     lasts = rng.choice((0.02, 0.06, 0.15))
     if kind is Kind.STOP:
         # Some are over before anybody notices, some last beyond every heartbeat.
@@ -102,7 +109,7 @@ def _fault(
         role=role,
         index=rng.randrange(shape.count(role, clients)),
         phase=phase,
-        # Prompts are read before most tokens come.
+        # Prompts are read, and memory runs out, before most tokens come.
         after=0 if early else rng.choice((1, rng.randint(2, 30), rng.randint(10, 120))),
         lasts_s=lasts,
         share=rng.choice((0.1, 0.5)) if kind in MANGLING else 0.0,
