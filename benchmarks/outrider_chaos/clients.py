@@ -9,7 +9,7 @@ from outrider.chaos.asks import PROMPTS, Ask
 from outrider.chaos.history import History
 from outrider.chaos.proxy import TcpProxy
 from outrider.client import AsyncClient, RetryPolicy
-from outrider.errors import DeadlineExceededError
+from outrider.errors import DeadlineExceededError, UnavailableError
 
 TIMEOUT_S = 15.0
 """Of a request that sets no deadline: whoever waits so long hangs."""
@@ -19,14 +19,23 @@ _RETRY = RetryPolicy(max_attempts=200, first_delay_s=0.02, max_delay_s=0.1)
 class Reader:
     """One client."""
 
-    def __init__(self, number: int, ask: Ask, door: TcpProxy, began: float) -> None:
-        """`began` is the clock's time at the run's begin."""
+    def __init__(
+        self,
+        number: int,
+        ask: Ask,
+        door: TcpProxy,
+        began: float,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`began` is the clock's time at the run's begin; who waits for `timeout_s` hangs."""
         self.history = History(number=number)
         self.deadline_s: float | None = None
         """Set before it asks, if its time is bounded."""
         self.door = door
         self.ask = ask
         self._began = began
+        self._timeout_s = timeout_s
         self._may_read = asyncio.Event()
         self._may_read.set()
         self._gone = asyncio.Event()
@@ -81,7 +90,9 @@ class Reader:
             await asyncio.gather(reading, leaving, return_exceptions=True)
 
     def _note(self, error: BaseException) -> None:
-        if self.deadline_s is not None and isinstance(error, DeadlineExceededError):
+        # Close to its deadline a client does not try again what it could.
+        too_late = isinstance(error, DeadlineExceededError | UnavailableError)
+        if self.deadline_s is not None and too_late:
             self.history.left(self._now())
         elif isinstance(error, DeadlineExceededError):
             self.history.ended, self.history.error = self._now(), error
@@ -89,7 +100,7 @@ class Reader:
             self.history.failed(error, self._now())
 
     async def _read(self) -> None:
-        timeout_s = self.deadline_s or TIMEOUT_S
+        timeout_s = self.deadline_s or self._timeout_s
         async with AsyncClient(self.door.address, retry=_RETRY, timeout_s=timeout_s) as client:
             stream = client.stream(PROMPTS[self.ask.text.prompt], **self.ask.options)
             async with stream:

@@ -78,7 +78,7 @@ class Text:
 TEXTS = tuple(
     Text(prompt=(number + number // len(SAMPLINGS)) % len(PROMPTS), sampling=name, max_tokens=size)
     for number, (name, size) in enumerate(
-        (name, size) for size in (12, 24, 40) for name in SAMPLINGS
+        (name, size) for size in (10, 20, 32) for name in SAMPLINGS
     )
 )
 """All texts that runs ask for: few, so that each is computed once in calm."""

@@ -49,7 +49,7 @@ class Schedule:
         rng = random.Random(f"outrider-chaos-{seed}")
         kind, role, phase = CELLS[seed * _STRIDE % len(CELLS)]
         tight = phase in (Phase.PREEMPTED, Phase.SWAPPING) or rng.random() < 0.3
-        asks = draw(rng, rng.randint(5, 7) if tight else rng.randint(3, 6))
+        asks = draw(rng, rng.randint(4, 5) if tight else rng.randint(3, 5))
         asks += (intruder(rng),) * tight
         shape = FleetShape(
             verifiers=rng.choice((1, 2)),
