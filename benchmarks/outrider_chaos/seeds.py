@@ -106,7 +106,8 @@ class Tally:
     def __str__(self) -> str:
         ends = ", ".join(f"{count} {end}" for end, count in sorted(self.ends.items()))
         lines = [
-            f"{self.runs} runs, {len(self.failed)} failed, {self.preemptions} preemptions; requests: {ends}"
+            f"{self.runs} runs, {len(self.failed)} failed, {self.preemptions} preemptions, "
+            f"{self.seconds:.0f} s; requests: {ends}"
         ]
         lines += [f"  hit: {count} {cell}" for cell, count in sorted(self.hits.items())]
         lines += [f"  broken: {count} x {promise}" for promise, count in self.promises.items()]

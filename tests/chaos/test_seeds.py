@@ -1,4 +1,4 @@
-"""Fleets in one process, each under the faults of its seed: no text changes, nothing leaks or hangs.
+"""Fleets in one process, each under the faults of its seed: no text changes, nothing is left.
 
 `outrider chaos --seeds A-B` runs more of them, `--replay SEED` one of them again.
 """
