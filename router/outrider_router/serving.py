@@ -222,6 +222,12 @@ class Serving:
                 await ended.wait()
         entry.on_fail = None
 
+    def _give_back(self, course: Course) -> None:
+        """The place of a session that has ended, before a slow client has heard of it."""
+        if course.lease is not None:
+            self._admission.release(course.lease)
+            course.lease = None
+
     def _free(self, course: Course) -> None:
         """Give back what a request holds that is over."""
         for lease in (course.lease, course.next_lease):
@@ -280,7 +286,7 @@ class Serving:
         peer = self._registry.healthy_verifier(lease.verifier_id)
         if peer is None or peer.info is None or peer.control is None:
             raise lost_error(lease.verifier_id)
-        feed = Feed(entry, self._pacer)
+        feed = Feed(entry, self._pacer, partial(self._give_back, course))
         entry.on_fail = feed.interrupt
         spec = self._spec(course, peer.info, partial(self._mover.choose, peer, entry))
         opened = self._stream_to(peer).open(spec, feed)

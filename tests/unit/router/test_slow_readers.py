@@ -12,7 +12,7 @@ import pytest
 from outrider_router.config import OverloadConfig
 from outrider_router.grpc_api import INFERENCE_SERVICE
 from outrider_router.service import RouterService
-from outrider_router.slow_readers import send_all
+from outrider_router.slow_readers import timely
 
 from outrider.errors import ResourceExhaustedError
 from outrider.transport.grpc.status import typed_error
@@ -25,12 +25,6 @@ NARROW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 """A client that lets the server send no more than it reads."""
 
 
-async def numbers(count: int, pause_s: float = 0.0) -> AsyncGenerator[int]:
-    for number in range(count):
-        yield number
-        await asyncio.sleep(pause_s)
-
-
 async def test_a_reader_that_is_slow_but_reads_is_sent_everything() -> None:
     read: list[int] = []
 
@@ -38,7 +32,9 @@ async def test_a_reader_that_is_slow_but_reads_is_sent_everything() -> None:
         await asyncio.sleep(0.03)
         read.append(number)
 
-    await send_all(numbers(8), write, slow_reader_s=0.1)
+    async with timely(write, slow_reader_s=0.1) as timed:
+        for number in range(8):
+            await timed(number)
     assert read == list(range(8))
 
 
@@ -48,23 +44,28 @@ async def test_a_pause_between_events_is_not_the_readers() -> None:
     async def write(number: int) -> None:
         read.append(number)
 
-    await send_all(numbers(3, 0.1), write, slow_reader_s=0.05)
-    assert read == [0, 1, 2]
+    async with timely(write, slow_reader_s=0.05) as timed:
+        await timed(1)
+        await asyncio.sleep(0.15)
+        await timed(2)
+    assert read == [1, 2]
+
+
+async def never(_: int) -> None:
+    await asyncio.Event().wait()
 
 
 async def test_a_reader_that_takes_nothing_for_too_long_is_left_with_a_typed_error() -> None:
     with pytest.raises(ResourceExhaustedError, match="took nothing") as raised:
-        await send_all(numbers(3), lambda _: asyncio.Event().wait(), slow_reader_s=0.05)
+        async with timely(never, slow_reader_s=0.05) as timed:
+            await timed(1)
     assert raised.value.reason == "SLOW_READER"
 
 
 async def test_a_timeout_of_the_events_themselves_stays_what_it_is() -> None:
-    async def broken() -> AsyncGenerator[int]:
-        yield 1
-        raise TimeoutError("of the events")
-
     with pytest.raises(TimeoutError, match="of the events"):
-        await send_all(broken(), lambda _: asyncio.sleep(0), slow_reader_s=5.0)
+        async with timely(never, slow_reader_s=5.0):
+            raise TimeoutError("of the events")
 
 
 @asynccontextmanager
@@ -101,3 +102,24 @@ async def test_streams_that_nobody_reads_end_and_hold_up_no_other(tmp_path: Path
             while await slow[0].read() is not grpc.aio.EOF:
                 pass
         assert typed_error(raised.value).reason == "SLOW_READER"
+
+
+async def test_an_answer_that_nobody_reads_gives_its_place_to_others_once_it_is_whole(
+    tmp_path: Path,
+) -> None:
+    verifier = FakeVerifier(
+        kv_blocks=4096, max_context_len=65_536, tokens_per_round=64, max_sessions=1
+    )
+    async with (
+        running_router(tmp_path, {"v": verifier}) as router,
+        grpc_router(router) as address,
+        grpc.aio.insecure_channel(address, options=NARROW) as channel,
+    ):
+        call = opened(channel, max_tokens=6000)
+        await call.read()
+        result = await asyncio.wait_for(router.generate(text_request(max_tokens=5)), 5.0)
+        assert len(result.token_ids) == 5
+        assert len(router.journal) == 1, "the unread answer is kept"
+        call.cancel()
+        await eventually(lambda: len(router.journal) == 0)
+        await assert_all_freed(router, verifier)
