@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from outrider_verifier.engine import Decoded, Flight, RoundOutcome, RowOutcome
 from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.runner import Decoded, Flight, RoundOutcome, RowOutcome
 from outrider_verifier.sessions import Session
 from outrider_verifier.slack import Slack
 from outrider_verifier.suspended import Suspended

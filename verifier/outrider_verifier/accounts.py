@@ -12,9 +12,9 @@ from outrider import trace
 from outrider.wire.accounting import add_round
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
-from outrider_verifier.engine import RoundOutcome
 from outrider_verifier.flying import InFlight
 from outrider_verifier.packing import VerifyRow
+from outrider_verifier.runner import RoundOutcome
 from outrider_verifier.settled import Settled
 
 

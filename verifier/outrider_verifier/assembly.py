@@ -11,7 +11,7 @@ from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import AUTOMATIC_PLANNER, VerifierConfig
 from outrider_verifier.core import Core
 from outrider_verifier.effects import Effect
-from outrider_verifier.engine import Projection, RoundRunner, Target
+from outrider_verifier.engine import Projection, Target
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import Handover
 from outrider_verifier.inbox import Inbox
@@ -19,6 +19,7 @@ from outrider_verifier.policy import Policy
 from outrider_verifier.preemption import Bounds, Way
 from outrider_verifier.room import GUARD_TOKENS, Room
 from outrider_verifier.rounds import Rounds
+from outrider_verifier.runner import RoundRunner
 from outrider_verifier.schedule import Limits
 
 

@@ -29,8 +29,9 @@ from outrider.models import resolve
 from outrider.text.tokenizer import tokenizer_hash
 from outrider_verifier.assembly import feature_dtype
 from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
-from outrider_verifier.engine import RoundEngine, RoundRunner
+from outrider_verifier.engine import RoundEngine
 from outrider_verifier.memory import kv_tokens_that_fit, reserved_bytes
+from outrider_verifier.runner import RoundRunner
 from outrider_verifier.service import VerifierService
 
 logger = logging.getLogger(__name__)

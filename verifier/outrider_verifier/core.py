@@ -46,13 +46,13 @@ from outrider_verifier.commands import (
     Stop,
 )
 from outrider_verifier.effects import Answer, Effect, Emits, Fail, Moved, Post
-from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import FEATURE_FED, Handover, may_need_features
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.moving import move
 from outrider_verifier.policy import Policy
 from outrider_verifier.room import Room
+from outrider_verifier.runner import RoundRunner
 from outrider_verifier.sessions import Session, check_plan, check_spec
 
 logger = logging.getLogger(__name__)

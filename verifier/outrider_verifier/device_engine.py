@@ -35,7 +35,7 @@ from outrider.engine.device.shapes import (
 )
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warm_up import warm_up
-from outrider.engine.device.warp_slots import WarpSlots, check_banned_first
+from outrider.engine.device.warp_slots import check_banned_first
 from outrider.engine.heads import DraftHead, FeatureProjection
 from outrider.engine.kvcache import KVPool
 from outrider.engine.swap import SwapSpace
@@ -45,16 +45,16 @@ from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_groups import (
     Chunk,
     Group,
-    Seat,
     add_prompts,
     group_rows,
 )
-from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, wire_array
+from outrider_verifier.device_seats import Seats
+from outrider_verifier.engine import wire_array
 from outrider_verifier.judged import Judged, decoded
 from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.runner import Flight, RoundOutcome, RowOutcome
 from outrider_verifier.sessions import Session
 from outrider_verifier.slack import Slack
-from outrider_verifier.suspended import Suspended
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,6 @@ class DeviceRoundEngine:
         slots: SessionSlots,
         rounds: DeviceRounds,
         *,
-        pool: KVPool,
         slack: Slack,
         device: torch.device,
         own_head: OwnHead | None,
@@ -95,15 +94,8 @@ class DeviceRoundEngine:
         self._feature_dtype = feature_dtype
         self._wire_dtype = wire_array(torch.empty(0), feature_dtype).dtype
         self._device = device
-        self._warps = [slots.warp] if own_head is None else [slots.warp, own_head.warp]
-        self.slack, self._pool = slack, pool
-        self._seats: dict[int, Seat] = {}
-        """By the session's ticket."""
-        self._grown: dict[int, Session] = {}
-        """Sessions with blocks that the device was not told of, by ticket."""
-        self._suspended = Suspended()
-        self._were_drafted: set[int] = set()
-        """Tickets of suspended sessions whose own drafts followed their prefixes."""
+        self.slack = slack
+        self._seats = Seats(slots, own_head)
         self._prompt_stretch, self._as_of = prompt_stretch, as_of
         self._beside: dict[int, int] = {}
         """Prompt tokens beside so many rows, once asked for."""
@@ -157,7 +149,6 @@ class DeviceRoundEngine:
         return cls(
             slots,
             rounds,
-            pool=pool,
             slack=slack,
             device=target.device,
             own_head=own_head,
@@ -259,93 +250,35 @@ class DeviceRoundEngine:
         check_banned_first(spec.stop_token_ids if spec.min_new_tokens else ())
 
     def close(self, session: Session) -> None:
-        """Take the slot back."""
-        ticket = session.ticket
-        self._grown.pop(ticket, None)
-        self._were_drafted.discard(ticket)
-        self._suspended.drop(session)
-        seat = self._seats.pop(ticket, None)
-        if seat is not None:
-            self._slots.close(seat.slot)
+        """Take the slot back, or forget the copy."""
+        self._seats.close(session)
 
     def grown(self, session: Session) -> None:
         """The next submit tells the device."""
-        self._slots.check_blocks(session.kv.num_blocks)
-        self._grown[session.ticket] = session
+        self._seats.grown(session)
 
     def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
         """See `RoundRunner`."""
-        seat = self._seats[session.ticket]
-        kept = self._suspended.take(session, swap)
-        if seat.drafted:
-            self._were_drafted.add(session.ticket)
-        self._grown.pop(session.ticket, None)
-        del self._seats[session.ticket]
-        self._slots.close(seat.slot)
-        return kept
+        return self._seats.suspend(session, swap)
 
     def fetch(self, session: Session) -> bool:
         """See `RoundRunner`."""
-        return self._suspended.fetch(session)
+        return self._seats.fetch(session)
 
     def resume(self, session: Session) -> bool:
-        """See `RoundRunner`; the device is told all that it knew of the session, but for a draft of
-        its own: the next round has none."""
-        slot = self._slots.open(session.kv)
-        kept = self._suspended.give(session)
-        warped = [self._begin_warp(warps, slot, session) for warps in self._warps]
-        seat = self._seats[session.ticket] = Seat.of(session, slot, warped=any(warped))
-        begun = session.emitted > 0
-        self._slots.begin(
-            slot,
-            session.kv,
-            session.spec.sampling,
-            length=session.length if begun else 1,
-            root=session.root if begun else 0,
-        )
-        if self._own_head is not None:
-            self._own_head.forget(slot)
-            # The head's K/V came back with the target's, or is about to be written with it.
-            whole = session.ticket in self._were_drafted if kept else session.own_draft > 0
-            seat.drafted = begun and whole
-        self._were_drafted.discard(session.ticket)
-        return kept
-
-    def _begin_warp(self, warps: WarpSlots, slot: int, session: Session) -> bool:
-        spec, known = session.spec, session.tokens[: session.length]
-        warps.begin(
-            slot,
-            spec.sampling,
-            prompt_ids=known[: spec.prompt_len],
-            output_ids=known[spec.prompt_len :],
-            banned_first=spec.stop_token_ids if spec.min_new_tokens else (),
-            banned_until=session.stops_from,
-        )
-        return warps.warps(slot)
-
-    def _tell_grown(self) -> None:
-        """Tell the device of the blocks that sessions got since the last round."""
-        if not self._grown:
-            return
-        added: list[tuple[int, int, Sequence[int]]] = []
-        for ticket, session in self._grown.items():
-            seat, blocks = self._seats[ticket], session.kv.blocks
-            if len(blocks) > seat.told:
-                added.append((seat.slot, seat.told, blocks[seat.told :]))
-                seat.told = len(blocks)
-        self._grown.clear()
-        self._slots.grow(added)
+        """See `RoundRunner`."""
+        return self._seats.resume(session)
 
     # ---- submitting ----------------------------------------------------------------------------
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> DeviceFlight:
         """Launch the round."""
-        self._tell_grown()
-        seats = [self._seats[row.session.ticket] for row in verify]
+        self._seats.tell_grown()
+        seats = [self._seats.of(row.session) for row in verify]
         groups = group_rows(verify, seats, self.rounds.family.most_rows)
         add_prompts(
             groups,
-            [(place, row, self._seats[row.session.ticket]) for place, row in enumerate(prefill)],
+            [(place, row, self._seats.of(row.session)) for place, row in enumerate(prefill)],
             own_head=self._own_head is not None,
         )
         for group in groups:
@@ -368,12 +301,12 @@ class DeviceRoundEngine:
                 seat.drafted = False
             for chunk in group.chunks:
                 # The head missed these tokens.
-                self._seats[chunk.row.session.ticket].drafted = False
+                self._seats.of(chunk.row.session).drafted = False
             return
         for chunk in group.chunks:
             session = chunk.row.session
             if chunk.row.last and session.own_draft:
-                self._seats[session.ticket].drafted = True
+                self._seats.of(session).drafted = True
 
     # ---- collecting ----------------------------------------------------------------------------
 

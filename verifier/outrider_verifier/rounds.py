@@ -16,12 +16,12 @@ from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.spec.costs import GAIN
 from outrider_verifier.accounts import Accounts
 from outrider_verifier.core import Core
-from outrider_verifier.engine import RoundOutcome, RoundRunner
 from outrider_verifier.flying import InFlight, await_drafts, drafted_row, is_drafted, prompted
 from outrider_verifier.halves import Halves
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.planning import turn
 from outrider_verifier.row_states import RowStates
+from outrider_verifier.runner import RoundOutcome, RoundRunner
 from outrider_verifier.schedule import (
     DecodeRow,
     Limits,

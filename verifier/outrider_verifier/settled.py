@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.wire.messages import FinishReason
-from outrider_verifier.engine import Decoded, RowOutcome
 from outrider_verifier.handover import Told
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.rows import cut_emission
+from outrider_verifier.runner import Decoded, RowOutcome
 from outrider_verifier.sessions import Session
 
 
