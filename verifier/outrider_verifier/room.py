@@ -18,7 +18,6 @@ from outrider.engine.kvcache import KVPool
 from outrider.engine.swap import SwapSpace
 from outrider.ids import SessionId
 from outrider.spec.costs import GAIN
-from outrider_verifier.engine import RoundRunner
 from outrider_verifier.preemption import (
     Bounds,
     Claim,
@@ -30,6 +29,7 @@ from outrider_verifier.preemption import (
     choose_way,
     plan,
 )
+from outrider_verifier.runner import RoundRunner
 from outrider_verifier.sessions import Session
 
 logger = logging.getLogger(__name__)

@@ -127,9 +127,7 @@ class Rounds:
         held = self._core.inbox.nodes([session.handle for session in sessions])
         if self._half is None and all([nodes >= 0 for nodes in held]):
             # So all are past their prompts, or were when they were preempted.
-            wanted = all(
-                [session.draft_wanted and not session.prefill_left for session in sessions]
-            )
+            wanted = all([s.draft_wanted and not s.prefill_left for s in sessions])
             names = [session.spec.session_id for session in sessions]
             drafted = plan_drafted(names, held, self._limits) if wanted else None
             if drafted is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider_verifier.core import Core
-from outrider_verifier.engine import RoundRunner
+from outrider_verifier.runner import RoundRunner
 from outrider_verifier.schedule import RowState
 from outrider_verifier.sessions import Session
 

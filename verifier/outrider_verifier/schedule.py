@@ -145,8 +145,8 @@ def plan_round(
     """Choose the next round.
 
     A decoding row is ready when it has a proposal, when none is expected, or when its patience
-    is over. Ready rows go oldest first within `decode_tokens`; prompts by priority, then in order of
-    opening, within `prefill_tokens`. While other rows still await proposals, a round starts only
+    is over. Ready rows go oldest first within `decode_tokens`; prompts by priority, then in order
+    of opening, within `prefill_tokens`. While other rows still await proposals, a round starts only
     `gather_s` after its first row became ready, so that proposals of one draft batch share it; or
     after the last round ended, `idle_since`, if that was later: else the sessions of two rounds,
     each ready while the other runs, would never share one. Few are waited for as many times
