@@ -138,11 +138,7 @@ def _preempted(counts: Mapping[str, int]) -> Iterator[Metric]:
     yield preemptions
     resumed = CounterMetricFamily(
         "outrider_resumed_sessions",
-<<<<<<< ours
-        "Sessions that went on after they were stopped",
-=======
         "Sessions that go on, by what had stopped them",
->>>>>>> theirs
         None,
         ["cause"],
     )
