@@ -90,6 +90,10 @@ class Conduct:
         self.invalid += 1
         self._pay(now, 1.0)
 
+    def gave_up(self, sessions: int, now: float) -> None:
+        """It said that it follows so many sessions no longer."""
+        self._pay(now, 1.0 + sessions)
+
     def failed(self, since: float) -> bool:
         """A wait that had begun at `since` was in vain. Whether nobody is to wait any more."""
         self.missed += 1

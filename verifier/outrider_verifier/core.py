@@ -142,7 +142,7 @@ class Core:
             case Garbled():
                 self.incoming.garbled(command, now)
             case Lost():
-                self.incoming.lost(command)
+                self.incoming.lost(command, now)
             case Open() | SetPlan() | Close():
                 self._answer(command, now)
             case SetDrafter():

@@ -98,8 +98,14 @@ class Incoming:
         if conduct.floods:
             self._post(Cut(command.link_id))
 
-    def lost(self, command: Lost) -> None:
+    def lost(self, command: Lost, now: float) -> None:
         """Begin anew with sessions that their drafter lost, a few times each."""
+        conduct = self._drafters.conduct_on(command.link_id)
+        if conduct is None or conduct.floods:
+            return
+        conduct.gave_up(len(command.handles), now)
+        if conduct.floods:
+            self._post(Cut(command.link_id))
         handles = np.array(command.handles, dtype=np.int64)
         for handle in set(handles[self._handover.owned(command.link_id, handles)].tolist()):
             self._drafters.announce_again(self._of_handle(handle))

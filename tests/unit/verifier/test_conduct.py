@@ -80,6 +80,9 @@ def test_who_sends_more_than_anybody_asked_for_floods() -> None:
     assert not conduct.floods
     conduct.babbled(0.0)
     assert conduct.floods
+    quitter = Conduct()
+    quitter.gave_up(round(BURST), 0.0)
+    assert quitter.floods and not quitter.invalid
     # Neither a wish nor much of a moment makes up for it, and no connection does.
     large = Conduct()
     hear(large, 0.0, 1, useful=0, nodes=round(2 * BURST * NODES))
