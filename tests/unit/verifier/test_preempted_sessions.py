@@ -111,7 +111,7 @@ async def test_a_quarter_of_the_blocks_gives_the_same_texts(drafts: str, way: st
     make, plan = DRAFTS[drafts]
     # Twelve sessions of about 16 blocks each, with their slack.
     async with short_of_blocks(36, preemption=way, max_preemptions=3) as rig:
-        most = follow_preemptions(rig.service)
+        most = follow_preemptions(rig)
         await rig.attach(make(rig.target))
         specs = [
             spec_of(i, plan=plan, sampling=list(SAMPLINGS.values())[i % 3], priority=i % 3 - 1)
@@ -130,7 +130,7 @@ async def test_a_quarter_of_the_blocks_gives_the_same_texts(drafts: str, way: st
 async def test_sessions_that_come_and_go_with_all_priorities_get_their_texts() -> None:
     rng = random.Random(5)
     async with short_of_blocks(40, max_sessions=5, aging_s=0.05) as rig:
-        most = follow_preemptions(rig.service)
+        most = follow_preemptions(rig)
         await rig.attach(half_good_chain(rig.target))
         rig.target.forward_s = 0.001
 
