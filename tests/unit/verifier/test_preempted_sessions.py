@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from outrider_verifier.sessions import Session
 
@@ -155,22 +157,32 @@ async def test_sessions_that_come_and_go_with_all_priorities_get_their_texts() -
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 async def test_preempted_in_the_middle_of_its_prompt_a_session_goes_on_correctly(way: str) -> None:
     prompt = tuple(i % 24 for i in range(60))
-    async with one_at_a_time(preemption=way) as rig:
+    async with verifier(max_sessions=2, preemption=way) as rig:
         rig.target.forward_s = 0.01
         await rig.attach(half_good_chain(rig.target))
-        spec = make_spec(prompt=prompt, max_new_tokens=12)
+        # Shares a round of eight prompt tokens, so that what is filled again is cut elsewhere.
+        first = asyncio.create_task(rig.run(urgent("first", prompt=(1,) * 13, max_new_tokens=80)))
+        spec = make_spec(prompt=prompt, max_new_tokens=40)
         running = asyncio.create_task(rig.run(spec))
-        await until(lambda: rig.service._core.num_sessions == 1)
+        await until(lambda: rig.service._core.num_sessions == 2)
         session = session_of(rig)
         await until(lambda: session.written >= 16)
+        assert session.written % 8
         other = await rig.run(urgent(max_new_tokens=2))
+        assert other.tokens == rig.reference(urgent(max_new_tokens=2))
         assert 16 <= session.written < 60 and session.preemptions == 1
+        await until(lambda: session.emitted > 3)
+        store = rig.service._core.store
+        assert store is not None
+        kept = store.read(spec.session_id, 0, 60)
+        expected = [2 * rig.target.feature(prompt[: end + 1]) for end in range(60)]
+        assert np.array_equal(kept, np.stack(expected))
         result = await running
         assert result.tokens == rig.reference(spec)
-        assert other.tokens == rig.reference(urgent(max_new_tokens=2))
         # Its drafter has checked that features came without a gap, each once.
-        assert session.written == session.length - 1
         assert result.last.stats.proposed > 0
+        await first
+        await rig.idle()
 
 
 @pytest.mark.parametrize("way", ["swap", "recompute"])
@@ -223,6 +235,7 @@ async def test_a_session_that_waits_for_a_proposal_waits_on_after_a_preemption(w
         assert result.tokens == rig.reference(spec)
         # The patience began anew, for nobody waited while it had no K/V.
         assert rig.service._core.counters["patience_over"] == 1
+        assert time.monotonic() - session.resumed_at >= 0.15
 
 
 @pytest.mark.parametrize("way", ["swap", "recompute"])
