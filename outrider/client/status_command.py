@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync import Client
-from outrider.wire.inference import DrafterSummary, ServerInfo, VerifierSummary
+from outrider.wire.inference import DrafterLink, DrafterSummary, ServerInfo, VerifierSummary
 
 DEFAULT_ROUTER = "127.0.0.1:50050"
 
@@ -93,12 +93,19 @@ def _drafter(drafter: DrafterSummary) -> str:
     ]
     for link in drafter.links:
         answers = f", answers in {link.answer_ms:.2f} ms" if link.answer_ms else ""
-        parts.append(f"{link.verifier_id} ({link.sessions} sessions{answers})")
+        parts.append(f"{link.verifier_id} ({link.sessions} sessions{answers}{_quarantine(link)})")
     if drafter.draining:
         parts.append("leaving")
     if drafter.handicap:
         parts.append(f"SLOWED DOWN: {drafter.handicap}")
     return ", ".join(parts)
+
+
+def _quarantine(link: DrafterLink) -> str:
+    if not link.quarantine:
+        return ""
+    then = f"probed in {link.probe_in_s:.1f} s" if link.probe_in_s else "being probed"
+    return f", in quarantine ({link.quarantine}, {then})"
 
 
 def _health(healthy: bool) -> str:

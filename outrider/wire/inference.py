@@ -133,8 +133,11 @@ class StreamPosition:
     """Where to go on with a stream."""
 
     request_id: RequestId
-    tokens: int
-    """Token ids of the answer that have arrived; 0 begins with PromptInfo."""
+    tokens: int = 0
+    """Token ids of the answer that have arrived."""
+    characters: int = 0
+    """Characters of its text that have arrived: text may be out of step with ids. Where both are 0
+    the stream begins with PromptInfo."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +246,10 @@ class DrafterLink:
     """The verifier's sessions that it drafts for."""
     answer_ms: float = 0.0
     """From the end of a round to its proposals, mean of late; 0 while unknown."""
+    quarantine: str = ""
+    """Not empty: why it gets no sessions of the verifier now: slow, silent or wrong."""
+    probe_in_s: float = 0.0
+    """Until one session is given to it again, to see; 0 while that is being done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

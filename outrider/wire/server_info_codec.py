@@ -88,6 +88,8 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                         verifier_id=link.verifier_id,
                         sessions=link.sessions,
                         answer_ms=link.answer_ms,
+                        quarantine=link.quarantine,
+                        probe_in_s=link.probe_in_s,
                     )
                     for link in drafter.links
                 ],
@@ -154,6 +156,8 @@ def _links(messages: Collection[pb.DrafterLink]) -> tuple[DrafterLink, ...]:
             verifier_id=VerifierId(text(link.verifier_id, "verifier_id")),
             sessions=link.sessions,
             answer_ms=finite(link.answer_ms, "answer_ms"),
+            quarantine=text(link.quarantine, "quarantine", empty=True),
+            probe_in_s=finite(link.probe_in_s, "probe_in_s"),
         )
         for link in messages
     )

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
 from outrider_router.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
+
+
+class Fsync(StrEnum):
+    """When the journal is forced to the disk. A killed router loses nothing under any of them."""
+
+    OFF = "off"
+    """Whenever the kernel likes."""
+    INTERVAL = "interval"
+    """Every second, beside the rounds: a machine that fails may lose the last of it."""
+    ALWAYS = "always"
+    """Before a client is told of a round; every round waits for the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +129,12 @@ class RouterConfig:
     verifier verifies. What is counted in vain costs capacity, never a request."""
     drain_s: float = 30.0
     """Time that running requests get after SIGTERM."""
+    resume_grace_s: float = 30.0
+    """Time that a resumable request goes on, or that its end is kept, without its client."""
+    journal: Path | None = None
+    """File of the log that resumable requests survive this process by; None keeps none."""
+    journal_fsync: Fsync = Fsync.INTERVAL
+    """When that file is forced to the disk: off, interval (every second) or always."""
     log_level: str = "INFO"
     """Least severe level that is logged."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)
@@ -139,6 +157,8 @@ class RouterConfig:
             raise ValueError("failover_s and max_failovers must be >= 0")
         if self.session_slack_tokens < 0:
             raise ValueError("session_slack_tokens must be >= 0")
+        if self.resume_grace_s < 0:
+            raise ValueError(f"resume_grace_s must be >= 0, got {self.resume_grace_s}")
         for name in self.tenants:
             if not name or len(name) > MAX_TENANT_CHARS:
                 raise ValueError(f"names of tenants have 1 to {MAX_TENANT_CHARS} characters")

@@ -19,8 +19,12 @@ class Entry:
     request_id: RequestId
     started: float
     """Clock time of arrival, seconds."""
+    deadline: float | None = None
+    """Clock time at which it ends with an error, seconds."""
     emitted: list[int] = field(default_factory=list)
     """Ids that the verifier committed, in order; appended to where they arrive."""
+    number: int = 0
+    """Its number in the durable log; 0: it is not in there."""
     epoch: int = 0
     first_token: float | None = None
     """Clock time of the first token, seconds."""
@@ -38,8 +42,8 @@ class Entry:
     """Clock time of the last wish, seconds."""
     refused_moves: int = 0
     """How often it could not be done."""
-    move: Callable[[DrafterId], None] | None = None
-    """Asks the verifier for another drafter, while there is a session."""
+    move: Callable[[DrafterId | None], None] | None = None
+    """Asks the verifier for another drafter, or for none, while there is a session."""
     drafter_attached: bool = False
     """What the session's newest event said."""
     tally: Tally = field(default_factory=Tally)

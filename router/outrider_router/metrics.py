@@ -22,6 +22,7 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
         self._requests()
+        self._surviving()
         self._overload()
         self._speculation()
         self._fleet()
@@ -62,6 +63,22 @@ class RouterMetrics:
         )
         self.request_duration = self._histogram(
             "e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS
+        )
+
+    def _surviving(self) -> None:
+        self.resumed_streams = self._counter(
+            "resumed_streams_total", "Streams that a client took up again."
+        )
+        self.restored_requests = self._counter(
+            "restored_requests_total",
+            "Requests found in the journal at the start: running, ended, dropped.",
+            "state",
+        )
+        self.journal_failing = self._gauge(
+            "journal_failing", "1 while the journal cannot be written: a restart would lose text."
+        )
+        self.journal_damaged = self._counter(
+            "journal_damaged_records_total", "Stretches of the journal that were skipped."
         )
 
     def _overload(self) -> None:
@@ -148,8 +165,15 @@ class RouterMetrics:
         )
         self.session_moves = self._counter(
             "session_moves_total",
-            "Running sessions that were given to another drafter: lost, drained, balance.",
+            "Running sessions that were given to another drafter, or to none: lost, quarantined, "
+            "drained, probe, balance.",
             "why",
+        )
+        self.drafter_quarantines = self._counter(
+            "drafter_quarantines_total",
+            "Times that a drafter was given none of a verifier's sessions for a while, by what was "
+            "wrong with it: slow, silent, wrong.",
+            "reason",
         )
 
     def _add_ahead(self, flags: NDArray[np.uint8], accepted: NDArray[np.uint16]) -> None:

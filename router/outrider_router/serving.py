@@ -24,7 +24,7 @@ from outrider.transport.sessions import SessionStream
 from outrider.wire.inference import Delta, FinishInfo, StreamEvent
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.admission import NO_VERIFIER
-from outrider_router.admission_queue import AdmissionQueue, Lease
+from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.course import Course
 from outrider_router.failover import (
     DRAINING,
@@ -37,6 +37,8 @@ from outrider_router.failover import (
     pause_s,
 )
 from outrider_router.journal import Entry, Journal
+from outrider_router.ledger import Lease
+from outrider_router.log_records import Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.output import OutputAssembler
@@ -65,8 +67,10 @@ class Serving:
         clock: Callable[[], float],
         failover_s: float,
         max_failovers: int,
+        on_emitted: Callable[[list[Row]], None],
     ) -> None:
-        """`failover_s` and `max_failovers` bound how a request without a verifier waits."""
+        """`failover_s` and `max_failovers` bound how a request without a verifier waits;
+        `on_emitted` logs ids of entries with a number, before anybody is told of them."""
         self._journal = journal
         self._admission = admission
         self._registry = registry
@@ -76,6 +80,7 @@ class Serving:
         self._clock = clock
         self._failover_s = failover_s
         self._max_failovers = max_failovers
+        self._on_emitted = on_emitted
         self._pacer = Pacer(clock)
         self._numbers = itertools.count()
         self._incarnation = secrets.token_hex(6)
@@ -105,8 +110,8 @@ class Serving:
     ) -> AsyncGenerator[StreamEvent, None]:
         """What the client of a request hears; closing it frees all that the request holds.
 
-        An entry that has emitted tokens already (its router ended) goes on behind them: the client
-        hears of all of them first, from PromptInfo on.
+        An entry that has emitted tokens or is of a later epoch already (its router ended) goes on
+        behind them: the client hears of all of them first, from PromptInfo on.
         """
         course = self._course(entry, job, deadline)
         finish: FinishInfo | None = None
@@ -139,6 +144,7 @@ class Serving:
                 priority=job.priority,
                 deadline=deadline,
                 tenant=job.tenant,
+                returns=job.returns,
             ),
             reply=Reply(
                 entry,
@@ -146,7 +152,7 @@ class Serving:
                 prompt_tokens=len(job.prompt_ids),
             ),
             session_id=SessionId(f"{self._incarnation}-{number}"),
-            cause=Cause.ROUTER_LOST if entry.emitted else None,
+            cause=Cause.ROUTER_LOST if entry.emitted or entry.epoch else None,
         )
 
     async def _messages(self, course: Course) -> AsyncGenerator[StreamEvent, None]:
@@ -216,6 +222,12 @@ class Serving:
                 await ended.wait()
         entry.on_fail = None
 
+    def _give_back(self, course: Course) -> None:
+        """The place of a session that has ended, before a slow client has heard of it."""
+        if course.lease is not None:
+            self._admission.release(course.lease)
+            course.lease = None
+
     def _free(self, course: Course) -> None:
         """Give back what a request holds that is over."""
         for lease in (course.lease, course.next_lease):
@@ -274,7 +286,7 @@ class Serving:
         peer = self._registry.healthy_verifier(lease.verifier_id)
         if peer is None or peer.info is None or peer.control is None:
             raise lost_error(lease.verifier_id)
-        feed = Feed(entry, self._pacer)
+        feed = Feed(entry, self._pacer, partial(self._give_back, course))
         entry.on_fail = feed.interrupt
         spec = self._spec(course, peer.info, partial(self._mover.choose, peer, entry))
         opened = self._stream_to(peer).open(spec, feed)
@@ -322,6 +334,7 @@ class Serving:
                 self._clock,
                 on_events=lambda: self._registry.saw_verifier(peer),
                 on_drafter_lost=partial(self._on_drafter_lost, peer),
+                on_emitted=self._on_emitted,
             )
             stream = self._streams[peer.address] = SessionStream(
                 peer.control.sessions,

@@ -23,6 +23,7 @@ from outrider.wire.messages import (
     SessionEvents,
 )
 from outrider_router.journal import Entry
+from outrider_router.log_records import Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.output import OutputAssembler
 from outrider_router.pacing import Pacer
@@ -33,12 +34,16 @@ logger = logging.getLogger(__name__)
 class Feed:
     """What a session has said; its request reads it, the verifier's stream fills it."""
 
-    __slots__ = ("_pacer", "_turn", "_waiter", "entry", "error", "reason")
+    __slots__ = ("_on_finish", "_pacer", "_turn", "_waiter", "entry", "error", "reason")
 
-    def __init__(self, entry: Entry, pacer: Pacer) -> None:
-        """`pacer` hears when the reader comes back for more."""
+    def __init__(
+        self, entry: Entry, pacer: Pacer, on_finish: Callable[[], None] = lambda: None
+    ) -> None:
+        """`pacer` hears when the reader comes back for more; `on_finish` when the session has
+        ended by itself, however long its reader takes to hear of it."""
         self.entry = entry
         self._pacer = pacer
+        self._on_finish = on_finish
         self.reason: FinishReason | None = None
         """Set by the session's last event."""
         self.error: OutriderError | None = None
@@ -55,6 +60,13 @@ class Feed:
         waiter.set_result(None)
         self._turn = True
         return True
+
+    def finish(self, reason: FinishReason) -> None:
+        """The session has said its last."""
+        self.reason = reason
+        self.wake()
+        if reason is not FinishReason.CANCELLED:
+            self._on_finish()
 
     def fail(self, error: OutriderError) -> None:
         """The session was refused or failed, or its verifier is lost."""
@@ -110,13 +122,16 @@ class EventSink:
         *,
         on_events: Callable[[], None],
         on_drafter_lost: Callable[[DrafterId], None],
+        on_emitted: Callable[[list[Row]], None],
     ) -> None:
-        """`on_events` hears of every message: a sign of life."""
+        """`on_events` hears of every message: a sign of life. `on_emitted` hears of a message's
+        ids of entries with a number, before any reader does."""
         self._metrics = metrics
         self._pacer = pacer
         self._clock = clock
         self._on_events = on_events
         self._on_drafter_lost = on_drafter_lost
+        self._on_emitted = on_emitted
 
     def deliver(self, events: SessionEvents, feeds: Mapping[int, Feed]) -> None:
         """Append each row to its session's feed and wake its reader: at once for a first token and
@@ -128,6 +143,7 @@ class EventSink:
         woken: list[Feed] = []
         waits: list[float] = []
         gaps: list[float] = []
+        logged: list[Row] = []
         start = 0
         for handle, count, round_id, reason, flags, proposed, accepted in zip(
             events.handles.tolist(),
@@ -146,6 +162,8 @@ class EventSink:
                 continue
             entry = feed.entry
             if count:
+                if entry.number:
+                    logged.append((entry.number, len(entry.emitted), tokens[start:end]))
                 entry.emitted += tokens[start:end]
                 if round_id:
                     entry.tally.add_round(
@@ -160,11 +178,13 @@ class EventSink:
                 entry.last_token = now
             if bool(flags & DRAFTER_ATTACHED) is not entry.drafter_attached:
                 self._note_drafter(entry)
-            if reason:
-                feed.reason = REASONS[reason]
-                feed.wake()
+            if (ended := REASONS[reason]) is not None:
+                feed.finish(ended)
             woken.append(feed)
             start = end
+        # Readers that were woken above run later.
+        if logged:
+            self._on_emitted(logged)
         self._pacer.wake(woken)
         self._metrics.time_to_first_token.observe(*waits)
         self._metrics.inter_token_latency.observe(*gaps)

@@ -71,7 +71,7 @@ class FakeVerifier(ServesGenerators):
         self.refusals = 0
         """So many sessions are refused as if there were no room."""
         self.drafters_alive = True
-        self.moves: list[tuple[SessionId, DrafterId]] = []
+        self.moves: list[tuple[SessionId, DrafterId | None]] = []
         """Every session that was given to another drafter."""
         self.refuses_moves = False
         self._info = VerifierInfo(
@@ -168,9 +168,11 @@ class FakeVerifier(ServesGenerators):
             if self.live.get(spec.session_id, spec).epoch == spec.epoch:
                 self.live.pop(spec.session_id, None)
 
-    def move_session(self, spec: SessionSpec, drafter_id: DrafterId) -> DrafterId | None:
+    def move_session(self, spec: SessionSpec, drafter_id: DrafterId | None) -> DrafterId | None:
         now = self.live.get(spec.session_id, spec)
-        attached = any(d.drafter_id == drafter_id for d in self._info.drafters)
+        attached = drafter_id is None or any(
+            d.drafter_id == drafter_id for d in self._info.drafters
+        )
         if self.refuses_moves or not attached:
             return now.drafter_id
         self.moves.append((spec.session_id, drafter_id))

@@ -90,6 +90,12 @@ class Process:
         assert self._popen is not None
         return self._popen.wait(timeout=timeout_s)
 
+    def end(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM; the exit status."""
+        assert self._popen is not None
+        self._popen.terminate()
+        return self._popen.wait(timeout=timeout_s)
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL; idempotent."""
         if self._popen is None:

@@ -71,7 +71,10 @@ REQUESTS = st.builds(
     resumable=st.booleans(),
 )
 POSITIONS = st.builds(
-    inference.StreamPosition, request_id=NAMES.map(RequestId), tokens=st.integers(0, 2**24)
+    inference.StreamPosition,
+    request_id=NAMES.map(RequestId),
+    tokens=st.integers(0, 2**24),
+    characters=st.integers(0, 2**32 - 1),
 )
 FINISHES = st.one_of(
     *(
@@ -149,6 +152,8 @@ SERVER_INFOS = st.builds(
                     verifier_id=NAMES.map(VerifierId),
                     sessions=UINT32,
                     answer_ms=TIMES,
+                    quarantine=MAYBE_NAMES,
+                    probe_in_s=TIMES,
                 ),
                 max_size=2,
             ).map(tuple),

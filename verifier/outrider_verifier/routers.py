@@ -96,7 +96,7 @@ class RouterHub:
         self._admit = admit
         self._on_change = on_change
         self._served: dict[int, _Served] = {}
-        self._moving: dict[int, DrafterId | None] = {}
+        self._moving: dict[int, tuple[DrafterId | None] | None] = {}
         """Sessions that the engine is moving, and where each is to go after that."""
         self._tickets = itertools.count(1)
         self._routers: set[_Router] = set()
@@ -175,7 +175,7 @@ class RouterHub:
         if served is None:
             return
         if wish is not None:
-            self._move(served.router, served.handle, wish)
+            self._move(served.router, served.handle, *wish)
         else:
             self._tell(served.router, SessionMoved(served.handle, drafter_id))
 
@@ -230,13 +230,13 @@ class RouterHub:
         if isinstance(error, OutriderError):
             self.fail(ticket, error)
 
-    def _move(self, router: _Router, handle: int, drafter_id: DrafterId) -> None:
+    def _move(self, router: _Router, handle: int, drafter_id: DrafterId | None) -> None:
         ticket = router.tickets.get(handle)
         if ticket is None:
             return
         if ticket in self._moving:
             # One at a time for the engine; of several wishes the last one counts.
-            self._moving[ticket] = drafter_id
+            self._moving[ticket] = (drafter_id,)
             return
         self._moving[ticket] = None
         self._post(SetDrafter(self._served[ticket].session_id, ticket, drafter_id))

@@ -124,12 +124,14 @@ class GenerateStreamRequest(_message.Message):
     def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
 
 class ResumeStreamRequest(_message.Message):
-    __slots__ = ("request_id", "tokens")
+    __slots__ = ("request_id", "tokens", "characters")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHARACTERS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
+    characters: int
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ..., characters: _Optional[int] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
     __slots__ = ("prompt_info", "delta", "finish_info")
@@ -280,14 +282,18 @@ class DrafterSummary(_message.Message):
     def __init__(self, drafter_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., draining: bool = ..., links: _Optional[_Iterable[_Union[DrafterLink, _Mapping]]] = ..., handicap: _Optional[str] = ...) -> None: ...
 
 class DrafterLink(_message.Message):
-    __slots__ = ("verifier_id", "sessions", "answer_ms")
+    __slots__ = ("verifier_id", "sessions", "answer_ms", "quarantine", "probe_in_s")
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ANSWER_MS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    PROBE_IN_S_FIELD_NUMBER: _ClassVar[int]
     verifier_id: str
     sessions: int
     answer_ms: float
-    def __init__(self, verifier_id: _Optional[str] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ...) -> None: ...
+    quarantine: str
+    probe_in_s: float
+    def __init__(self, verifier_id: _Optional[str] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ..., quarantine: _Optional[str] = ..., probe_in_s: _Optional[float] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

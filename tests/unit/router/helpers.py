@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider_router.service import RouterService
+from outrider_router.waiting import Ticket
 
+from outrider.ids import RequestId
 from outrider.wire.inference import GenerateRequest, StoppingOptions, StreamEvent, TextPrompt
 from tests.fakes.router import eventually, running_router, sample
 from tests.fakes.verifier import FakeVerifier
@@ -30,7 +32,7 @@ async def assert_all_freed(service: RouterService, verifier: FakeVerifier) -> No
     await eventually(lambda: not verifier.live)
     assert len(service.journal) == 0
     assert service.admission.running == service.admission.waiting == 0
-    assert service.admission.reserved_tokens == 0
+    assert service.admission.reserved_tokens == service.admission.guests == 0
 
 
 async def collect(service: RouterService, request: GenerateRequest) -> list[StreamEvent]:
@@ -70,3 +72,13 @@ async def pair(directory: Path, **config: Any) -> AsyncGenerator[Pair]:
 async def emitted(router: RouterService, count: int) -> None:
     """Wait until the one running request has emitted so many tokens."""
     await eventually(lambda: any(len(entry.emitted) >= count for entry in router.journal))
+
+
+def ticket(number: int, kv_tokens: int = 10, **changes: object) -> Ticket:
+    """A ticket; what is not said is the least."""
+    return Ticket(
+        request_id=RequestId(f"r{number}"),
+        kv_tokens=kv_tokens,
+        sequence=number,
+        **changes,  # type: ignore[arg-type]
+    )

@@ -11,6 +11,7 @@ from outrider_verifier import routers
 from outrider.errors import (
     ConnectionLostError,
     InternalError,
+    InvalidRequestError,
     ResourceExhaustedError,
 )
 from outrider.transport.base import RouterConnection
@@ -143,22 +144,19 @@ async def test_requests_are_refused_while_the_engine_is_behind(
         await rig.idle()
 
 
-async def test_a_newer_epoch_that_does_not_fit_leaves_the_old_session_alone() -> None:
-    # 16 slots for draft nodes, 5 prompt, 16 output: 10 blocks of 4 each; 25 blocks are there.
-    async with verifier(target=FakeTarget(num_blocks=25)) as rig:
+async def test_a_newer_epoch_that_never_fits_leaves_the_old_session_alone() -> None:
+    # 16 slots for draft nodes and the root: 40 blocks of 4 leave 144 for a session.
+    async with verifier(target=FakeTarget(num_blocks=40), max_sessions=1, max_waiting=0) as rig:
         rig.target.forward_s = 0.02
-        other = asyncio.create_task(rig.run(make_spec("other", drafter=None)))
         old = asyncio.create_task(rig.run(make_spec(drafter=None)))
-        await until(lambda: rig.service._core.num_sessions == 2)
-        # 16 blocks: more than the 5 that are free and the 10 of the old one.
-        large = await rig.run(make_spec(drafter=None, epoch=1, max_new_tokens=43))
-        assert isinstance(large.error, ResourceExhaustedError)
-        assert rig.service._core.num_sessions == 2
-        # What the old one holds counts as free for its own successor.
+        await until(lambda: rig.service._core.num_sessions == 1)
+        large = await rig.run(make_spec(drafter=None, epoch=1, max_new_tokens=140))
+        assert isinstance(large.error, InvalidRequestError)
+        assert rig.service._core.num_sessions == 1 and not old.done()
+        # The old one's place is its own successor's.
         newer = await rig.run(make_spec(drafter=None, epoch=1))
-        assert newer.error is None
+        assert newer.tokens == rig.reference(make_spec())
         assert (await old).last.finish_reason is FinishReason.CANCELLED
-        assert (await other).error is None
         await rig.idle()
 
 
