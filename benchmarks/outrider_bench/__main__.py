@@ -17,6 +17,8 @@ BENCHMARKS: Final = {
     "look-ahead": ("look_ahead", "acceptance and hit rates of drafts made one round ahead"),
     "lossless": ("lossless", "token ids with and without a drafter, differences explained"),
     "load": ("load", "many concurrent streams, and a full queue"),
+    "stress": ("stress", "requests that are cancelled, late or never read: what is held after"),
+    "soak": ("soak", "many concurrent streams for minutes: errors, and the slope of memory"),
     "events": ("events", "events a second through one router, and its processor time for each"),
     "exchange": ("exchange", "round trips between verifier and drafter, without models"),
     "host": ("host", "the host's share of a round in both processes, step by step"),
