@@ -83,6 +83,7 @@ class RouterService:
             placed=self.journal.placed,
             on_verifier_up=self._on_verifier_up,
             on_verifier_lost=self._on_verifier_lost,
+            on_drafters_changed=lambda: self.mover.wake(),
         )
         self.mover = Mover(
             self.journal, self.registry, metrics, clock=clock, interval_s=config.poll_interval_s
