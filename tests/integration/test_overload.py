@@ -1,4 +1,4 @@
-"""Real processes: cancels reach the verifier within a round, and endings of all kinds hold nothing."""
+"""Real processes: cancels reach the verifier within a round; endings of all kinds hold nothing."""
 
 from __future__ import annotations
 
