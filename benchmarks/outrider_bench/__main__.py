@@ -22,6 +22,7 @@ BENCHMARKS: Final = {
     "events": ("events", "events a second through one router, and its processor time for each"),
     "exchange": ("exchange", "round trips between verifier and drafter, without models"),
     "host": ("host", "the host's share of a round in both processes, step by step"),
+    "recovery": ("recovery", "pauses of streams whose verifier or drafter is killed or stopped"),
     "serve": ("serve.cli", "tokens/s, latencies and efficiency through the router, by placement"),
     "pipeline": ("serve.pipeline", "what look-ahead gives, from the cells of serve"),
     "timeline": ("timeline", "what several processes did when, for Perfetto and as a picture"),
