@@ -21,6 +21,8 @@ BENCHMARKS: Final = {
         "preemption",
         "fewer K/V blocks than sessions need: waiting, preempting, growing",
     ),
+    "stress": ("stress", "requests that are cancelled, late or never read: what is held after"),
+    "soak": ("soak", "many concurrent streams for minutes: errors, and the slope of memory"),
     "events": ("events", "events a second through one router, and its processor time for each"),
     "exchange": ("exchange", "round trips between verifier and drafter, without models"),
     "host": ("host", "the host's share of a round in both processes, step by step"),
