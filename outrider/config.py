@@ -40,6 +40,14 @@ def load_config(
     return _build(cls, values, where="")
 
 
+def from_plain(cls: type[ConfigT], values: Mapping[str, object]) -> ConfigT:
+    """Build `cls` from plain data, as `dataclasses.asdict` and JSON leave it.
+
+    Raises InvalidRequestError (reason INVALID_CONFIG) like `load_config`.
+    """
+    return _build(cls, values, where="")
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:

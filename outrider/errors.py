@@ -11,6 +11,7 @@ OutriderError
 |   +-- ConnectionLostError    an exchange connection ended or went silent
 +-- DeadlineExceededError      the deadline passed first
 +-- CancelledRequestError      cancelled by RPC or by id
++-- AbortedError               another call took the place of this one
 +-- InternalError              a bug in Outrider
 """
 
@@ -86,6 +87,12 @@ class CancelledRequestError(OutriderError):
     """The request was cancelled by RPC or by id."""
 
     code = "CANCELLED"
+
+
+class AbortedError(OutriderError):
+    """Another call took the place of this one; what it was about goes on there."""
+
+    code = "ABORTED"
 
 
 class InternalError(OutriderError):

@@ -15,3 +15,6 @@ DrafterId = NewType("DrafterId", str)
 
 VerifierId = NewType("VerifierId", str)
 """A verifier process; stable across its restarts."""
+
+TenantId = NewType("TenantId", str)
+"""Whoever a request is charged to; empty where requests do not say."""

@@ -297,7 +297,9 @@ class DrafterService:
         try:
             await reader
         except asyncio.CancelledError:
-            if reader.cancelled() and number in self._lost_lanes:
+            task = asyncio.current_task()
+            detaching = task is not None and task.cancelling() > 0
+            if reader.cancelled() and number in self._lost_lanes and not detaching:
                 raise ConnectionLostError("the lane is lost", reason="LANE_LOST") from None
             raise
         finally:

@@ -15,6 +15,7 @@ from outrider.client.options import GenerateOptions, PromptLike, assistant, syst
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync import Client, Stream
 from outrider.errors import (
+    AbortedError,
     AlreadyExistsError,
     CancelledRequestError,
     ConnectionLostError,
@@ -44,6 +45,7 @@ from outrider.wire.inference import (
 from outrider.wire.messages import FinishReason, SpecStats
 
 __all__ = [
+    "AbortedError",
     "AlreadyExistsError",
     "AsyncClient",
     "AsyncStream",

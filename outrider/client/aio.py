@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -12,18 +13,20 @@ import grpc
 
 from outrider.client.calls import (
     ABORT,
+    ABORT_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
     GENERATE,
-    GENERATE_STREAM,
     INFO_TIMEOUT_S,
     LIST_MODELS,
     SERVER_INFO,
     Rpc,
     client_options,
+    stream_call,
     typed,
 )
 from outrider.client.collect import Collected
 from outrider.client.options import GenerateOptions, PromptLike, make_request
+from outrider.client.resuming import Again, Attempts
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.errors import OutriderError
 from outrider.ids import RequestId
@@ -35,6 +38,7 @@ from outrider.wire.inference import (
     ModelInfo,
     PromptInfo,
     ServerInfo,
+    StreamEvent,
 )
 
 RequestT = TypeVar("RequestT")
@@ -56,6 +60,7 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._retry = retry if retry is not None else RetryPolicy()
         self._channel = grpc.aio.insecure_channel(address, options=client_options())
+        self._farewells = _Farewells(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -70,6 +75,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; running calls are cancelled."""
+        await self._farewells.said()
         await self._channel.close()
 
     async def generate(
@@ -80,7 +86,18 @@ class AsyncClient:
         **options: Unpack[GenerateOptions],
     ) -> GenerateResult:
         """Continue a prompt and return the complete answer. Raises any `OutriderError`."""
-        return await self._call(GENERATE, make_request(prompt, options), self._limit(timeout_s))
+        request, deadline = make_request(prompt, options), self._deadline(timeout_s)
+        attempts = Attempts(self._retry, resumable=request.resumable)
+        try:
+            answer = await self._attempt(request, attempts, deadline)
+        except asyncio.CancelledError:
+            self._farewells.say(request)
+            raise
+        if answer is not None:
+            return answer
+        # The request has arrived, its answer has not: that is taken up as a stream.
+        async with self._open(request, attempts, deadline, resume=True) as stream:
+            return await stream.result()
 
     def stream(
         self,
@@ -90,10 +107,9 @@ class AsyncClient:
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
         """Continue a prompt and iterate over the text as it comes."""
-        limit_s = self._limit(timeout_s)
-        return AsyncStream(
-            self._channel, self.address, make_request(prompt, options), self._retry, limit_s
-        )
+        request = make_request(prompt, options)
+        attempts = Attempts(self._retry, resumable=request.resumable)
+        return self._open(request, attempts, self._deadline(timeout_s))
 
     async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Cancel requests by id; those of the ids that were queued or running."""
@@ -108,8 +124,42 @@ class AsyncClient:
         """Served models."""
         return await self._call(LIST_MODELS, None, INFO_TIMEOUT_S)
 
-    def _limit(self, timeout_s: float | None) -> float | None:
-        return self._timeout_s if timeout_s is None else timeout_s
+    def _deadline(self, timeout_s: float | None) -> float | None:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return None if limit_s is None else time.monotonic() + limit_s
+
+    def _open(
+        self,
+        request: GenerateRequest,
+        attempts: Attempts,
+        deadline: float | None,
+        *,
+        resume: bool = False,
+    ) -> AsyncStream:
+        return AsyncStream(
+            self._channel,
+            self.address,
+            request,
+            attempts,
+            deadline,
+            farewells=self._farewells,
+            resume=resume,
+        )
+
+    async def _attempt(
+        self, request: GenerateRequest, attempts: Attempts, deadline: float | None
+    ) -> GenerateResult | None:
+        """The answer to a request; None if its stream is to be asked for instead."""
+        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        method, data = self._channel.unary_unary(GENERATE.path), GENERATE.encode(request)
+        while True:
+            try:
+                answer = await method(data, timeout=remaining(deadline, time.monotonic()))
+                return GENERATE.decode(answer)
+            except grpc.aio.AioRpcError as error:
+                problem = typed(error, self.address)
+            if await _wait(attempts.after(problem, now=time.monotonic()), problem, deadline):
+                return None
 
     async def _call(
         self, rpc: Rpc[RequestT, ResponseT], request: RequestT, timeout_s: float | None
@@ -132,8 +182,8 @@ class AsyncClient:
 class AsyncStream:
     """An answer as it comes: an asynchronous iterator of deltas and a context manager.
 
-    Leaving the context before the end cancels the request. Until the first delta a lost
-    connection is retried.
+    Leaving the context before the end cancels the request. A lost connection is made again and the
+    stream goes on where it was, unless the request said `resume=False`.
     """
 
     def __init__(
@@ -141,18 +191,22 @@ class AsyncStream:
         channel: grpc.aio.Channel,
         address: str,
         request: GenerateRequest,
-        retry: RetryPolicy,
-        timeout_s: float | None,
+        attempts: Attempts,
+        deadline: float | None,
+        *,
+        farewells: _Farewells,
+        resume: bool = False,
     ) -> None:
-        self._method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
-        self._method = channel.unary_stream(GENERATE_STREAM.path)
-        self._data = GENERATE_STREAM.encode(request)
+        self._channel = channel
         self._address = address
-        self._retry = retry
-        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._request = request
+        self._attempts = attempts
+        self._deadline = deadline
+        self._farewells = farewells
+        self._resume = resume
         self._collected = Collected()
         self._call: grpc.aio.UnaryStreamCall[bytes, bytes] | None = None
-        self._attempt = 1
+        self._decode: Callable[[bytes], StreamEvent]
         self._over = False
 
     @property
@@ -205,38 +259,92 @@ class AsyncStream:
 
     async def close(self) -> None:
         """End the request; idempotent."""
-        self._over = True
-        if self._call is not None:
-            self._call.cancel()
+        if not self._over:
+            await asyncio.shield(self._leave())
 
     async def _step(self) -> Delta | None:
         if self._call is None:
-            timeout_s = remaining(self._deadline, time.monotonic())
-            self._call = self._method(self._data, timeout=timeout_s)
+            path, data, self._decode = stream_call(
+                self._request, self._collected, resume=self._resume
+            )
+            method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+            method = self._channel.unary_stream(path)
+            self._call = method(data, timeout=remaining(self._deadline, time.monotonic()))
         try:
-            data = await self._call.read()
+            message = await self._call.read()
         except asyncio.CancelledError:
+            # grpc.aio reports a call that `close` cancelled as if its reader were cancelled.
             task = asyncio.current_task()
             if not self._over or (task is not None and task.cancelling()):
+                self._leave()
                 raise
-            # grpc.aio reports a call that `close` cancelled as if its reader were cancelled.
             return None
-        if isinstance(data, bytes):
-            return self._collected.add(GENERATE_STREAM.decode(data))
+        if isinstance(message, bytes):
+            self._attempts.heard()
+            return self._collected.add(self._decode(message))
         self._over = True
         return None
 
     async def _recover(self, problem: OutriderError) -> None:
         self._call = None
-        if self._collected.heard_tokens:
-            self._over = True
-            raise problem
         try:
-            await _pause(self._retry, self._attempt, problem, self._deadline)
+            again = self._attempts.after(
+                problem,
+                informed=self._collected.info is not None,
+                told=self._collected.heard_tokens,
+                now=time.monotonic(),
+            )
+            self._resume = await _wait(again, problem, self._deadline)
         except OutriderError:
             self._over = True
             raise
-        self._attempt += 1
+        except asyncio.CancelledError:
+            self._leave()
+            raise
+
+    def _leave(self) -> asyncio.Future[None]:
+        """Want no more, and have the router told."""
+        self._over = True
+        if self._call is not None:
+            self._call.cancel()
+        return self._farewells.say(self._request)
+
+
+class _Farewells:
+    """Tells the router of resumable requests that nobody wants any more, in the background."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    def say(self, request: GenerateRequest) -> asyncio.Future[None]:
+        """Have a request aborted; other requests end with their calls."""
+        task: asyncio.Future[None] = asyncio.ensure_future(self._abort(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def said(self) -> None:
+        """Wait until all were told, within a bound."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _abort(self, request: GenerateRequest) -> None:
+        if not request.resumable or request.request_id is None:
+            return
+        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        method = self._channel.unary_unary(ABORT.path)
+        # A router that does not hear of it finds out within its grace time.
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await method(ABORT.encode([request.request_id]), timeout=ABORT_TIMEOUT_S)
+
+
+async def _wait(again: Again, problem: OutriderError, deadline: float | None) -> bool:
+    """Wait before the next attempt, and say whether it resumes; `problem` if it is too late."""
+    left_s = remaining(deadline, time.monotonic())
+    if left_s is not None and again.delay_s >= left_s:
+        raise problem
+    await asyncio.sleep(again.delay_s)
+    return again.resume
 
 
 async def _pause(
@@ -244,7 +352,6 @@ async def _pause(
 ) -> None:
     """Wait before the next attempt; raises `problem` if there is to be none."""
     delay_s = retry.delay_s(attempt, problem)
-    left_s = remaining(deadline, time.monotonic())
-    if delay_s is None or (left_s is not None and delay_s >= left_s):
+    if delay_s is None:
         raise problem
-    await asyncio.sleep(delay_s)
+    await _wait(Again(delay_s, resume=False), problem, deadline)

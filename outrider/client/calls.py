@@ -8,6 +8,7 @@ from typing import Generic, TypeVar, cast
 
 import grpc
 
+from outrider.client.collect import Collected
 from outrider.errors import InternalError, InvalidMessageError, OutriderError
 from outrider.ids import RequestId
 from outrider.transport.grpc.options import GrpcConfig, channel_options
@@ -18,11 +19,14 @@ from outrider.wire.inference import (
     ModelInfo,
     ServerInfo,
     StreamEvent,
+    StreamPosition,
 )
 from outrider.wire.inference_codec import (
     event_from_pb,
+    position_to_pb,
     request_to_pb,
     result_from_pb,
+    resumed_event_from_pb,
     stream_request_to_pb,
 )
 from outrider.wire.server_info_codec import (
@@ -40,6 +44,11 @@ DEFAULT_TIMEOUT_S = 600.0
 """Of a request, retries included."""
 INFO_TIMEOUT_S = 10.0
 """Of everything that generates nothing."""
+ABORT_TIMEOUT_S = 2.0
+"""Of telling the router that a request that is left is not wanted; without it, that takes the
+router's grace time."""
+_RECONNECT_MS = 200
+"""Longest pause between two attempts to reach a router: it may have been restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,11 @@ GENERATE_STREAM: Rpc[GenerateRequest, StreamEvent] = Rpc(
     lambda request: stream_request_to_pb(request).SerializeToString(),
     lambda data: event_from_pb(pb.GenerateStreamResponse.FromString(data)),
 )
+RESUME_STREAM: Rpc[StreamPosition, StreamEvent] = Rpc(
+    "ResumeStream",
+    lambda position: position_to_pb(position).SerializeToString(),
+    lambda data: resumed_event_from_pb(pb.ResumeStreamResponse.FromString(data)),
+)
 ABORT: Rpc[Iterable[RequestId], tuple[RequestId, ...]] = Rpc(
     "Abort",
     lambda ids: abort_request_to_pb(ids).SerializeToString(),
@@ -92,9 +106,23 @@ LIST_MODELS: Rpc[None, tuple[ModelInfo, ...]] = Rpc(
 )
 
 
+def stream_call(
+    request: GenerateRequest, collected: Collected, *, resume: bool
+) -> tuple[str, bytes, Callable[[bytes], StreamEvent]]:
+    """The call that begins a request's stream, or goes on behind what was collected of it: its
+    path, its message, and how to read what it answers."""
+    if not resume:
+        return GENERATE_STREAM.path, GENERATE_STREAM.encode(request), GENERATE_STREAM.decode
+    assert request.request_id is not None, "a resumable request is named by its client"
+    position = collected.position(request.request_id)
+    return RESUME_STREAM.path, RESUME_STREAM.encode(position), RESUME_STREAM.decode
+
+
 def client_options() -> list[tuple[str, int]]:
-    """Channel options: keepalive, message bounds."""
-    return channel_options(GrpcConfig())
+    """Channel options: keepalive, message bounds, quick reconnection."""
+    options = dict(channel_options(GrpcConfig()))
+    options["grpc.max_reconnect_backoff_ms"] = _RECONNECT_MS
+    return list(options.items())
 
 
 def typed(error: grpc.RpcError, address: str) -> OutriderError:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from outrider.errors import InternalError
+from outrider.ids import RequestId
 from outrider.wire.inference import (
     Delta,
     FinishInfo,
     GenerateResult,
     PromptInfo,
     StreamEvent,
+    StreamPosition,
 )
 
 
@@ -20,6 +22,7 @@ class Collected:
         self.finish: FinishInfo | None = None
         self.token_ids: list[int] = []
         self._text: list[str] = []
+        self._characters = 0
 
     @property
     def text(self) -> str:
@@ -31,6 +34,12 @@ class Collected:
         """Whether anything was emitted; from then on a retry would repeat it."""
         return bool(self.token_ids or self._text)
 
+    def position(self, request_id: RequestId) -> StreamPosition:
+        """Where the stream is to go on."""
+        return StreamPosition(
+            request_id=request_id, tokens=len(self.token_ids), characters=self._characters
+        )
+
     def add(self, event: StreamEvent) -> Delta | None:
         """Take a message in; the delta if it is one."""
         match event:
@@ -41,6 +50,7 @@ class Collected:
             case Delta():
                 self.token_ids.extend(event.token_ids)
                 self._text.append(event.text)
+                self._characters += len(event.text)
                 return event
         return None
 

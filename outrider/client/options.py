@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TypedDict, TypeVar
@@ -73,6 +74,9 @@ class GenerateOptions(TypedDict, total=False):
     """Unique among running requests; for `abort`."""
     priority: int
     """Greater goes first, and may preempt lesser ones; in [-100, 100], default 0."""
+    resume: bool
+    """True (default): the request outlives a broken connection, which is mended unseen, and a
+    restart of a router with a journal. False: it ends with its connection."""
 
 
 EnumT = TypeVar("EnumT", bound=StrEnum)
@@ -115,7 +119,9 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
             f"unknown options: {', '.join(sorted(unknown))}", reason="UNKNOWN_OPTION"
         )
     drafter = options.get("drafter")
-    request_id = options.get("request_id")
+    resume = options.get("resume", True)
+    # Chosen here, so that it is known even if the first message never comes.
+    request_id = options.get("request_id", f"req-{secrets.token_hex(12)}" if resume else None)
     rule = options.get("rule")
     return GenerateRequest(
         prompt=make_prompt(prompt),
@@ -143,6 +149,7 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
             fan_out=options.get("fan_out"),
         ),
         priority=options.get("priority", 0),
+        resumable=resume,
     )
 
 

@@ -10,9 +10,9 @@ from outrider.errors import OutriderError, ResourceExhaustedError, UnavailableEr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Retries of calls of which nothing was heard yet."""
+    """Retries of calls of which nothing was heard yet, and for how long streams are resumed."""
 
-    max_attempts: int = 3
+    max_attempts: int = 5
     """Attempts in all; 1 never retries."""
     first_delay_s: float = 0.5
     """Delay before the second attempt; doubled at each further one."""
@@ -20,6 +20,8 @@ class RetryPolicy:
     """Longest delay of the policy's own."""
     max_hint_s: float = 60.0
     """A server's hint beyond this is not waited for: the error is raised."""
+    resume_s: float = 30.0
+    """A stream that broke is taken up again for so long; 0 tries once."""
     jitter: float = 0.25
     """Share of a delay that is drawn at random, so that clients do not come back together."""
 
@@ -28,6 +30,8 @@ class RetryPolicy:
             raise ValueError(f"max_attempts must be >= 1, got {self.max_attempts}")
         if not 0.0 <= self.first_delay_s <= self.max_delay_s:
             raise ValueError("first_delay_s must be in [0, max_delay_s]")
+        if self.resume_s < 0.0:
+            raise ValueError(f"resume_s must be >= 0, got {self.resume_s}")
         if not 0.0 <= self.jitter <= 1.0:
             raise ValueError(f"jitter must be in [0, 1], got {self.jitter}")
 

@@ -56,6 +56,15 @@ def _verifier(verifier: VerifierSummary) -> str:
         f"{verifier.sessions} of {verifier.max_sessions} sessions",
         f"{verifier.kv_free_blocks} of {verifier.kv_total_blocks} KV blocks free",
     ]
+    if verifier.draining:
+        parts.append("about to stop")
+    if verifier.waiting_sessions:
+        parts.append(f"{verifier.waiting_sessions} sessions wait for KV blocks")
+    if verifier.preemptions_swap or verifier.preemptions_recompute:
+        parts.append(
+            f"preempted {verifier.preemptions_swap} times by swap, "
+            f"{verifier.preemptions_recompute} by recompute"
+        )
     if verifier.own_methods:
         parts.append(f"drafts itself ({', '.join(verifier.own_methods)})")
     if verifier.simulated_acceptance:

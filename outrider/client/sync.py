@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -11,18 +12,20 @@ import grpc
 
 from outrider.client.calls import (
     ABORT,
+    ABORT_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
     GENERATE,
-    GENERATE_STREAM,
     INFO_TIMEOUT_S,
     LIST_MODELS,
     SERVER_INFO,
     Rpc,
     client_options,
+    stream_call,
     typed,
 )
 from outrider.client.collect import Collected
 from outrider.client.options import GenerateOptions, PromptLike, make_request
+from outrider.client.resuming import Again, Attempts
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.errors import OutriderError
 from outrider.ids import RequestId
@@ -34,6 +37,7 @@ from outrider.wire.inference import (
     ModelInfo,
     PromptInfo,
     ServerInfo,
+    StreamEvent,
 )
 
 RequestT = TypeVar("RequestT")
@@ -79,7 +83,21 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> GenerateResult:
         """Continue a prompt and return the complete answer. Raises any `OutriderError`."""
-        return self._call(GENERATE, make_request(prompt, options), self._limit(timeout_s))
+        request, deadline = make_request(prompt, options), self._deadline(timeout_s)
+        attempts = Attempts(self._retry, resumable=request.resumable)
+        try:
+            answer = self._attempt(request, attempts, deadline)
+        except OutriderError:
+            raise
+        except BaseException:
+            # An interrupt: nobody waits for the answer any more.
+            _say_farewell(self._channel, request)
+            raise
+        if answer is not None:
+            return answer
+        # The request has arrived, its answer has not: that is taken up as a stream.
+        with self._open(request, attempts, deadline, resume=True) as stream:
+            return stream.result()
 
     def stream(
         self,
@@ -89,10 +107,9 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> Stream:
         """Continue a prompt and iterate over the text as it comes."""
-        limit_s = self._limit(timeout_s)
-        return Stream(
-            self._channel, self.address, make_request(prompt, options), self._retry, limit_s
-        )
+        request = make_request(prompt, options)
+        attempts = Attempts(self._retry, resumable=request.resumable)
+        return self._open(request, attempts, self._deadline(timeout_s))
 
     def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Cancel requests by id; those of the ids that were queued or running."""
@@ -107,8 +124,41 @@ class Client:
         """Served models."""
         return self._call(LIST_MODELS, None, INFO_TIMEOUT_S)
 
-    def _limit(self, timeout_s: float | None) -> float | None:
-        return self._timeout_s if timeout_s is None else timeout_s
+    def _deadline(self, timeout_s: float | None) -> float | None:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return None if limit_s is None else time.monotonic() + limit_s
+
+    def _open(
+        self,
+        request: GenerateRequest,
+        attempts: Attempts,
+        deadline: float | None,
+        *,
+        resume: bool = False,
+    ) -> Stream:
+        return Stream(
+            self._channel,
+            self.address,
+            request,
+            attempts,
+            deadline,
+            resume=resume,
+        )
+
+    def _attempt(
+        self, request: GenerateRequest, attempts: Attempts, deadline: float | None
+    ) -> GenerateResult | None:
+        """The answer to a request; None if its stream is to be asked for instead."""
+        method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+        method, data = self._channel.unary_unary(GENERATE.path), GENERATE.encode(request)
+        while True:
+            try:
+                answer = method(data, timeout=remaining(deadline, time.monotonic()))
+                return GENERATE.decode(answer)
+            except grpc.RpcError as error:
+                problem = typed(error, self.address)
+            if _wait(attempts.after(problem, now=time.monotonic()), problem, deadline):
+                return None
 
     def _call(
         self, rpc: Rpc[RequestT, ResponseT], request: RequestT, timeout_s: float | None
@@ -131,8 +181,8 @@ class Client:
 class Stream:
     """An answer as it comes: an iterator of deltas and a context manager.
 
-    Leaving the context before the end cancels the request. Until the first delta a lost
-    connection is retried.
+    Leaving the context before the end cancels the request. A lost connection is made again and the
+    stream goes on where it was, unless the request said `resume=False`.
     """
 
     def __init__(
@@ -140,18 +190,20 @@ class Stream:
         channel: grpc.Channel,
         address: str,
         request: GenerateRequest,
-        retry: RetryPolicy,
-        timeout_s: float | None,
+        attempts: Attempts,
+        deadline: float | None,
+        *,
+        resume: bool = False,
     ) -> None:
-        self._method: grpc.UnaryStreamMultiCallable[bytes, bytes]
-        self._method = channel.unary_stream(GENERATE_STREAM.path)
-        self._data = GENERATE_STREAM.encode(request)
+        self._channel = channel
         self._address = address
-        self._retry = retry
-        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._request = request
+        self._attempts = attempts
+        self._deadline = deadline
+        self._resume = resume
         self._collected = Collected()
         self._call: grpc._CallIterator[bytes] | None = None
-        self._attempt = 1
+        self._decode: Callable[[bytes], StreamEvent]
         self._over = False
 
     @property
@@ -204,31 +256,63 @@ class Stream:
 
     def close(self) -> None:
         """End the request; idempotent."""
-        self._over = True
-        if self._call is not None:
-            self._call.cancel()
+        if not self._over:
+            self._leave()
 
     def _step(self) -> Delta | None:
         if self._call is None:
-            timeout_s = remaining(self._deadline, time.monotonic())
-            self._call = self._method(self._data, timeout=timeout_s)
-        data = next(self._call, None)
-        if data is not None:
-            return self._collected.add(GENERATE_STREAM.decode(data))
+            path, data, self._decode = stream_call(
+                self._request, self._collected, resume=self._resume
+            )
+            method: grpc.UnaryStreamMultiCallable[bytes, bytes]
+            method = self._channel.unary_stream(path)
+            self._call = method(data, timeout=remaining(self._deadline, time.monotonic()))
+        message = next(self._call, None)
+        if message is not None:
+            self._attempts.heard()
+            return self._collected.add(self._decode(message))
         self._over = True
         return None
 
     def _recover(self, problem: OutriderError) -> None:
         self._call = None
-        if self._collected.heard_tokens:
-            self._over = True
-            raise problem
         try:
-            _pause(self._retry, self._attempt, problem, self._deadline)
+            again = self._attempts.after(
+                problem,
+                informed=self._collected.info is not None,
+                told=self._collected.heard_tokens,
+                now=time.monotonic(),
+            )
+            self._resume = _wait(again, problem, self._deadline)
         except OutriderError:
             self._over = True
             raise
-        self._attempt += 1
+
+    def _leave(self) -> None:
+        """Want no more, and have the router told."""
+        self._over = True
+        if self._call is not None:
+            self._call.cancel()
+        _say_farewell(self._channel, self._request)
+
+
+def _say_farewell(channel: grpc.Channel, request: GenerateRequest) -> None:
+    """Tell the router that nobody wants a resumable request; others end with their calls."""
+    if not request.resumable or request.request_id is None:
+        return
+    method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ABORT.path)
+    # A router that does not hear of it finds out within its grace time.
+    with contextlib.suppress(grpc.RpcError):
+        method(ABORT.encode([request.request_id]), timeout=ABORT_TIMEOUT_S)
+
+
+def _wait(again: Again, problem: OutriderError, deadline: float | None) -> bool:
+    """Wait before the next attempt, and say whether it resumes; `problem` if it is too late."""
+    left_s = remaining(deadline, time.monotonic())
+    if left_s is not None and again.delay_s >= left_s:
+        raise problem
+    time.sleep(again.delay_s)
+    return again.resume
 
 
 def _pause(
@@ -236,7 +320,6 @@ def _pause(
 ) -> None:
     """Wait before the next attempt; raises `problem` if there is to be none."""
     delay_s = retry.delay_s(attempt, problem)
-    left_s = remaining(deadline, time.monotonic())
-    if delay_s is None or (left_s is not None and delay_s >= left_s):
+    if delay_s is None:
         raise problem
-    time.sleep(delay_s)
+    _wait(Again(delay_s, resume=False), problem, deadline)

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from outrider.errors import (
@@ -30,6 +31,7 @@ from outrider.wire.messages import (
     PLANNED,
     REASONS,
     TARGET_ONLY,
+    Heartbeat,
     SessionEvent,
     SessionEvents,
     SessionFailure,
@@ -37,6 +39,8 @@ from outrider.wire.messages import (
     SessionMove,
     SessionMoved,
     SessionOpen,
+    SessionsDraining,
+    SessionsMessage,
     SessionSpec,
     SessionsRequest,
     SpecStats,
@@ -88,12 +92,15 @@ class SessionStream(Generic[ListenerT]):
         connect: Callable[[], Awaitable[RouterConnection]],
         deliver: Deliver[ListenerT],
         *,
+        on_lost: Callable[[OutriderError], None] = lambda _: None,
+        on_draining: Callable[[float], None] = lambda _: None,
         lasting: bool = True,
     ) -> None:
         """`deliver` hears all events; unless `lasting`, the connection ends with its last
-        session."""
+        session. `on_lost` hears of a connection that broke or could not be made, before its
+        sessions do; `on_draining` that the verifier stops in so many seconds."""
         self._connect = connect
-        self._deliver = deliver
+        self._hooks = _Hooks(deliver, on_lost, on_draining)
         self._lasting = lasting
         self._handles = itertools.count(1)
         self._live: _Live[ListenerT] | None = None
@@ -105,16 +112,16 @@ class SessionStream(Generic[ListenerT]):
         """
         live = self._live
         if live is None or live.lost:
-            live = self._live = _Live(self._connect, self._deliver)
+            live = self._live = _Live(self._connect, self._hooks)
         handle = next(self._handles)
         live.listeners[handle] = listener
         live.say(SessionOpen(handle, spec))
         return _Opened(self, live, handle)
 
     def drop(self) -> None:
-        """Close the connection, in the background; sessions that are open fail."""
+        """Close the connection, in the background; sessions that are open fail now."""
         live, self._live = self._live, None
-        if live is not None:
+        if live is not None and not live.lost:
             live.hang_up()
 
     async def close(self) -> None:
@@ -129,6 +136,15 @@ class SessionStream(Generic[ListenerT]):
             live.say(SessionLeave(handle))
         if not (self._lasting or live.listeners) and live is self._live:
             self.drop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Hooks(Generic[ListenerT]):
+    """Who hears of what comes over a connection, beside its listeners."""
+
+    deliver: Deliver[ListenerT]
+    on_lost: Callable[[OutriderError], None]
+    on_draining: Callable[[float], None]
 
 
 class _Opened(Generic[ListenerT]):
@@ -149,12 +165,13 @@ class _Live(Generic[ListenerT]):
     """One connection, from the attempt to make it, and what is open on it."""
 
     def __init__(
-        self, connect: Callable[[], Awaitable[RouterConnection]], deliver: Deliver[ListenerT]
+        self, connect: Callable[[], Awaitable[RouterConnection]], hooks: _Hooks[ListenerT]
     ) -> None:
         self.listeners: dict[int, ListenerT] = {}
         self.lost = False
+        """Whether nothing is opened on it any more; what still comes is heard by nobody."""
         self._connect = connect
-        self._deliver = deliver
+        self._hooks = hooks
         self._early: list[SessionsRequest] = []
         """What was said before there was a connection."""
         self._outgoing: Outgoing[SessionsRequest] | None = None
@@ -170,7 +187,7 @@ class _Live(Generic[ListenerT]):
 
     def hang_up(self) -> None:
         """Close without waiting for it; what was said before still leaves."""
-        self.lost = True
+        self._lose(ConnectionLostError("the stream is closed", reason="CLOSED"))
         closing = asyncio.create_task(self.close())
         _CLOSING.add(closing)
         closing.add_done_callback(_CLOSING.discard)
@@ -183,13 +200,10 @@ class _Live(Generic[ListenerT]):
 
     async def _run(self) -> None:
         error: OutriderError = ConnectionLostError("the stream is closed", reason="CLOSED")
+        connection: RouterConnection | None = None
         try:
             connection = await self._connect()
-            try:
-                await self._serve(connection)
-            finally:
-                self.lost = True
-                await connection.close()
+            await self._serve(connection)
         except InvalidMessageError as malformed:
             # Nobody knows whose events are gone.
             error = ConnectionLostError(malformed.message, reason="INVALID_EVENTS")
@@ -199,7 +213,10 @@ class _Live(Generic[ListenerT]):
             logger.exception("events could not be delivered")
             error = InternalError("internal error", reason="INTERNAL")
         finally:
-            self._lose(error)
+            # First, for closing may take a while where nobody answers.
+            self._end(error)
+            if connection is not None:
+                await connection.close()
 
     async def _serve(self, connection: RouterConnection) -> None:
         self._outgoing = Outgoing(connection)
@@ -209,18 +226,30 @@ class _Live(Generic[ListenerT]):
             while True:
                 message = await connection.receive()
                 for one in (message, *connection.ready()):
-                    if isinstance(one, SessionEvents):
-                        self._take(one)
-                    elif isinstance(one, SessionFailure):
-                        self._fail(one.handle, _error_of(one))
-                    elif isinstance(one, SessionMoved) and one.handle in self.listeners:
-                        self.listeners[one.handle].moved(one.drafter_id)
+                    self._hear(one)
         finally:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
+    def _hear(self, message: SessionsMessage) -> None:
+        if self.lost:
+            return
+        match message:
+            case SessionEvents():
+                self._take(message)
+            case SessionFailure():
+                self._fail(message.handle, _error_of(message))
+            case SessionMoved():
+                listener = self.listeners.get(message.handle)
+                if listener is not None:
+                    listener.moved(message.drafter_id)
+            case SessionsDraining():
+                self._hooks.on_draining(message.seconds)
+            case Heartbeat():
+                pass
+
     def _take(self, events: SessionEvents) -> None:
-        self._deliver(events, self.listeners)
+        self._hooks.deliver(events, self.listeners)
         if not events.finish_reasons.any():
             return
         for row in events.finish_reasons.nonzero()[0].tolist():
@@ -235,6 +264,13 @@ class _Live(Generic[ListenerT]):
         listener = self.listeners.pop(handle, None)
         if listener is not None:
             listener.fail(error)
+
+    def _end(self, error: OutriderError) -> None:
+        """The connection is over; nobody hears of one that was closed from here."""
+        if not self.lost:
+            self.lost = True
+            self._hooks.on_lost(error)
+        self._lose(error)
 
     def _lose(self, error: OutriderError) -> None:
         self.lost = True

@@ -26,6 +26,7 @@ _TYPES: dict[str, type[OutriderError]] = {
         errors.ConnectionLostError,
         errors.DeadlineExceededError,
         errors.CancelledRequestError,
+        errors.AbortedError,
         errors.InternalError,
     )
 }
@@ -40,6 +41,7 @@ _BY_CODE: dict[str, type[OutriderError]] = {
     "UNAVAILABLE": errors.UnavailableError,
     "DEADLINE_EXCEEDED": errors.DeadlineExceededError,
     "CANCELLED": errors.CancelledRequestError,
+    "ABORTED": errors.AbortedError,
 }
 
 

@@ -133,8 +133,11 @@ class StreamPosition:
     """Where to go on with a stream."""
 
     request_id: RequestId
-    tokens: int
-    """Token ids of the answer that have arrived; 0 begins with PromptInfo."""
+    tokens: int = 0
+    """Token ids of the answer that have arrived."""
+    characters: int = 0
+    """Characters of its text that have arrived: text may be out of step with ids. Where both are 0
+    the stream begins with PromptInfo."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +227,14 @@ class VerifierSummary:
     hit_idle_us_p50: float = 0.0
     """Median time between a round's end and the submission of one that is all hits, microseconds;
     0 without any."""
+    draining: bool = False
+    """Whether it takes no new sessions any more: it is about to stop."""
+    waiting_sessions: int = 0
+    """Sessions without K/V: preempted, or not begun."""
+    preemptions_swap: int = 0
+    """Preemptions since the start whose K/V was kept in host memory."""
+    preemptions_recompute: int = 0
+    """Preemptions since the start whose K/V was dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

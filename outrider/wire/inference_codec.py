@@ -55,7 +55,7 @@ from outrider.wire.inference import (
     TokenPrompt,
     Usage,
 )
-from outrider.wire.limits import MAX_PRIORITY, MAX_SEQUENCE_LEN
+from outrider.wire.limits import MAX_CHARACTERS, MAX_PRIORITY, MAX_SEQUENCE_LEN
 from outrider.wire.v1 import inference_pb2 as pb
 
 ValueT = TypeVar("ValueT")
@@ -315,7 +315,11 @@ def stream_request_from_pb(message: pb.GenerateStreamRequest) -> GenerateRequest
 def position_to_pb(position: StreamPosition) -> pb.ResumeStreamRequest:
     """Encode where to go on with a stream."""
     with _encoding("position"):
-        return pb.ResumeStreamRequest(request_id=position.request_id, tokens=position.tokens)
+        return pb.ResumeStreamRequest(
+            request_id=position.request_id,
+            tokens=position.tokens,
+            characters=position.characters,
+        )
 
 
 def position_from_pb(message: pb.ResumeStreamRequest) -> StreamPosition:
@@ -323,6 +327,7 @@ def position_from_pb(message: pb.ResumeStreamRequest) -> StreamPosition:
     return StreamPosition(
         request_id=RequestId(text(message.request_id, "request_id")),
         tokens=number(message.tokens, "tokens", high=MAX_SEQUENCE_LEN),
+        characters=number(message.characters, "characters", high=MAX_CHARACTERS),
     )
 
 

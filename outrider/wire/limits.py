@@ -21,6 +21,8 @@ MAX_LAW_ENTRIES = 1 << 22
 MAX_VOCAB_SIZE = 1 << 24
 MAX_SEQUENCE_LEN = 1 << 24
 """Tokens of a session, and of any token list."""
+MAX_CHARACTERS = (1 << 32) - 1
+"""Characters of an answer's text."""
 MAX_FEATURE_WIDTH = 1 << 16
 """Feature values a token."""
 MAX_STOP_TOKEN_IDS = 256

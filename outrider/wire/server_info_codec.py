@@ -67,6 +67,10 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 planner=verifier.planner,
                 stats=stats_to_pb(verifier.stats),
                 hit_idle_us_p50=verifier.hit_idle_us_p50,
+                draining=verifier.draining,
+                waiting_sessions=verifier.waiting_sessions,
+                preemptions_swap=verifier.preemptions_swap,
+                preemptions_recompute=verifier.preemptions_recompute,
             )
             for verifier in info.verifiers
         ],
@@ -122,6 +126,10 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 planner=text(verifier.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True),
                 stats=stats_from_pb(verifier.stats),
                 hit_idle_us_p50=finite(verifier.hit_idle_us_p50, "hit_idle_us_p50"),
+                draining=verifier.draining,
+                waiting_sessions=verifier.waiting_sessions,
+                preemptions_swap=verifier.preemptions_swap,
+                preemptions_recompute=verifier.preemptions_recompute,
             )
             for verifier in message.verifiers
         ),

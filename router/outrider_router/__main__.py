@@ -62,7 +62,22 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
     parser.add_argument(
         "--pool-listen", metavar="HOST:PORT", help="where drafters are added and removed"
     )
+    parser.add_argument(
+        "--journal", metavar="FILE", help="log by which resumable requests survive a restart"
+    )
+    parser.add_argument(
+        "--journal-fsync",
+        choices=("off", "interval", "always"),
+        help="when it is forced to the disk; default: interval, every second",
+    )
     parser.add_argument("--queue-limit", type=int, metavar="N", help="requests that may wait")
+    parser.add_argument(
+        "--slow-reader-s",
+        type=float,
+        metavar="S",
+        dest="overload.slow_reader_s",
+        help="a client that takes nothing for so long is not waited for",
+    )
     parser.add_argument("--metrics-port", type=int, metavar="P", help="0 takes a free port")
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     flags = vars(parser.parse_args(argv))
@@ -98,6 +113,7 @@ async def serve(config: RouterConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
+        service.restore()
         address = await server.start(serving=False)
         ready = {"event": "ready", "address": address}
         if config.metrics_port >= 0:

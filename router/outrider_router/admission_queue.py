@@ -1,45 +1,53 @@
-"""The waiting requests and the KV ledger of one router; performs what `admission.plan` decides."""
+"""The requests of one router that wait or are placed; performs what `admission.plan` decides."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outrider.errors import DeadlineExceededError, OutriderError, ResourceExhaustedError
 from outrider.ids import RequestId, VerifierId
+from outrider.wire.messages import VerifierInfo
 from outrider_router.admission import (
-    FULL_BACKOFF_S,
     Action,
     Admit,
     Expire,
     Refuse,
     State,
-    Ticket,
-    VerifierLoad,
     next_wake,
     no_verifier,
     plan,
-    retry_hint_s,
 )
+from outrider_router.config import RouterConfig
+from outrider_router.expectation import Lengths
+from outrider_router.hints import Places
+from outrider_router.ledger import Lease, Ledger
+from outrider_router.metrics import RouterMetrics
+from outrider_router.tenants import Tenant, Tenants
+from outrider_router.waiting import Ticket, who_makes_way
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Lease:
-    """A place on a verifier; given back with `AdmissionQueue.release`."""
+class _Guest:
+    """A request between its arrival and `leave`."""
 
     ticket: Ticket
-    verifier_id: VerifierId
-    generation: int
-    """Start of the verifier that it is valid for; a lost verifier voids its leases."""
-    reserved_tokens: int
+    tenant: Tenant
+    charged: int
+    """Tokens that its tenant was charged."""
+    place: asyncio.Future[Lease] | None = None
+    """While it waits."""
+    leases: list[Lease] = field(default_factory=list)
+    """Its places: one, or two while it leaves one for the other."""
+    placed_at: float | None = None
+    """Clock time at which it was placed first, seconds."""
 
-
-@dataclass(slots=True, kw_only=True)
-class _Budget:
-    load: VerifierLoad
-    generation: int = 0
-    healthy: bool = True
+    @property
+    def pending(self) -> bool:
+        """Whether it waits and nothing was decided."""
+        return self.place is not None and not self.place.done()
 
 
 class AdmissionQueue:
@@ -47,19 +55,36 @@ class AdmissionQueue:
 
     def __init__(
         self,
+        config: RouterConfig,
+        metrics: RouterMetrics,
         *,
-        queue_limit: int,
         clock: Callable[[], float],
-        on_change: Callable[[], None] = lambda: None,
+        emitted: Callable[[RequestId], int],
     ) -> None:
-        """`clock` is monotonic, in seconds; `on_change` is called when queue or ledger changed."""
-        self.queue_limit = queue_limit
+        """`clock` is monotonic, in seconds; `emitted` counts the tokens of a request so far."""
+        self.queue_limit = config.queue_limit
+        self.lengths = Lengths(
+            assumed=config.overload.assumed_tokens, quantile=config.overload.length_quantile
+        )
+        self._ledger = Ledger(
+            self.lengths, overcommit=config.overload.kv_overcommit, emitted=emitted
+        )
+        self.tenants = Tenants(config.tenants, most=config.overload.max_tenants)
+        self._config = config
+        self._metrics = metrics
         self._clock = clock
-        self._on_change = on_change
-        self._waiting: dict[RequestId, tuple[Ticket, asyncio.Future[Lease]]] = {}
-        self._budgets: dict[VerifierId, _Budget] = {}
+        self._emitted = emitted
+        self._guests: dict[RequestId, _Guest] = {}
+        self._waiting: dict[RequestId, _Guest] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._service_s = 1.0
+        self._places = Places(config.queue_limit)
+        self._depths: Counter[int] = Counter()
+
+    @property
+    def guests(self) -> int:
+        """Requests that came and have not left."""
+        return len(self._guests)
 
     @property
     def waiting(self) -> int:
@@ -69,54 +94,39 @@ class AdmissionQueue:
     @property
     def reserved_tokens(self) -> int:
         """KV tokens given away, over all verifiers."""
-        return sum(budget.load.reserved_tokens for budget in self._budgets.values())
+        return self._ledger.tokens
 
     @property
     def running(self) -> int:
         """Sessions placed, over all verifiers."""
-        return sum(budget.load.sessions for budget in self._budgets.values())
+        return self._ledger.sessions
 
-    def set_verifier(self, load: VerifierLoad) -> None:
-        """A verifier is healthy; its budget counts from now on. Keeps what was given away."""
-        known = self._budgets.get(load.verifier_id)
-        if known is None:
-            self._budgets[load.verifier_id] = _Budget(load=load)
-        else:
-            known.healthy = True
-            known.load = replace(
-                known.load,
-                total_tokens=load.total_tokens,
-                block_tokens=load.block_tokens,
-                max_sessions=load.max_sessions,
-            )
+    def saw_verifier(self, info: VerifierInfo) -> None:
+        """A verifier is healthy, and says what it has."""
+        self._ledger.saw(info)
         self._pump()
 
     def drop_verifier(self, verifier_id: VerifierId) -> None:
         """A verifier is lost, and with it everything that was placed there."""
-        budget = self._budgets.get(verifier_id)
-        if budget is None:
-            return
-        budget.generation += 1
-        budget.healthy = False
-        budget.load = replace(budget.load, reserved_tokens=0, sessions=0, not_before=0.0)
+        self._ledger.drop(verifier_id)
         self._pump()
 
     async def acquire(self, ticket: Ticket) -> Lease:
         """Wait for a place.
 
-        Raises ResourceExhaustedError when the queue is full, UnavailableError without a healthy
+        The first call for a request charges its tenant; more may follow until `leave`, none of
+        which is refused for want of room in the queue. Raises ResourceExhaustedError when the
+        tenant's rate is exceeded or the queue is full, UnavailableError without a healthy
         verifier, DeadlineExceededError. Cancelling the wait leaves the queue.
         """
+        guest = self._guests.get(ticket.request_id)
+        guest = self._enter(ticket) if guest is None else self._enter_again(guest, ticket)
         future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        self._waiting[ticket.request_id] = (ticket, future)
+        guest.place = future
+        self._waiting[ticket.request_id] = guest
+        self._count(guest, 1)
         self._pump()
-        if not future.done() and len(self._waiting) > self.queue_limit:
-            self._remove(ticket.request_id)
-            raise ResourceExhaustedError(
-                f"{self.queue_limit} requests are waiting already; try again later",
-                reason="QUEUE_FULL",
-                retry_after_s=retry_hint_s(self.waiting, self.running, self._service_s),
-            )
+        self._bound(guest)
         try:
             return await future
         except asyncio.CancelledError:
@@ -125,48 +135,154 @@ class AdmissionQueue:
                 self.release(future.result())
             raise
         finally:
-            self._remove(ticket.request_id)
+            self._remove(guest)
+            if not guest.leases:
+                self.leave(ticket.request_id)
 
     def fail(self, request_id: RequestId, error: OutriderError) -> None:
         """End a request's wait with an error; nothing happens if it does not wait."""
-        entry = self._waiting.get(request_id)
-        if entry is not None and not entry[1].done():
-            entry[1].set_exception(error)
+        guest = self._waiting.get(request_id)
+        if guest is not None and guest.place is not None and guest.pending:
+            guest.place.set_exception(error)
 
-    def release(
-        self, lease: Lease, *, refused: bool = False, service_s: float | None = None
-    ) -> None:
+    def release(self, lease: Lease, *, refused: bool = False) -> None:
         """Give a place back. `refused`: the verifier had no room although the ledger said so."""
-        budget = self._budgets[lease.verifier_id]
-        if budget.generation == lease.generation:
-            budget.load = replace(
-                budget.load,
-                reserved_tokens=budget.load.reserved_tokens - lease.reserved_tokens,
-                sessions=budget.load.sessions - 1,
-                not_before=self._clock() + FULL_BACKOFF_S if refused else budget.load.not_before,
-            )
-        if service_s is not None:
-            self._service_s += 0.2 * (service_s - self._service_s)
+        guest = self._guests.get(lease.ticket.request_id)
+        if guest is not None and lease in guest.leases:
+            guest.leases.remove(lease)
+            guest.tenant.running -= 1
+        self._ledger.release(lease, self._clock(), refused=refused)
         self._pump()
+
+    def leave(self, request_id: RequestId) -> None:
+        """A request is over and holds no place; idempotent. Its tenant pays for what it was."""
+        guest = self._guests.pop(request_id, None)
+        if guest is None:
+            return
+        ticket, tenant, used = guest.ticket, guest.tenant, 0
+        tenant.held -= 1
+        if guest.placed_at is None:
+            self.tenants.withdrawn(tenant, guest.charged)
+        else:
+            emitted = self._emitted(request_id)
+            used = ticket.prompt_tokens + emitted
+            self._service_s += 0.2 * (self._clock() - guest.placed_at - self._service_s)
+            if emitted:
+                self.lengths.add(emitted, ticket.max_new_tokens)
+        if tenant.tokens is not None:
+            tenant.tokens.take(used - guest.charged)
+        self._metrics.tenant_tokens.labels(self.tenants.label(tenant.name)).inc(used)
 
     def sessions_on(self, verifier_id: VerifierId) -> int:
         """Sessions placed on one verifier."""
-        budget = self._budgets.get(verifier_id)
-        return budget.load.sessions if budget is not None else 0
+        return self._ledger.sessions_on(verifier_id)
 
     def could_fit(self, kv_tokens: int) -> bool:
-        """Whether some healthy verifier could serve a session of this size when empty."""
-        return any(load.fits_empty(kv_tokens) for load in self._state().verifiers)
+        """Whether some healthy verifier could serve a session that may grow to this size."""
+        return self._ledger.could_fit(kv_tokens)
+
+    def _enter(self, ticket: Ticket) -> _Guest:
+        """Charge the tenant of a request; ResourceExhaustedError beyond its rate."""
+        now, emitted = self._clock(), self._emitted(ticket.request_id)
+        tenant = self.tenants.get(ticket.tenant, now)
+        expected = self._ledger.expected(ticket)
+        # The slack is nothing that the tenant uses.
+        cost = min(expected, ticket.prompt_tokens + ticket.max_new_tokens)
+        if not emitted:
+            self._check_rates(tenant, cost, now)
+        if tenant.requests is not None:
+            tenant.requests.take(1.0)
+        if tenant.tokens is not None:
+            tenant.tokens.take(cost)
+        ticket = replace(
+            ticket,
+            tenant=tenant.name,
+            arrived=now,
+            start=self.tenants.queued(tenant, cost),
+            expected_tokens=expected,
+            served=emitted > 0,
+        )
+        self._metrics.tenant_requests.labels(self.tenants.label(tenant.name)).inc()
+        guest = self._guests[ticket.request_id] = _Guest(ticket=ticket, tenant=tenant, charged=cost)
+        return guest
+
+    def _enter_again(self, guest: _Guest, ticket: Ticket) -> _Guest:
+        """A request needs another place; it keeps its turn."""
+        before = guest.ticket
+        guest.ticket = replace(
+            ticket,
+            tenant=before.tenant,
+            arrived=before.arrived,
+            start=before.start,
+            expected_tokens=self._ledger.expected(ticket),
+            served=True,
+        )
+        return guest
+
+    def _check_rates(self, tenant: Tenant, cost: int, now: float) -> None:
+        bounds = (tenant.requests, 1, "requests"), (tenant.tokens, cost, "tokens")
+        for bucket, units, what in bounds:
+            if bucket is not None and bucket.missing(units, now):
+                self._metrics.refusals.labels("RATE_LIMITED").inc()
+                raise ResourceExhaustedError(
+                    f"the tenant has used up its rate of {what}; try again later",
+                    reason="RATE_LIMITED",
+                    retry_after_s=bucket.hint_s(units, now),
+                )
+
+    def _bound(self, newcomer: _Guest) -> None:
+        """Keep the queue within its limit: somebody makes way, or the newcomer is refused."""
+        ticket, now = newcomer.ticket, self._clock()
+        if not newcomer.pending or ticket.served:
+            return
+        pending = [guest for guest in self._waiting.values() if guest.pending]
+        # The queue moves on with every request that ends.
+        each_s = self._service_s / max(1, self.running)
+        kept = 0 if self._places.is_due(ticket.request_id, now) else self._places.kept(now)
+        if len(pending) + kept <= self.queue_limit:
+            self._places.taken(ticket.request_id)
+            return
+        weights = {guest.tenant.name: guest.tenant.limits.weight for guest in pending}
+        others = [guest.ticket for guest in pending if guest is not newcomer]
+        victim = who_makes_way(others, ticket, weights)
+        if victim is None:
+            self._refuse(ticket, "QUEUE_FULL", each_s)
+        elif len(pending) > self.queue_limit:
+            self._refuse(victim, "DISPLACED", each_s)
+
+    def _refuse(self, ticket: Ticket, reason: str, each_s: float) -> None:
+        request_id = ticket.request_id
+        error = ResourceExhaustedError(
+            f"{self.queue_limit} requests are waiting already; try again later"
+            if reason == "QUEUE_FULL"
+            else "the queue is full, and a request that goes first took the place",
+            reason=reason,
+            retry_after_s=self._places.hint_s(
+                request_id if ticket.returns else None, self._clock(), each_s
+            ),
+        )
+        self._metrics.refusals.labels(reason).inc()
+        self.fail(request_id, error)
 
     def _state(self) -> State:
-        pending = [ticket for ticket, future in self._waiting.values() if not future.done()]
-        healthy = [budget.load for budget in self._budgets.values() if budget.healthy]
-        return State(queue=tuple(pending), verifiers=tuple(healthy))
+        pending = [guest for guest in self._waiting.values() if guest.pending]
+        room = {
+            guest.tenant.name: guest.tenant.limits.max_running - guest.tenant.running
+            for guest in pending
+            if guest.tenant.limits.max_running
+        }
+        return State(
+            queue=tuple(guest.ticket for guest in pending),
+            verifiers=self._ledger.loads,
+            room=room,
+            aging_s=self._config.overload.aging_s,
+        )
 
     def _pump(self) -> None:
         now = self._clock()
         self._perform(plan(self._state(), now))
-        self._on_change()
+        self._metrics.requests_running.set(self.running)
+        self._metrics.kv_reserved_tokens.set(self.reserved_tokens)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -177,8 +293,8 @@ class AdmissionQueue:
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Admit(request_id=request_id, verifier_id=verifier_id):
-                    self._admit(request_id, verifier_id)
+                case Admit():
+                    self._admit(action)
                 case Expire(request_id=request_id):
                     self.fail(
                         request_id,
@@ -190,19 +306,28 @@ class AdmissionQueue:
                 case Refuse(request_id=request_id):
                     self.fail(request_id, no_verifier())
 
-    def _admit(self, request_id: RequestId, verifier_id: VerifierId) -> None:
-        ticket, future = self._waiting.pop(request_id)
-        budget = self._budgets[verifier_id]
-        budget.load = budget.load.with_session(ticket.kv_tokens)
-        future.set_result(
-            Lease(
-                ticket=ticket,
-                verifier_id=verifier_id,
-                generation=budget.generation,
-                reserved_tokens=budget.load.rounded(ticket.kv_tokens),
-            )
-        )
+    def _admit(self, action: Admit) -> None:
+        guest = self._waiting[action.request_id]
+        assert guest.place is not None, "it waits"
+        lease = self._ledger.place(guest.ticket, action.verifier_id)
+        guest.leases.append(lease)
+        if guest.placed_at is None:
+            guest.placed_at = self._clock()
+            self._places.taken(action.request_id)
+        self.tenants.placed(guest.tenant, guest.ticket.start)
+        if action.preempts:
+            self._metrics.preempting_placements.inc()
+        self._remove(guest)
+        guest.place.set_result(lease)
 
-    def _remove(self, request_id: RequestId) -> None:
-        if self._waiting.pop(request_id, None) is not None:
+    def _remove(self, guest: _Guest) -> None:
+        if self._waiting.pop(guest.ticket.request_id, None) is None:
+            return
+        self._count(guest, -1)
+        if guest.place is None or guest.place.done():
             self._pump()
+
+    def _count(self, guest: _Guest, more: int) -> None:
+        priority = guest.ticket.priority
+        self._depths[priority] += more
+        self._metrics.queue_depth.labels(str(priority)).set(self._depths[priority])

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
+from outrider_router.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
+
+
+class Fsync(StrEnum):
+    """When the journal is forced to the disk. A killed router loses nothing under any of them."""
+
+    OFF = "off"
+    """Whenever the kernel likes."""
+    INTERVAL = "interval"
+    """Every second, beside the rounds: a machine that fails may lose the last of it."""
+    ALWAYS = "always"
+    """Before a client is told of a round; every round waits for the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +58,40 @@ class SpeculationDefaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OverloadConfig:
+    """What happens when more is asked for than there is; keys of the table `[overload]`."""
+
+    assumed_tokens: int = 256
+    """Tokens that an answer is expected to have until enough of them have ended."""
+    length_quantile: float = 0.8
+    """Share of recent answers that were no longer than what a new one is expected to have."""
+    kv_overcommit: float = 1.0
+    """So many times a verifier's KV cache is given away, by what sessions are expected to hold."""
+    aging_s: float = 10.0
+    """Waiting this long counts as much as one level of priority; 0: nobody ages."""
+    tenant_from: TenantSource = TenantSource.NONE
+    """Where a request says whose it is."""
+    max_tenants: int = 1024
+    """Most tenants that are known at once; idle ones are forgotten, beyond that they share one."""
+    slow_reader_s: float = 30.0
+    """A stream whose client takes nothing for this long, though there is something, is ended."""
+
+    def __post_init__(self) -> None:
+        if self.assumed_tokens < 1:
+            raise ValueError(f"assumed_tokens must be >= 1, got {self.assumed_tokens}")
+        if not 0.0 < self.length_quantile < 1.0:
+            raise ValueError(f"length_quantile must be in (0, 1), got {self.length_quantile}")
+        if not 0.0 < self.kv_overcommit <= 16.0:
+            raise ValueError(f"kv_overcommit must be in (0, 16], got {self.kv_overcommit}")
+        if self.aging_s < 0.0:
+            raise ValueError(f"aging_s must be >= 0, got {self.aging_s}")
+        if self.max_tenants < 1:
+            raise ValueError(f"max_tenants must be >= 1, got {self.max_tenants}")
+        if self.slow_reader_s <= 0.0:
+            raise ValueError(f"slow_reader_s must be positive, got {self.slow_reader_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """Everything the router can be told; keys of its TOML file."""
 
@@ -72,15 +120,29 @@ class RouterConfig:
     """Time between two looks at a verifier or drafter."""
     silence_s: float = 3.0
     """A peer that answers nothing for this long is lost."""
+    failover_s: float = 30.0
+    """Longest time that a request which has lost its verifier waits for another one."""
+    max_failovers: int = 5
+    """Sessions of one request that may be lost or fail; the next loss ends it with an error."""
     session_slack_tokens: int = 64
-    """KV tokens that a verifier reserves for a session beside prompt and output: the largest
-    proposal it verifies. What is reserved in vain costs capacity, never a request."""
+    """KV tokens that a session needs beside prompt and output: the largest proposal that its
+    verifier verifies. What is counted in vain costs capacity, never a request."""
     drain_s: float = 30.0
     """Time that running requests get after SIGTERM."""
+    resume_grace_s: float = 30.0
+    """Time that a resumable request goes on, or that its end is kept, without its client."""
+    journal: Path | None = None
+    """File of the log that resumable requests survive this process by; None keeps none."""
+    journal_fsync: Fsync = Fsync.INTERVAL
+    """When that file is forced to the disk: off, interval (every second) or always."""
     log_level: str = "INFO"
     """Least severe level that is logged."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)
     """Speculation defaults."""
+    overload: OverloadConfig = field(default_factory=OverloadConfig)
+    """Admission, tenants and slow readers."""
+    tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
+    """Limits of tenants by name; those of `default` are everybody else's, each by itself."""
 
     def __post_init__(self) -> None:
         if not self.verifiers:
@@ -91,7 +153,14 @@ class RouterConfig:
             raise ValueError(f"default_max_tokens must be >= 1, got {self.default_max_tokens}")
         if self.poll_interval_s <= 0 or self.silence_s <= self.poll_interval_s:
             raise ValueError("poll_interval_s must be positive and less than silence_s")
+        if self.failover_s < 0 or self.max_failovers < 0:
+            raise ValueError("failover_s and max_failovers must be >= 0")
         if self.session_slack_tokens < 0:
             raise ValueError("session_slack_tokens must be >= 0")
+        if self.resume_grace_s < 0:
+            raise ValueError(f"resume_grace_s must be >= 0, got {self.resume_grace_s}")
+        for name in self.tenants:
+            if not name or len(name) > MAX_TENANT_CHARS:
+                raise ValueError(f"names of tenants have 1 to {MAX_TENANT_CHARS} characters")
         if self.drain_s < 0:
             raise ValueError(f"drain_s must be >= 0, got {self.drain_s}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from functools import partial
 
+from outrider.errors import ResourceExhaustedError
+from outrider.ids import TenantId
 from outrider.transport.grpc import Service
 from outrider.transport.grpc.status import Context
 from outrider.wire.inference_codec import (
     event_to_pb,
+    position_from_pb,
     request_from_pb,
     result_to_pb,
+    resumed_event_to_pb,
     stream_request_from_pb,
 )
 from outrider.wire.server_info_codec import (
@@ -22,7 +27,10 @@ from outrider.wire.server_info_codec import (
 from outrider.wire.v1 import inference_pb2 as pb
 from outrider.wire.v1 import inference_pb2_grpc as pb_grpc
 from outrider_router import status
+from outrider_router.answers import Write
 from outrider_router.service import RouterService
+from outrider_router.slow_readers import SLOW_READER, timely
+from outrider_router.tenants import tenant_of
 
 INFERENCE_SERVICE = "outrider.wire.v1.InferenceService"
 
@@ -45,7 +53,9 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """Answer once."""
         result = await self._service.generate(
-            request_from_pb(request), timeout_s=context.time_remaining()
+            request_from_pb(request),
+            timeout_s=context.time_remaining(),
+            tenant=self._tenant(context),
         )
         return result_to_pb(result)
 
@@ -53,14 +63,35 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
         """Answer as a stream.
 
         A coroutine that writes, not a generator: when the client goes away it is cancelled here,
-        and `aclosing` frees the request at once instead of at garbage collection.
+        and the request is freed at once instead of at garbage collection.
         """
-        events = self._service.stream(
-            stream_request_from_pb(request), timeout_s=context.time_remaining()
-        )
-        async with aclosing(events):
-            async for event in events:
-                await context.write(event_to_pb(event))
+        async with self._timely(lambda event: context.write(event_to_pb(event))) as write:
+            await self._service.serve(
+                stream_request_from_pb(request),
+                write,
+                timeout_s=context.time_remaining(),
+                tenant=self._tenant(context),
+            )
+
+    async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
+        """Go on with a stream, likewise."""
+        async with self._timely(lambda event: context.write(resumed_event_to_pb(event))) as write:
+            await self._service.resume(position_from_pb(request), write)
+
+    def _tenant(self, context: Context) -> TenantId:
+        source = self._service.config.overload.tenant_from
+        return tenant_of(source, context.invocation_metadata() or ())
+
+    @asynccontextmanager
+    async def _timely(self, write: Write) -> AsyncGenerator[Write, None]:
+        slow_reader_s = self._service.config.overload.slow_reader_s
+        try:
+            async with timely(write, slow_reader_s=slow_reader_s) as timed:
+                yield timed
+        except ResourceExhaustedError as error:
+            if error.reason == SLOW_READER:
+                self._service.metrics.refusals.labels(SLOW_READER).inc()
+            raise
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Cancel requests by id."""

@@ -19,8 +19,12 @@ class Entry:
     request_id: RequestId
     started: float
     """Clock time of arrival, seconds."""
+    deadline: float | None = None
+    """Clock time at which it ends with an error, seconds."""
     emitted: list[int] = field(default_factory=list)
     """Ids that the verifier committed, in order; appended to where they arrive."""
+    number: int = 0
+    """Its number in the durable log; 0: it is not in there."""
     epoch: int = 0
     first_token: float | None = None
     """Clock time of the first token, seconds."""
@@ -79,6 +83,11 @@ class Journal:
     def get(self, request_id: RequestId) -> Entry | None:
         """The entry of a running request."""
         return self._entries.get(request_id)
+
+    def num_emitted(self, request_id: RequestId) -> int:
+        """Tokens that a request has emitted; 0 for one that is not running."""
+        entry = self._entries.get(request_id)
+        return len(entry.emitted) if entry is not None else 0
 
     def open(self, request_id: RequestId, now: float) -> Entry:
         """Start an entry; AlreadyExistsError while another request has this id."""

@@ -22,6 +22,8 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
         self._requests()
+        self._surviving()
+        self._overload()
         self._speculation()
         self._fleet()
 
@@ -39,9 +41,12 @@ class RouterMetrics:
             "requests_total", "Requests that ended, by finish reason or error code.", "outcome"
         )
         self.requests_running = self._gauge("requests_running", "Requests being served.")
-        self.queue_depth = self._gauge("queue_depth", "Requests waiting for a place.")
+        self.queue_depth = self._gauge(
+            "queue_depth", "Requests waiting for a place, by priority.", "priority"
+        )
         self.kv_reserved_tokens = self._gauge(
-            "kv_reserved_tokens", "KV tokens that the admission ledger has given away."
+            "kv_reserved_tokens",
+            "KV tokens that the sessions placed are expected to hold.",
         )
         self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests.")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens sent to clients.")
@@ -58,6 +63,43 @@ class RouterMetrics:
         )
         self.request_duration = self._histogram(
             "e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS
+        )
+
+    def _surviving(self) -> None:
+        self.resumed_streams = self._counter(
+            "resumed_streams_total", "Streams that a client took up again."
+        )
+        self.restored_requests = self._counter(
+            "restored_requests_total",
+            "Requests found in the journal at the start: running, ended, dropped.",
+            "state",
+        )
+        self.journal_failing = self._gauge(
+            "journal_failing", "1 while the journal cannot be written: a restart would lose text."
+        )
+        self.journal_damaged = self._counter(
+            "journal_damaged_records_total", "Stretches of the journal that were skipped."
+        )
+
+    def _overload(self) -> None:
+        self.refusals = self._counter(
+            "refusals_total",
+            "Requests that were refused or ended because of overload: RATE_LIMITED, QUEUE_FULL, "
+            "DISPLACED, SLOW_READER.",
+            "reason",
+        )
+        self.preempting_placements = self._counter(
+            "preempting_placements_total",
+            "Sessions placed beyond a verifier's room, for which lesser ones make way.",
+        )
+        self.tenant_requests = self._counter(
+            "tenant_requests_total",
+            "Requests that came and were not refused for their rate; tenants without limits of "
+            "their own count as default.",
+            "tenant",
+        )
+        self.tenant_tokens = self._counter(
+            "tenant_tokens_total", "Tokens of prompts and answers of requests that ended.", "tenant"
         )
 
     def _speculation(self) -> None:
@@ -102,6 +144,14 @@ class RouterMetrics:
         )
         self.verifier_losses = self._counter(
             "verifier_losses_total", "Times that this verifier was lost.", "verifier"
+        )
+        self.failovers = self._counter(
+            "failovers_total", "Times that a request lost its session and was placed again."
+        )
+        self.resumed_sessions = self._counter(
+            "resumed_sessions_total",
+            "Sessions opened for requests that had one before, by what became of that.",
+            "cause",
         )
         self.drafter_up = self._gauge(
             "drafter_up", "1 while this drafter is reachable and attached.", "drafter"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from outrider.errors import (
@@ -31,22 +31,10 @@ from outrider_router.fleet import (
 )
 from outrider_router.judging import DrafterJudge
 from outrider_router.metrics import RouterMetrics
+from outrider_router.polling import Peer, in_time, rest
 from outrider_router.pool import Candidate, candidates_of
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Peer:
-    """What the router knows of one process."""
-
-    address: str
-    state: PeerState = PeerState.UNKNOWN
-    last_seen: float = 0.0
-    """Clock time of the last sign of life, seconds."""
-    failures: int = 0
-    problem: str = ""
-    """Why the last look failed; logged when it changes."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,6 +45,8 @@ class VerifierPeer(Peer):
     info: VerifierInfo | None = None
     detached: set[DrafterId] = field(default_factory=set)
     """Drafters that sessions reported lost since the last look."""
+    losses: int = 0
+    """How often it was lost; tells an answer from before a loss."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -184,12 +174,24 @@ class Registry:
         return next((v for v, info in self._healthy() if info.verifier_id == verifier_id), None)
 
     def any_info(self) -> VerifierInfo | None:
-        """What a healthy verifier says of its model; None while there is none."""
-        return next((info for _, info in self._healthy()), None)
+        """What a healthy verifier says of its model; None while none takes sessions."""
+        return next((info for _, info in self._healthy() if not info.draining), None)
 
     def saw_verifier(self, peer: VerifierPeer) -> None:
         """A session's event is a sign of life too."""
-        peer.last_seen = self._clock()
+        peer.silent_s = 0.0
+
+    def verifier_broke(self, peer: VerifierPeer, why: str) -> None:
+        """Its sessions broke off: it is lost until it answers a look, and that begins now."""
+        if peer.state is PeerState.HEALTHY and peer.info is not None:
+            self._lose_verifier(peer, peer.info, why)
+        peer.woken.set()
+
+    def verifier_draining(self, peer: VerifierPeer) -> None:
+        """It says that it takes no more sessions."""
+        if peer.state is PeerState.HEALTHY and peer.info is not None:
+            peer.info = replace(peer.info, draining=True)
+            self._on_verifier_up(peer.info)
 
     def drafter_detached(self, peer: VerifierPeer, drafter_id: DrafterId) -> None:
         """A session reports that its drafter is gone; no more sessions until the next look."""
@@ -232,8 +234,7 @@ class Registry:
     async def _poll(self, peer: Peer, look: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                async with asyncio.timeout(self._silence_s):
-                    await look()
+                await in_time(peer, look, self._silence_s)
             except FailedPreconditionError as error:
                 self._refuse(peer, error)
             except (OutriderError, TimeoutError) as error:
@@ -241,15 +242,21 @@ class Registry:
             except Exception:
                 logger.exception("look at peer failed", extra={"address": peer.address})
             self._note_drafters()
-            await asyncio.sleep(self._interval_s)
+            await rest(peer, self._interval_s)
 
     async def _look_at_verifier(self, peer: VerifierPeer) -> None:
         if peer.control is None:
             peer.control = await self._dialer.verifier(peer.address)
+        losses = peer.losses
         info = await peer.control.info()
+        if losses != peer.losses:
+            # The answer is from before the loss, perhaps.
+            peer.woken.set()
+            return
         before, peer.info = peer.info, info
         peer.detached.clear()
         check_verifier(info, self._tokenizer)
+        self._check_name(peer, info)
         restarted = before is not None and before.incarnation != info.incarnation
         if restarted and before is not None and peer.state is PeerState.HEALTHY:
             self._lose_verifier(peer, before, "it was restarted")
@@ -258,6 +265,14 @@ class Registry:
             self._metrics.verifier_up.labels(info.verifier_id).set(1)
         self._on_verifier_up(info)
         self.judge.look(info, {d.info.drafter_id for d in self.drafters.values() if d.info})
+
+    def _check_name(self, peer: VerifierPeer, info: VerifierInfo) -> None:
+        """Places, sessions and losses go by the name: two verifiers must not share one."""
+        namesake = self.healthy_verifier(info.verifier_id)
+        if namesake is not None and namesake is not peer:
+            raise FailedPreconditionError(
+                f"{namesake.address} is called {info.verifier_id} too", reason="NAME_TAKEN"
+            )
 
     async def _look_at_drafter(self, peer: DrafterPeer) -> None:
         if peer.control is None:
@@ -299,7 +314,7 @@ class Registry:
 
     def _seen(self, peer: Peer) -> bool:
         """Note a sign of life; whether the peer was not healthy before."""
-        peer.last_seen, peer.failures, peer.problem = self._clock(), 0, ""
+        peer.silent_s, peer.failures, peer.problem = 0.0, 0, ""
         if peer.state is PeerState.HEALTHY:
             return False
         peer.state = PeerState.HEALTHY
@@ -315,9 +330,8 @@ class Registry:
         self._complain(peer, "peer does not answer", message)
         if not isinstance(error, (TimeoutError, DeadlineExceededError)):
             peer.failures += 1
-        silence_s = self._clock() - peer.last_seen
         state = judge(
-            peer.state, failures=peer.failures, silence_s=silence_s, bound_s=self._silence_s
+            peer.state, failures=peer.failures, silence_s=peer.silent_s, bound_s=self._silence_s
         )
         self._leave(peer, state, message)
 
@@ -334,13 +348,15 @@ class Registry:
             self._lose_verifier(peer, peer.info, why)
 
     def _lose_verifier(self, peer: VerifierPeer, info: VerifierInfo, why: str) -> None:
-        logger.error(
-            "verifier lost",
-            extra={"verifier_id": info.verifier_id, "address": peer.address, "problem": why},
-        )
+        facts = {"verifier_id": info.verifier_id, "address": peer.address, "problem": why}
+        if info.draining:
+            logger.info("verifier has stopped", extra=facts)
+        else:
+            logger.error("verifier lost", extra=facts)
+            self._metrics.verifier_losses.labels(info.verifier_id).inc()
         peer.state = PeerState.LOST
+        peer.losses += 1
         self._metrics.verifier_up.labels(info.verifier_id).set(0)
-        self._metrics.verifier_losses.labels(info.verifier_id).inc()
         self._on_verifier_lost(info.verifier_id)
 
     def _note_drafters(self) -> None:

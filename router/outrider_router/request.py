@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from outrider.errors import InvalidRequestError, NotFoundError
-from outrider.ids import DrafterId, SessionId
+from outrider.ids import DrafterId, SessionId, TenantId
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.text.tokenizer import Tokenizer
@@ -22,6 +22,7 @@ from outrider.wire.inference import (
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.config import RouterConfig
 from outrider_router.planner import check_ids, make_plan, make_sampling, output_budget, stop_ids
+from outrider_router.tenants import SHARED
 
 ArgumentT = TypeVar("ArgumentT")
 
@@ -41,20 +42,29 @@ class Job:
     max_new_tokens: int
     min_new_tokens: int
     kv_tokens: int
-    """KV tokens that a verifier will reserve for it."""
+    """KV tokens that it may need at most."""
     priority: int
+    tenant: TenantId
+    returns: bool
+    """Whether its client chose its id, and so is known when it comes back."""
     model: str
 
     def spec(
-        self, session_id: SessionId, epoch: int, drafter_id: DrafterId | None, plan: Plan
+        self,
+        session_id: SessionId,
+        epoch: int,
+        drafter_id: DrafterId | None,
+        plan: Plan,
+        emitted: Sequence[int] = (),
     ) -> SessionSpec:
-        """What a verifier is told; `plan` is the job's as that verifier carries it out."""
+        """What a verifier is told; `plan` is the job's as that verifier carries it out, `emitted`
+        what the sessions before this one emitted."""
         return SessionSpec(
             session_id=session_id,
             epoch=epoch,
-            token_ids=self.prompt_ids,
+            token_ids=(*self.prompt_ids, *emitted),
             prompt_len=len(self.prompt_ids),
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=self.max_new_tokens - len(emitted),
             stop_token_ids=self.stop_ids,
             min_new_tokens=self.min_new_tokens,
             sampling=self.sampling,
@@ -96,6 +106,7 @@ def make_job(
     tokenizer: Tokenizer,
     config: RouterConfig,
     seed: int,
+    tenant: TenantId = SHARED,
 ) -> Job:
     """Apply defaults and check everything against the served model.
 
@@ -124,6 +135,8 @@ def make_job(
         min_new_tokens=request.stopping.min_tokens or 0,
         kv_tokens=len(prompt_ids) + budget + config.session_slack_tokens,
         priority=request.priority,
+        tenant=tenant,
+        returns=request.request_id is not None,
         model=name,
     )
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 
 from outrider.errors import (
     CancelledRequestError,
     DeadlineExceededError,
     InternalError,
     InvalidRequestError,
+    NotFoundError,
     OutriderError,
     UnavailableError,
 )
-from outrider.ids import RequestId, VerifierId
+from outrider.ids import RequestId, TenantId, VerifierId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.base import Dialer
 from outrider.wire.inference import (
@@ -26,10 +29,12 @@ from outrider.wire.inference import (
     GenerateResult,
     PromptInfo,
     StreamEvent,
+    StreamPosition,
 )
 from outrider.wire.messages import VerifierInfo
-from outrider_router.admission import VerifierLoad, no_verifier
+from outrider_router.admission import no_verifier
 from outrider_router.admission_queue import AdmissionQueue
+from outrider_router.answers import Answer, Write
 from outrider_router.config import RouterConfig
 from outrider_router.fleet import TokenizerIdentity
 from outrider_router.journal import Entry, Journal
@@ -37,9 +42,14 @@ from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.registry import Registry
 from outrider_router.request import Job, make_job, tokenize
+from outrider_router.resumables import Make, Resumables
 from outrider_router.serving import Serving
+from outrider_router.tenants import SHARED
 
 logger = logging.getLogger(__name__)
+
+RESTART_S = 1.0
+"""Hint of a router that stops: another one, or the same, may serve by then."""
 
 
 class RouterService:
@@ -59,7 +69,7 @@ class RouterService:
         self.metrics = metrics
         self.journal = Journal()
         self.admission = AdmissionQueue(
-            queue_limit=config.queue_limit, clock=clock, on_change=self._on_admission_change
+            config, metrics, clock=clock, emitted=self.journal.num_emitted
         )
         self.registry = Registry(
             dialer=dialer,
@@ -80,6 +90,15 @@ class RouterService:
         )
         self.tokenizer = tokenizer
         self._clock = clock
+        self.resumables = Resumables(
+            config,
+            self.journal,
+            tokenizer,
+            metrics,
+            run=self._events,
+            clock=clock,
+            wall=time.time,
+        )
         self.serving = Serving(
             journal=self.journal,
             admission=self.admission,
@@ -88,44 +107,69 @@ class RouterService:
             tokenizer=tokenizer,
             metrics=metrics,
             clock=clock,
+            failover_s=config.failover_s,
+            max_failovers=config.max_failovers,
+            on_emitted=self.resumables.emitted,
         )
+        self._restored = False
         self._draining = False
         self._ready = False
         self.on_readiness: Callable[[bool], None] = lambda ready: None
         """Hears whether requests can be served: a verifier is healthy, and no drain began."""
 
+    def restore(self) -> None:
+        """Take up what the journal holds: from now on its streams can be resumed. Idempotent.
+
+        Raises FailedPreconditionError if the journal cannot be had.
+        """
+        if not self._restored:
+            self._restored = True
+            self.resumables.open_log()
+
     async def start(self) -> None:
         """Begin to look for verifiers and drafters."""
+        self.restore()
         self.registry.start()
         self.mover.start()
 
     async def close(self) -> None:
-        """End every request with UnavailableError and stop."""
+        """End every request with UnavailableError and stop; those in the journal stay there."""
         self._draining = True
+        closing = asyncio.ensure_future(self.resumables.close())
         for entry in self.journal:
-            entry.fail(UnavailableError("the router is shutting down", reason="SHUTDOWN"))
+            entry.fail(_stopping())
+        await closing
         await self.mover.stop()
         await self.registry.stop()
         await self.serving.close()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the running ones; whether all of them ended."""
+        """Refuse new requests and wait for those that a restart would lose; whether all ended."""
         self._draining = True
         self._note_readiness()
         end = self._clock() + timeout_s
-        while len(self.journal) and self._clock() < end:
+        while self._clock() < end and not all(map(self.resumables.outlives, self.journal)):
             await asyncio.sleep(0.05)
-        return len(self.journal) == 0
+        return all(map(self.resumables.outlives, self.journal))
 
     async def generate(
-        self, request: GenerateRequest, *, timeout_s: float | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        tenant: TenantId = SHARED,
     ) -> GenerateResult:
-        """Serve a request and answer once, at the end."""
+        """Serve a request and answer once, at the end; a resumable one outlives the call."""
+        if request.resumable:
+            answer = self._begin(request, timeout_s, tenant)
+            await answer.follow(StreamPosition(request_id=answer.entry.request_id), _nobody)
+            return answer.result()
         text: list[str] = []
         token_ids: list[int] = []
         info: PromptInfo | None = None
         finish: FinishInfo | None = None
-        async with aclosing(self.stream(request, timeout_s=timeout_s)) as events:
+        stream = self.stream(request, timeout_s=timeout_s, tenant=tenant)
+        async with aclosing(stream) as events:
             async for event in events:
                 match event:
                     case PromptInfo():
@@ -145,33 +189,58 @@ class RouterService:
         )
 
     async def stream(
-        self, request: GenerateRequest, *, timeout_s: float | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        tenant: TenantId = SHARED,
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Serve a request as a stream; close the generator to cancel it.
+        """Serve a tenant's request as a stream; close the generator to cancel it, resumable or not.
 
         Raises any error of `outrider.errors`; each is counted and logged with the request's id.
         """
+        entry = self._open(request.request_id, timeout_s)
+        make = partial(self._make_job, request, tenant)
+        async with aclosing(self._events(entry, make)) as events:
+            async for event in events:
+                yield event
+
+    async def serve(
+        self,
+        request: GenerateRequest,
+        write: Write,
+        *,
+        timeout_s: float | None = None,
+        tenant: TenantId = SHARED,
+    ) -> None:
+        """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
+        is resumable: then it goes on for a while without a client. Raises as `stream` does."""
+        if request.resumable:
+            answer = self._begin(request, timeout_s, tenant)
+            await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
+            return
+        entry = self._open(request.request_id, timeout_s)
+        make = partial(self._make_job, request, tenant)
+        async with aclosing(self._events(entry, make)) as events:
+            async for event in events:
+                await write(event)
+
+    async def resume(self, position: StreamPosition, write: Write) -> None:
+        """Tell a client the rest of a resumable request.
+
+        Raises NotFoundError without such a request, InvalidRequestError for a position that it has
+        not come to, and the request's own error. Whoever was told before hears AbortedError.
+        """
+        answer = self.resumables.get(position.request_id)
         if self._draining:
-            raise UnavailableError("the router is shutting down", reason="SHUTDOWN")
-        entry = self._open(request.request_id)
-        deadline = None if timeout_s is None else self._clock() + timeout_s
-        timer = self._arm(entry, timeout_s)
-        outcome = CancelledRequestError.code
-        try:
-            job = await self._make_job(request)
-            async with aclosing(self.serving.events(entry, job, deadline)) as events:
-                async for event in events:
-                    if isinstance(event, FinishInfo):
-                        outcome = event.reason.value
-                    yield event
-        except Exception as error:
-            outcome = error.code if isinstance(error, OutriderError) else InternalError.code
-            raise
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self.journal.close(entry)
-            self._log_end(entry, outcome)
+            raise _stopping()
+        if answer is None:
+            raise NotFoundError(
+                f"no resumable request {position.request_id!r} runs here or has ended of late",
+                reason="NO_STREAM",
+            )
+        self.metrics.resumed_streams.inc()
+        await answer.follow(position, write)
 
     def abort(self, request_ids: Iterable[RequestId]) -> tuple[RequestId, ...]:
         """Cancel requests by id; those that were queued or running."""
@@ -185,19 +254,50 @@ class RouterService:
                 aborted.append(request_id)
         return tuple(aborted)
 
-    def _open(self, request_id: RequestId | None) -> Entry:
+    async def _events(self, entry: Entry, make: Make) -> AsyncGenerator[StreamEvent, None]:
+        """What a request says; however it ends, everything is freed."""
+        timer = self._arm(entry)
+        outcome = CancelledRequestError.code
+        try:
+            job = await make()
+            self.resumables.opened(entry, job)
+            async with aclosing(self.serving.events(entry, job, entry.deadline)) as events:
+                async for event in events:
+                    if isinstance(event, FinishInfo):
+                        outcome = event.reason.value
+                        self.resumables.finished(entry, event)
+                    yield event
+        except Exception as error:
+            outcome = error.code if isinstance(error, OutriderError) else InternalError.code
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self.journal.close(entry)
+            self._log_end(entry, outcome)
+
+    def _begin(self, request: GenerateRequest, timeout_s: float | None, tenant: TenantId) -> Answer:
+        entry = self._open(request.request_id, timeout_s)
+        return self.resumables.begin(entry, partial(self._make_job, request, tenant))
+
+    def _open(self, request_id: RequestId | None, timeout_s: float | None) -> Entry:
+        if self._draining:
+            raise _stopping()
         if request_id == "":
             raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
         new_id = request_id or RequestId(f"req-{secrets.token_hex(8)}")
-        return self.journal.open(new_id, self._clock())
+        entry = self.journal.open(new_id, self._clock())
+        entry.deadline = None if timeout_s is None else entry.started + timeout_s
+        return entry
 
-    def _arm(self, entry: Entry, timeout_s: float | None) -> asyncio.TimerHandle | None:
-        if timeout_s is None:
+    def _arm(self, entry: Entry) -> asyncio.TimerHandle | None:
+        if entry.deadline is None:
             return None
         error = DeadlineExceededError("the deadline passed", reason="DEADLINE")
-        return asyncio.get_running_loop().call_later(max(0.0, timeout_s), entry.fail, error)
+        left_s = max(0.0, entry.deadline - self._clock())
+        return asyncio.get_running_loop().call_later(left_s, entry.fail, error)
 
-    async def _make_job(self, request: GenerateRequest) -> Job:
+    async def _make_job(self, request: GenerateRequest, tenant: TenantId) -> Job:
         info = self.registry.any_info()
         if info is None:
             raise no_verifier()
@@ -208,6 +308,7 @@ class RouterService:
             tokenizer=self.tokenizer,
             config=self.config,
             seed=secrets.randbits(63),
+            tenant=tenant,
         )
         if self.registry.any_info() is not None and not self.admission.could_fit(job.kv_tokens):
             raise InvalidRequestError(
@@ -217,14 +318,7 @@ class RouterService:
         return job
 
     def _on_verifier_up(self, info: VerifierInfo) -> None:
-        self.admission.set_verifier(
-            VerifierLoad(
-                verifier_id=info.verifier_id,
-                total_tokens=info.kv_total_blocks * info.kv_block_tokens,
-                block_tokens=info.kv_block_tokens,
-                max_sessions=info.max_sessions,
-            )
-        )
+        self.admission.saw_verifier(info)
         self._note_readiness()
 
     def _on_verifier_lost(self, verifier_id: VerifierId) -> None:
@@ -237,11 +331,6 @@ class RouterService:
         if ready is not self._ready:
             self._ready = ready
             self.on_readiness(ready)
-
-    def _on_admission_change(self) -> None:
-        self.metrics.queue_depth.set(self.admission.waiting)
-        self.metrics.requests_running.set(self.admission.running)
-        self.metrics.kv_reserved_tokens.set(self.admission.reserved_tokens)
 
     def _log_end(self, entry: Entry, outcome: str) -> None:
         duration_s = self._clock() - entry.started
@@ -258,3 +347,13 @@ class RouterService:
                 "fallback_rounds": entry.tally.fallback_rounds,
             },
         )
+
+
+async def _nobody(_event: StreamEvent) -> None:
+    """The client hears of the whole at the end."""
+
+
+def _stopping() -> UnavailableError:
+    return UnavailableError(
+        "the router is shutting down", reason="SHUTDOWN", retry_after_s=RESTART_S
+    )

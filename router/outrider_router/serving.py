@@ -1,21 +1,44 @@
-"""One request from its place in the queue to its end: a session on a verifier, or several."""
+"""One request from its place in the queue to its end: a session on a verifier, or several.
+
+A session that is lost, refused or drained is followed by another one, which begins with all that
+the request has emitted, in the next epoch and with the same seed: so its text goes on as it would
+have done.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
-from outrider.errors import ResourceExhaustedError, UnavailableError
+from outrider.errors import OutriderError, UnavailableError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.sessions import SessionStream
-from outrider.wire.inference import Delta, FinishInfo, PromptInfo, StreamEvent
-from outrider_router.admission import Ticket
-from outrider_router.admission_queue import AdmissionQueue, Lease
+from outrider.wire.inference import Delta, FinishInfo, StreamEvent
+from outrider.wire.messages import SessionSpec, VerifierInfo
+from outrider_router.admission import NO_VERIFIER
+from outrider_router.admission_queue import AdmissionQueue
+from outrider_router.course import Course
+from outrider_router.failover import (
+    DRAINING,
+    ENDING,
+    Cause,
+    Past,
+    cause_of,
+    goes_on,
+    incomplete,
+    pause_s,
+)
 from outrider_router.journal import Entry, Journal
+from outrider_router.ledger import Lease
+from outrider_router.log_records import Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.output import OutputAssembler
@@ -23,10 +46,10 @@ from outrider_router.pacing import Pacer
 from outrider_router.planner import drafts_itself, plan_on
 from outrider_router.registry import Registry, VerifierPeer
 from outrider_router.request import Job
-from outrider_router.streaming import EventSink, Feed, lost_error, session_messages
+from outrider_router.streaming import EventSink, Feed, Reply, lost_error, session_messages
+from outrider_router.waiting import Ticket
 
-MAX_REFUSALS = 20
-"""Refusals of one request by verifiers on which nothing else of ours runs."""
+logger = logging.getLogger(__name__)
 
 
 class Serving:
@@ -42,7 +65,12 @@ class Serving:
         tokenizer: Tokenizer,
         metrics: RouterMetrics,
         clock: Callable[[], float],
+        failover_s: float,
+        max_failovers: int,
+        on_emitted: Callable[[list[Row]], None],
     ) -> None:
+        """`failover_s` and `max_failovers` bound how a request without a verifier waits;
+        `on_emitted` logs ids of entries with a number, before anybody is told of them."""
         self._journal = journal
         self._admission = admission
         self._registry = registry
@@ -50,11 +78,16 @@ class Serving:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._clock = clock
+        self._failover_s = failover_s
+        self._max_failovers = max_failovers
+        self._on_emitted = on_emitted
         self._pacer = Pacer(clock)
         self._numbers = itertools.count()
         self._incarnation = secrets.token_hex(6)
         self._streams: dict[str, SessionStream[Feed]] = {}
         """The stream of sessions of every verifier that served one, by address."""
+        self._open: set[Course] = set()
+        """Requests that have a session."""
 
     async def close(self) -> None:
         """Close the streams to all verifiers."""
@@ -63,62 +96,110 @@ class Serving:
 
     def verifier_lost(self, verifier_id: VerifierId) -> None:
         """A verifier is gone: its sessions are, too."""
-        for entry in self._journal:
-            if entry.verifier_id == verifier_id:
-                entry.fail(lost_error(verifier_id))
         for peer in self._registry.verifiers.values():
             stream = self._streams.get(peer.address)
-            known = peer.info is not None and peer.info.verifier_id == verifier_id
-            if known and stream is not None:
+            if (
+                stream is not None
+                and peer.info is not None
+                and peer.info.verifier_id == verifier_id
+            ):
                 stream.drop()
 
     async def events(
         self, entry: Entry, job: Job, deadline: float | None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """What the client of a request hears; closing it frees all that the request holds."""
-        ticket = Ticket(
-            request_id=entry.request_id,
-            kv_tokens=job.kv_tokens,
-            sequence=next(self._numbers),
-            priority=job.priority,
-            deadline=deadline,
-        )
-        lease = await self._acquire(entry, ticket)
-        held = True
-        self._metrics.prompt_tokens.inc(len(job.prompt_ids))
-        self._metrics.queue_time.observe(self._clock() - entry.started)
+        """What the client of a request hears; closing it frees all that the request holds.
+
+        An entry that has emitted tokens or is of a later epoch already (its router ended) goes on
+        behind them: the client hears of all of them first, from PromptInfo on.
+        """
+        course = self._course(entry, job, deadline)
         finish: FinishInfo | None = None
         try:
-            yield PromptInfo(
-                request_id=entry.request_id, prompt_tokens=len(job.prompt_ids), model=job.model
-            )
-            for attempt in itertools.count(1):
-                try:
-                    async with aclosing(self._session(entry, job, lease)) as messages:
-                        async for message in messages:
-                            if isinstance(message, FinishInfo):
-                                finish = message
-                            else:
-                                self._metrics.generation_tokens.inc(len(message.token_ids))
-                                yield message
-                    break
-                except ResourceExhaustedError:
-                    self._raise_if_hopeless(entry, lease, attempt)
-                self._admission.release(lease, refused=True)
-                held = False
-                lease = await self._acquire(entry, ticket)
-                held = True
+            async with aclosing(self._messages(course)) as messages:
+                async for message in messages:
+                    if isinstance(message, FinishInfo):
+                        finish = message
+                    else:
+                        if isinstance(message, Delta):
+                            self._metrics.generation_tokens.inc(len(message.token_ids))
+                        yield message
         finally:
-            if held:
-                self._admission.release(lease, service_s=self._clock() - entry.started)
-        assert finish is not None, "a session that ends without an error ends with a finish"
+            self._free(course)
+        assert finish is not None, "a request that ends without an error ends with a finish"
         # Last, so that whoever hears of the end finds everything freed.
         yield finish
 
-    def _raise_if_hopeless(self, entry: Entry, lease: Lease, attempt: int) -> None:
-        """Re-raise a verifier's refusal unless waiting may help."""
-        alone = self._admission.sessions_on(lease.verifier_id) <= 1
-        if entry.emitted or (alone and attempt >= MAX_REFUSALS):
+    def _course(self, entry: Entry, job: Job, deadline: float | None) -> Course:
+        number = next(self._numbers)
+        return Course(
+            entry=entry,
+            job=job,
+            ticket=Ticket(
+                request_id=entry.request_id,
+                kv_tokens=job.kv_tokens,
+                prompt_tokens=len(job.prompt_ids),
+                max_new_tokens=job.max_new_tokens,
+                sequence=number,
+                priority=job.priority,
+                deadline=deadline,
+                tenant=job.tenant,
+                returns=job.returns,
+            ),
+            reply=Reply(
+                entry,
+                OutputAssembler(self._tokenizer.pieces, job.stop_strings),
+                prompt_tokens=len(job.prompt_ids),
+            ),
+            session_id=SessionId(f"{self._incarnation}-{number}"),
+            cause=Cause.ROUTER_LOST if entry.emitted or entry.epoch else None,
+        )
+
+    async def _messages(self, course: Course) -> AsyncGenerator[StreamEvent, None]:
+        reply = course.reply
+        if course.cause is not None:
+            course.stuck_since = self._clock()
+            yield course.info
+            for message in reply.catch_up(course.end):
+                yield message
+        told = course.cause is not None
+        while not reply.ended:
+            await self._place(course)
+            if not told:
+                told = True
+                self._metrics.prompt_tokens.inc(len(course.job.prompt_ids))
+                self._metrics.queue_time.observe(self._clock() - course.entry.started)
+                yield course.info
+            try:
+                async with aclosing(self._session(course)) as messages:
+                    async for message in messages:
+                        yield message
+            except OutriderError as error:
+                self._judge(course, error)
+                # What came after the reader last looked, and an end that nobody could tell of.
+                for message in reply.catch_up(course.end):
+                    yield message
+
+    # ---- places --------------------------------------------------------------------------------
+
+    async def _place(self, course: Course) -> None:
+        """Wait for a place.
+
+        Raises what admission raises; an error that says so where part of the answer was emitted.
+        """
+        course.lease, course.next_lease = course.next_lease, None
+        if course.lease is not None:
+            return
+        entry, ticket = course.entry, course.ticket
+        if course.cause is not None:
+            await self._pause(entry, pause_s(course.losses))
+            since = self._clock() if course.stuck_since is None else course.stuck_since
+            ticket = replace(ticket, patient_until=since + self._failover_s)
+        try:
+            course.lease = await self._acquire(entry, ticket)
+        except UnavailableError as error:
+            if error.reason == NO_VERIFIER and course.cause is not None and entry.emitted:
+                raise incomplete(course.cause, self._past(course)) from error
             raise
 
     async def _acquire(self, entry: Entry, ticket: Ticket) -> Lease:
@@ -130,39 +211,118 @@ class Serving:
         finally:
             entry.on_fail = None
 
-    async def _session(
-        self, entry: Entry, job: Job, lease: Lease
-    ) -> AsyncGenerator[Delta | FinishInfo, None]:
+    async def _pause(self, entry: Entry, seconds: float) -> None:
+        """Let some time pass, unless the request ends first."""
+        if seconds <= 0 or entry.ended is not None:
+            return
+        ended = asyncio.Event()
+        entry.on_fail = lambda _error: ended.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await ended.wait()
+        entry.on_fail = None
+
+    def _give_back(self, course: Course) -> None:
+        """The place of a session that has ended, before a slow client has heard of it."""
+        if course.lease is not None:
+            self._admission.release(course.lease)
+            course.lease = None
+
+    def _free(self, course: Course) -> None:
+        """Give back what a request holds that is over."""
+        for lease in (course.lease, course.next_lease):
+            if lease is not None:
+                self._admission.release(lease)
+        self._admission.leave(course.entry.request_id)
+
+    # ---- what becomes of it --------------------------------------------------------------------
+
+    def _judge(self, course: Course, error: OutriderError) -> None:
+        """A session has ended with an error; raises unless the request goes on in another."""
+        entry, now = course.entry, self._clock()
+        if entry.ended is not None:
+            raise error
+        cause = cause_of(error)
+        course.refusals += cause is Cause.REFUSED
+        course.losses += cause in (Cause.VERIFIER_LOST, Cause.FAILED)
+        if course.stuck_since is None or len(entry.emitted) > course.began_with:
+            course.stuck_since = now
+        past = self._past(course)
+        if cause is None or not goes_on(cause, past, max_failovers=self._max_failovers):
+            if cause in (Cause.VERIFIER_LOST, Cause.DRAINING):
+                raise incomplete(cause, past) from error
+            raise error
+        if cause is not Cause.REFUSED:
+            self._metrics.failovers.inc()
+            logger.warning(
+                "request has lost its session",
+                extra={
+                    "request_id": entry.request_id,
+                    "cause": cause.value,
+                    "problem": error.message,
+                    "tokens": len(entry.emitted),
+                },
+            )
+        course.cause = cause
+        if course.lease is not None:
+            self._admission.release(course.lease, refused=cause is Cause.REFUSED)
+            course.lease = None
+
+    def _past(self, course: Course) -> Past:
+        lease, since = course.lease, course.stuck_since
+        return Past(
+            losses=course.losses,
+            refusals=course.refusals,
+            emitted=len(course.entry.emitted),
+            alone=lease is not None and self._admission.sessions_on(lease.verifier_id) <= 1,
+            in_time=since is None or self._clock() < since + self._failover_s,
+        )
+
+    # ---- sessions ------------------------------------------------------------------------------
+
+    async def _session(self, course: Course) -> AsyncGenerator[Delta | FinishInfo, None]:
+        entry, lease = course.entry, course.lease
+        assert lease is not None, "a session needs a place"
         peer = self._registry.healthy_verifier(lease.verifier_id)
-        if peer is None or peer.control is None:
+        if peer is None or peer.info is None or peer.control is None:
             raise lost_error(lease.verifier_id)
-        entry.verifier_id = lease.verifier_id
-        assert peer.info is not None, "a healthy verifier has said who it is"
-        plan = plan_on(job.plan, peer.info)
-        if plan.speculative and not drafts_itself(plan, peer.info):
-            entry.method, entry.prompt_tokens = plan.method, len(job.prompt_ids)
-            entry.drafter_id = self._mover.choose(peer, entry)
-        session_id = SessionId(f"{self._incarnation}-{next(self._numbers)}")
-        feed = Feed(entry, self._pacer)
-        assembler = OutputAssembler(self._tokenizer.pieces, job.stop_strings)
+        feed = Feed(entry, self._pacer, partial(self._give_back, course))
         entry.on_fail = feed.interrupt
-        spec = job.spec(session_id, entry.epoch, entry.drafter_id, plan)
+        spec = self._spec(course, peer.info, partial(self._mover.choose, peer, entry))
         opened = self._stream_to(peer).open(spec, feed)
         entry.move = opened.move
+        course.peer, course.feed = peer, feed
+        self._open.add(course)
+        incarnation = peer.info.incarnation
         try:
-            async with aclosing(
-                session_messages(feed, assembler, prompt_tokens=len(job.prompt_ids))
-            ) as messages:
+            async with aclosing(session_messages(feed, course.reply)) as messages:
                 async for message in messages:
                     yield message
-        except UnavailableError as error:
-            if entry.ended is None:
-                raise lost_error(lease.verifier_id) from error
-            raise
         finally:
+            # Nothing that is said of this session from here on reaches the entry.
             opened.leave()
             feed.leave()
             entry.leave()
+            self._open.discard(course)
+            await self._stay(course)
+            if feed.error is not None and peer.info.incarnation == incarnation:
+                self._doubt(peer, feed.error)
+
+    def _spec(
+        self, course: Course, info: VerifierInfo, choose: Callable[[], DrafterId | None]
+    ) -> SessionSpec:
+        """The request's next session, on the verifier that said `info`."""
+        entry, job = course.entry, course.job
+        entry.verifier_id, entry.drafter_attached = info.verifier_id, False
+        plan = plan_on(job.plan, info)
+        if plan.speculative and not drafts_itself(plan, info):
+            entry.method, entry.prompt_tokens = plan.method, len(job.prompt_ids)
+            entry.drafter_id = choose()
+        course.began_with = len(entry.emitted)
+        if course.cause is not None:
+            entry.epoch += 1
+            self._metrics.resumed_sessions.labels(course.cause.value).inc()
+        return job.spec(course.session_id, entry.epoch, entry.drafter_id, plan, entry.emitted)
 
     def _stream_to(self, peer: VerifierPeer) -> SessionStream[Feed]:
         stream = self._streams.get(peer.address)
@@ -174,12 +334,49 @@ class Serving:
                 self._clock,
                 on_events=lambda: self._registry.saw_verifier(peer),
                 on_drafter_lost=partial(self._on_drafter_lost, peer),
+                on_emitted=self._on_emitted,
             )
             stream = self._streams[peer.address] = SessionStream(
-                peer.control.sessions, sink.deliver
+                peer.control.sessions,
+                sink.deliver,
+                on_lost=lambda error: self._registry.verifier_broke(peer, error.message),
+                on_draining=lambda seconds: self._on_draining(peer, seconds),
             )
         return stream
 
     def _on_drafter_lost(self, peer: VerifierPeer, drafter_id: DrafterId) -> None:
         self._registry.drafter_detached(peer, drafter_id)
         self._mover.wake()
+
+    def _doubt(self, peer: VerifierPeer, error: OutriderError) -> None:
+        """Let nothing be placed on a verifier whose sessions end with such an error."""
+        if error.reason == DRAINING:
+            self._registry.verifier_draining(peer)
+        elif error.reason in ENDING:
+            self._registry.verifier_broke(peer, error.message)
+
+    # ---- draining verifiers --------------------------------------------------------------------
+
+    def _on_draining(self, peer: VerifierPeer, seconds: float) -> None:
+        """A verifier stops in so many seconds: its sessions leave it as others have room."""
+        logger.info("verifier drains", extra={"address": peer.address, "seconds": seconds})
+        self._registry.verifier_draining(peer)
+        until = self._clock() + max(0.0, seconds)
+        for course in self._open:
+            if course.peer is peer and course.moving is None:
+                course.moving = asyncio.create_task(self._move_away(course, until))
+
+    async def _move_away(self, course: Course, until: float) -> None:
+        """Have a session end when there is a place elsewhere; until then it goes on."""
+        ticket = replace(course.ticket, patient_until=until)
+        with contextlib.suppress(OutriderError):
+            course.next_lease = await self._admission.acquire(ticket)
+            assert course.feed is not None
+            course.feed.fail(UnavailableError("the verifier is about to stop", reason=DRAINING))
+
+    async def _stay(self, course: Course) -> None:
+        """Look for no place elsewhere any more; one that was found is kept."""
+        moving, course.moving = course.moving, None
+        if moving is not None:
+            moving.cancel()
+            await asyncio.gather(moving, return_exceptions=True)

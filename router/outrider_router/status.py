@@ -62,6 +62,10 @@ def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
         planner=info.planner if info is not None else "",
         stats=info.stats if info is not None else SpecStats(),
         hit_idle_us_p50=info.hit_idle_us_p50 if info is not None else 0.0,
+        draining=info is not None and info.draining,
+        waiting_sessions=info.waiting_sessions if info is not None else 0,
+        preemptions_swap=info.preemptions_swap if info is not None else 0,
+        preemptions_recompute=info.preemptions_recompute if info is not None else 0,
     )
 
 

@@ -23,6 +23,7 @@ from outrider.wire.messages import (
     SessionEvents,
 )
 from outrider_router.journal import Entry
+from outrider_router.log_records import Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.output import OutputAssembler
 from outrider_router.pacing import Pacer
@@ -33,14 +34,16 @@ logger = logging.getLogger(__name__)
 class Feed:
     """What a session has said; its request reads it, the verifier's stream fills it."""
 
-    __slots__ = ("_pacer", "_turn", "_waiter", "entry", "error", "reason", "sent")
+    __slots__ = ("_on_finish", "_pacer", "_turn", "_waiter", "entry", "error", "reason")
 
-    def __init__(self, entry: Entry, pacer: Pacer) -> None:
-        """`pacer` hears when the reader comes back for more."""
+    def __init__(
+        self, entry: Entry, pacer: Pacer, on_finish: Callable[[], None] = lambda: None
+    ) -> None:
+        """`pacer` hears when the reader comes back for more; `on_finish` when the session has
+        ended by itself, however long its reader takes to hear of it."""
         self.entry = entry
         self._pacer = pacer
-        self.sent = len(entry.emitted)
-        """Ids of the entry that were read."""
+        self._on_finish = on_finish
         self.reason: FinishReason | None = None
         """Set by the session's last event."""
         self.error: OutriderError | None = None
@@ -57,6 +60,13 @@ class Feed:
         waiter.set_result(None)
         self._turn = True
         return True
+
+    def finish(self, reason: FinishReason) -> None:
+        """The session has said its last."""
+        self.reason = reason
+        self.wake()
+        if reason is not FinishReason.CANCELLED:
+            self._on_finish()
 
     def fail(self, error: OutriderError) -> None:
         """The session was refused or failed, or its verifier is lost."""
@@ -78,8 +88,9 @@ class Feed:
         """The request has ended otherwise; `Entry.ended` says why."""
         self.wake()
 
-    async def take(self) -> list[int]:
-        """All ids that have arrived and were not read; waits for some, or for the end.
+    async def wait(self, told: int) -> None:
+        """Wait until the entry has more than `told` ids and it is time to pass them on, or until
+        the end.
 
         Raises the request's error at once, the session's once everything before it was read.
         """
@@ -87,13 +98,11 @@ class Feed:
         while True:
             if entry.ended is not None:
                 raise copy_of(entry.ended)
-            more = len(entry.emitted) > self.sent
+            more = len(entry.emitted) > told
             # First tokens and ends do not wait for their turn.
-            if self.reason is not None or (more and (self._turn or not self.sent)):
+            if self.reason is not None or (more and (self._turn or not told)):
                 self._turn = False
-                ids = entry.emitted[self.sent :]
-                self.sent += len(ids)
-                return ids
+                return
             if self.error is not None and not more:
                 raise copy_of(self.error)
             # Coming back may wake this very reader.
@@ -113,13 +122,16 @@ class EventSink:
         *,
         on_events: Callable[[], None],
         on_drafter_lost: Callable[[DrafterId], None],
+        on_emitted: Callable[[list[Row]], None],
     ) -> None:
-        """`on_events` hears of every message: a sign of life."""
+        """`on_events` hears of every message: a sign of life. `on_emitted` hears of a message's
+        ids of entries with a number, before any reader does."""
         self._metrics = metrics
         self._pacer = pacer
         self._clock = clock
         self._on_events = on_events
         self._on_drafter_lost = on_drafter_lost
+        self._on_emitted = on_emitted
 
     def deliver(self, events: SessionEvents, feeds: Mapping[int, Feed]) -> None:
         """Append each row to its session's feed and wake its reader: at once for a first token and
@@ -131,6 +143,7 @@ class EventSink:
         woken: list[Feed] = []
         waits: list[float] = []
         gaps: list[float] = []
+        logged: list[Row] = []
         start = 0
         for handle, count, round_id, reason, flags, proposed, accepted in zip(
             events.handles.tolist(),
@@ -149,6 +162,8 @@ class EventSink:
                 continue
             entry = feed.entry
             if count:
+                if entry.number:
+                    logged.append((entry.number, len(entry.emitted), tokens[start:end]))
                 entry.emitted += tokens[start:end]
                 if round_id:
                     entry.tally.add_round(
@@ -163,11 +178,13 @@ class EventSink:
                 entry.last_token = now
             if bool(flags & DRAFTER_ATTACHED) is not entry.drafter_attached:
                 self._note_drafter(entry)
-            if reason:
-                feed.reason = REASONS[reason]
-                feed.wake()
+            if (ended := REASONS[reason]) is not None:
+                feed.finish(ended)
             woken.append(feed)
             start = end
+        # Readers that were woken above run later.
+        if logged:
+            self._on_emitted(logged)
         self._pacer.wake(woken)
         self._metrics.time_to_first_token.observe(*waits)
         self._metrics.inter_token_latency.observe(*gaps)
@@ -183,40 +200,62 @@ class EventSink:
             self._on_drafter_lost(entry.drafter_id)
 
 
-async def session_messages(
-    feed: Feed,
-    assembler: OutputAssembler,
-    *,
-    prompt_tokens: int,
-) -> AsyncGenerator[Delta | FinishInfo, None]:
-    """What the client hears of a session: deltas, then the finish."""
-    while True:
-        ids = await feed.take()
-        reason = feed.reason
-        if reason is FinishReason.CANCELLED:
-            raise UnavailableError("the verifier gave the session up", reason="SESSION_LOST")
-        piece = assembler.push(ids, last_is_stop=reason is FinishReason.STOP_TOKEN)
+class Reply:
+    """What the client of one request hears: text that goes on over all of its sessions."""
+
+    def __init__(self, entry: Entry, assembler: OutputAssembler, *, prompt_tokens: int) -> None:
+        self._entry = entry
+        self._assembler = assembler
+        self._prompt_tokens = prompt_tokens
+        self.told = 0
+        """Ids of the entry that were passed on."""
+        self.ended = False
+        """Whether the client was told of an end."""
+
+    def catch_up(self, reason: FinishReason | None) -> list[Delta | FinishInfo]:
+        """Messages for all ids that were not passed on; `reason` if they are the last ones."""
+        ids = self._entry.emitted[self.told :]
+        self.told += len(ids)
+        return self._messages(ids, reason)
+
+    def _messages(self, ids: list[int], reason: FinishReason | None) -> list[Delta | FinishInfo]:
+        assembler, messages = self._assembler, list[Delta | FinishInfo]()
+        piece = assembler.push(ids, last_is_stop=bool(ids) and reason is FinishReason.STOP_TOKEN)
         text = piece.text
         if reason is not None:
             text += assembler.finish()
         if assembler.stop_string is not None:
             reason = FinishReason.STOP_STRING
         if text or piece.token_ids:
-            yield Delta(text=text, token_ids=piece.token_ids)
+            messages.append(Delta(text=text, token_ids=piece.token_ids))
         if reason is not None:
-            usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=assembler.num_tokens)
-            yield FinishInfo(
-                reason=reason,
-                usage=usage,
-                stats=feed.entry.tally.stats(),
-                stop_string=assembler.stop_string,
-                stop_token_id=ids[-1] if reason is FinishReason.STOP_TOKEN else None,
-            )
-            return
+            self.ended = True
+            messages.append(self._finish(reason))
+        return messages
+
+    def _finish(self, reason: FinishReason) -> FinishInfo:
+        stopped = reason is FinishReason.STOP_TOKEN and self.told > 0
+        return FinishInfo(
+            reason=reason,
+            usage=Usage(
+                prompt_tokens=self._prompt_tokens, completion_tokens=self._assembler.num_tokens
+            ),
+            stats=self._entry.tally.stats(),
+            stop_string=self._assembler.stop_string,
+            stop_token_id=self._entry.emitted[self.told - 1] if stopped else None,
+        )
+
+
+async def session_messages(feed: Feed, reply: Reply) -> AsyncGenerator[Delta | FinishInfo, None]:
+    """What the client hears of a session: deltas, then the finish if it ends there."""
+    while not reply.ended:
+        await feed.wait(reply.told)
+        if feed.reason is FinishReason.CANCELLED:
+            raise UnavailableError("the verifier gave the session up", reason="SESSION_LOST")
+        for message in reply.catch_up(feed.reason):
+            yield message
 
 
 def lost_error(verifier_id: VerifierId) -> UnavailableError:
-    """The error of the streams whose verifier died."""
-    return UnavailableError(
-        f"verifier {verifier_id} was lost; the answer is incomplete", reason="VERIFIER_LOST"
-    )
+    """The error of the sessions whose verifier died."""
+    return UnavailableError(f"verifier {verifier_id} was lost", reason="VERIFIER_LOST")

@@ -71,7 +71,10 @@ REQUESTS = st.builds(
     resumable=st.booleans(),
 )
 POSITIONS = st.builds(
-    inference.StreamPosition, request_id=NAMES.map(RequestId), tokens=st.integers(0, 2**24)
+    inference.StreamPosition,
+    request_id=NAMES.map(RequestId),
+    tokens=st.integers(0, 2**24),
+    characters=st.integers(0, 2**32 - 1),
 )
 FINISHES = st.one_of(
     *(
@@ -126,6 +129,10 @@ SERVER_INFOS = st.builds(
             planner=MAYBE_NAMES,
             stats=STATS,
             hit_idle_us_p50=TIMES,
+            draining=st.booleans(),
+            waiting_sessions=UINT32,
+            preemptions_swap=UINT32,
+            preemptions_recompute=UINT32,
         ),
         max_size=2,
     ).map(tuple),

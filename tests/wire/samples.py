@@ -337,7 +337,10 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         "request",
         api.GenerateRequest(prompt=api.TokenPrompt((1, 2, 3)), priority=7, resumable=True),
     ),
-    "resume": ("resume", api.StreamPosition(request_id=RequestId("req-1"), tokens=12)),
+    "resume": (
+        "resume",
+        api.StreamPosition(request_id=RequestId("req-1"), tokens=12, characters=40),
+    ),
     "prompt_info": (
         "event",
         api.PromptInfo(request_id=RequestId("req-1"), prompt_tokens=12, model="smollm2-135m"),

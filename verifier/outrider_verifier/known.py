@@ -252,6 +252,10 @@ class Pace:
         """It goes over to look-ahead or to lock-step."""
         self.unsettled = AHEAD_ROUNDS
 
+    def resumed(self) -> None:
+        """It was preempted: what passed since its last round tells nothing of rounds."""
+        self.last_at = math.nan
+
     def arrived(self, session: Session, *, prefix_len: int, usable: bool, now: float) -> None:
         """A proposal came that was not there when its prefix was; `usable`: it is for the present
         one."""

@@ -10,6 +10,7 @@ import pytest
 import outrider.client
 
 SURFACE = [
+    "AbortedError",
     "AlreadyExistsError",
     "AsyncClient",
     "AsyncStream",

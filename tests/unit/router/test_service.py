@@ -140,4 +140,4 @@ async def test_what_a_session_did_is_in_the_metrics(
     assert sample(router, "outrider_fallback_rounds_total") == 9
     assert sample(router, "outrider_time_to_first_token_seconds_count") == 1
     assert sample(router, "outrider_inter_token_latency_seconds_count") == 9
-    assert sample(router, "outrider_queue_depth") == 0
+    assert sample(router, "outrider_queue_depth", priority="0") == 0

@@ -36,18 +36,20 @@ def hang(verifier: FakeVerifier) -> None:
 
 
 @pytest.mark.parametrize("kill", [break_stream, hang])
-async def test_a_lost_verifier_is_a_typed_error_and_it_serves_again_when_it_is_back(
+async def test_a_lost_verifier_without_another_is_a_typed_error_in_time_that_says_what_was_emitted(
     tmp_path: Path, kill: object
 ) -> None:
     assert callable(kill)
     verifier = FakeVerifier(round_s=0.01)
-    async with running_router(tmp_path, {"v": verifier}) as router:
+    async with running_router(tmp_path, {"v": verifier}, failover_s=0.5) as router:
         task = asyncio.create_task(router.generate(text_request(max_tokens=1000)))
-        await eventually(lambda: verifier.live)
+        await eventually(lambda: any(len(entry.emitted) >= 3 for entry in router.journal))
+        (entry,) = router.journal
         kill(verifier)
-        with pytest.raises(UnavailableError) as caught:
+        with pytest.raises(UnavailableError, match="incomplete") as caught:
             await asyncio.wait_for(task, 5)
         assert caught.value.reason == "VERIFIER_LOST"
+        assert f"{len(entry.emitted)} tokens" in caught.value.message
         await eventually(lambda: router.registry.any_info() is None)
         assert sample(router, "outrider_verifier_losses_total", verifier="v0") == 1
         verifier.lost.clear()
@@ -58,17 +60,18 @@ async def test_a_lost_verifier_is_a_typed_error_and_it_serves_again_when_it_is_b
         await assert_all_freed(router, verifier)
 
 
-async def test_a_restart_between_two_looks_ends_the_old_sessions(
+async def test_a_restart_between_two_looks_is_a_pause_of_its_sessions(
     router: RouterService, verifier: FakeVerifier
 ) -> None:
     verifier.gate = asyncio.Event()
     task = asyncio.create_task(router.generate(text_request()))
     await eventually(lambda: verifier.live)
+    verifier.gate, gate = None, verifier.gate
     verifier.change_info(incarnation="2")
-    with pytest.raises(UnavailableError):
-        await asyncio.wait_for(task, 5)
-    verifier.gate = None
-    assert (await router.generate(text_request())).text == "abcabc"
+    assert (await asyncio.wait_for(task, 5)).text == "abcabc"
+    gate.set()
+    assert [spec.epoch for spec in verifier.specs] == [0, 1]
+    await assert_all_freed(router, verifier)
 
 
 async def test_the_loss_of_the_drafter_is_counted_and_the_stream_goes_on(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""What follows a failed attempt of a request: nothing, another one, or the rest of its stream.
+
+Pure: an error, what was heard and the time in, a decision out.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from outrider.client.retry import RetryPolicy
+from outrider.errors import (
+    AlreadyExistsError,
+    ConnectionLostError,
+    NotFoundError,
+    OutriderError,
+)
+
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 0.25
+"""Of attempts to take a stream up again: somebody waits for the next word."""
+SHUTDOWN = "SHUTDOWN"
+"""Reason of the errors of a router that stops; it, or one with its journal, may be back soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Try again after so many seconds; `resume`: the stream, behind what was heard."""
+
+    delay_s: float
+    resume: bool
+
+
+class Attempts:
+    """The attempts of one request.
+
+    Opening it is retried by the policy; an attempt that broke may have arrived, so its stream is
+    asked for before it is sent again. Once something was heard, a connection that breaks is
+    followed by attempts to take the stream up again.
+    """
+
+    def __init__(self, retry: RetryPolicy, *, resumable: bool) -> None:
+        self._retry = retry
+        self._resumable = resumable
+        self._openings = 1
+        self._probing = False
+        """Whether the stream of an attempt that broke is asked for."""
+        self._pauses = 0
+        self._broke: OutriderError | None = None
+        self._broke_at = 0.0
+
+    def heard(self) -> None:
+        """A message has come: what broke is mended."""
+        self._broke = None
+        self._probing = False
+        self._pauses = 0
+
+    def after(
+        self, error: OutriderError, *, now: float, informed: bool = False, told: bool = False
+    ) -> Again:
+        """What to do about a failed attempt; raises the error if that is nothing.
+
+        `informed`: it was heard that the request was admitted; `told`: some of its answer; `now`
+        in seconds.
+        """
+        broken = self._resumable and _is_break(error)
+        if broken and informed:
+            return self._resume(error, now)
+        if self._probing and isinstance(error, NotFoundError):
+            self._probing = False
+            return Again(0.0, resume=False)
+        if self._resumable and self._openings > 1 and isinstance(error, AlreadyExistsError):
+            self._probing = True
+            return Again(0.0, resume=True)
+        if self._broke is not None and isinstance(error, NotFoundError):
+            # The router that knew of the request is gone for good.
+            error, self._broke = self._broke, None
+        if told:
+            raise error
+        delay_s = self._retry.delay_s(self._openings, error)
+        if delay_s is None:
+            raise error
+        self._openings += 1
+        self._probing = broken
+        return Again(delay_s, resume=broken)
+
+    def _resume(self, error: OutriderError, now: float) -> Again:
+        if self._broke is None:
+            self._broke, self._broke_at = error, now
+        if now - self._broke_at > self._retry.resume_s:
+            raise error
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._pauses, 10))
+        self._pauses += 1
+        return Again(pause_s * (1.0 + self._retry.jitter * random.random()), resume=True)
+
+
+def _is_break(error: OutriderError) -> bool:
+    return isinstance(error, ConnectionLostError) or error.reason == SHUTDOWN

@@ -1,0 +1,62 @@
+"""One request on its way from session to session."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from outrider.ids import SessionId
+from outrider.wire.inference import PromptInfo
+from outrider.wire.messages import FinishReason
+from outrider_router.failover import Cause, end_of
+from outrider_router.journal import Entry
+from outrider_router.ledger import Lease
+from outrider_router.registry import VerifierPeer
+from outrider_router.request import Job
+from outrider_router.streaming import Feed, Reply
+from outrider_router.waiting import Ticket
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Course:
+    """A request, where it is served now, and what it has been through."""
+
+    entry: Entry
+    job: Job
+    ticket: Ticket
+    reply: Reply
+    session_id: SessionId
+    cause: Cause | None = None
+    """What became of the session before; None: there was none."""
+    losses: int = 0
+    refusals: int = 0
+    stuck_since: float | None = None
+    """Clock time since which it has lost sessions and emitted nothing, seconds."""
+    began_with: int = 0
+    """Tokens that were emitted when its session was opened."""
+    lease: Lease | None = None
+    next_lease: Lease | None = None
+    """A place elsewhere, for when it leaves a verifier that is about to stop."""
+    peer: VerifierPeer | None = None
+    """Where its session is."""
+    feed: Feed | None = None
+    moving: asyncio.Task[None] | None = None
+    """Looks for that place."""
+
+    @property
+    def info(self) -> PromptInfo:
+        """What the client hears first."""
+        return PromptInfo(
+            request_id=self.entry.request_id,
+            prompt_tokens=len(self.job.prompt_ids),
+            model=self.job.model,
+        )
+
+    @property
+    def end(self) -> FinishReason | None:
+        """The end that its text has come to, although nobody said so."""
+        return end_of(
+            self.entry.emitted,
+            stop_ids=self.job.stop_ids,
+            max_new_tokens=self.job.max_new_tokens,
+        )

@@ -1,0 +1,79 @@
+"""What is sent to clients, which take it at their own pace.
+
+gRPC lets a write wait until the client has room for what was written before. So whoever does not
+read has at most one message and the transport's buffer in this process beside the ids of its
+answer, which the length bound limits; the rounds of all others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
+
+from outrider.errors import ResourceExhaustedError
+
+EventT = TypeVar("EventT")
+
+SLOW_READER = "SLOW_READER"
+"""Reason of the error of a stream that is ended for its reader."""
+
+
+class _Writer(Generic[EventT]):
+    """Notices when one write lasts too long. A timer for each stream, not for each message."""
+
+    def __init__(
+        self,
+        write: Callable[[EventT], Awaitable[None]],
+        limit: asyncio.Timeout,
+        patience_s: float,
+    ) -> None:
+        self._write, self._limit, self._patience_s = write, limit, patience_s
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+        """Since when a write waits, by the loop's clock."""
+        self._timer = self._loop.call_later(patience_s, self._look)
+
+    async def __call__(self, event: EventT) -> None:
+        self._since = self._loop.time()
+        await self._write(event)
+        self._since = None
+
+    def stop(self) -> None:
+        """The stream is over."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        end = self._patience_s + (now if self._since is None else self._since)
+        if now >= end:
+            self._limit.reschedule(now)
+        else:
+            self._timer = self._loop.call_at(end, self._look)
+
+
+@asynccontextmanager
+async def timely(
+    write: Callable[[EventT], Awaitable[None]], *, slow_reader_s: float
+) -> AsyncGenerator[Callable[[EventT], Awaitable[None]], None]:
+    """The same `write`, whichever task calls it, for the length of a stream.
+
+    The block ends with ResourceExhaustedError (SLOW_READER) once a write has waited for
+    `slow_reader_s`.
+    """
+    limit = asyncio.timeout(None)
+    try:
+        async with limit:
+            writer = _Writer(write, limit, slow_reader_s)
+            try:
+                yield writer
+            finally:
+                writer.stop()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise ResourceExhaustedError(
+            f"the client took nothing for {slow_reader_s:g} s, though there was something",
+            reason=SLOW_READER,
+        ) from None
