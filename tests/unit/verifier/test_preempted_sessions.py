@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from outrider_verifier.config import VerifierConfig
 from outrider_verifier.sessions import Session
 
 from outrider.errors import InvalidRequestError, ResourceExhaustedError, UnavailableError
@@ -402,3 +403,42 @@ async def test_a_runner_that_refuses_a_session_ends_that_one_alone() -> None:
         assert isinstance(bad.error, InvalidRequestError)
         assert bad.error.reason == "INVALID_SAMPLING"
         await rig.idle()
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+async def test_metrics_and_info_tell_of_preemptions(way: str) -> None:
+    async with one_at_a_time(preemption=way) as rig:
+        read = rig.service.metrics.registry.get_sample_value
+        running = asyncio.create_task(rig.run(make_spec(drafter=None, max_new_tokens=300)))
+        await mid_stream(rig)
+        other = asyncio.create_task(rig.run(urgent(max_new_tokens=100)))
+        await until(lambda: session_of(rig).waits)
+        assert read("outrider_verifier_sessions_running") == 1
+        assert read("outrider_verifier_sessions_waiting") == 1
+        assert (read("outrider_verifier_swapped_bytes") > 0) is (way == "swap")
+        await asyncio.gather(running, other)
+        for kind in ("swap", "recompute"):
+            assert read("outrider_preemptions_total", {"kind": kind}) == int(kind == way)
+        assert read("outrider_resumed_sessions_total", {"cause": "preemption"}) == 1
+        info = await rig.service.info()
+        assert (info.preemptions_swap, info.preemptions_recompute) == (
+            int(way == "swap"),
+            int(way == "recompute"),
+        )
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_preemptions": -1},
+        {"max_waiting": -1},
+        {"kv_watermark": 1.0},
+        {"aging_s": 0.0},
+        {"swap_space_gb": -0.5},
+        {"preemption": "never"},
+    ],
+)
+def test_settings_out_of_range_are_named(setting: dict[str, Any]) -> None:
+    (name,) = setting
+    with pytest.raises(ValueError, match=name):
+        VerifierConfig(**setting)
