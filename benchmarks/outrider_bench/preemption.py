@@ -48,6 +48,7 @@ PAUSE_S: Final = 0.05
 """Between two such sessions, in the mean."""
 SHARE: Final = 4
 """The crowd needs so many times the blocks that there are."""
+PARTS: Final = ("crowd", "urgent", "at_once")
 WAYS: Final[dict[str, dict[str, object]]] = {
     "waiting": {"max_preemptions": 0},
     "preemption": {},
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens", type=int, default=96)
     add("--max-tokens", type=int, default=160, help="of the longest answer; the shortest has half")
     add("--urgent", type=int, default=100, help="sessions of a higher priority; default: 100")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     add("--budget", type=int, default=2048, help="max_tokens of the answers that end early")
 
 
@@ -81,9 +83,9 @@ def run(args: argparse.Namespace) -> None:
     result: dict[str, object] = {"benchmark": "preemption", **describe(), "model": args.model}
     result |= {"sessions": args.sessions, "prompt_tokens": args.prompt_tokens}
     result |= {"max_tokens": args.max_tokens, "budget": args.budget, "block_tokens": BLOCK}
-    result["crowd"] = asyncio.run(_crowd(args))
-    result["urgent"] = asyncio.run(_urgent(args))
-    result["at_once"] = asyncio.run(_at_once(args))
+    parts = dict(zip(PARTS, (_crowd, _urgent, _at_once), strict=True))
+    for name in args.parts:
+        result[name] = asyncio.run(parts[name](args))
     finish(args, result)
 
 
