@@ -294,10 +294,10 @@ async def _at_once(args: argparse.Namespace) -> dict[str, object]:
                 for i in range(args.sessions)
             ]
             began, seen = time.perf_counter(), list[int]()
-            room = service._core.room
-            while not seen or room.waiting:
+            core = service._core
+            while core.counters["sessions"] < args.sessions or core.room.waiting or not seen:
                 await asyncio.sleep(0.02)
-                seen.append(len(room.running))
+                seen.append(len(core.room.running))
             await asyncio.gather(*tasks)
             seconds = time.perf_counter() - began
             mean[way] = statistics.fmean(seen)
