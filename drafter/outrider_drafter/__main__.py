@@ -12,8 +12,8 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 from outrider.awake import AwakeCores
 from outrider.config import load_config
@@ -57,6 +57,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
         help="exchange through shared memory on one host (the default)",
     )
     parser.add_argument("--awake-cores", type=int, help="cores kept from going idle while serving")
+    parser.add_argument("--drain-s", type=float, help="time to hand sessions over after SIGTERM")
     parser.add_argument("--drafter-id", metavar="NAME", help="stable name of this drafter")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
     parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
@@ -78,7 +79,8 @@ def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
 
 
 async def serve(config: DrafterConfig) -> int:
-    """Serve until SIGTERM or SIGINT, or until a device is lost. The exit status."""
+    """Serve until SIGTERM or SIGINT, then hand the sessions over; or until a device is lost. The
+    exit status."""
     with AwakeCores.claim(config.awake_cores) as awake:
         return await _serve(config, awake)
 
@@ -99,10 +101,10 @@ async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
     awake.adopt_thread()
     metrics_address = _serve_metrics(config, service.metrics.registry)
     server = GrpcServer(config.listen, drafter_services(service))
-    stop = asyncio.Event()
+    signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, signals.put_nowait, number)
     try:
         address = await server.start()
         ready = {"event": "ready", "address": address}
@@ -110,14 +112,28 @@ async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
             ready["metrics"] = metrics_address
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
-        waits = [asyncio.create_task(event.wait()) for event in (stop, service.lost)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        logger.info("stopping")
+        await _first(signals.get(), service.lost.wait())
+        if not service.lost.is_set():
+            logger.info("draining", extra={"sessions": service.num_sessions})
+            # Who asks twice does not want to wait.
+            await _first(service.hand_over(config.drain_s), signals.get(), service.lost.wait())
+        logger.info("stopping", extra={"sessions": service.num_sessions})
         return _EXIT_LOST if service.lost.is_set() else 0
     finally:
         await server.stop(1.0)
         await service.close()
         await dialer.close()
+
+
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of these is over, and give up the others."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _serve_metrics(config: DrafterConfig, registry: CollectorRegistry) -> str:

@@ -86,9 +86,11 @@ class DrafterConfig:
     metrics_host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint."""
     log_level: str = "INFO"
+    drain_s: float = 10.0
+    """After SIGTERM, how long routers may take to give its sessions to others."""
     max_sessions: int = 1024
-    """Sessions followed at most; then the verifier with most of them gives up its least recently
-    used one."""
+    """Sessions followed at most, which routers are told; beyond it the verifier with most of them
+    gives up its least recently used one."""
     max_context: int = 131072
     """Longest session followed, tokens."""
     head_kv_rows: int = 131072
@@ -133,6 +135,7 @@ class DrafterConfig:
         ):
             _require(getattr(self, name) > 0, f"{name} must be positive")
         _require(self.threads >= 0, "threads must not be negative")
+        _require(self.drain_s >= 0.0, "drain_s must not be negative")
         check_request(self.awake_cores, self.device)
         _require(self.head_max_context >= 0, "head_max_context must not be negative")
         _require(

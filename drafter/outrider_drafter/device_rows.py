@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.engine.blocks import BlockAllocator
 from outrider.engine.device.free_slots import FreeSlots
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import HeadConfig
@@ -18,7 +19,6 @@ from outrider.engine.kernels.state import (
     SamplingState,
     stream_keys,
 )
-from outrider.engine.kvcache import BlockAllocator
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.sampling import SamplingParams
 

@@ -8,6 +8,7 @@ import itertools
 import logging
 import random
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from outrider.errors import (
 from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
 from outrider.transport.base import Dialer, DrafterConnection
-from outrider.transport.lane import JoinLane, Lane, join_lane, lanes_exist
+from outrider.transport.lane import JoinLane, join_lane, lanes_exist
 from outrider.transport.outgoing import Outgoing
 from outrider.wire.codec import encode_drafter_message
 from outrider.wire.messages import (
@@ -34,12 +35,11 @@ from outrider.wire.messages import (
     FeatureLayout,
     Heartbeat,
     Hello,
-    LaneAnswer,
-    LaneOffer,
     Welcome,
 )
 from outrider_drafter.config import DrafterConfig
 from outrider_drafter.engine import Answers, ConnectionClosed, DraftEngine
+from outrider_drafter.handshake import shake_hands
 from outrider_drafter.metrics import Metrics
 from outrider_drafter.sessions import Limits
 from outrider_drafter.source import DraftSource
@@ -48,6 +48,7 @@ from outrider_drafter.worker import DraftWorker
 logger = logging.getLogger(__name__)
 
 _BACKLOG_POLL_S = 0.002
+_DRAIN_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,10 @@ class DrafterService:
         )
         self.lost = asyncio.Event()
         """Set when a device does not work any more."""
+        self._draining = False
+        """Whether a router's operator has removed it."""
+        self._ending = False
+        """Whether the process is about to end."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._links: dict[str, _Link] = {}
         self._outboxes: dict[int, Outgoing[DrafterMessage]] = {}
@@ -156,6 +161,8 @@ class DrafterService:
             verifiers=tuple(a for a, link in self._links.items() if link.connected),
             draft_ms_p50=self.metrics.draft_ms_p50,
             handicap=self._config.handicap,
+            draining=self.draining,
+            max_sessions=self._config.max_sessions,
         )
 
     async def attach(self, verifier_address: str) -> None:
@@ -187,6 +194,24 @@ class DrafterService:
         link.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await link.task
+
+    @property
+    def draining(self) -> bool:
+        """Whether its sessions are to be given to others."""
+        return self._draining or self._ending
+
+    async def drain(self, draining: bool) -> None:
+        """Say in `info` that it leaves, or that it stays after all; it drafts on in any case."""
+        self._draining = draining
+
+    async def hand_over(self, timeout_s: float) -> bool:
+        """Say that it leaves, for good, and draft on until all sessions were given to others; False
+        if time ran out."""
+        self._ending = True
+        deadline = time.monotonic() + timeout_s
+        while self.num_sessions and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return self.num_sessions == 0
 
     async def close(self) -> None:
         """Detach from every verifier and end the drafting thread."""
@@ -240,7 +265,10 @@ class DrafterService:
         number = next(self._numbers)
         sender: asyncio.Task[None] | None = None
         try:
-            lane = await self._shake_hands(connection)
+            timeout_s = self._config.reconnect.handshake_timeout_s
+            lane = await shake_hands(
+                connection, self._hello(), timeout_s=timeout_s, join=self._join_lane
+            )
             if lane is not None:
                 self._worker.submit_lane(number, lane)
             link.connected = True
@@ -269,7 +297,9 @@ class DrafterService:
         try:
             await reader
         except asyncio.CancelledError:
-            if reader.cancelled() and number in self._lost_lanes:
+            task = asyncio.current_task()
+            detaching = task is not None and task.cancelling() > 0
+            if reader.cancelled() and number in self._lost_lanes and not detaching:
                 raise ConnectionLostError("the lane is lost", reason="LANE_LOST") from None
             raise
         finally:
@@ -277,50 +307,18 @@ class DrafterService:
             del self._readers[number]
             reader.cancel()
 
-    async def _shake_hands(self, connection: DrafterConnection) -> Lane | None:
-        """Greet the verifier; the lane, if it is on this host and has one."""
-        await connection.send(
-            Hello(
-                protocol_version=PROTOCOL_VERSION,
-                drafter_id=DrafterId(self._config.drafter_id),
-                incarnation=self._incarnation,
-                vocab_size=self._identity.vocab_size,
-                tokenizer_hash=self._identity.tokenizer_hash,
-                methods=self._methods,
-                feature_layout=self._feature_layout,
-                feature_fingerprint=self._fingerprint,
-                lanes=self._config.lanes and lanes_exist(),
-            )
+    def _hello(self) -> Hello:
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            drafter_id=DrafterId(self._config.drafter_id),
+            incarnation=self._incarnation,
+            vocab_size=self._identity.vocab_size,
+            tokenizer_hash=self._identity.tokenizer_hash,
+            methods=self._methods,
+            feature_layout=self._feature_layout,
+            feature_fingerprint=self._fingerprint,
+            lanes=self._config.lanes and lanes_exist(),
         )
-        try:
-            async with asyncio.timeout(self._config.reconnect.handshake_timeout_s):
-                answer = await connection.receive()
-        except TimeoutError:
-            raise UnavailableError("the verifier did not answer Hello in time") from None
-        if not isinstance(answer, Welcome):
-            raise UnavailableError(f"the verifier began with {type(answer).__name__}, not Welcome")
-        if answer.protocol_version != PROTOCOL_VERSION:
-            raise FailedPreconditionError(
-                f"the verifier speaks protocol {answer.protocol_version}, not {PROTOCOL_VERSION}",
-                reason="PROTOCOL_MISMATCH",
-            )
-        if answer.lane is None:
-            return None
-        lane = await self._join(answer.lane)
-        try:
-            await connection.send(LaneAnswer(joined=lane is not None))
-        except BaseException:
-            if lane is not None:
-                lane.close()
-            raise
-        return lane
-
-    async def _join(self, offer: LaneOffer) -> Lane | None:
-        try:
-            return await asyncio.to_thread(self._join_lane, offer)
-        except OutriderError as error:
-            logger.info("no lane: %s", error.message)
-            return None
 
     async def _read(self, connection: DrafterConnection, number: int) -> None:
         while True:

@@ -24,6 +24,7 @@ EXIT_MISUSE = 2
 EXIT_INTERRUPTED = 130
 
 BENCH_MODULE = "outrider_bench"
+CHAOS_MODULE = "outrider_chaos"
 TRAINING_MODULE = "outrider.engine.training"
 
 
@@ -45,11 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    # These two have parsers of their own: everything after their name is theirs, --help too.
+    # These have parsers of their own: everything after their name is theirs, --help too.
     if arguments[:1] == ["train-head"]:
         return run_module(TRAINING_MODULE, arguments[1:])
     if arguments[:1] == ["bench"]:
         return run_module(BENCH_MODULE, arguments[1:])
+    if arguments[:1] == ["chaos"]:
+        return run_module(CHAOS_MODULE, arguments[1:])
     args = make_parser().parse_args(arguments)
     match args.command:
         case "generate":
@@ -99,6 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
         module.add_arguments(commands.add_parser(name, help=text, allow_abbrev=False))
     commands.add_parser("train-head", help="train a draft head for a model", add_help=False)
     commands.add_parser("bench", help="run a benchmark of this checkout", add_help=False)
+    commands.add_parser("chaos", help="cause faults and check what they change", add_help=False)
     return parser
 
 

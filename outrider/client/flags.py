@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from outrider.spec.plan import MAX_FAN_OUT
 from outrider.spec.sampling import UINT64_MAX
+from outrider.wire.limits import MAX_PRIORITY
 
 AUTO = "auto"
 """A choice that is left to the server."""
@@ -79,6 +80,17 @@ def bias(text: str) -> tuple[int, float]:
         return at_least(0)(id_), float(amount if sign else "")
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=AMOUNT") from None
+
+
+def priority(text: str) -> int:
+    """A request's priority."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+    if abs(value) > MAX_PRIORITY:
+        raise argparse.ArgumentTypeError(f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+    return value
 
 
 def seed(text: str) -> int:

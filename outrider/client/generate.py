@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from outrider.client.aio import AsyncClient
-from outrider.client.flags import add_look_ahead_arguments, at_least, bias, seed
+from outrider.client.flags import add_look_ahead_arguments, at_least, bias, priority, seed
 from outrider.client.local import CPU, LocalCluster, LocalConfig, say
 from outrider.client.modelfiles import DEFAULT_MODEL, ModelFiles, find_model
 from outrider.client.options import GenerateOptions, assistant, user
@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", metavar="N", type=seed)
     add("--rule", choices=[rule.value for rule in Rule], help="default: coupled")
+    add("--priority", metavar="N", type=priority, help="greater goes first; default: 0")
     add("--drafter", choices=DRAFTERS, help="default: eagle3; ngram for a model without a head")
     add("--draft-tokens", metavar="N", type=at_least(0), default=4, help="a round; default: 4")
     add("--draft-topk", metavar="K", type=at_least(1), default=1, help="1 (default) is a chain")
@@ -143,6 +144,8 @@ def options_of(args: argparse.Namespace) -> GenerateOptions:
         options["seed"] = args.seed
     if args.rule is not None:
         options["rule"] = args.rule
+    if args.priority is not None:
+        options["priority"] = args.priority
     if args.look_ahead is not None:
         options["look_ahead"] = args.look_ahead
     if args.fan_out is not None:

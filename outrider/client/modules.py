@@ -13,7 +13,11 @@ from pathlib import Path
 import outrider
 from outrider.errors import NotFoundError
 
-_FOLDERS = {"outrider_bench": "benchmarks", "outrider_ray": "deploy/ray"}
+_FOLDERS = {
+    "outrider_bench": "benchmarks",
+    "outrider_chaos": "benchmarks",
+    "outrider_ray": "deploy/ray",
+}
 """Where a checkout keeps packages that may not be installed."""
 
 

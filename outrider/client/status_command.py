@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync import Client
-from outrider.wire.inference import DrafterSummary, ServerInfo, VerifierSummary
+from outrider.wire.inference import DrafterLink, DrafterSummary, ServerInfo, VerifierSummary
 
 DEFAULT_ROUTER = "127.0.0.1:50050"
 
@@ -56,6 +56,15 @@ def _verifier(verifier: VerifierSummary) -> str:
         f"{verifier.sessions} of {verifier.max_sessions} sessions",
         f"{verifier.kv_free_blocks} of {verifier.kv_total_blocks} KV blocks free",
     ]
+    if verifier.draining:
+        parts.append("about to stop")
+    if verifier.waiting_sessions:
+        parts.append(f"{verifier.waiting_sessions} sessions wait for KV blocks")
+    if verifier.preemptions_swap or verifier.preemptions_recompute:
+        parts.append(
+            f"preempted {verifier.preemptions_swap} times by swap, "
+            f"{verifier.preemptions_recompute} by recompute"
+        )
     if verifier.own_methods:
         parts.append(f"drafts itself ({', '.join(verifier.own_methods)})")
     if verifier.simulated_acceptance:
@@ -84,12 +93,19 @@ def _drafter(drafter: DrafterSummary) -> str:
     ]
     for link in drafter.links:
         answers = f", answers in {link.answer_ms:.2f} ms" if link.answer_ms else ""
-        parts.append(f"{link.verifier_id} ({link.sessions} sessions{answers})")
+        parts.append(f"{link.verifier_id} ({link.sessions} sessions{answers}{_quarantine(link)})")
     if drafter.draining:
         parts.append("leaving")
     if drafter.handicap:
         parts.append(f"SLOWED DOWN: {drafter.handicap}")
     return ", ".join(parts)
+
+
+def _quarantine(link: DrafterLink) -> str:
+    if not link.quarantine:
+        return ""
+    then = f"probed in {link.probe_in_s:.1f} s" if link.probe_in_s else "being probed"
+    return f", in quarantine ({link.quarantine}, {then})"
 
 
 def _health(healthy: bool) -> str:

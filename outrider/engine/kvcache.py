@@ -2,72 +2,21 @@
 
 Shapes: L layers, G key/value heads, S slots (blocks x tokens a block), d head dimension. The pool
 is one tensor [2, L, G, S, d] (keys, then values), so that a commit moves all layers in one call.
-All blocks that a sequence may need are reserved at its start: a running session can never meet an
-empty pool. Blocks are taken as one extent where a long enough one is free; then every read is a
-view. A fragmented sequence reads by a gather.
+A sequence takes blocks as it grows and may give them all back and begin anew. On a CPU it lies in
+one extent wherever one is long enough, and moves where it cannot grow in place: then every read is
+a view. A fragmented sequence reads by a gather, which costs about as much as one move every round.
+A device reads by tables of blocks: there blocks stay where they are, and any will do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from outrider.engine.blocks import BlockAllocator, BlockStack
 from outrider.errors import ResourceExhaustedError
-
-
-class BlockAllocator:
-    """Which blocks are free; hands out contiguous extents where it can. No tensors."""
-
-    def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
-        self.total = num_blocks
-        self._extents: list[tuple[int, int]] = [(0, num_blocks)]
-        """Free extents (start, end), sorted, never adjacent."""
-
-    @property
-    def free(self) -> int:
-        """Number of free blocks."""
-        return sum(end - start for start, end in self._extents)
-
-    def take(self, count: int) -> list[int]:
-        """Remove `count` free blocks: the smallest extent that holds them all, else the largest
-        extents first. Raises ResourceExhaustedError when fewer are free."""
-        if count > self.free:
-            raise ResourceExhaustedError(
-                f"{count} KV blocks are needed, {self.free} of {self.total} are free",
-                reason="KV_BLOCKS_EXHAUSTED",
-            )
-        fitting = [e for e in self._extents if e[1] - e[0] >= count]
-        if fitting:
-            order = [min(fitting, key=lambda e: (e[1] - e[0], e[0]))]
-        else:
-            order = sorted(self._extents, key=lambda e: (e[0] - e[1], e[0]))
-        taken: list[int] = []
-        for start, end in order:
-            stop = min(end, start + count - len(taken))
-            taken.extend(range(start, stop))
-            self._extents.remove((start, end))
-            if stop < end:
-                self._extents.append((stop, end))
-            if len(taken) == count:
-                break
-        self._extents.sort()
-        return taken
-
-    def give(self, blocks: Sequence[int]) -> None:
-        """Return blocks. A block that is free already is a bug of the caller."""
-        merged: list[tuple[int, int]] = []
-        for start, end in sorted([*self._extents, *((b, b + 1) for b in blocks)]):
-            assert not merged or start >= merged[-1][1], f"block {start} is free already"
-            if merged and merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], end)
-            else:
-                merged.append((start, end))
-        self._extents = merged
 
 
 class KVPool:
@@ -87,7 +36,7 @@ class KVPool:
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1, not {block_tokens}")
         self.block_tokens = block_tokens
-        self._allocator = BlockAllocator(num_blocks)
+        self._allocator: BlockAllocator | BlockStack = BlockAllocator(num_blocks)
         slots = num_blocks * block_tokens
         self.storage = torch.zeros(
             (2, num_layers, num_kv_heads, slots, head_dim), dtype=dtype, device=device
@@ -105,35 +54,56 @@ class KVPool:
         return self._allocator.total
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks that a sequence of up to `num_tokens` slots reserves."""
+        """Number of blocks that hold `num_tokens` slots."""
         return -(-num_tokens // self.block_tokens)
 
+    def name_by_tables(self, by_tables: bool = True) -> None:
+        """From here on blocks are named by tables on a device, so that no sequence moves; or not
+        any more."""
+        if by_tables is isinstance(self._allocator, BlockStack):
+            return
+        total, free = self.total_blocks, sorted(self._allocator.take(self.free_blocks))
+        of = BlockStack if by_tables else BlockAllocator.of
+        self._allocator = of(total, free)
+
+    def sequence(self) -> KVSequence:
+        """A sequence without blocks; see `KVSequence.reserve`."""
+        return KVSequence(self)
+
     def allocate(self, max_tokens: int) -> KVSequence:
-        """Reserve every block that a sequence of up to `max_tokens` slots needs.
+        """A sequence that holds the blocks of `max_tokens` slots and will not need more.
 
         Count the rows of the largest draft tree in: rows are written before they are committed.
         Raises ResourceExhaustedError when the free blocks do not suffice.
         """
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
-        return KVSequence(self, self._allocator.take(self.blocks_for(max_tokens)))
-
-    def _give(self, blocks: Sequence[int]) -> None:
-        self._allocator.give(blocks)
+        sequence = self.sequence()
+        sequence._append(self._allocator.take(self.blocks_for(max_tokens)))
+        return sequence
 
 
 class KVSequence:
     """The slots of one sequence: `len` committed ones, then those of the last forward."""
 
-    def __init__(self, pool: KVPool, blocks: Sequence[int]) -> None:
+    def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._blocks: Sequence[int] = blocks
+        self._blocks: list[int] = []
         self._len = 0
         self._pending = 0
-        self.capacity = len(blocks) * pool.block_tokens
-        contiguous = blocks[-1] - blocks[0] + 1 == len(blocks) and list(blocks) == sorted(blocks)
-        self.start: int | None = blocks[0] * pool.block_tokens if contiguous else None
+        self._released = False
+        self.capacity = 0
+        """Slots of the blocks held."""
+        self.start: int | None = None
         """First slot if all slots are one extent, else None."""
+        # A device's rounds know a sequence by its blocks alone; making these would wait for the
+        # device.
+        self._slots: Tensor | None = None
+        """int64, pool slots in order, of a fragmented sequence: of the first blocks,"""
+        self._told = 0
+        """so many of them."""
+        self._positions: Tensor | None = None
+        """int64 [>= capacity]: absolute position of the token in each slot."""
 
     @property
     def len(self) -> int:
@@ -145,63 +115,125 @@ class KVSequence:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held; 0 after the release."""
+        """Blocks held."""
         return len(self._blocks)
 
     @property
     def released(self) -> bool:
-        """Whether the blocks went back to the pool."""
-        return not self._blocks
+        """Whether the blocks went back to the pool for good."""
+        return self._released
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Pool blocks in order; empty after the release."""
+        """Pool blocks in order."""
         return self._blocks
+
+    # ---- blocks --------------------------------------------------------------------------------
+
+    def blocks_missing(self, slots: int) -> int:
+        """Blocks that `reserve` would have to take."""
+        return max(0, self._pool.blocks_for(slots) - len(self._blocks))
+
+    def reserve(self, slots: int) -> bool:
+        """Hold blocks for at least `slots` slots; False, and nothing is changed, if too few are
+        free. Not to be called while something else reads or writes the sequence."""
+        self._check_held()
+        missing = self.blocks_missing(slots)
+        if not missing:
+            return True
+        allocator = self._pool._allocator
+        if missing > allocator.free:
+            return False
+        if isinstance(allocator, BlockStack):
+            self._append(allocator.take(missing))
+        elif self.start is not None and allocator.extend(self._blocks[-1] + 1, missing):
+            first = self._blocks[-1] + 1
+            self._append(range(first, first + missing))
+        elif (extent := allocator.place(len(self._blocks) + missing)) is not None:
+            self._move_to(extent)
+        else:
+            self._append(allocator.take(missing))
+        return True
+
+    def clear(self) -> None:
+        """Give all blocks back and forget everything; the sequence may be used again."""
+        blocks, self._blocks = self._blocks, []
+        self._len = self._pending = self.capacity = self._told = 0
+        self.start = None
+        if blocks:
+            self._pool._allocator.give(blocks)
+
+    def release(self) -> None:
+        """Give the blocks back for good. Idempotent."""
+        self.clear()
+        self._released = True
+        self._slots = self._positions = None
+
+    def _append(self, blocks: Sequence[int]) -> None:
+        joined = not self._blocks or (self.start is not None and blocks[0] == self._blocks[-1] + 1)
+        in_order = blocks[-1] - blocks[0] + 1 == len(blocks) and list(blocks) == sorted(blocks)
+        self._blocks.extend(blocks)
+        self.capacity = len(self._blocks) * self._pool.block_tokens
+        first = self._blocks[0] * self._pool.block_tokens
+        self.start = first if joined and in_order else None
+
+    @torch.inference_mode()
+    def _move_to(self, extent: range) -> None:
+        """Go on in an extent that was taken; what is written, if not committed, goes along."""
+        used, start = self._len + self._pending, extent.start * self._pool.block_tokens
+        if used:
+            storage = self._pool.storage
+            there = storage.narrow(3, start, used)
+            if self.start is not None:
+                there.copy_(storage.narrow(3, self.start, used))
+            else:
+                there.copy_(storage.index_select(3, self.slots(0, used)))
+        if self._blocks:
+            self._pool._allocator.give(self._blocks)
+        self._blocks, self._told = [], 0
+        self._append(extent)
+
+    def _check_held(self) -> None:
+        if self._released:
+            raise ValueError("the sequence was released")
+
+    # ---- rows ----------------------------------------------------------------------------------
 
     def begin(self, positions: Tensor) -> None:
         """Announce rows [N] to be written at slots len .. len+N; what was pending is dropped."""
         end = self._len + positions.shape[0]
-        if self.released:
-            raise ValueError("the sequence was released")
+        self._check_held()
         if end > self.capacity:
             raise ResourceExhaustedError(
-                f"{end} slots are needed, the sequence reserved {self.capacity}",
+                f"{end} slots are needed, the sequence holds {self.capacity}",
                 reason="KV_SEQUENCE_FULL",
             )
         self._pending = positions.shape[0]
-        self._positions[self._len : end] = positions
+        self._all_positions()[self._len : end] = positions
 
     def positions(self, start: int, end: int) -> Tensor:
         """Absolute position of the tokens in slots start .. end, int64."""
-        return self._positions[start:end]
-
-    # A device's rounds know a sequence by its blocks alone; making these would wait for the device.
-    # Tensors made in inference mode could be written in that mode only.
-
-    @cached_property
-    def _slots(self) -> Tensor:
-        """int64 [capacity]: pool slots in order."""
-        size = self._pool.block_tokens
-        with torch.inference_mode(False):
-            slots = torch.cat([torch.arange(b * size, (b + 1) * size) for b in self._blocks])
-            return slots.to(self._pool.storage.device)
-
-    @cached_property
-    def _positions(self) -> Tensor:
-        """int64 [capacity]: absolute position of the token in each slot."""
-        with torch.inference_mode(False):
-            return torch.zeros(self.capacity, dtype=torch.int64, device=self._pool.storage.device)
+        return self._all_positions()[start:end]
 
     def slots(self, start: int, end: int) -> Tensor:
         """Indices into the pool of slots start .. end of this sequence, int64."""
-        return self._slots[start:end]
+        device = self._pool.storage.device
+        if self.start is not None:
+            return torch.arange(self.start + start, self.start + end, device=device)
+        known = self._slots = _with_room(self._slots, self.capacity, device)
+        size, blocks = self._pool.block_tokens, self._blocks[self._told :]
+        if blocks:
+            firsts = torch.tensor(blocks, device=device)[:, None] * size
+            added = (firsts + torch.arange(size, device=device)).flatten()
+            known[self._told * size : self.capacity] = added
+            self._told = len(self._blocks)
+        return known[start:end]
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last forward (0-based, ascending), compacted; drop the others."""
         if rows and rows[-1] >= self._pending:
             raise ValueError(f"row {rows[-1]} is not one of the {self._pending} rows written last")
-        if self.released:
-            raise ValueError("the sequence was released")
+        self._check_held()
         if any(b <= a for a, b in zip((-1, *rows), rows, strict=False)):
             raise ValueError(f"rows must be ascending and not negative, not {list(rows)}")
         start = self._len
@@ -222,18 +254,46 @@ class KVSequence:
             raise ValueError(f"length must be within 0..{self._len}, not {length}")
         self._len, self._pending = length, 0
 
-    def release(self) -> None:
-        """Give the blocks back. Idempotent."""
-        blocks, self._blocks = self._blocks, ()
-        self._len = self._pending = 0
-        if blocks:
-            self._pool._give(blocks)
+    def save_positions(self) -> Tensor | None:
+        """A copy of the committed slots' positions, if the host keeps any."""
+        return None if self._positions is None else self._positions[: self._len].clone()
+
+    def restore(self, length: int, positions: Tensor | None) -> None:
+        """The first `length` slots of an empty sequence were written from a copy; `positions`: what
+        `save_positions` gave. Raises ValueError if they do not fit."""
+        if self._len or self._pending:
+            raise ValueError(f"the sequence holds {self._len} tokens")
+        self.advance(length)
+        if positions is not None:
+            self._all_positions()[:length] = positions
+
+    def _all_positions(self) -> Tensor:
+        held = _with_room(self._positions, self.capacity, self._pool.storage.device)
+        self._positions = held
+        return held
 
     def _move(self, to: list[int], source: list[int]) -> None:
         # index_select copies first, so overlapping moves are safe.
-        storage, device = self._pool.storage, self._slots.device
-        to_slots, from_slots = torch.tensor([to, source], device=device).unbind()
-        storage.index_copy_(
-            3, self._slots[to_slots], storage.index_select(3, self._slots[from_slots])
-        )
-        self._positions[to_slots] = self._positions[from_slots]
+        storage, held = self._pool.storage, self._all_positions()
+        to_slots, from_slots = torch.tensor([to, source], device=storage.device).unbind()
+        held[to_slots] = held[from_slots]
+        if self.start is not None:
+            to_slots, from_slots = to_slots + self.start, from_slots + self.start
+        else:
+            slots = self.slots(0, self.capacity)
+            to_slots, from_slots = slots[to_slots], slots[from_slots]
+        storage.index_copy_(3, to_slots, storage.index_select(3, from_slots))
+
+
+def _with_room(held: Tensor | None, size: int, device: torch.device) -> Tensor:
+    """`held` int64 if it has `size` elements, else a longer copy; doubling, so that a sequence that
+    grows copies each element a few times in all."""
+    if held is not None and held.shape[0] >= size:
+        return held
+    # Tensors made in inference mode could be written in that mode only.
+    with torch.inference_mode(False):
+        length = size if held is None else max(size, 2 * held.shape[0])
+        larger = torch.zeros(length, dtype=torch.int64, device=device)
+        if held is not None:
+            larger[: held.shape[0]] = held
+        return larger

@@ -145,6 +145,10 @@ class DrafterControl(Protocol):
         """Drop the connection to a verifier; idempotent."""
         ...
 
+    async def drain(self, draining: bool) -> None:
+        """Say in `info` that it leaves, or that it stays after all; it drafts on in any case."""
+        ...
+
 
 DrafterEndpoint = DrafterControl
 """What a drafter process implements; its exchange connections are outgoing."""

@@ -311,6 +311,12 @@ class InprocDrafter:
         with _typed_errors():
             await endpoint.detach(verifier_address)
 
+    async def drain(self, draining: bool) -> None:
+        """Have it say that it leaves, or stays."""
+        endpoint = self._network.drafter(self._address)
+        with _typed_errors():
+            await endpoint.drain(draining)
+
 
 class InprocDialer:
     """Reaches the endpoints of its network."""

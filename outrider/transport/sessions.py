@@ -74,8 +74,9 @@ class Opened(Protocol):
         """Nobody listens any more; idempotent, also after the session's end."""
         ...
 
-    def move(self, drafter_id: DrafterId) -> None:
-        """Ask for another drafter; the listener hears of the outcome, unless the session ends."""
+    def move(self, drafter_id: DrafterId | None) -> None:
+        """Ask for another drafter, or for none; the listener hears of the outcome, unless the
+        session ends."""
         ...
 
 
@@ -155,7 +156,7 @@ class _Opened(Generic[ListenerT]):
     def leave(self) -> None:
         self._stream.leave(self._live, self._handle)
 
-    def move(self, drafter_id: DrafterId) -> None:
+    def move(self, drafter_id: DrafterId | None) -> None:
         if self._handle in self._live.listeners:
             self._live.say(SessionMove(self._handle, drafter_id))
 

@@ -60,6 +60,16 @@ def decode_close_session(data: bytes | memoryview) -> SessionId:
     return _session_id(parse(pb.CloseSessionRequest, data).session_id)
 
 
+def encode_drain(draining: bool) -> bytes:
+    """A Drain request as bytes."""
+    return pb.DrainRequest(draining=draining).SerializeToString(deterministic=True)
+
+
+def decode_drain(data: bytes | memoryview) -> bool:
+    """Whether a Drain request wants the drafter to leave."""
+    return parse(pb.DrainRequest, data).draining
+
+
 def encode_verifier_address(address: str) -> bytes:
     """An Attach or Detach request as bytes; the two have the same shape."""
     return pb.AttachRequest(verifier_address=address).SerializeToString(deterministic=True)
@@ -94,6 +104,10 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
                 sessions=drafter.sessions,
                 answer_ms=drafter.answer_ms,
                 same_host=drafter.same_host,
+                answers=drafter.answers,
+                missed=drafter.missed,
+                invalid=drafter.invalid,
+                silent_ms=drafter.silent_ms,
             )
             for drafter in info.drafters
         ],
@@ -129,6 +143,10 @@ def _attached_drafters(
             sessions=drafter.sessions,
             answer_ms=finite(drafter.answer_ms, "answer_ms"),
             same_host=drafter.same_host,
+            answers=drafter.answers,
+            missed=drafter.missed,
+            invalid=drafter.invalid,
+            silent_ms=finite(drafter.silent_ms, "silent_ms"),
         )
         for drafter in messages
     )

@@ -227,6 +227,14 @@ class VerifierSummary:
     hit_idle_us_p50: float = 0.0
     """Median time between a round's end and the submission of one that is all hits, microseconds;
     0 without any."""
+    draining: bool = False
+    """Whether it takes no new sessions any more: it is about to stop."""
+    waiting_sessions: int = 0
+    """Sessions without K/V: preempted, or not begun."""
+    preemptions_swap: int = 0
+    """Preemptions since the start whose K/V was kept in host memory."""
+    preemptions_recompute: int = 0
+    """Preemptions since the start whose K/V was dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +246,10 @@ class DrafterLink:
     """The verifier's sessions that it drafts for."""
     answer_ms: float = 0.0
     """From the end of a round to its proposals, mean of late; 0 while unknown."""
+    quarantine: str = ""
+    """Not empty: why it gets no sessions of the verifier now: slow, silent or wrong."""
+    probe_in_s: float = 0.0
+    """Until one session is given to it again, to see; 0 while that is being done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

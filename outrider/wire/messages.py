@@ -216,7 +216,8 @@ class SessionMove:
     """Let another drafter draft for a session; `SessionMoved` answers."""
 
     handle: int
-    drafter_id: DrafterId
+    drafter_id: DrafterId | None
+    """None: nobody, it decodes plainly."""
 
 
 SessionsRequest = SessionOpen | SessionLeave | SessionMove | Heartbeat

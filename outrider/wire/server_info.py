@@ -30,6 +30,14 @@ class AttachedDrafter:
     """From the end of a round to its proposals, mean of late; 0 while unknown."""
     same_host: bool = False
     """Whether it is known to be on the verifier's host."""
+    answers: int = 0
+    """Proposals that could be of use, since the verifier started; so the next two."""
+    missed: int = 0
+    """Waits for a proposal that ran into the session's patience."""
+    invalid: int = 0
+    """Malformed messages, and proposals that failed validation or were for sessions of others."""
+    silent_ms: float = 0.0
+    """How long a session has waited in vain with nothing heard of it since; 0: nobody misses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

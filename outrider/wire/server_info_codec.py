@@ -67,6 +67,10 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 planner=verifier.planner,
                 stats=stats_to_pb(verifier.stats),
                 hit_idle_us_p50=verifier.hit_idle_us_p50,
+                draining=verifier.draining,
+                waiting_sessions=verifier.waiting_sessions,
+                preemptions_swap=verifier.preemptions_swap,
+                preemptions_recompute=verifier.preemptions_recompute,
             )
             for verifier in info.verifiers
         ],
@@ -84,6 +88,8 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                         verifier_id=link.verifier_id,
                         sessions=link.sessions,
                         answer_ms=link.answer_ms,
+                        quarantine=link.quarantine,
+                        probe_in_s=link.probe_in_s,
                     )
                     for link in drafter.links
                 ],
@@ -120,6 +126,10 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 planner=text(verifier.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True),
                 stats=stats_from_pb(verifier.stats),
                 hit_idle_us_p50=finite(verifier.hit_idle_us_p50, "hit_idle_us_p50"),
+                draining=verifier.draining,
+                waiting_sessions=verifier.waiting_sessions,
+                preemptions_swap=verifier.preemptions_swap,
+                preemptions_recompute=verifier.preemptions_recompute,
             )
             for verifier in message.verifiers
         ),
@@ -146,6 +156,8 @@ def _links(messages: Collection[pb.DrafterLink]) -> tuple[DrafterLink, ...]:
             verifier_id=VerifierId(text(link.verifier_id, "verifier_id")),
             sessions=link.sessions,
             answer_ms=finite(link.answer_ms, "answer_ms"),
+            quarantine=text(link.quarantine, "quarantine", empty=True),
+            probe_in_s=finite(link.probe_in_s, "probe_in_s"),
         )
         for link in messages
     )

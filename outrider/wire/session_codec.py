@@ -84,8 +84,7 @@ def decode_sessions_request(data: bytes | memoryview) -> SessionsRequest | Malfo
         case "leave":
             return SessionLeave(frame.leave.handle)
         case "move":
-            drafter_id = DrafterId(text(frame.move.drafter_id, "drafter_id"))
-            return SessionMove(frame.move.handle, drafter_id)
+            return SessionMove(frame.move.handle, _drafter_id(frame.move))
         case "heartbeat":
             return Heartbeat(frame.heartbeat.sequence)
         case _:
@@ -221,7 +220,7 @@ def _spec_to_pb(spec: SessionSpec) -> pb.SessionSpec:
     )
 
 
-def _drafter_id(message: pb.SessionSpec | pb.SessionMoved) -> DrafterId | None:
+def _drafter_id(message: pb.SessionSpec | pb.SessionMove | pb.SessionMoved) -> DrafterId | None:
     if not message.HasField("drafter_id"):
         return None
     return DrafterId(text(message.drafter_id, "drafter_id"))

@@ -71,6 +71,13 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
         help="when it is forced to the disk; default: interval, every second",
     )
     parser.add_argument("--queue-limit", type=int, metavar="N", help="requests that may wait")
+    parser.add_argument(
+        "--slow-reader-s",
+        type=float,
+        metavar="S",
+        dest="overload.slow_reader_s",
+        help="a client that takes nothing for so long is not waited for",
+    )
     parser.add_argument("--metrics-port", type=int, metavar="P", help="0 takes a free port")
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     flags = vars(parser.parse_args(argv))

@@ -1,4 +1,4 @@
-"""The waiting requests and the KV ledger of one router; performs what `admission.plan` decides."""
+"""The requests of one router that wait or are placed; performs what `admission.plan` decides."""
 
 from __future__ import annotations
 
@@ -11,35 +11,22 @@ from outrider.errors import DeadlineExceededError, OutriderError, ResourceExhaus
 from outrider.ids import RequestId, VerifierId
 from outrider.wire.messages import VerifierInfo
 from outrider_router.admission import (
-    FULL_BACKOFF_S,
     Action,
     Admit,
     Expire,
     Refuse,
     State,
-    VerifierLoad,
     next_wake,
     no_verifier,
     plan,
 )
 from outrider_router.config import RouterConfig
 from outrider_router.expectation import Lengths
-from outrider_router.hints import Promises
+from outrider_router.hints import Places
+from outrider_router.ledger import Lease, Ledger
 from outrider_router.metrics import RouterMetrics
 from outrider_router.tenants import Tenant, Tenants
 from outrider_router.waiting import Ticket, who_makes_way
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Lease:
-    """A place on a verifier; given back with `AdmissionQueue.release`."""
-
-    ticket: Ticket
-    verifier_id: VerifierId
-    generation: int
-    """Start of the verifier that it is valid for; a lost verifier voids its leases."""
-    tokens: int
-    """Tokens of KV that the session is expected to hold, as the ledger counts it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -63,15 +50,6 @@ class _Guest:
         return self.place is not None and not self.place.done()
 
 
-@dataclass(slots=True, kw_only=True)
-class _Budget:
-    load: VerifierLoad
-    generation: int = 0
-    healthy: bool = True
-    others_tokens: int = 0
-    """Tokens that sessions of other routers seemed to hold at the last look."""
-
-
 class AdmissionQueue:
     """The queue and the ledger of one router. Use from one event loop."""
 
@@ -88,6 +66,9 @@ class AdmissionQueue:
         self.lengths = Lengths(
             assumed=config.overload.assumed_tokens, quantile=config.overload.length_quantile
         )
+        self._ledger = Ledger(
+            self.lengths, overcommit=config.overload.kv_overcommit, emitted=emitted
+        )
         self.tenants = Tenants(config.tenants, most=config.overload.max_tenants)
         self._config = config
         self._metrics = metrics
@@ -95,10 +76,9 @@ class AdmissionQueue:
         self._emitted = emitted
         self._guests: dict[RequestId, _Guest] = {}
         self._waiting: dict[RequestId, _Guest] = {}
-        self._budgets: dict[VerifierId, _Budget] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._service_s = 1.0
-        self._promises = Promises()
+        self._places = Places(config.queue_limit)
         self._depths: Counter[int] = Counter()
 
     @property
@@ -114,54 +94,21 @@ class AdmissionQueue:
     @property
     def reserved_tokens(self) -> int:
         """KV tokens given away, over all verifiers."""
-        return sum(budget.load.tokens for budget in self._budgets.values())
+        return self._ledger.tokens
 
     @property
     def running(self) -> int:
         """Sessions placed, over all verifiers."""
-        return sum(budget.load.sessions for budget in self._budgets.values())
+        return self._ledger.sessions
 
     def saw_verifier(self, info: VerifierInfo) -> None:
-        """A verifier is healthy; its budget counts as it said. Keeps what was given away, and
-        counts with what the sessions there have grown to."""
-        budget = self._budgets.get(info.verifier_id)
-        if budget is None:
-            load = VerifierLoad(verifier_id=info.verifier_id, total_tokens=0, max_sessions=0)
-            budget = self._budgets[info.verifier_id] = _Budget(load=load)
-        budget.healthy = True
-        block, held, own = info.kv_block_tokens, 0, 0
-        for guest in self._guests.values():
-            for lease in guest.leases:
-                if lease.verifier_id == info.verifier_id:
-                    emitted = self._emitted(guest.ticket.request_id)
-                    self._regrow(budget, guest.ticket, lease, emitted)
-                    held += budget.load.rounded(guest.ticket.prompt_tokens + emitted)
-                    own += 1
-        used = (info.kv_total_blocks - info.kv_free_blocks) * block
-        # One look may see sessions of this router that have just ended; two in a row do not.
-        others = max(0, used - held) if info.sessions > own else 0
-        before, budget.others_tokens = budget.others_tokens, others
-        budget.load = replace(
-            budget.load,
-            total_tokens=info.kv_total_blocks * block,
-            block_tokens=block,
-            overcommit=self._config.overload.kv_overcommit,
-            max_sessions=info.max_sessions,
-            others_tokens=min(before, others),
-            waiting=info.waiting_sessions,
-            free_tokens=info.kv_free_blocks * block,
-            draining=info.draining,
-        )
+        """A verifier is healthy, and says what it has."""
+        self._ledger.saw(info)
         self._pump()
 
     def drop_verifier(self, verifier_id: VerifierId) -> None:
         """A verifier is lost, and with it everything that was placed there."""
-        budget = self._budgets.get(verifier_id)
-        if budget is None:
-            return
-        budget.generation += 1
-        budget.healthy = False
-        budget.load = replace(budget.load, placed={}, not_before=0.0)
+        self._ledger.drop(verifier_id)
         self._pump()
 
     async def acquire(self, ticket: Ticket) -> Lease:
@@ -204,12 +151,7 @@ class AdmissionQueue:
         if guest is not None and lease in guest.leases:
             guest.leases.remove(lease)
             guest.tenant.running -= 1
-        budget = self._budgets[lease.verifier_id]
-        if budget.generation == lease.generation:
-            budget.load = budget.load.changed(lease.ticket.priority, -1, -lease.tokens)
-            if refused:
-                not_before = self._clock() + FULL_BACKOFF_S
-                budget.load = replace(budget.load, not_before=not_before)
+        self._ledger.release(lease, self._clock(), refused=refused)
         self._pump()
 
     def leave(self, request_id: RequestId) -> None:
@@ -233,19 +175,17 @@ class AdmissionQueue:
 
     def sessions_on(self, verifier_id: VerifierId) -> int:
         """Sessions placed on one verifier."""
-        budget = self._budgets.get(verifier_id)
-        return budget.load.sessions if budget is not None else 0
+        return self._ledger.sessions_on(verifier_id)
 
     def could_fit(self, kv_tokens: int) -> bool:
         """Whether some healthy verifier could serve a session that may grow to this size."""
-        healthy = (budget.load for budget in self._budgets.values() if budget.healthy)
-        return any(load.fits_empty(kv_tokens) for load in healthy)
+        return self._ledger.could_fit(kv_tokens)
 
     def _enter(self, ticket: Ticket) -> _Guest:
         """Charge the tenant of a request; ResourceExhaustedError beyond its rate."""
         now, emitted = self._clock(), self._emitted(ticket.request_id)
         tenant = self.tenants.get(ticket.tenant, now)
-        expected = self._expected(ticket, emitted)
+        expected = self._ledger.expected(ticket)
         # The slack is nothing that the tenant uses.
         cost = min(expected, ticket.prompt_tokens + ticket.max_new_tokens)
         if not emitted:
@@ -268,13 +208,13 @@ class AdmissionQueue:
 
     def _enter_again(self, guest: _Guest, ticket: Ticket) -> _Guest:
         """A request needs another place; it keeps its turn."""
-        emitted, before = self._emitted(ticket.request_id), guest.ticket
+        before = guest.ticket
         guest.ticket = replace(
             ticket,
             tenant=before.tenant,
             arrived=before.arrived,
             start=before.start,
-            expected_tokens=self._expected(ticket, emitted),
+            expected_tokens=self._ledger.expected(ticket),
             served=True,
         )
         return guest
@@ -290,37 +230,39 @@ class AdmissionQueue:
                     retry_after_s=bucket.hint_s(units, now),
                 )
 
-    def _expected(self, ticket: Ticket, emitted: int) -> int:
-        """Tokens of KV that the session is expected to hold at its end."""
-        left = ticket.max_new_tokens - self.lengths.expected(ticket.max_new_tokens, emitted)
-        return ticket.kv_tokens - max(0, left)
-
-    def _regrow(self, budget: _Budget, ticket: Ticket, lease: Lease, emitted: int) -> None:
-        """Count a session with what it has grown to."""
-        tokens = budget.load.rounded(self._expected(ticket, emitted))
-        if tokens > lease.tokens and budget.generation == lease.generation:
-            budget.load = budget.load.changed(lease.ticket.priority, 0, tokens - lease.tokens)
-            lease.tokens = tokens
-
     def _bound(self, newcomer: _Guest) -> None:
         """Keep the queue within its limit: somebody makes way, or the newcomer is refused."""
+        ticket, now = newcomer.ticket, self._clock()
+        if not newcomer.pending or ticket.served:
+            return
         pending = [guest for guest in self._waiting.values() if guest.pending]
-        if not newcomer.pending or newcomer.ticket.served or len(pending) <= self.queue_limit:
+        # The queue moves on with every request that ends.
+        each_s = self._service_s / max(1, self.running)
+        kept = 0 if self._places.is_due(ticket.request_id, now) else self._places.kept(now)
+        if len(pending) + kept <= self.queue_limit:
+            self._places.taken(ticket.request_id)
             return
         weights = {guest.tenant.name: guest.tenant.limits.weight for guest in pending}
         others = [guest.ticket for guest in pending if guest is not newcomer]
-        victim = who_makes_way(others, newcomer.ticket, weights)
-        reason = "QUEUE_FULL" if victim is None else "DISPLACED"
-        each_s = self._service_s / max(1, self.running)
+        victim = who_makes_way(others, ticket, weights)
+        if victim is None:
+            self._refuse(ticket, "QUEUE_FULL", each_s)
+        elif len(pending) > self.queue_limit:
+            self._refuse(victim, "DISPLACED", each_s)
+
+    def _refuse(self, ticket: Ticket, reason: str, each_s: float) -> None:
+        request_id = ticket.request_id
         error = ResourceExhaustedError(
             f"{self.queue_limit} requests are waiting already; try again later"
-            if victim is None
+            if reason == "QUEUE_FULL"
             else "the queue is full, and a request that goes first took the place",
             reason=reason,
-            retry_after_s=self._promises.hint_s(self._clock(), first_s=each_s, each_s=each_s),
+            retry_after_s=self._places.hint_s(
+                request_id if ticket.returns else None, self._clock(), each_s
+            ),
         )
         self._metrics.refusals.labels(reason).inc()
-        self.fail((victim or newcomer.ticket).request_id, error)
+        self.fail(request_id, error)
 
     def _state(self) -> State:
         pending = [guest for guest in self._waiting.values() if guest.pending]
@@ -331,7 +273,7 @@ class AdmissionQueue:
         }
         return State(
             queue=tuple(guest.ticket for guest in pending),
-            verifiers=tuple(budget.load for budget in self._budgets.values() if budget.healthy),
+            verifiers=self._ledger.loads,
             room=room,
             aging_s=self._config.overload.aging_s,
         )
@@ -367,17 +309,11 @@ class AdmissionQueue:
     def _admit(self, action: Admit) -> None:
         guest = self._waiting[action.request_id]
         assert guest.place is not None, "it waits"
-        budget = self._budgets[action.verifier_id]
-        budget.load = budget.load.with_session(guest.ticket)
-        lease = Lease(
-            ticket=guest.ticket,
-            verifier_id=action.verifier_id,
-            generation=budget.generation,
-            tokens=budget.load.rounded(guest.ticket.tokens),
-        )
+        lease = self._ledger.place(guest.ticket, action.verifier_id)
         guest.leases.append(lease)
         if guest.placed_at is None:
             guest.placed_at = self._clock()
+            self._places.taken(action.request_id)
         self.tenants.placed(guest.tenant, guest.ticket.start)
         if action.preempts:
             self._metrics.preempting_placements.inc()

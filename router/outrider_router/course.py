@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from outrider.ids import SessionId
 from outrider.wire.inference import PromptInfo
 from outrider.wire.messages import FinishReason
-from outrider_router.admission_queue import Lease
 from outrider_router.failover import Cause, end_of
 from outrider_router.journal import Entry
+from outrider_router.ledger import Lease
 from outrider_router.registry import VerifierPeer
 from outrider_router.request import Job
 from outrider_router.streaming import Feed, Reply

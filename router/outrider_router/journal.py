@@ -42,8 +42,8 @@ class Entry:
     """Clock time of the last wish, seconds."""
     refused_moves: int = 0
     """How often it could not be done."""
-    move: Callable[[DrafterId], None] | None = None
-    """Asks the verifier for another drafter, while there is a session."""
+    move: Callable[[DrafterId | None], None] | None = None
+    """Asks the verifier for another drafter, or for none, while there is a session."""
     drafter_attached: bool = False
     """What the session's newest event said."""
     tally: Tally = field(default_factory=Tally)

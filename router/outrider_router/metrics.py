@@ -165,8 +165,15 @@ class RouterMetrics:
         )
         self.session_moves = self._counter(
             "session_moves_total",
-            "Running sessions that were given to another drafter: lost, drained, balance.",
+            "Running sessions that were given to another drafter, or to none: lost, quarantined, "
+            "drained, probe, balance.",
             "why",
+        )
+        self.drafter_quarantines = self._counter(
+            "drafter_quarantines_total",
+            "Times that a drafter was given none of a verifier's sessions for a while, by what was "
+            "wrong with it: slow, silent, wrong.",
+            "reason",
         )
 
     def _add_ahead(self, flags: NDArray[np.uint8], accepted: NDArray[np.uint16]) -> None:

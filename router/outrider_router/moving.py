@@ -72,7 +72,7 @@ class Mover:
 
     async def empty(self, peer: DrafterPeer, timeout_s: float) -> Removed:
         """Give all sessions of a drafter to others and no more to it, within a bound."""
-        peer.draining = True
+        await self._registry.drain_drafter(peer)
         if peer.info is None:
             return Removed(0, 0)
         drafter_id = peer.info.drafter_id
@@ -115,6 +115,9 @@ class Mover:
             },
         )
         entry.moving_to, entry.moved_at = move.drafter_id, self._clock()
+        if move.drafter_id is None:
+            # A verifier never refuses that.
+            entry.drafter_id = None
         entry.move(move.drafter_id)
 
     def _seats(self) -> list[Seat]:

@@ -30,7 +30,11 @@ class Why(StrEnum):
     LOST = "lost"
     """Its drafter is gone, or it never had one."""
     DRAINED = "drained"
-    """Its drafter is being removed."""
+    """Its drafter is being removed, or is about to stop."""
+    QUARANTINED = "quarantined"
+    """Its drafter is slow, silent or wrong."""
+    PROBE = "probe"
+    """Such a drafter is given one to see whether it is well again."""
     BALANCE = "balance"
 
 
@@ -44,7 +48,11 @@ class Candidate:
     """How long a round with its drafts takes, over one with those of the soonest."""
     same_host: bool = False
     takes_more: bool = True
-    """False while it is being removed."""
+    """False while it is being removed, or is about to stop."""
+    most: int | None = None
+    """Sessions that it drafts for at once, of all verifiers; None: as many as there are."""
+    most_here: int | None = None
+    """The same of this verifier's; 0: it is in quarantine, 1: it is probed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +76,8 @@ class Move:
     """Give a session to a drafter."""
 
     request_id: RequestId
-    drafter_id: DrafterId
+    drafter_id: DrafterId | None
+    """None: to nobody, it decodes plainly."""
     why: Why
 
 
@@ -97,13 +106,23 @@ class Loads:
         """Sessions of a drafter and `more`, weighed by how slow it is for a verifier."""
         return (self._all[candidate.drafter_id] + more) * candidate.weight
 
+    def has_room(self, candidate: Candidate, verifier_id: VerifierId) -> bool:
+        """Whether a drafter may have one more session of a verifier."""
+        all_, here = candidate.most, candidate.most_here
+        mine = self._pairs[verifier_id, candidate.drafter_id]
+        return (
+            candidate.takes_more
+            and (all_ is None or self._all[candidate.drafter_id] < all_)
+            and (here is None or mine < here)
+        )
+
     def choose(
         self, candidates: Sequence[Candidate], verifier_id: VerifierId, method: DraftMethod
     ) -> DrafterId | None:
         """The drafter for one more session: the cheapest, on the verifier's host if there are
         several, then where more of the verifier's sessions are, so that the drafts of its rounds
-        are made in few batches. None: no candidate drafts so."""
-        able = [c for c in candidates if c.takes_more and method in c.methods]
+        are made in few batches. None: no candidate drafts so and has room."""
+        able = [c for c in candidates if method in c.methods and self.has_room(c, verifier_id)]
         chosen = min(
             able,
             key=lambda c: (
@@ -123,11 +142,14 @@ def candidates_of(
     *,
     detached: Collection[DrafterId] = (),
     draining: Collection[DrafterId] = (),
+    rooms: Mapping[DrafterId, int] | None = None,
 ) -> tuple[Candidate, ...]:
     """The drafters that a verifier's sessions can have now.
 
-    `detached` are drafters that a session reported lost since the verifier was last asked.
+    `detached` are drafters that a session reported lost since the verifier was last asked, `rooms`
+    bounds the verifier's sessions of some: those in quarantine.
     """
+    bounds = rooms or {}
     attached = {link.drafter_id: link for link in verifier.drafters}
     able = [d for d in drafters if is_attached(d, verifier) and d.drafter_id not in detached]
     links = [attached[drafter.drafter_id] for drafter in able]
@@ -138,7 +160,9 @@ def candidates_of(
             methods=drafter.methods,
             weight=_weight(link, soonest_ms, verifier.round_ms_p50),
             same_host=link.same_host,
-            takes_more=drafter.drafter_id not in draining,
+            takes_more=drafter.drafter_id not in draining and not drafter.draining,
+            most=drafter.max_sessions or None,
+            most_here=bounds.get(drafter.drafter_id),
         )
         for drafter, link in zip(able, links, strict=True)
     )
@@ -159,24 +183,28 @@ def rebalance(
     most_homeless: int,
     most_balanced: int,
 ) -> list[Move]:
-    """Who should move now: first those whose drafters are lost, then those whose drafters leave, at
-    most `most_homeless` of both; if there are none, at most `most_balanced` from busy drafters to
-    less busy ones, once the imbalance is large, until there is none."""
+    """Who should move now: first those whose drafters are lost, then those whose drafters are in
+    quarantine or leave, at most `most_homeless` of all; if there are none, one to each drafter that
+    is to be probed, and at most `most_balanced` from busy drafters to less busy ones, once the
+    imbalance is large, until there is none."""
     loads = Loads(seats, others)
     moves = list(_house(seats, candidates, loads, most_homeless))
+    moves = moves or list(_probe(seats, candidates, loads))
     return moves or list(_balance(seats, candidates, loads, most_balanced))
 
 
 def _house(
     seats: Sequence[Seat], candidates: Candidates, loads: Loads, most: int
 ) -> Iterator[Move]:
-    homeless: dict[Why, list[Seat]] = {Why.LOST: [], Why.DRAINED: []}
+    homeless: dict[Why, list[Seat]] = {Why.LOST: [], Why.QUARANTINED: [], Why.DRAINED: []}
     for seat in seats:
         home = _home(seat, candidates)
         if seat.fixed:
             continue
         if home is None:
             homeless[Why.LOST].append(seat)
+        elif home.most_here == 0:
+            homeless[Why.QUARANTINED].append(seat)
         elif not home.takes_more:
             homeless[Why.DRAINED].append(seat)
     moved = 0
@@ -184,12 +212,31 @@ def _house(
         for seat in them:
             here = candidates.get(seat.verifier_id, ())
             target = loads.choose(here, seat.verifier_id, seat.method)
-            if target is None or moved == most:
+            # Who is in quarantine drafts for nobody; who leaves goes on for whom nobody takes.
+            if moved == most or (target is None and why is not Why.QUARANTINED):
                 continue
             moved += 1
             loads.put(seat, seat.drafter_id, -1)
             loads.put(seat, target, 1)
             yield Move(seat.request_id, target, why)
+
+
+def _probe(seats: Sequence[Seat], candidates: Candidates, loads: Loads) -> Iterator[Move]:
+    """The shortest session that may move to each drafter that is to be probed and has none."""
+    settled = sorted(
+        (seat for seat in seats if seat.settled and not seat.fixed), key=lambda seat: seat.tokens
+    )
+    for verifier_id, here in candidates.items():
+        for candidate in here:
+            if candidate.most_here != 1 or not loads.has_room(candidate, verifier_id):
+                continue
+            for seat in settled:
+                if seat.verifier_id == verifier_id and seat.method in candidate.methods:
+                    settled.remove(seat)
+                    loads.put(seat, seat.drafter_id, -1)
+                    loads.put(seat, candidate.drafter_id, 1)
+                    yield Move(seat.request_id, candidate.drafter_id, Why.PROBE)
+                    break
 
 
 def _balance(
@@ -228,7 +275,7 @@ def _widest_gap(
         here = candidates[verifier_id]
         busy = next(loads.cost(c) for c in here if c.drafter_id == drafter_id)
         for other in here if them else ():
-            if not other.takes_more or method not in other.methods:
+            if method not in other.methods or not loads.has_room(other, verifier_id):
                 continue
             gap = busy - loads.cost(other, more=1)
             if gap > 0.0 and (best is None or gap > best[0]):

@@ -18,6 +18,7 @@ from outrider.ids import DrafterId, VerifierId
 from outrider.transport.base import Dialer, DrafterControl, VerifierControl
 from outrider.wire.limits import MAX_PEERS
 from outrider.wire.messages import DrafterInfo, VerifierInfo
+from outrider_router import orders
 from outrider_router.fleet import (
     PeerState,
     TokenizerIdentity,
@@ -28,6 +29,7 @@ from outrider_router.fleet import (
     judge,
     missing_attachments,
 )
+from outrider_router.judging import DrafterJudge
 from outrider_router.metrics import RouterMetrics
 from outrider_router.polling import Peer, in_time, rest
 from outrider_router.pool import Candidate, candidates_of
@@ -59,8 +61,15 @@ class DrafterPeer(Peer):
     """Verifiers that it cannot serve, by address."""
     draining: bool = False
     """Whether it is being removed: it is attached to no more verifiers, and gets no sessions."""
+    recalled: bool = False
+    """Whether it is to be told that it stays: an operator has added it."""
     unplaced: tuple[int, int] = (0, 0)
     """Sessions beyond those that this router placed, at the last two looks."""
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it is being removed, or has said that it is about to stop."""
+        return self.draining or (self.info is not None and self.info.draining)
 
     @property
     def others(self) -> int:
@@ -86,8 +95,10 @@ class Registry:
         placed: Callable[[], Mapping[DrafterId, int]],
         on_verifier_up: Callable[[VerifierInfo], None],
         on_verifier_lost: Callable[[VerifierId], None],
+        on_drafters_changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`placed` counts this router's sessions by drafter."""
+        """`placed` counts this router's sessions by drafter; `on_drafters_changed` hears that
+        sessions should be moved now."""
         self._dialer = dialer
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -97,6 +108,8 @@ class Registry:
         self._placed = placed
         self._on_verifier_up = on_verifier_up
         self._on_verifier_lost = on_verifier_lost
+        self._on_drafters_changed = on_drafters_changed
+        self.judge = DrafterJudge(metrics, clock=clock, on_change=on_drafters_changed)
         self.verifiers = {address: VerifierPeer(address=address) for address in verifiers}
         self.drafters = {address: DrafterPeer(address=address) for address in drafters}
         self._polls: dict[Peer, asyncio.Task[None]] = {}
@@ -126,12 +139,20 @@ class Registry:
                 f"the drafter at {address} is being removed", reason="DRAFTER_LEAVING"
             )
         if peer is not None:
+            # Somebody else may have removed it.
+            peer.recalled = True
             return
         if len(self.drafters) >= MAX_PEERS:
             raise ResourceExhaustedError(f"there are {MAX_PEERS} drafters", reason="TOO_MANY_PEERS")
-        peer = self.drafters[address] = DrafterPeer(address=address)
+        peer = self.drafters[address] = DrafterPeer(address=address, recalled=True)
         self._start(peer, partial(self._look_at_drafter, peer))
         logger.info("drafter added", extra={"address": address})
+
+    async def drain_drafter(self, peer: DrafterPeer) -> None:
+        """Give a drafter no sessions any more, and have it say so to other routers."""
+        peer.draining, peer.recalled = True, False
+        if peer.control is not None:
+            await orders.drain(peer.control, peer.address, self._silence_s)
 
     async def forget_drafter(self, peer: DrafterPeer) -> None:
         """Look at a drafter no more and have it leave the verifiers."""
@@ -141,9 +162,10 @@ class Registry:
             await asyncio.gather(poll, return_exceptions=True)
         if peer.control is not None:
             # It is among the drafters until it has left: nobody may add it anew meanwhile.
-            await self._detach(peer, peer.control)
+            await orders.detach(peer.control, peer.address, self.verifiers, self._silence_s)
         self.drafters.pop(peer.address, None)
         if peer.info is not None:
+            self.judge.forget(peer.info.drafter_id)
             self._metrics.drafter_up.labels(peer.info.drafter_id).set(0)
         logger.info("drafter removed", extra={"address": peer.address})
 
@@ -185,6 +207,7 @@ class Registry:
             [drafter.info for drafter in able if drafter.info is not None],
             detached=peer.detached,
             draining={d.info.drafter_id for d in able if d.draining and d.info is not None},
+            rooms=self.judge.rooms(peer.info),
         )
 
     def candidates(self) -> dict[VerifierId, tuple[Candidate, ...]]:
@@ -241,6 +264,7 @@ class Registry:
         if came_up:
             self._metrics.verifier_up.labels(info.verifier_id).set(1)
         self._on_verifier_up(info)
+        self.judge.look(info, {d.info.drafter_id for d in self.drafters.values() if d.info})
 
     def _check_name(self, peer: VerifierPeer, info: VerifierInfo) -> None:
         """Places, sessions and losses go by the name: two verifiers must not share one."""
@@ -256,36 +280,26 @@ class Registry:
         info = await peer.control.info()
         before, peer.info = peer.info, info
         check_drafter(info, self._tokenizer)
-        if before is not None and before.incarnation != info.incarnation and peer.serving:
-            self._drafter_lost(peer, "it was restarted")
+        if before is not None and before.incarnation != info.incarnation:
+            # What was held against its predecessor is void.
+            self.judge.forget(before.drafter_id)
+            if peer.serving and not before.draining:
+                self._drafter_lost(peer, "it was restarted")
+        if info.draining and not (before is not None and before.draining):
+            logger.info("drafter is about to stop", extra={"drafter_id": info.drafter_id})
+            self._on_drafters_changed()
         self._seen(peer)
         placed = self._placed().get(info.drafter_id, 0)
         peer.unplaced = peer.unplaced[1], max(0, info.sessions - placed)
-        if peer.draining:
+        if peer.recalled:
+            peer.recalled = False
+            await peer.control.drain(False)
+        if peer.leaves:
             return
         known = {verifier.address: info for verifier, info in self._healthy()}
         for address in missing_attachments(info, known):
-            await self._attach(peer, peer.control, address)
+            await orders.attach(peer.control, peer.address, address)
         self._note_misfits(peer, info, known)
-
-    async def _attach(self, peer: DrafterPeer, control: DrafterControl, address: str) -> None:
-        facts = {"address": peer.address, "verifier": address}
-        try:
-            await control.attach(address)
-        except OutriderError as error:
-            # The drafter answers, so it is not lost; the next look tries again.
-            logger.warning("attaching a drafter failed", extra=facts | {"problem": error.message})
-        else:
-            logger.info("drafter told to attach", extra=facts)
-
-    async def _detach(self, peer: DrafterPeer, control: DrafterControl) -> None:
-        try:
-            async with asyncio.timeout(self._silence_s):
-                for address in self.verifiers:
-                    await control.detach(address)
-        except (OutriderError, TimeoutError) as error:
-            # It does not answer; its verifiers notice that too.
-            logger.info("drafter not detached: %s", error, extra={"address": peer.address})
 
     def _note_misfits(
         self, peer: DrafterPeer, info: DrafterInfo, known: dict[str, VerifierInfo]
@@ -351,7 +365,7 @@ class Registry:
             if peer.info is None:
                 continue
             serving = self._is_serving(peer, peer.info)
-            if peer.serving and not serving and self._healthy() and not peer.draining:
+            if peer.serving and not serving and self._healthy() and not peer.leaves:
                 self._drafter_lost(peer, peer.problem or "its verifier lost the connection")
             if serving and not peer.serving:
                 logger.info("drafter serves", extra={"drafter_id": peer.info.drafter_id})

@@ -45,6 +45,8 @@ class Job:
     """KV tokens that it may need at most."""
     priority: int
     tenant: TenantId
+    returns: bool
+    """Whether its client chose its id, and so is known when it comes back."""
     model: str
 
     def spec(
@@ -134,6 +136,7 @@ def make_job(
         kv_tokens=len(prompt_ids) + budget + config.session_slack_tokens,
         priority=request.priority,
         tenant=tenant,
+        returns=request.request_id is not None,
         model=name,
     )
 

@@ -83,6 +83,7 @@ class RouterService:
             placed=self.journal.placed,
             on_verifier_up=self._on_verifier_up,
             on_verifier_lost=self._on_verifier_lost,
+            on_drafters_changed=lambda: self.mover.wake(),
         )
         self.mover = Mover(
             self.journal, self.registry, metrics, clock=clock, interval_s=config.poll_interval_s
@@ -134,10 +135,10 @@ class RouterService:
     async def close(self) -> None:
         """End every request with UnavailableError and stop; those in the journal stay there."""
         self._draining = True
-        closing = asyncio.ensure_future(self.resumables.close())
+        self.resumables.closing()
         for entry in self.journal:
             entry.fail(_stopping())
-        await closing
+        await self.resumables.close()
         await self.mover.stop()
         await self.registry.stop()
         await self.serving.close()

@@ -24,7 +24,7 @@ from outrider.transport.sessions import SessionStream
 from outrider.wire.inference import Delta, FinishInfo, StreamEvent
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.admission import NO_VERIFIER
-from outrider_router.admission_queue import AdmissionQueue, Lease
+from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.course import Course
 from outrider_router.failover import (
     DRAINING,
@@ -37,6 +37,7 @@ from outrider_router.failover import (
     pause_s,
 )
 from outrider_router.journal import Entry, Journal
+from outrider_router.ledger import Lease
 from outrider_router.log_records import Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
@@ -143,6 +144,7 @@ class Serving:
                 priority=job.priority,
                 deadline=deadline,
                 tenant=job.tenant,
+                returns=job.returns,
             ),
             reply=Reply(
                 entry,
@@ -220,6 +222,12 @@ class Serving:
                 await ended.wait()
         entry.on_fail = None
 
+    def _give_back(self, course: Course) -> None:
+        """The place of a session that has ended, before a slow client has heard of it."""
+        if course.lease is not None:
+            self._admission.release(course.lease)
+            course.lease = None
+
     def _free(self, course: Course) -> None:
         """Give back what a request holds that is over."""
         for lease in (course.lease, course.next_lease):
@@ -278,7 +286,7 @@ class Serving:
         peer = self._registry.healthy_verifier(lease.verifier_id)
         if peer is None or peer.info is None or peer.control is None:
             raise lost_error(lease.verifier_id)
-        feed = Feed(entry, self._pacer)
+        feed = Feed(entry, self._pacer, partial(self._give_back, course))
         entry.on_fail = feed.interrupt
         spec = self._spec(course, peer.info, partial(self._mover.choose, peer, entry))
         opened = self._stream_to(peer).open(spec, feed)

@@ -11,7 +11,7 @@ from outrider.wire.inference import (
     ServerInfo,
     VerifierSummary,
 )
-from outrider.wire.messages import PROTOCOL_VERSION, DrafterInfo, SpecStats
+from outrider.wire.messages import PROTOCOL_VERSION, AttachedDrafter, DrafterInfo, SpecStats
 from outrider_router.fleet import PeerState, is_attached
 from outrider_router.registry import DrafterPeer, VerifierPeer
 from outrider_router.request import max_session_len, model_name
@@ -62,6 +62,10 @@ def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
         planner=info.planner if info is not None else "",
         stats=info.stats if info is not None else SpecStats(),
         hit_idle_us_p50=info.hit_idle_us_p50 if info is not None else 0.0,
+        draining=info is not None and info.draining,
+        waiting_sessions=info.waiting_sessions if info is not None else 0,
+        preemptions_swap=info.preemptions_swap if info is not None else 0,
+        preemptions_recompute=info.preemptions_recompute if info is not None else 0,
     )
 
 
@@ -74,7 +78,7 @@ def _drafter(peer: DrafterPeer, service: RouterService) -> DrafterSummary:
         methods=info.methods if info is not None else (),
         sessions=info.sessions if info is not None else 0,
         handicap=info.handicap if info is not None else "",
-        draining=peer.draining,
+        draining=peer.leaves,
         links=_links(info, service) if info is not None else (),
     )
 
@@ -82,9 +86,20 @@ def _drafter(peer: DrafterPeer, service: RouterService) -> DrafterSummary:
 def _links(drafter: DrafterInfo, service: RouterService) -> tuple[DrafterLink, ...]:
     infos = [v.info for v in service.registry.verifiers.values() if v.state is PeerState.HEALTHY]
     return tuple(
-        DrafterLink(verifier_id=info.verifier_id, sessions=link.sessions, answer_ms=link.answer_ms)
+        _link(info.verifier_id, link, service)
         for info in infos
         if info is not None and is_attached(drafter, info)
         for link in info.drafters
         if link.drafter_id == drafter.drafter_id
+    )
+
+
+def _link(verifier_id: VerifierId, link: AttachedDrafter, service: RouterService) -> DrafterLink:
+    reason, probe_in_s = service.registry.judge.sentence(verifier_id, link.drafter_id)
+    return DrafterLink(
+        verifier_id=verifier_id,
+        sessions=link.sessions,
+        answer_ms=link.answer_ms,
+        quarantine=reason,
+        probe_in_s=probe_in_s,
     )

@@ -34,12 +34,16 @@ logger = logging.getLogger(__name__)
 class Feed:
     """What a session has said; its request reads it, the verifier's stream fills it."""
 
-    __slots__ = ("_pacer", "_turn", "_waiter", "entry", "error", "reason")
+    __slots__ = ("_on_finish", "_pacer", "_turn", "_waiter", "entry", "error", "reason")
 
-    def __init__(self, entry: Entry, pacer: Pacer) -> None:
-        """`pacer` hears when the reader comes back for more."""
+    def __init__(
+        self, entry: Entry, pacer: Pacer, on_finish: Callable[[], None] = lambda: None
+    ) -> None:
+        """`pacer` hears when the reader comes back for more; `on_finish` when the session has
+        ended by itself, however long its reader takes to hear of it."""
         self.entry = entry
         self._pacer = pacer
+        self._on_finish = on_finish
         self.reason: FinishReason | None = None
         """Set by the session's last event."""
         self.error: OutriderError | None = None
@@ -56,6 +60,13 @@ class Feed:
         waiter.set_result(None)
         self._turn = True
         return True
+
+    def finish(self, reason: FinishReason) -> None:
+        """The session has said its last."""
+        self.reason = reason
+        self.wake()
+        if reason is not FinishReason.CANCELLED:
+            self._on_finish()
 
     def fail(self, error: OutriderError) -> None:
         """The session was refused or failed, or its verifier is lost."""
@@ -167,9 +178,8 @@ class EventSink:
                 entry.last_token = now
             if bool(flags & DRAFTER_ATTACHED) is not entry.drafter_attached:
                 self._note_drafter(entry)
-            if reason:
-                feed.reason = REASONS[reason]
-                feed.wake()
+            if (ended := REASONS[reason]) is not None:
+                feed.finish(ended)
             woken.append(feed)
             start = end
         # Readers that were woken above run later.

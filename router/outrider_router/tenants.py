@@ -85,7 +85,7 @@ class TokenBucket:
         return short if short > 1e-6 * self._burst else 0.0
 
     def take(self, cost: float) -> None:
-        """Take what was not `missing`, or give back (negative) what was taken; debts are allowed."""
+        """Take what was not `missing`, or give back (negative) what was taken."""
         self._level = min(self._burst, self._level - cost)
 
     def hint_s(self, cost: float, now: float) -> float:
@@ -164,10 +164,11 @@ class Tenants:
         tenant.ends -= cost / tenant.limits.weight
 
     def _forget_one(self) -> bool:
-        idle = next((t.name for t in self._known.values() if not t.held), None)
-        if idle is not None:
-            del self._known[idle]
-        return idle is not None
+        for name, tenant in self._known.items():
+            if not tenant.held and name != SHARED and name not in self._limits:
+                del self._known[name]
+                return True
+        return False
 
 
 def tenant_of(source: TenantSource, metadata: Iterable[tuple[str, str | bytes]]) -> TenantId:

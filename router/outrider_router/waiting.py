@@ -40,6 +40,8 @@ class Ticket:
     """Virtual time of its turn among those of its priority."""
     expected_tokens: int = 0
     """Tokens of KV that it is expected to hold at its end; 0: `kv_tokens`."""
+    returns: bool = False
+    """Whether its client chose its id, by which it is known when it comes back."""
     served: bool = False
     """Whether it was placed before: it is not refused for want of room in the queue."""
 

@@ -34,7 +34,7 @@ from tests.integration.stack import Stack, wait_until
 SERVICES = {
     "router": ("InferenceService", ["Generate", "GenerateStream", "Abort", "GetServerInfo"]),
     "verifier": ("VerifierService", ["SetPlan", "CloseSession", "GetInfo"]),
-    "drafter": ("DrafterService", ["Attach", "Detach", "GetInfo"]),
+    "drafter": ("DrafterService", ["Attach", "Detach", "Drain", "GetInfo"]),
     "pool": ("PoolService", ["AddDrafter", "RemoveDrafter"]),
 }
 STREAMING = {"GenerateStream"}

@@ -69,3 +69,6 @@ class FakeDrafter:
     async def detach(self, verifier_address: str) -> None:
         self.detached.append(verifier_address)
         self._verifiers[verifier_address].detach(self._info.drafter_id)
+
+    async def drain(self, draining: bool) -> None:
+        self.change_info(draining=draining)

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from outrider_verifier.engine import Decoded, Flight, RoundOutcome, RowOutcome
 from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.runner import Decoded, Flight, RoundOutcome, RowOutcome
 from outrider_verifier.sessions import Session
+from outrider_verifier.slack import Slack
+from outrider_verifier.suspended import Suspended
 
 from outrider.engine.acceptance import Acceptance, AcceptRow, accept
+from outrider.engine.kvcache import KVPool
+from outrider.engine.swap import SwapSpace
 from outrider.errors import ResourceExhaustedError
 from tests.fakes.target import FakeTarget
 
@@ -46,13 +50,19 @@ class FakeRunner:
     def __init__(self, target: FakeTarget, *, drafts: int = 3, slots: int = 64) -> None:
         self.target = target
         self.drafts_itself = drafts
-        self.extra_slots = 2 * (drafts + 1)
+        self.slack = Slack(16, rounds=2, own_slots=2 * (drafts + 1) if drafts else 0)
         self.flights: list[FakeFlight] = []
         """All that were ever submitted."""
         self.in_flight: deque[FakeFlight] = deque()
         self.most_in_flight = 0
         self.prefixes: dict[int, list[int]] = {}
-        """What the device holds: the prefix by the session's ticket."""
+        """What the device holds: the prefix by the ticket of every session that is not
+        suspended."""
+        self.suspended: dict[int, list[int]] = {}
+        """The prefixes of those that are: empty where nothing was swapped out."""
+        self._copies = Suspended()
+        self._capacities: dict[int, int] = {}
+        """K/V slots that the device knows of, by ticket."""
         self.before_submit: Callable[[Verify], None] | None = None
         """May raise."""
         self.before_collect: Callable[[FakeFlight], None] | None = None
@@ -92,18 +102,53 @@ class FakeRunner:
         """Less than alone."""
         return 8
 
+    @staticmethod
+    def swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:
+        """Room for the pool's K/V, which nobody reads."""
+        return SwapSpace(budget_bytes, [pool.storage], block_tokens=pool.block_tokens)
+
     def open(self, session: Session) -> None:
-        """Take a slot."""
-        if len(self.prefixes) >= self._slots:
-            raise ResourceExhaustedError("no session slot is free", reason="SESSIONS_EXHAUSTED")
+        """Let the session wait."""
         if not self.usable:
             raise RuntimeError("the device is lost")
         assert session.ticket not in self.prefixes
-        self.prefixes[session.ticket] = []
+        self.suspended[session.ticket] = []
 
     def close(self, session: Session) -> None:
-        """Give the slot back."""
-        del self.prefixes[session.ticket]
+        """Give the slot back, or forget the session that waits."""
+        held = self.suspended if session.ticket in self.suspended else self.prefixes
+        del held[session.ticket]
+        self._copies.drop(session)
+
+    def grown(self, session: Session) -> None:
+        """The device is told of the new blocks."""
+        self._capacities[session.ticket] = session.kv.capacity
+
+    def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
+        """Take the slot; the prefix is kept where the K/V is."""
+        flying = [*self.in_flight]
+        assert all(
+            row.session is not session
+            for flight in flying
+            for row in (*flight.prefill, *flight.verify)
+        )
+        prefix = self.prefixes.pop(session.ticket)
+        kept = self._copies.take(session, swap)
+        self.suspended[session.ticket] = prefix if kept else []
+        return kept
+
+    def fetch(self, session: Session) -> bool:
+        """See `RoundRunner`."""
+        return self._copies.fetch(session)
+
+    def resume(self, session: Session) -> bool:
+        """Take a slot."""
+        if len(self.prefixes) >= self._slots:
+            raise ResourceExhaustedError("no session slot is free", reason="SESSIONS_EXHAUSTED")
+        kept = self._copies.give(session)
+        self.prefixes[session.ticket] = self.suspended.pop(session.ticket)
+        self.grown(session)
+        return kept
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Verify) -> FakeFlight:
         """Compute the round from the device's own prefixes."""
@@ -157,9 +202,16 @@ class FakeRunner:
 
     def _prefill(self, chunk: PrefillRow) -> RowOutcome:
         session, prefix = chunk.session, self.prefixes[chunk.session.ticket]
-        prompt = session.spec.token_ids
-        prefix += prompt[len(prefix) : len(prefix) + chunk.num_tokens]
-        assert chunk.last == (len(prefix) == len(prompt))
+        known = session.tokens[: session.length].tolist()
+        prefix += known[len(prefix) : len(prefix) + chunk.num_tokens]
+        assert len(prefix) <= self._capacities[session.ticket]
+        if session.emitted:
+            # What was emitted is run again, but for the root: no token is sampled behind it.
+            assert not chunk.last and len(prefix) < len(known)
+            if len(prefix) == len(known) - 1:
+                prefix.append(known[-1])
+        else:
+            assert chunk.last == (len(prefix) == len(known))
         acceptance = self._emit(session, 0) if chunk.last else None
         return RowOutcome(acceptance=acceptance, features=self._features(session, chunk.num_tokens))
 
@@ -174,7 +226,8 @@ class FakeRunner:
             # An own draft is as long as ever; how much of it stands changes from round to round.
             drafted = self.drafts_itself if row.own_depth else 0
             acceptance = self._emit(session, before % (row.own_depth + 1))
-        assert before + max(drafted, len(acceptance.tokens) - 1) <= session.kv.capacity
+        written = before + max(drafted, row.nodes, len(acceptance.tokens) - 1)
+        assert written <= self._capacities[session.ticket] <= session.kv.capacity
         features = self._features(session, len(acceptance.tokens))
         return RowOutcome(acceptance=acceptance, features=features, drafted=drafted)
 

@@ -36,7 +36,7 @@ class ServesGenerators(SessionIterators):
         """The events of a session; closed when its router leaves."""
         raise NotImplementedError
 
-    def move_session(self, spec: SessionSpec, drafter_id: DrafterId) -> DrafterId | None:
+    def move_session(self, spec: SessionSpec, drafter_id: DrafterId | None) -> DrafterId | None:
         """Give a session to a drafter; who has it afterwards."""
         return spec.drafter_id
 

@@ -11,15 +11,17 @@ from outrider.errors import (
     ConnectionLostError,
     OutriderError,
     ResourceExhaustedError,
+    UnavailableError,
 )
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import Plan
-from outrider.transport.base import VerifierConnection
+from outrider.transport.base import ServingConnection, VerifierConnection
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     AttachedDrafter,
     FinishReason,
     SessionEvent,
+    SessionsDraining,
     SessionSpec,
     SpecStats,
     VerifierInfo,
@@ -60,6 +62,8 @@ class FakeVerifier(ServesGenerators):
         self.live: dict[SessionId, SessionSpec] = {}
         self.lost = asyncio.Event()
         """Set: every stream breaks and every call fails."""
+        self.streams: list[ServingConnection] = []
+        """Every router's stream that is open."""
         self.hung = False
         """Calls are never answered."""
         self.gate: asyncio.Event | None = None
@@ -67,7 +71,7 @@ class FakeVerifier(ServesGenerators):
         self.refusals = 0
         """So many sessions are refused as if there were no room."""
         self.drafters_alive = True
-        self.moves: list[tuple[SessionId, DrafterId]] = []
+        self.moves: list[tuple[SessionId, DrafterId | None]] = []
         """Every session that was given to another drafter."""
         self.refuses_moves = False
         self._info = VerifierInfo(
@@ -109,6 +113,32 @@ class FakeVerifier(ServesGenerators):
         await self._check()
         return replace(self._info, sessions=len(self.live))
 
+    async def serve_sessions(self, connection: ServingConnection) -> None:
+        serving = asyncio.create_task(super().serve_sessions(connection))
+        broken = asyncio.create_task(self.lost.wait())
+        self.streams.append(connection)
+        try:
+            await asyncio.wait((serving, broken), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.streams.remove(connection)
+            for task in (serving, broken):
+                task.cancel()
+            await asyncio.gather(serving, broken, return_exceptions=True)
+        if self.lost.is_set():
+            raise self._lost_error()
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more sessions, and say so."""
+        self.change_info(draining=True)
+        for connection in self.streams:
+            await connection.send(SessionsDraining(seconds))
+
+    def restart(self) -> None:
+        """Be there again, as another process."""
+        self.lost.clear()
+        self.hung = False
+        self.change_info(draining=False, incarnation=f"{self._info.incarnation}+")
+
     async def run_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
         await self._check()
         self._admit(spec)
@@ -138,9 +168,11 @@ class FakeVerifier(ServesGenerators):
             if self.live.get(spec.session_id, spec).epoch == spec.epoch:
                 self.live.pop(spec.session_id, None)
 
-    def move_session(self, spec: SessionSpec, drafter_id: DrafterId) -> DrafterId | None:
+    def move_session(self, spec: SessionSpec, drafter_id: DrafterId | None) -> DrafterId | None:
         now = self.live.get(spec.session_id, spec)
-        attached = any(d.drafter_id == drafter_id for d in self._info.drafters)
+        attached = drafter_id is None or any(
+            d.drafter_id == drafter_id for d in self._info.drafters
+        )
         if self.refuses_moves or not attached:
             return now.drafter_id
         self.moves.append((spec.session_id, drafter_id))
@@ -165,6 +197,8 @@ class FakeVerifier(ServesGenerators):
         old = self.live.get(spec.session_id)
         if old is not None and old.epoch >= spec.epoch:
             raise AlreadyExistsError("session is live")
+        if self._info.draining:
+            raise UnavailableError("the verifier is about to stop", reason="DRAINING")
         if self.refusals > 0:
             self.refusals -= 1
             raise ResourceExhaustedError("no blocks")
@@ -185,10 +219,9 @@ class FakeVerifier(ServesGenerators):
         finally:
             work.cancel()
             broken.cancel()
-        while self.hung:
+        # Whoever is dead says nothing; the stream ends.
+        while self.hung or self.lost.is_set():
             await asyncio.sleep(0.01)
-        if self.lost.is_set():
-            raise self._lost_error()
 
     async def _work(self) -> None:
         if self.gate is not None:

@@ -272,6 +272,7 @@ class FakeDrafter:
 
     def __init__(self) -> None:
         self.verifiers: list[str] = []
+        self.draining = False
 
     async def info(self) -> DrafterInfo:
         return DrafterInfo(
@@ -285,6 +286,7 @@ class FakeDrafter:
             feature_fingerprint="",
             sessions=0,
             verifiers=tuple(self.verifiers),
+            draining=self.draining,
         )
 
     async def attach(self, verifier_address: str) -> None:
@@ -296,3 +298,6 @@ class FakeDrafter:
     async def detach(self, verifier_address: str) -> None:
         if verifier_address in self.verifiers:
             self.verifiers.remove(verifier_address)
+
+    async def drain(self, draining: bool) -> None:
+        self.draining = draining

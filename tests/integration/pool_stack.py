@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -17,20 +18,28 @@ PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 class PoolStack:
     """Drafters d0 and d1 are configured; more can be started, by name."""
 
-    def __init__(self, directory: Path, *, model: str, head: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        model: str,
+        head: str,
+        verifier: Sequence[str] = (),
+        router: Sequence[str] = (),
+    ) -> None:
         self._directory = directory
         self._drafter_flags = ["--model", model, "--head", head, "--methods", "eagle3"]
-        verifier = ["--model", model, "--features-from", head, "--planner", "fixed"]
+        flags = ["--model", model, "--features-from", head, "--planner", "fixed", *verifier]
         self.verifiers = [
             Process(
                 f"v{number}",
                 "outrider_verifier",
-                [*verifier, "--verifier-id", f"v{number}"],
+                [*flags, "--verifier-id", f"v{number}"],
                 directory / f"v{number}.log",
             )
             for number in range(2)
         ]
-        self._router_flags = ["--model", model, "--metrics-port", "0", "--pool-listen"]
+        self._router_flags = [*router, "--model", model, "--metrics-port", "0", "--pool-listen"]
         self.router = Process("router", "outrider_router", [], directory / "router.log")
         self.drafters: dict[str, Process] = {}
 
@@ -87,7 +96,9 @@ class PoolStack:
             if name not in ("d0", "d1"):
                 self.drafters.pop(name).stop()
         for process in self.drafters.values():
-            if not process.alive:
+            if process.alive:
+                process.thaw()
+            else:
                 process.restart()
             add_drafter(self.pool, process.address)
         both = {process.address for process in self.drafters.values()}

@@ -81,6 +81,21 @@ class Process:
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
+    def terminate(self) -> None:
+        """SIGTERM, without waiting for what it does."""
+        os.kill(self.pid, signal.SIGTERM)
+
+    def wait_ended(self, timeout_s: float = 30.0) -> int:
+        """Wait for the process to end by itself; its exit status."""
+        assert self._popen is not None
+        return self._popen.wait(timeout=timeout_s)
+
+    def end(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM; the exit status."""
+        assert self._popen is not None
+        self._popen.terminate()
+        return self._popen.wait(timeout=timeout_s)
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL; idempotent."""
         if self._popen is None:
@@ -101,7 +116,8 @@ class Process:
 
 
 class Stack:
-    """A router, a verifier and a drafter on loopback, with a tiny model unless told otherwise."""
+    """A router, a verifier and a drafter on loopback, with a tiny model unless told otherwise;
+    with `spare` a second verifier."""
 
     def __init__(
         self,
@@ -113,15 +129,20 @@ class Stack:
         verifier: list[str] | None = None,
         drafter: list[str] | None = None,
         with_drafter: bool = True,
+        spare: bool = False,
     ) -> None:
         methods = ["--head", head, "--methods", "eagle3,ngram"] if head else ["--methods", "ngram"]
         taps = ["--features-from", head] if head else []
-        self.verifier = Process(
-            "verifier",
-            "outrider_verifier",
-            ["--model", model, *taps, "--planner", "fixed", *(verifier or [])],
-            directory / "verifier.log",
-        )
+        self.verifiers = [
+            Process(
+                name,
+                "outrider_verifier",
+                ["--model", model, *taps, "--planner", "fixed", *(verifier or []), *named],
+                directory / f"{name}.log",
+            )
+            for name, named in (("verifier", []), ("spare", ["--verifier-id", "spare"]))
+        ][: 2 if spare else 1]
+        self.verifier = self.verifiers[0]
         self.drafter = Process(
             "drafter",
             "outrider_drafter",
@@ -149,15 +170,18 @@ class Stack:
         self._stop()
 
     def _start(self) -> None:
-        self.verifier.start()
+        for verifier in self.verifiers:
+            verifier.start()
         if self._with_drafter:
             self.drafter.start()
-        self.verifier.wait_ready()
+        for verifier in self.verifiers:
+            verifier.wait_ready()
         drafters: list[str] = []
         if self._with_drafter:
             self.drafter.wait_ready()
             drafters = ["--drafter", self.drafter.address]
-        arguments = ["--model", self._model, "--verifier", self.verifier.address, *drafters]
+        verifiers = [part for each in self.verifiers for part in ("--verifier", each.address)]
+        arguments = ["--model", self._model, *verifiers, *drafters]
         self.router = Process(
             "router",
             "outrider_router",
@@ -170,7 +194,7 @@ class Stack:
     def repair(self) -> None:
         """Put back what a fault took: what has ended is started again where it was, what is
         stopped goes on."""
-        for process in (self.verifier, self.drafter, self.router):
+        for process in (*self.verifiers, self.drafter, self.router):
             if process.alive:
                 process.thaw()
             else:
@@ -184,7 +208,7 @@ class Stack:
         return all(peer.healthy for peer in (*info.verifiers, *info.drafters))
 
     def _stop(self) -> None:
-        for process in (self.router, self.drafter, self.verifier):
+        for process in (self.router, self.drafter, *self.verifiers):
             process.stop()
 
 

@@ -160,6 +160,7 @@ METHODS = [
     f"/{VERIFIER}/CloseSession",
     "/outrider.wire.v1.DrafterService/Attach",
     "/outrider.wire.v1.DrafterService/Detach",
+    "/outrider.wire.v1.DrafterService/Drain",
     "/outrider.wire.v1.InferenceService/Generate",
 ]
 

@@ -296,6 +296,9 @@ async def test_a_drafter_is_attached_and_detached_by_address(harness: Harness) -
     await control.detach("verifier:1")
     await control.detach("verifier:1")
     assert (await control.info()).verifiers == ()
+    for draining in (True, True, False):
+        await control.drain(draining)
+        assert (await control.info()).draining is draining
     with pytest.raises(FailedPreconditionError, match="another vocabulary"):
         await control.attach("misfit")
 

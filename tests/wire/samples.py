@@ -190,6 +190,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     ),
     "session_leave": ("sessions_request", m.SessionLeave(7)),
     "session_move": ("sessions_request", m.SessionMove(7, DrafterId("drafter-b"))),
+    "session_abandoned": ("sessions_request", m.SessionMove(7, None)),
     "session_moved": ("sessions_message", m.SessionMoved(7, DrafterId("drafter-b"))),
     "sessions_draining": ("sessions_message", m.SessionsDraining(2.5)),
     "session_events": (
@@ -219,6 +220,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "set_plan": ("set_plan", (SESSION, PLAN)),
     "close_session": ("close_session", SESSION),
     "attach": ("address", "10.0.0.1:7001"),
+    "drain": ("drain", True),
     "verifier_info": (
         "verifier_info",
         m.VerifierInfo(
@@ -384,6 +386,10 @@ SAMPLES["heard_drafter"] = (
                 sessions=3,
                 answer_ms=1.25,
                 same_host=True,
+                answers=900,
+                missed=3,
+                invalid=1,
+                silent_ms=750.0,
             ),
         ),
     ),
@@ -405,7 +411,15 @@ SAMPLES["pool"] = (
                 methods=(DraftMethod.EAGLE3,),
                 sessions=3,
                 draining=True,
-                links=(api.DrafterLink(verifier_id=VerifierId("v"), sessions=3, answer_ms=1.25),),
+                links=(
+                    api.DrafterLink(
+                        verifier_id=VerifierId("v"),
+                        sessions=3,
+                        answer_ms=1.25,
+                        quarantine="slow",
+                        probe_in_s=1.5,
+                    ),
+                ),
             ),
         ),
     ),

@@ -224,7 +224,7 @@ SESSIONS_REQUESTS: st.SearchStrategy[messages.SessionsRequest] = (
     HEARTBEATS
     | st.builds(messages.SessionOpen, handle=UINT32, spec=session_specs())
     | st.builds(messages.SessionLeave, handle=UINT32)
-    | st.builds(messages.SessionMove, handle=UINT32, drafter_id=NAMES.map(DrafterId))
+    | st.builds(messages.SessionMove, handle=UINT32, drafter_id=st.none() | NAMES.map(DrafterId))
 )
 
 
@@ -288,6 +288,10 @@ VERIFIER_INFOS = st.builds(
             sessions=UINT32,
             answer_ms=TIMES,
             same_host=st.booleans(),
+            answers=UINT64,
+            missed=UINT64,
+            invalid=UINT64,
+            silent_ms=TIMES,
         ),
         max_size=3,
     ).map(tuple),

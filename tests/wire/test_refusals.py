@@ -327,8 +327,9 @@ def test_set_plan_names_a_session() -> None:
         codec.decode_set_plan(message.SerializeToString())
 
 
-def test_a_move_names_a_drafter() -> None:
-    message = control_pb2.SessionsRequest(move=control_pb2.SessionMove(handle=3))
+def test_a_move_names_a_drafter_or_says_that_there_is_none() -> None:
+    nameless = control_pb2.SessionMove(handle=3, drafter_id="")
+    message = control_pb2.SessionsRequest(move=nameless)
     with pytest.raises(InvalidMessageError, match="drafter_id"):
         codec.decode_sessions_request(message.SerializeToString())
 

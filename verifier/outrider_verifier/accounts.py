@@ -12,9 +12,9 @@ from outrider import trace
 from outrider.wire.accounting import add_round
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
-from outrider_verifier.engine import RoundOutcome
 from outrider_verifier.flying import InFlight
 from outrider_verifier.packing import VerifyRow
+from outrider_verifier.runner import RoundOutcome
 from outrider_verifier.settled import Settled
 
 
@@ -35,6 +35,7 @@ class Accounts:
             self._core.emit(session, tokens, settled.reason)
         if settled.reason is not None:
             self._core.counters["finished"] += 1
+            self._core.room.lengths.observe(session.length - session.spec.prompt_len)
             self._core.free(session)
         return len(tokens)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from outrider.ids import DrafterId
 from outrider.wire.codec import encode_verifier_message
 from outrider.wire.messages import Encoded, PlanChange, SessionEnd, Verdicts, VerifierMessage
 from outrider_verifier.commands import Link
+from outrider_verifier.conduct import Conduct, Conducts
 from outrider_verifier.effects import Post, Tell
 from outrider_verifier.handover import Handover, Told
 from outrider_verifier.sessions import Session
@@ -34,18 +37,44 @@ class Announcer:
         self._sessions = sessions
         self._counters = counters
         self._links: dict[DrafterId, Link] = {}
+        self._conducts = Conducts()
+        self._on_link: dict[int, Conduct] = {}
+        """Of the drafters attached now, by link."""
 
     def link_of(self, drafter_id: DrafterId | None) -> Link | None:
         """The connection of a drafter that is attached now."""
         return None if drafter_id is None else self._links.get(drafter_id)
 
+    def conduct_on(self, link_id: int | None) -> Conduct | None:
+        """How the drafter on a link behaves; None: the link is gone."""
+        return None if link_id is None else self._on_link.get(link_id)
+
+    def conduct_of(self, drafter_id: DrafterId) -> Conduct | None:
+        """The same of a drafter that is attached; any thread may ask."""
+        link = self._links.get(drafter_id)
+        return None if link is None else self._on_link.get(link.link_id)
+
+    def turn_silent(self, link_id: int, *, silent: bool) -> None:
+        """Let no session wait for the drafter on a link, or let each find out again."""
+        for session in self._sessions():
+            if session.link_id != link_id:
+                continue
+            session.suspect = session.suspect or silent
+            if session.pace is not None:
+                session.pace.silent = silent
+
     def attach(self, link: Link) -> None:
         """A drafter is ready: its sessions, from their present prefixes on."""
         self._counters["attached"] += 1
         self._links[link.drafter_id] = link
+        conduct = self._on_link[link.link_id] = self._conducts.of(link.drafter_id)
+        conduct.attached()
         for session in self._sessions():
             if session.spec.drafter_id == link.drafter_id:
                 self._handover.forget(session)
+                if session.link_id is not None:
+                    # What its predecessor still sends is no fault.
+                    conduct.released()
                 session.link_id = None
                 self.announce(session)
 
@@ -54,6 +83,7 @@ class Announcer:
         for drafter_id, link in list(self._links.items()):
             if link.link_id == link_id:
                 del self._links[drafter_id]
+        self._on_link.pop(link_id, None)
         for session in self._sessions():
             if session.link_id == link_id:
                 session.link_id = None
@@ -70,9 +100,13 @@ class Announcer:
         if link is None or not self._handover.can_announce(session, link):
             return
         session.link_id = link.link_id
-        session.suspect = False
+        # Nobody new waits for one that others miss.
+        session.suspect = self._on_link[link.link_id].silent
+        if session.pace is not None:
+            session.pace.silent = session.suspect
         for message in self._handover.announce(session, link):
             self.tell(session, message)
+        self._on_link[link.link_id].asked(1)
 
     def announce_again(self, session: Session) -> None:
         """Begin anew with a session that its drafter lost, a few times."""
@@ -86,8 +120,13 @@ class Announcer:
         """End the session at its drafter, if it is announced to one."""
         if session.link_id is not None:
             self.tell(session, SessionEnd(handle=session.handle))
+            self._on_link[session.link_id].released()
             session.link_id = None
         self._handover.forget(session)
+
+    def abandon(self, session: Session) -> None:
+        """Nobody drafts for the session from now on; it was withdrawn."""
+        self._handover.open(session)
 
     def follow_alone(self, session: Session) -> None:
         """Take in what a paused session committed; no drafter is told."""
@@ -106,6 +145,7 @@ class Announcer:
     def say(self, verdicts_by_link: Sequence[tuple[int, Verdicts]]) -> None:
         """Send verdicts that were worked out; see `tell_round`."""
         for link_id, verdicts in verdicts_by_link:
+            self._on_link[link_id].asked(int(np.count_nonzero(verdicts.draft_wanted)))
             self._post(Tell(link_id, Encoded(encode_verifier_message(verdicts))))
 
     def tell(self, session: Session, message: VerifierMessage) -> None:

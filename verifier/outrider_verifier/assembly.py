@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from outrider.engine.kvcache import KVPool
+from outrider.engine.swap import SwapSpace
 from outrider.wire.limits import MAX_SEQUENCE_LEN
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import AUTOMATIC_PLANNER, VerifierConfig
 from outrider_verifier.core import Core
 from outrider_verifier.effects import Effect
-from outrider_verifier.engine import Projection, RoundRunner, Target
+from outrider_verifier.engine import Projection, Target
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import Handover
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.policy import Policy
+from outrider_verifier.preemption import Bounds, Way
+from outrider_verifier.room import GUARD_TOKENS, Room
 from outrider_verifier.rounds import Rounds
+from outrider_verifier.runner import RoundRunner
 from outrider_verifier.schedule import Limits
 
 
@@ -40,13 +46,16 @@ def assemble(
             dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
             budget_bytes=config.feature_budget_mb << 20,
         )
+    # A session that waits keeps its proposals and its drafter.
+    places = config.max_sessions + config.max_waiting
     inbox = Inbox(
-        max_sessions=config.max_sessions,
+        max_sessions=places,
         per_session=config.inbox_per_session,
         # The root's successor stands in any case.
         reach=config.max_tree_nodes + 1,
         budget_bytes=config.inbox_mb << 20,
     )
+    counters: Counter[str] = Counter()
     core = Core(
         pool=pool,
         runner=runner,
@@ -56,13 +65,13 @@ def assemble(
             store=store,
             dtype=dtype,
             chunk_tokens=config.prefill_tokens,
-            max_sessions=config.max_sessions,
+            max_sessions=places,
         ),
         store=store,
         vocab_size=target.vocab_size,
         max_context_len=max_context_len,
         max_tree_nodes=config.max_tree_nodes,
-        max_sessions=config.max_sessions,
+        max_sessions=places,
         policy=Policy(
             automatic=config.planner == AUTOMATIC_PLANNER,
             ceiling_s=config.ceiling_s,
@@ -70,6 +79,21 @@ def assemble(
             piece_tokens=runner.piece_tokens,
             shares_cores=not config.device.startswith("cuda"),
         ),
+        room=Room(
+            pool=pool,
+            runner=runner,
+            swap=_swap_space(config, runner, pool),
+            bounds=Bounds(
+                max_running=config.max_sessions,
+                max_preemptions=config.max_preemptions,
+                watermark=config.kv_watermark,
+                aging_s=config.aging_s,
+                guard_blocks=pool.blocks_for(GUARD_TOKENS),
+            ),
+            way=config.way_back,
+            counters=counters,
+        ),
+        counters=counters,
         post=outbox.append,
     )
     limits = Limits(
@@ -80,3 +104,9 @@ def assemble(
         gather_s=config.gather_s,
     )
     return core, Rounds(core, runner, limits)
+
+
+def _swap_space(config: VerifierConfig, runner: RoundRunner, pool: KVPool) -> SwapSpace | None:
+    budget = int(config.swap_space_gb * (1 << 30))
+    recompute = config.way_back is Way.RECOMPUTE or not config.max_preemptions
+    return runner.swap_space(budget, pool) if budget and not recompute else None

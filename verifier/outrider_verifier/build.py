@@ -29,8 +29,9 @@ from outrider.models import resolve
 from outrider.text.tokenizer import tokenizer_hash
 from outrider_verifier.assembly import feature_dtype
 from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
-from outrider_verifier.engine import RoundEngine, RoundRunner
+from outrider_verifier.engine import RoundEngine
 from outrider_verifier.memory import kv_tokens_that_fit, reserved_bytes
+from outrider_verifier.runner import RoundRunner
 from outrider_verifier.service import VerifierService
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,11 @@ def build_runner(
     """What runs the rounds: the host's engine on a CPU, the device's wherever it can do more."""
     if not uses_device_engine(config):
         return RoundEngine(
-            target, projection, feature_dtype=feature_dtype(config), device=config.device
+            target,
+            projection,
+            max_nodes=config.max_tree_nodes,
+            feature_dtype=feature_dtype(config),
+            device=config.device,
         )
     head = _load_own_head(config, target) if config.drafts_itself else None
     from outrider_verifier.device_engine import DeviceRoundEngine

@@ -61,12 +61,12 @@ class SetPlan:
 
 @dataclass(frozen=True, slots=True)
 class SetDrafter:
-    """Give the session that was opened under a ticket to another drafter; a `Moved` answers, unless
-    the session has ended."""
+    """Give the session that was opened under a ticket to another drafter, or to none; a `Moved`
+    answers, unless the session has ended."""
 
     session_id: SessionId
     ticket: int
-    drafter_id: DrafterId
+    drafter_id: DrafterId | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,13 @@ class Offered:
     proposals: Proposals
     sound: NDArray[np.bool_]
     """[S]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Garbled:
+    """A message arrived on a link that could not be read."""
+
+    link_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,4 +115,6 @@ class Stop:
     """Fail every session and end the engine thread."""
 
 
-Command = Open | Close | SetPlan | SetDrafter | Offered | Lost | Attached | Detached | Stop
+Command = (
+    Open | Close | SetPlan | SetDrafter | Offered | Garbled | Lost | Attached | Detached | Stop
+)

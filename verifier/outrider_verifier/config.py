@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from outrider.awake import check_request
 from outrider.spec.plan import MAX_DRAFT_TOP_K
+from outrider_verifier.preemption import Way
 from outrider_verifier.simulation import parse_rates
 
 DTYPES = ("float32", "bfloat16")
@@ -15,9 +16,11 @@ MAX_OWN_DRAFT_LENGTH = 64
 DEFAULT_KV_TOKENS = 32768
 """KV budget where none is given and the size of the device's memory does not set one."""
 PLANNERS = AUTOMATIC_PLANNER, FIXED_PLANNER = ("automatic", "fixed")
+AUTOMATIC_PREEMPTION = "auto"
+PREEMPTIONS = (AUTOMATIC_PREEMPTION, *(way.value for way in Way))
 
 AUTOMATIC = -1.0
-CPU_CEILING_S, CUDA_CEILING_S = 0.25, 0.04
+CPU_CEILING_S, CUDA_CEILING_S = 0.2, 0.04
 CPU_GATHER_S, CUDA_GATHER_S = 0.001, 0.005
 CPU_PREFILL, CUDA_PREFILL = 256, 2048
 
@@ -65,7 +68,23 @@ class VerifierConfig:
     kv_block_tokens: int = 16
     """Tokens in one KV block."""
     max_sessions: int = 64
-    """Sessions served at once; one more is refused with RESOURCE_EXHAUSTED."""
+    """Sessions that run at once, with K/V; others wait."""
+    max_waiting: int = 64
+    """Sessions beyond these that may wait, preempted ones included; one more is refused with
+    RESOURCE_EXHAUSTED."""
+    kv_watermark: float = 0.01
+    """Share of the K/V blocks that stays free when sessions are let in, besides a block for each
+    that runs: what they grow into."""
+    max_preemptions: int = 4
+    """How often one session may be preempted; the last time it comes back only with all the blocks
+    that it may ever need. 0 preempts nobody: every session is let in so."""
+    preemption: str = AUTOMATIC_PREEMPTION
+    """How a preempted session gets its K/V back: swap (from host memory, within swap_space_gb),
+    recompute (from its tokens), or auto, whichever is measured to cost less."""
+    swap_space_gb: float = 4.0
+    """Host memory for the K/V of preempted sessions, taken as it is needed; 0 never swaps."""
+    aging_s: float = 10.0
+    """A waiting session's priority counts one more for every so many seconds that it has waited."""
     max_context_len: int = 0
     """Longest prompt + output in tokens; 0 takes the model's own limit."""
     max_tree_nodes: int = 64
@@ -134,6 +153,9 @@ class VerifierConfig:
             "prefill_tokens_per_round",
             "threads",
             "max_context_len",
+            "max_waiting",
+            "max_preemptions",
+            "swap_space_gb",
             "feature_budget_mb",
             "drain_s",
             "bench_round_ms",
@@ -144,6 +166,11 @@ class VerifierConfig:
         check_request(self.awake_cores, self.device)
         _require(self.gather_ms == AUTOMATIC or self.gather_ms >= 0, "gather_ms must be -1 or >= 0")
         _require(self.prompt_stretch >= 1.0, "prompt_stretch must be at least 1")
+        _require(self.aging_s > 0.0, "aging_s must be positive")
+        _require(0.0 <= self.kv_watermark < 1.0, "kv_watermark must be in [0, 1)")
+        _require(
+            self.preemption in PREEMPTIONS, f"preemption must be one of {', '.join(PREEMPTIONS)}"
+        )
         _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction must be in (0, 1]")
         _require(self.hello_s > 0.0, "hello_s must be positive")
         _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")
@@ -169,6 +196,11 @@ class VerifierConfig:
         """`prefill_tokens_per_round` with the automatic value resolved."""
         automatic = CUDA_PREFILL if self.device.startswith("cuda") else CPU_PREFILL
         return self.prefill_tokens_per_round or automatic
+
+    @property
+    def way_back(self) -> Way | None:
+        """How preempted sessions get their K/V back; None: as `preemption` says of auto."""
+        return None if self.preemption == AUTOMATIC_PREEMPTION else Way(self.preemption)
 
     @property
     def drafts_itself(self) -> bool:

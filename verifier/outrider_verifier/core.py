@@ -10,9 +10,6 @@ import logging
 from collections import Counter
 from typing import assert_never
 
-import numpy as np
-from numpy.typing import NDArray
-
 from outrider.engine.kvcache import KVPool
 from outrider.errors import (
     AlreadyExistsError,
@@ -38,6 +35,7 @@ from outrider_verifier.commands import (
     Close,
     Command,
     Detached,
+    Garbled,
     Lost,
     Offered,
     Open,
@@ -46,19 +44,20 @@ from outrider_verifier.commands import (
     Stop,
 )
 from outrider_verifier.effects import Answer, Effect, Emits, Fail, Moved, Post
-from outrider_verifier.engine import RoundRunner
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import FEATURE_FED, Handover, may_need_features
-from outrider_verifier.inbox import Inbox, Offer
+from outrider_verifier.inbox import Inbox
+from outrider_verifier.incoming import Incoming
 from outrider_verifier.moving import move
 from outrider_verifier.policy import Policy
+from outrider_verifier.room import Room
+from outrider_verifier.runner import RoundRunner
 from outrider_verifier.sessions import Session, check_plan, check_spec
 
 logger = logging.getLogger(__name__)
 
 OWN_METHODS = (DraftMethod.EAGLE3,)
 """How a verifier with a head of its own drafts."""
-_COUNTER_OF = {offer: f"proposals_{offer.value}" for offer in Offer}
 
 
 class Core:
@@ -77,8 +76,11 @@ class Core:
         max_tree_nodes: int,
         max_sessions: int,
         policy: Policy,
+        room: Room,
+        counters: Counter[str],
         post: Post,
     ) -> None:
+        """`max_sessions`: those that wait included. `counters`: see the attribute."""
         self._pool = pool
         self._runner = runner
         self.inbox = inbox
@@ -87,28 +89,34 @@ class Core:
         self._vocab_size = vocab_size
         self._max_context_len = max_context_len
         self._max_tree_nodes = max_tree_nodes
-        self._max_sessions = max_sessions
         self.policy = policy
+        self.room = room
         self._post = post
         self._emits: Emits | None = None
         """Where the next event goes; None: what was posted is handed over."""
         self.sessions: dict[SessionId, Session] = {}
         """Sessions being served, in order of opening."""
         self._by_handle: list[Session | None] = [None] * max_sessions
-        self._arrivals: list[tuple[Session, int, float]] = []
-        """Usable proposals that the policy has yet to hear of: session, length of the prefix, when.
-        """
         self.touched = 0
         """Grows when sessions may have changed otherwise than by a round's outcome."""
-        self.counters: Counter[str] = Counter()
+        self.counters = counters
         """Monotonic counts for metrics; written here, read anywhere."""
         self.drafters = Announcer(
-            handover, post=post, sessions=lambda: self.sessions.values(), counters=self.counters
+            handover, post=post, sessions=lambda: self.sessions.values(), counters=counters
+        )
+        self.incoming = Incoming(
+            inbox=inbox,
+            handover=handover,
+            drafters=self.drafters,
+            policy=policy,
+            of_handle=self._of_handle,
+            counters=self.counters,
+            post=post,
         )
 
     @property
     def num_sessions(self) -> int:
-        """Sessions being served."""
+        """Sessions being served, those that wait included."""
         return len(self.sessions)
 
     @property
@@ -127,12 +135,14 @@ class Core:
 
     def handle(self, command: Command, now: float) -> None:
         """Apply one command. Errors of a command with an answer go there."""
-        self.touched += not isinstance(command, Offered)
+        self.touched += not isinstance(command, Offered | Garbled)
         match command:
             case Offered():
-                self._offer(command, now)
+                self.incoming.offer(command, now)
+            case Garbled():
+                self.incoming.garbled(command, now)
             case Lost():
-                self._announce_again(command)
+                self.incoming.lost(command, now)
             case Open() | SetPlan() | Close():
                 self._answer(command, now)
             case SetDrafter():
@@ -178,52 +188,37 @@ class Core:
                 f"session {spec.session_id} is being served in epoch {old.spec.epoch}",
                 reason="SESSION_EXISTS",
             )
-        slack = max(self._max_tree_nodes, self._runner.extra_slots)
-        kv_tokens = len(spec.token_ids) + spec.max_new_tokens + slack
-        self._check_room(kv_tokens, old)
+        self._check_places(old)
         if old is not None:
             self._cancel(old)
         own_draft = self._own_draft(spec, spec.plan)
         keeps = self.store is not None and may_need_features(spec, own_draft)
-        kv = self._pool.allocate(kv_tokens)
-        try:
-            session = Session.create(spec, ticket=ticket, kv=kv, now=now, keeps_features=keeps)
-            session.own_draft = own_draft
-            if keeps and self.store is not None:
-                self.store.open(spec.session_id)
-            self._runner.open(session)
-        except Exception:
-            if self.store is not None:
-                self.store.close(spec.session_id)
-            kv.release()
-            raise
+        kv = self._pool.sequence()
+        session = Session.create(spec, ticket=ticket, kv=kv, now=now, keeps_features=keeps)
+        session.own_draft = own_draft
         self.sessions[spec.session_id] = session
         try:
+            self.room.enter(session)
+            if keeps and self.store is not None:
+                self.store.open(spec.session_id)
             session.handle = self._free_handle()
             self._by_handle[session.handle] = session
             self.handover.open(session)
             self.policy.follow(session)
             self.drafters.announce(session)
         except Exception:
-            # From here on there is a session to be freed, its slot and its seat included.
+            # From here on there is a session to be freed, its seat included.
             self.free(session)
             raise
         self.counters["sessions"] += 1
 
-    def _check_room(self, kv_tokens: int, old: Session | None) -> None:
-        """Refuse a session that does not fit now, `old` being gone: it goes on if this raises."""
-        sessions = len(self.sessions) - int(old is not None)
-        if sessions >= self._max_sessions:
+    def _check_places(self, old: Session | None) -> None:
+        """Refuse a session for which there is no place, `old` being gone: it goes on if this
+        raises."""
+        if len(self.sessions) - int(old is not None) >= len(self._by_handle):
             raise ResourceExhaustedError(
-                f"{self._max_sessions} sessions are being served", reason="SESSIONS_EXHAUSTED"
-            )
-        if old is None:
-            return
-        free = self._pool.free_blocks + old.kv.num_blocks
-        if self._pool.blocks_for(kv_tokens) > free:
-            raise ResourceExhaustedError(
-                f"the session needs {self._pool.blocks_for(kv_tokens)} blocks, {free} are free",
-                reason="KV_EXHAUSTED",
+                f"{len(self._by_handle)} sessions are being served, those that wait included",
+                reason="SESSIONS_EXHAUSTED",
             )
 
     def _own_draft(self, spec: SessionSpec, plan: Plan) -> int:
@@ -236,6 +231,8 @@ class Core:
         if session is None or session.ticket != command.ticket:
             return
         done = move(session, command.drafter_id, self.drafters, self.policy)
+        # Its rounds may write further than before.
+        session.covered = 0
         self.counters["sessions_moved" if done else "moves_refused"] += 1
         self._post(Moved(session.ticket, session.spec.drafter_id))
 
@@ -253,6 +250,8 @@ class Core:
         same_method = plan.method is session.plan.method
         session.plan = plan
         session.own_draft = self._own_draft(session.spec, plan)
+        # Its rounds may write further than before.
+        session.covered = 0
         session.suspect = False
         lags, session.paused = session.paused, False
         self.policy.follow(session)
@@ -276,55 +275,15 @@ class Core:
             self._cancel(session)
         elif command.ticket == session.ticket:
             self.counters["cancelled"] += 1
+            if session.emitted:
+                # Most who leave have what they wanted: a stop string ends an answer so.
+                self.room.lengths.observe(session.length - session.spec.prompt_len)
             self.free(session)
 
     def _cancel(self, session: Session) -> None:
         self.counters["cancelled"] += 1
         self.emit(session, (), FinishReason.CANCELLED)
         self.free(session)
-
-    def _offer(self, command: Offered, now: float) -> None:
-        proposals, sound = command.proposals, command.sound
-        known = self.handover.owned(command.link_id, proposals.handles)
-        good = known & sound
-        if not bool(good.all()):
-            self.counters["proposals_unknown"] += int(np.count_nonzero(sound & ~known))
-            for handle in np.unique(proposals.handles[known & ~sound]).tolist():
-                self._of_handle(handle).suspect = True
-        offers = self.inbox.offer(proposals, np.flatnonzero(good).tolist())
-        for offer, count in offers.results.items():
-            self.counters[_COUNTER_OF[offer]] += count
-        if offers.stale:
-            handles = proposals.handles
-            self._note_stale(handles[offers.stale], set(handles[offers.late].tolist()), now)
-        arrived = {int(proposals.handles[place]): place for place in offers.current}
-        for handle, place in arrived.items():
-            session = self._of_handle(handle)
-            session.proposal_at = now
-            self._arrivals.append((session, int(proposals.prefix_lens[place]), now))
-
-    def _note_stale(self, handles: NDArray[np.int64], in_vain: set[int], now: float) -> None:
-        """Of drafts [n] that came too late: which sessions were served at all, and which of them,
-        `in_vain`, with what they had waited for. One call a session, however many drafts."""
-        for handle in np.unique(handles).tolist():
-            session = self._of_handle(handle)
-            length = session.pace.missed_len if session.pace and handle in in_vain else 0
-            self.policy.arrived(session, prefix_len=length, usable=False, now=now)
-
-    def book_arrivals(self) -> None:
-        """Let the policy know of the usable proposals that have come: when the round that uses
-        them is under way, for until then their sessions wait for nothing."""
-        arrivals, self._arrivals = self._arrivals, []
-        for session, prefix_len, at in arrivals:
-            # For what came while a round of its session ran nobody waited.
-            if at >= session.since:
-                self.policy.arrived(session, prefix_len=prefix_len, usable=True, now=at)
-
-    def _announce_again(self, command: Lost) -> None:
-        """Begin anew with sessions that their drafter lost, a few times each."""
-        handles = np.array(command.handles, dtype=np.int64)
-        for handle in set(handles[self.handover.owned(command.link_id, handles)].tolist()):
-            self.drafters.announce_again(self._of_handle(handle))
 
     def _free_handle(self) -> int:
         held = enumerate(self._by_handle)
@@ -382,10 +341,9 @@ class Core:
             session.handle = -1
         if self.store is not None:
             self.store.close(session.session_id)
-        session.kv.release()
         session.ended = True
         self.touched += 1
-        self._runner.close(session)
+        self.room.leave(session)
 
     def fail(self, session: Session, error: OutriderError) -> None:
         """End a session's stream by an error and free all it holds."""
@@ -397,3 +355,11 @@ class Core:
         """Fail every session."""
         for session in list(self.sessions.values()):
             self.fail(session, error)
+
+    def abandon(self) -> None:
+        """Forget all sessions where not even failing them works; what they held is lost."""
+        for session in self.sessions.values():
+            session.ended = True
+        self.touched += 1
+        for held in (self.sessions, self.room.running, self.room.waiting):
+            held.clear()

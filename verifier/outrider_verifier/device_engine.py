@@ -35,23 +35,26 @@ from outrider.engine.device.shapes import (
 )
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warm_up import warm_up
-from outrider.engine.device.warp_slots import WarpSlots
+from outrider.engine.device.warp_slots import check_banned_first
 from outrider.engine.heads import DraftHead, FeatureProjection
+from outrider.engine.kvcache import KVPool
+from outrider.engine.swap import SwapSpace
 from outrider.engine.target import TargetModel
-from outrider.errors import InvalidRequestError
-from outrider.wire.messages import SessionSpec, TensorDtype
+from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_groups import (
     Chunk,
     Group,
-    Seat,
     add_prompts,
     group_rows,
 )
-from outrider_verifier.engine import Flight, RoundOutcome, RowOutcome, wire_array
+from outrider_verifier.device_seats import Seats
+from outrider_verifier.engine import wire_array
 from outrider_verifier.judged import Judged, decoded
 from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.runner import Flight, RoundOutcome, RowOutcome
 from outrider_verifier.sessions import Session
+from outrider_verifier.slack import Slack
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,7 @@ class DeviceRoundEngine:
         slots: SessionSlots,
         rounds: DeviceRounds,
         *,
+        slack: Slack,
         device: torch.device,
         own_head: OwnHead | None,
         feature_dtype: TensorDtype,
@@ -90,9 +94,8 @@ class DeviceRoundEngine:
         self._feature_dtype = feature_dtype
         self._wire_dtype = wire_array(torch.empty(0), feature_dtype).dtype
         self._device = device
-        self._warps = [slots.warp] if own_head is None else [slots.warp, own_head.warp]
-        self._seats: dict[int, Seat] = {}
-        """By the session's ticket."""
+        self.slack = slack
+        self._seats = Seats(slots, own_head)
         self._prompt_stretch, self._as_of = prompt_stretch, as_of
         self._beside: dict[int, int] = {}
         """Prompt tokens beside so many rows, once asked for."""
@@ -113,11 +116,13 @@ class DeviceRoundEngine:
     ) -> DeviceRoundEngine:
         """The engine of a loaded target; `head` drafts in this process (colocated, fused)."""
         shape = OwnShape(config.draft_length if head is not None else 0, config.draft_topk)
-        slack = config.max_tree_nodes + shape.extra_slots
+        own_slots = shape.extra_slots if head is not None else 0
+        # The host's word on a session may be a round old.
+        slack = Slack(config.max_tree_nodes, rounds=2, own_slots=own_slots)
         pool = target.pool
         held = pool.free_blocks * pool.block_tokens
         longest = config.max_context_len or target.config.max_position_embeddings
-        max_len = min(longest + slack, held)
+        max_len = min(longest + slack.most, held)
         slots = SessionSlots(
             pool,
             max_sessions=config.max_sessions,
@@ -144,6 +149,7 @@ class DeviceRoundEngine:
         return cls(
             slots,
             rounds,
+            slack=slack,
             device=target.device,
             own_head=own_head,
             feature_dtype=TensorDtype.BFLOAT16 if bfloat16 else TensorDtype.FLOAT32,
@@ -169,11 +175,6 @@ class DeviceRoundEngine:
     def drafts_itself(self) -> int:
         """Drafts of a round of the head in this process."""
         return 0 if self._own_head is None else self._own_head.shape.num_nodes
-
-    @property
-    def extra_slots(self) -> int:
-        """See `OwnShape.extra_slots`."""
-        return (OwnShape(0) if self._own_head is None else self._own_head.shape).extra_slots
 
     @property
     def piece_tokens(self) -> int:
@@ -236,43 +237,48 @@ class DeviceRoundEngine:
         """To be called once by the thread that will run the rounds."""
         make_current(self._device)
 
-    def open(self, session: Session) -> None:
-        """Give the session a slot; its K/V blocks are known to the device from here on."""
-        slot = self._slots.open(session.kv)
-        try:
-            warped = [self._begin_warp(warps, slot, session.spec) for warps in self._warps]
-        except InvalidRequestError:
-            self._slots.close(slot)
-            raise
-        self._seats[session.ticket] = Seat.of(session, slot, warped=any(warped))
-        self._slots.begin(slot, session.kv, session.spec.sampling)
+    def swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
+        """Room for the K/V of the target, and of the head in this process."""
+        storages = [pool.storage]
+        if self._own_head is not None:
+            storages.append(self._own_head.storage)
+        return SwapSpace(budget_bytes, storages, block_tokens=pool.block_tokens)
 
-    def _begin_warp(self, warps: WarpSlots, slot: int, spec: SessionSpec) -> bool:
-        warps.begin(
-            slot,
-            spec.sampling,
-            prompt_ids=spec.token_ids[: spec.prompt_len],
-            output_ids=spec.token_ids[spec.prompt_len :],
-            banned_first=spec.stop_token_ids if spec.min_new_tokens else (),
-            banned_until=spec.prompt_len + spec.min_new_tokens,
-        )
-        return warps.warps(slot)
+    def open(self, session: Session) -> None:
+        """See `RoundRunner`."""
+        spec = session.spec
+        check_banned_first(spec.stop_token_ids if spec.min_new_tokens else ())
 
     def close(self, session: Session) -> None:
-        """Take the slot back."""
-        seat = self._seats.pop(session.ticket, None)
-        if seat is not None:
-            self._slots.close(seat.slot)
+        """Take the slot back, or forget the copy."""
+        self._seats.close(session)
+
+    def grown(self, session: Session) -> None:
+        """The next submit tells the device."""
+        self._seats.grown(session)
+
+    def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
+        """See `RoundRunner`."""
+        return self._seats.suspend(session, swap)
+
+    def fetch(self, session: Session) -> bool:
+        """See `RoundRunner`."""
+        return self._seats.fetch(session)
+
+    def resume(self, session: Session) -> bool:
+        """See `RoundRunner`."""
+        return self._seats.resume(session)
 
     # ---- submitting ----------------------------------------------------------------------------
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> DeviceFlight:
         """Launch the round."""
-        seats = [self._seats[row.session.ticket] for row in verify]
+        self._seats.tell_grown()
+        seats = [self._seats.of(row.session) for row in verify]
         groups = group_rows(verify, seats, self.rounds.family.most_rows)
         add_prompts(
             groups,
-            [(place, row, self._seats[row.session.ticket]) for place, row in enumerate(prefill)],
+            [(place, row, self._seats.of(row.session)) for place, row in enumerate(prefill)],
             own_head=self._own_head is not None,
         )
         for group in groups:
@@ -293,11 +299,14 @@ class DeviceRoundEngine:
         if not group.own:
             for seat in group.seats:
                 seat.drafted = False
+            for chunk in group.chunks:
+                # The head missed these tokens.
+                self._seats.of(chunk.row.session).drafted = False
             return
         for chunk in group.chunks:
             session = chunk.row.session
             if chunk.row.last and session.own_draft:
-                self._seats[session.ticket].drafted = True
+                self._seats.of(session).drafted = True
 
     # ---- collecting ----------------------------------------------------------------------------
 

@@ -12,37 +12,11 @@ from outrider.engine.device.pieces import Piece, cut
 from outrider.engine.device.round_rows import RoundRows, RowInput
 from outrider.engine.device.rounds import Launched
 from outrider.engine.device.shapes import Drafts, Judge
-from outrider.spec.sampling import Rule
 from outrider.wire.messages import Proposals
+from outrider_verifier.device_seats import Seat
 from outrider_verifier.packing import PrefillRow, VerifyRow
-from outrider_verifier.sessions import Session
 
 _NO_ROWS: Final = RoundRows.of([])
-MATCHING = (Rule.GREEDY, Rule.COUPLED)
-"""Rules by which tokens are compared and no law is asked for."""
-
-
-@dataclass(slots=True, eq=False)
-class Seat:
-    """A session's place on the device, and what of it decides how its rows are launched."""
-
-    slot: int
-    matching: bool
-    """Whether its rule compares tokens and asks for no law."""
-    warped: bool
-    """Whether its logits are warped before anything looks at them."""
-    drafted: bool = False
-    """Whether the own draft on the device follows the session's prefix."""
-
-    @classmethod
-    def of(cls, session: Session, slot: int, *, warped: bool) -> Seat:
-        """The seat of a session that begins in `slot`."""
-        return cls(slot, session.spec.sampling.effective_rule in MATCHING, warped)
-
-    @property
-    def plain(self) -> bool:
-        """Whether its tokens are compared, and by logits as they are."""
-        return self.matching and not self.warped
 
 
 @dataclass(slots=True, eq=False)
@@ -183,8 +157,9 @@ def add_prompts(
         group.judge = Judge.SAMPLED
     first = 0
     for place, row, seat in prefill:
-        prompt = row.session.prompt_array
-        chunk = Chunk(place, row, first, cut(seat.slot, prompt, row.start, row.end))
+        # Of a session that goes on the root is known, so no token is sampled before it.
+        known = row.session.tokens[: row.session.length]
+        chunk = Chunk(place, row, first, cut(seat.slot, known, row.start, row.end))
         group.chunks.append(chunk)
         first += len(chunk.pieces)
 

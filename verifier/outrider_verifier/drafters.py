@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from outrider.errors import InvalidMessageError, OutriderError
+from outrider.errors import InvalidMessageError, OutriderError, UnavailableError
 from outrider.ids import DrafterId
 from outrider.transport.base import VerifierConnection
 from outrider.transport.lane import Lane, LaneListener
@@ -26,7 +26,13 @@ from outrider.wire.messages import (
     VerifierMessage,
 )
 from outrider_verifier.checks import DrafterChecks, Identity, check_hello
-from outrider_verifier.commands import Attached, Command, Detached, Link
+from outrider_verifier.commands import Attached, Command, Detached, Garbled, Link
+
+CUT_S = 5.0
+"""How long a drafter that flooded is refused."""
+MOST_WAITING = 256
+"""Commands that may wait for the engine thread before drafters are read no further."""
+BACKLOG_POLL_S = 0.002
 
 GreetingT = TypeVar("GreetingT", Hello, LaneAnswer)
 
@@ -58,12 +64,17 @@ class DrafterHub:
         post: Callable[[Command], None],
         hello_s: float,
         queue_bytes: int,
+        backlog: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`backlog`: commands that the engine thread has not taken yet."""
         self._identity = identity
         self._checks = DrafterChecks(identity)
         self._post = post
         self._hello_s = hello_s
         self._queue_bytes = queue_bytes
+        self._backlog = backlog
+        self._cut: dict[DrafterId, float] = {}
+        """Until when drafters that flooded are not heard, on the event loop's clock."""
         self._peers: dict[int, _Peer] = {}
         self._numbers = itertools.count(1)
         self.counters: Counter[str] = self._checks.counters
@@ -97,8 +108,8 @@ class DrafterHub:
     async def serve(self, connection: VerifierConnection) -> None:
         """Serve one drafter's connection until it ends; the transport closes it afterwards.
 
-        Raises FailedPreconditionError or InvalidMessageError if its hello is no good; that is
-        what the drafter is told.
+        Raises FailedPreconditionError or InvalidMessageError if its hello is no good,
+        UnavailableError if it was cut off a moment ago; that is what the drafter is told.
         """
         link, lane = await self._shake_hands(connection)
         peer = _Peer(link, connection, Outgoing(connection, size_of=_message_bytes))
@@ -123,9 +134,23 @@ class DrafterHub:
         if peer is not None:
             peer.lost.set()
 
+    def cut(self, link_id: int) -> None:
+        """End the connection of a drafter that sends more than anybody asked for, and have none
+        with it for a while."""
+        peer = self._peers.get(link_id)
+        if peer is None:
+            return
+        self.counters["drafters_cut"] += 1
+        logger.warning("drafter floods; disconnecting", extra=_describe(peer))
+        now = asyncio.get_running_loop().time()
+        self._cut = {name: until for name, until in self._cut.items() if until > now}
+        self._cut[peer.link.drafter_id] = now + CUT_S
+        peer.lost.set()
+
     async def _shake_hands(self, connection: VerifierConnection) -> tuple[Link, Lane | None]:
         hello = await self._hear(connection, Hello)
         check_hello(hello, self._identity)
+        self._check_cut(hello.drafter_id)
         lane = await self._welcome(connection, wants_lane=hello.lanes)
         link = Link(
             link_id=next(self._numbers),
@@ -162,6 +187,15 @@ class DrafterHub:
         finally:
             listener.withdraw(offer)
 
+    def _check_cut(self, drafter_id: DrafterId) -> None:
+        left_s = self._cut.get(drafter_id, 0.0) - asyncio.get_running_loop().time()
+        if left_s > 0.0:
+            raise UnavailableError(
+                f"drafter {drafter_id} was cut off for sending too much",
+                reason="DRAFTER_CUT",
+                retry_after_s=left_s,
+            )
+
     def _replace_older(self, drafter_id: DrafterId) -> None:
         for peer in self._peers.values():
             if peer.link.drafter_id == drafter_id:
@@ -190,6 +224,8 @@ class DrafterHub:
                 message = await peer.connection.receive()
             except InvalidMessageError as error:
                 self._checks.count_invalid(error)
+                self._post(Garbled(peer.link.link_id))
+                await self._keep_pace()
                 continue
             messages = (message, *peer.connection.ready())
             # All are checked before the first is posted: what wakes a round is there together.
@@ -197,6 +233,12 @@ class DrafterHub:
             for command in [self._checks.command(link_id, message) for message in messages]:
                 if command is not None:
                     self._post(command)
+            await self._keep_pace()
+
+    async def _keep_pace(self) -> None:
+        """Read no further while the engine thread is behind: what waits for it is memory."""
+        while self._backlog() > MOST_WAITING:
+            await asyncio.sleep(BACKLOG_POLL_S)
 
 
 def _describe(peer: _Peer) -> dict[str, str]:

@@ -78,6 +78,13 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """End an exchange link: its drafter sends more than anybody asked for."""
+
+    link_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """Settle the future of a command: an error, or None for success."""
 
@@ -125,7 +132,7 @@ class RoundReport:
         return max(0.0, self.total_s + self.waited_s - models_s)
 
 
-Effect = Emits | Fail | Moved | Tell | Answer | RoundReport
+Effect = Emits | Fail | Moved | Tell | Cut | Answer | RoundReport
 Post = Callable[[Effect], None]
 
 

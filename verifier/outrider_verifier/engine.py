@@ -1,7 +1,6 @@
 """One round: batch the rows, run the target, accept, commit K/V, project features.
 
-`RoundRunner` is what the verifier drives; `RoundEngine` is the one that computes with the host's
-help at every step, which is right on a CPU.
+`RoundEngine` computes with the host's help at every step, which is right on a CPU.
 
 R rows of the batch, L rows with logits, V vocabulary, H feature width.
 """
@@ -9,19 +8,24 @@ R rows of the batch, L rows with logits, V vocabulary, H feature width.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from outrider.engine.acceptance import Acceptance, accept
+from outrider.engine.kvcache import KVPool
+from outrider.engine.swap import SwapSpace
 from outrider.engine.target import ForwardBatch, ForwardOutput, Segment
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.packing import Packed, PrefillRow, VerifyRow, pack
+from outrider_verifier.runner import Decoded, Flight, RoundOutcome, RowOutcome
 from outrider_verifier.sessions import Session
+from outrider_verifier.slack import Slack
+from outrider_verifier.suspended import Suspended
 
 
 class Target(Protocol):
@@ -49,146 +53,6 @@ class Projection(Protocol):
         ...
 
 
-class RowOutcome(NamedTuple):
-    """What a round did for one row; its K/V is committed."""
-
-    acceptance: Acceptance | None
-    """None while a prompt is incomplete."""
-    features: NDArray[np.generic] | None
-    """[m, H] in the wire's element type, of the positions written; None if not kept. They may lie
-    in memory that a later round writes to: to be used before the next one is settled."""
-    drafted: int = 0
-    """Nodes of this process's own draft that were verified; proposals are not counted here."""
-
-
-@dataclass(slots=True, eq=False)
-class Decoded:
-    """What n rows that decode emitted, in columns: all that drafters are told. What only the host's
-    accounts ask for is made row by row, later."""
-
-    counts: NDArray[np.int64]
-    """[n]: tokens of each row."""
-    tokens: NDArray[np.int32]
-    """Of all rows in turn."""
-    features: Sequence[NDArray[np.generic] | None]
-    """[n]: as `RowOutcome.features`."""
-    rows: Callable[[], Sequence[RowOutcome]]
-    """All rows one by one."""
-
-    @classmethod
-    def of(cls, rows: Sequence[RowOutcome]) -> Decoded:
-        """Of rows that were judged one by one."""
-        tokens = [row.acceptance.tokens for row in rows if row.acceptance is not None]
-        return cls(
-            counts=np.array([len(row) for row in tokens], dtype=np.int64),
-            tokens=np.array([token for row in tokens for token in row], dtype=np.int32),
-            features=[row.features for row in rows],
-            rows=lambda: rows,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RoundOutcome:
-    """Outcomes in the order of the rows given, and the split of the time in seconds."""
-
-    prefill: list[RowOutcome]
-    decoded: Decoded
-    rows: int
-    forward_s: float
-    accept_s: float
-    project_s: float
-    """In the draft head's `fc`, the part of its forward that runs here."""
-    draft_s: float = 0.0
-    """In this process's own head, as far as that can be told from the target's forward."""
-
-
-class Flight(Protocol):
-    """A round that was submitted; means something to the runner that made it only."""
-
-
-class RoundRunner(Protocol):
-    """Runs rounds, in order: flights are collected in the order of their submission.
-
-    Between `submit` and `collect` of a round the host's view of its sessions (`kv.len`, `length`)
-    stays that of before; `collect` moves `kv` on, for sessions that have not ended meanwhile, and
-    the caller appends the tokens. A session may be closed while a round with it is in flight: what
-    that round computes for it is dropped, and whatever takes over its K/V blocks or its slot is
-    submitted later.
-    """
-
-    @property
-    def run_ahead(self) -> bool:
-        """Whether a round may be submitted before the one with the same sessions is collected."""
-        ...
-
-    @property
-    def drafts_itself(self) -> int:
-        """Draft length of the head in this process; 0 if there is none."""
-        ...
-
-    @property
-    def extra_slots(self) -> int:
-        """K/V slots that a session may be written past its longest prefix."""
-        ...
-
-    @property
-    def piece_tokens(self) -> int:
-        """Prompt tokens of which a round takes whole numbers; 1: any number."""
-        ...
-
-    @property
-    def most_prompt_tokens(self) -> int | None:
-        """Most prompt tokens of a round, pieces that are not full counted as full; None: no
-        bound."""
-        ...
-
-    def prompt_tokens_beside(self, rows: int) -> int | None:
-        """The same for a round in which `rows` sessions decode."""
-        ...
-
-    def round_s(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:
-        """Seconds of the device for a round in which so many sessions decode, with or without
-        drafts of the head in this process, beside so many pieces of prompts; None: not
-        measured."""
-        ...
-
-    def verify_s(self, rows: int, nodes: int) -> float | None:
-        """Seconds of the device for a round of so many sessions with drafts from outside, `nodes`
-        each, the root included; None: not measured."""
-        ...
-
-    @property
-    def usable(self) -> bool:
-        """Whether the device still works; asked after a failure only. False is final: nothing
-        can be run in this process any more. Must not raise."""
-        ...
-
-    def enter_thread(self) -> None:
-        """To be called once by the thread that will run the rounds."""
-        ...
-
-    def open(self, session: Session) -> None:
-        """A session begins. Raises ResourceExhaustedError if it cannot be taken in."""
-        ...
-
-    def close(self, session: Session) -> None:
-        """A session that was opened is over; must not fail."""
-        ...
-
-    def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
-        """Start a round. On an exception no row of it was started."""
-        ...
-
-    def landed(self, flight: Flight) -> bool:
-        """Whether `collect` need not wait."""
-        ...
-
-    def collect(self, flight: Flight) -> RoundOutcome:
-        """Wait for a round. On an exception nothing that matters was committed: the caller ends
-        the sessions."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _HostFlight:
     """A round that has run and is not committed."""
@@ -198,11 +62,10 @@ class _HostFlight:
 
 
 class RoundEngine:
-    """Runs each round within `submit`; holds no session state."""
+    """Runs each round within `submit`; of sessions it holds only what was swapped out."""
 
     run_ahead = False
     drafts_itself = 0
-    extra_slots = 0
     piece_tokens = 1
     most_prompt_tokens: int | None = None
     usable = True
@@ -212,9 +75,13 @@ class RoundEngine:
         target: Target,
         projection: Projection | None,
         *,
+        max_nodes: int,
         feature_dtype: TensorDtype = TensorDtype.FLOAT32,
         device: torch.device | str = "cpu",
     ) -> None:
+        """`max_nodes`: of a draft."""
+        self.slack = Slack(max_nodes)
+        self._suspended = Suspended()
         self._target = target
         self._projection = projection
         self._device = torch.device(device)
@@ -241,11 +108,32 @@ class RoundEngine:
         """Not measured."""
         return None
 
+    @staticmethod
+    def swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:
+        """Room for the target's K/V."""
+        return SwapSpace(budget_bytes, [pool.storage], block_tokens=pool.block_tokens)
+
     def open(self, session: Session) -> None:
         """Nothing to do."""
 
     def close(self, session: Session) -> None:
-        """Nothing to do."""
+        """Forget its copy, if it was swapped out."""
+        self._suspended.drop(session)
+
+    def grown(self, session: Session) -> None:
+        """Nothing to do: a forward looks at the blocks."""
+
+    def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
+        """See `RoundRunner`."""
+        return self._suspended.take(session, swap)
+
+    def fetch(self, session: Session) -> bool:
+        """See `RoundRunner`."""
+        return self._suspended.fetch(session)
+
+    def resume(self, session: Session) -> bool:
+        """See `RoundRunner`."""
+        return self._suspended.give(session)
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
         """Run the round."""

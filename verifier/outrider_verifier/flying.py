@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from outrider_verifier.engine import Flight
 from outrider_verifier.handover import Told
 from outrider_verifier.inbox import Held
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.rows import trim
+from outrider_verifier.runner import Flight
 from outrider_verifier.schedule import RoundPlan
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Settled, Sheet, is_told
@@ -84,7 +84,7 @@ def drafted_row(session: Session, held: Held) -> VerifyRow:
 
 def prompted(prompts: Sequence[Settled]) -> Told:
     """What drafters hear of prompts, which are settled already."""
-    rows = [row for row in prompts if row.reason is None and is_told(row.session)]
+    rows = [row for row in prompts if row.fresh and row.reason is None and is_told(row.session)]
     return Told.present([row.session for row in rows], [row.result.features for row in rows])
 
 

@@ -72,7 +72,7 @@ class Told:
             lengths=_column([session.length for session in sessions]),
             counts=np.zeros(len(sessions), dtype=np.int64),
             tokens=np.empty(0, dtype=np.int32),
-            written=_column([session.kv.len for session in sessions]),
+            written=_column([session.written for session in sessions]),
             whole=whole,
             wanted=np.array([s.prefilled and s.draft_wanted for s in sessions], dtype=np.bool_),
             features=features,
@@ -212,7 +212,7 @@ class Handover:
         return self._replay(session)
 
     def _replay(self, session: Session) -> Iterator[VerifierMessage]:
-        handle, written = session.handle, session.kv.len
+        handle, written = session.handle, session.written
         told, digest = int(self._tokens[handle]), int(self._digests[handle])
         for start in range(int(self._features[handle]), written, self._chunk_tokens):
             stop = min(start + self._chunk_tokens, written)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from outrider.engine.acceptance import Acceptance
 from outrider.engine.kernels.acceptance.matching import FALLBACK, RESAMPLED
 from outrider_verifier.device_groups import Group
-from outrider_verifier.engine import Decoded, RowOutcome
+from outrider_verifier.runner import Decoded, RowOutcome
 
 
 class Judged(NamedTuple):

@@ -238,6 +238,8 @@ class Pace:
     missed_at: float = 0.0
     unheard: int = 0
     """Rounds that did not wait since the drafter became suspect."""
+    silent: bool = False
+    """Whether its drafter says nothing to anybody: so it is not tried, it will be heard."""
     hold_after: int = HOLD_ROUNDS
     """How many of these there may be before it is waited for once more."""
 
@@ -249,6 +251,10 @@ class Pace:
     def turned_ahead(self) -> None:
         """It goes over to look-ahead or to lock-step."""
         self.unsettled = AHEAD_ROUNDS
+
+    def resumed(self) -> None:
+        """It was preempted: what passed since its last round tells nothing of rounds."""
+        self.last_at = math.nan
 
     def arrived(self, session: Session, *, prefix_len: int, usable: bool, now: float) -> None:
         """A proposal came that was not there when its prefix was; `usable`: it is for the present
@@ -278,7 +284,7 @@ class Pace:
         if not session.suspect:
             return
         self.unheard += 1
-        if self.unheard >= self.hold_after:
+        if self.unheard >= self.hold_after and not self.silent:
             # Told of every round, a drafter that is well again needs no more than usual.
             session.suspect, self.holding, self.unheard = False, False, 0
             self.hold_after = min(2 * self.hold_after, MAX_HOLD_ROUNDS)

@@ -10,7 +10,7 @@ from outrider.transport.lane import LaneSet
 from outrider.wire.codec import decode_drafter_messages, encode_verifier_messages
 from outrider.wire.messages import VerifierMessage
 from outrider_verifier.checks import DrafterChecks
-from outrider_verifier.commands import Command
+from outrider_verifier.commands import Command, Garbled
 
 
 class Lanes(LaneSet):
@@ -39,6 +39,7 @@ class Lanes(LaneSet):
             for message in decode_drafter_messages(frame):
                 if isinstance(message, InvalidMessageError):
                     self._checks.count_invalid(message)
+                    found.append(Garbled(link_id))
                     continue
                 command = self._checks.command(link_id, message)
                 if command is not None:

@@ -202,10 +202,7 @@ class EngineLoop:
             self._core.fail_all(error)
         except Exception:
             logger.exception("sessions could not be dropped cleanly")
-            for session in self._core.sessions.values():
-                session.ended = True
-            self._core.touched += 1
-            self._core.sessions.clear()
+            self._core.abandon()
 
     def _flush(self) -> bool:
         """Hand over what was posted; whether the asyncio thread has a part in it."""

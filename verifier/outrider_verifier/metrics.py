@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from outrider.wire.messages import SpecStats
 from outrider_verifier.effects import RoundReport
+from outrider_verifier.preemption import Way
 
 WINDOW = 512
 """Rounds over which the medians run."""
@@ -28,7 +29,7 @@ _PROPOSALS = (
     "unknown",
 )
 _COUNTERS = {
-    "sessions": "Sessions admitted",
+    "sessions": "Sessions taken in",
     "finished": "Sessions that ended by a stop token or their length",
     "cancelled": "Sessions closed before their end",
     "failed": "Sessions ended by an error",
@@ -57,6 +58,8 @@ _COUNTERS = {
     "messages_invalid": "Messages of drafters and routers that failed validation",
     "drafters_attached": "Drafter connections accepted",
     "drafters_lost": "Drafter connections that ended",
+    "drafters_silent": "Times that nobody waited any longer for a drafter that said nothing",
+    "drafters_cut": "Drafters disconnected because they sent more than anybody asked for",
     "drafters_overflowed": "Drafters disconnected because they did not read",
     "routers_overflowed": "Routers disconnected because they did not read",
     "commands_refused": "Requests and proposals refused because the engine thread was behind",
@@ -125,6 +128,24 @@ def stats_of(counters: Mapping[str, int]) -> SpecStats:
     )
 
 
+def _preempted(counts: Mapping[str, int]) -> Iterator[Metric]:
+    """Sessions that lost their K/V, and those that have it again."""
+    preemptions = CounterMetricFamily(
+        "outrider_preemptions", "Sessions preempted, by how they get their K/V back", None, ["kind"]
+    )
+    for way in Way:
+        preemptions.add_metric([way.value], float(counts.get(f"preemptions_{way.value}", 0)))
+    yield preemptions
+    resumed = CounterMetricFamily(
+        "outrider_resumed_sessions",
+        "Sessions that go on, by what had stopped them",
+        None,
+        ["cause"],
+    )
+    resumed.add_metric(["preemption"], float(counts.get("resumed_preemption", 0)))
+    yield resumed
+
+
 def _median_ms(window: deque[float]) -> float:
     return statistics.median(window) * 1000.0 if window else 0.0
 
@@ -191,6 +212,7 @@ class Metrics(Collector):
         for outcome in _PROPOSALS:
             proposals.add_metric([outcome], float(counts.get(f"proposals_{outcome}", 0)))
         yield proposals
+        yield from _preempted(counts)
         for name, value in self._gauges().items():
             yield GaugeMetricFamily(f"outrider_verifier_{name}", name.replace("_", " "), value)
 

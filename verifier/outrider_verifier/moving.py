@@ -10,14 +10,20 @@ from outrider_verifier.policy import Policy
 from outrider_verifier.sessions import Session
 
 
-def move(session: Session, drafter_id: DrafterId, drafters: Announcer, policy: Policy) -> bool:
-    """Let this drafter draft for the session from its present prefix on; whether it does.
+def move(
+    session: Session, drafter_id: DrafterId | None, drafters: Announcer, policy: Policy
+) -> bool:
+    """Let this drafter draft for the session from its present prefix on; whether it does. None:
+    nobody is to, and it decodes plainly until it is moved again.
 
-    It must be attached and able to follow: where the features of before are not held any more, the
-    session keeps the drafter that it has. A proposal that is there stays usable: it names its
-    prefix, not its drafter.
+    A drafter must be attached and able to follow: where the features of before are not held any
+    more, the session keeps the drafter that it has. A proposal that is there stays usable: it names
+    its prefix, not its drafter; but not where nobody drafts any more, for then nothing follows the
+    prefix.
     """
-    if session.own_draft or not drafters.can_announce(session, drafter_id):
+    if session.own_draft:
+        return False
+    if drafter_id is not None and not drafters.can_announce(session, drafter_id):
         return False
     if session.spec.drafter_id == drafter_id and session.link_id is not None:
         return True
@@ -29,5 +35,8 @@ def move(session: Session, drafter_id: DrafterId, drafters: Announcer, policy: P
     session.suspect = session.paused = False
     session.losses = 0
     policy.follow(session)
-    drafters.announce(session)
+    if drafter_id is None:
+        drafters.abandon(session)
+    else:
+        drafters.announce(session)
     return True

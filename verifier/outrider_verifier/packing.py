@@ -16,14 +16,15 @@ from outrider_verifier.sessions import Session
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefillRow:
-    """The next prompt tokens of a session."""
+    """The next tokens of a session to be prefilled: of its prompt, or of all that it had."""
 
     session: Session
     start: int
     """Position of the first one."""
     num_tokens: int
     last: bool
-    """Whether the prompt ends in this round, so that its first token is sampled."""
+    """Whether the prompt ends in this round, so that its first token is sampled. Never of what is
+    prefilled again: the root behind it is known."""
 
     @classmethod
     def next_of(cls, session: Session, num_tokens: int) -> PrefillRow:
@@ -32,7 +33,7 @@ class PrefillRow:
             session=session,
             start=session.prefill_sent,
             num_tokens=num_tokens,
-            last=num_tokens == session.prefill_left,
+            last=num_tokens == session.prefill_left and not session.emitted,
         )
 
     @property

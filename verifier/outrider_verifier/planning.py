@@ -11,7 +11,7 @@ def turn(core: Core, now: float, *, flying: RoundPlan | None) -> None:
     """Before a round is planned, pause and resume speculation and look-ahead where the policy has
     changed its mind; `flying`: the round in flight."""
     policy = core.policy
-    policy.begin_round(core.num_sessions, now)
+    policy.begin_round(len(core.room.running), now)
     if not policy.changed:
         return
     policy.changed = False
@@ -27,6 +27,7 @@ def turn(core: Core, now: float, *, flying: RoundPlan | None) -> None:
             policy.changed = True
         elif pauses:
             policy.turn(session, paused=True)
+            session.covered = 0
             core.counters["speculation_paused"] += 1
         else:
             _resume(core, session, now)

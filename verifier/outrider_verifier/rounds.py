@@ -16,16 +16,16 @@ from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.spec.costs import GAIN
 from outrider_verifier.accounts import Accounts
 from outrider_verifier.core import Core
-from outrider_verifier.engine import RoundOutcome, RoundRunner
 from outrider_verifier.flying import InFlight, await_drafts, drafted_row, is_drafted, prompted
 from outrider_verifier.halves import Halves
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.planning import turn
+from outrider_verifier.row_states import RowStates
+from outrider_verifier.runner import RoundOutcome, RoundRunner
 from outrider_verifier.schedule import (
     DecodeRow,
     Limits,
     RoundPlan,
-    RowState,
     Times,
     plan_ahead,
     plan_beside,
@@ -73,6 +73,7 @@ class Rounds:
         self._clock = clock
         self._flying: InFlight | None = None
         self._accounts = Accounts(core)
+        self._rows = RowStates(core, engine)
         self._ended_at = 0.0
         """When the last round's outcome was there, on the clock of `time.perf_counter`."""
         self._forward_s = 0.0
@@ -87,6 +88,7 @@ class Rounds:
         whether another thread has them now."""
         self.device_lost = False
         """Whether the device was found not to work after a failure; no round can follow."""
+        core.room.failed = self._fail_one
 
     @property
     def flying(self) -> bool:
@@ -100,45 +102,44 @@ class Rounds:
     def plan(self, now: float) -> RoundPlan:
         """What to do now; while a round is in flight, an empty plan means to settle it, at once or,
         if the plan says when to look again, once it has `landed`."""
-        flying = self._flying
+        flying, room = self._flying, self._core.room
+        under_way = () if flying is None else flying.plan.session_ids
+        if not room.ready(now, touched=self._core.touched, flying=under_way):
+            return RoundPlan()
         turn(self._core, now, flying=None if flying is None else flying.plan)
         half = self._half = self._most_rows()
         if flying is None:
             plan = self._next(now)
             if plan.empty:
-                self._core.book_arrivals()
+                self._core.incoming.book_arrivals()
+                return plan.by(room.look_at(now))
             return plan
         if half is None and self._stays_for_drafts(flying):
             return RoundPlan(wait_until=now + LOOK_S)
-        rows = self._row_states()
+        rows = self._rows.all()
         if half is None:
             return plan_ahead(rows, flying.plan, self._limits)
         return plan_beside(rows, now, flying.plan, self._limits, most_rows=half)
 
     def _next(self, now: float) -> RoundPlan:
         """The next round where none is in flight."""
-        sessions = list(self._core.sessions.values())
+        sessions = list(self._core.room.running.values())
         held = self._core.inbox.nodes([session.handle for session in sessions])
         if self._half is None and all([nodes >= 0 for nodes in held]):
-            # So all are past their prompts.
-            wanted = all([session.draft_wanted for session in sessions])
+            # So all are past their prompts, or were when they were preempted.
+            wanted = all([s.draft_wanted and not s.prefill_left for s in sessions])
             names = [session.spec.session_id for session in sessions]
             drafted = plan_drafted(names, held, self._limits) if wanted else None
             if drafted is not None:
                 return drafted
         return plan_round(
-            list(map(self._row_state, sessions, held)),
+            list(map(self._rows.of, sessions, held)),
             now,
             self._limits,
             idle_since=self._idle_since,
             most_rows=self._half,
             times=Times(answer_s=self._core.policy.answer_s(), round_s=self._forward_s),
         )
-
-    def _row_states(self) -> list[RowState]:
-        sessions = list(self._core.sessions.values())
-        held = self._core.inbox.nodes([session.handle for session in sessions])
-        return list(map(self._row_state, sessions, held))
 
     @property
     def landed(self) -> bool:
@@ -167,7 +168,7 @@ class Rounds:
         policy = self._core.policy
         if not (self._engine.run_ahead and policy.automatic):
             return None
-        drafted = [s for s in self._core.sessions.values() if is_drafted(s)]
+        drafted = [s for s in self._core.room.running.values() if is_drafted(s)]
         # Who drafts ahead is at work while a round runs, without halves.
         if not drafted or any(session.looks_ahead for session in drafted):
             return None
@@ -222,8 +223,7 @@ class Rounds:
             decoded = commit_rows(flying.verify, outcome.decoded, self._idle_since)
             # Who is at its end must not be in the next round.
             emitted = sum([self._accounts.follow_up(row) for row in decoded if row.reason])
-            plan = self._next(self._idle_since)
-            if not plan.empty:
+            if self._core.room.grow() and not (plan := self._next(self._idle_since)).empty:
                 self._flying, failure = self._attempt(plan, self._ended_at, 0.0)
         self._core.drafters.say(self._core.handover.verdicts(followed))
         # A prompt's features take long to copy: who decodes does not wait for them.
@@ -263,6 +263,10 @@ class Rounds:
         if not flying.prefill:
             known_s = self._forward_s or outcome.forward_s
             self._forward_s = known_s + GAIN * (outcome.forward_s - known_s)
+        else:
+            alone_s = self._forward_s if rows else 0.0
+            tokens = sum([row.num_tokens for row in flying.prefill])
+            self._core.room.saw_prefill(tokens, max(0.0, outcome.forward_s - alone_s))
         return outcome
 
     def _may_go_on(self, flying: InFlight, sheet: Sheet) -> bool:
@@ -270,8 +274,9 @@ class Rounds:
         and nothing to be decided first."""
         if not self._engine.run_ahead or flying.prefill or self._half is not None:
             return False
-        # The planner turns sessions that are in no round only.
-        return not self._core.policy.changed and self._core.inbox.hits(sheet.handles)
+        # The planner turns, and the room preempts, sessions that are in no round only.
+        settled_first = self._core.policy.changed or self._core.room.pressed
+        return not settled_first and self._core.inbox.hits(sheet.handles)
 
     def check_device(self, bug: BaseException | None) -> None:
         """After a failure, `bug` if it is known: note whether the device is the reason."""
@@ -302,7 +307,7 @@ class Rounds:
         marked = trace.now()
         flight = self._engine.submit(prefill, verify)
         trace.span("submit", marked, len(verify))
-        self._core.book_arrivals()
+        self._core.incoming.book_arrivals()
         for row in prefill:
             row.session.prefill_sent = row.end
         return InFlight(
@@ -314,38 +319,14 @@ class Rounds:
             waited_s=waited_s,
         )
 
-    def _row_state(self, session: Session, held: int) -> RowState:
-        """What the schedule must know of a session; `held`: nodes of its proposal, -1 if there is
-        none."""
-        left, remaining = session.prefill_left, session.remaining
-        if session.paused:
-            ahead, name = self._runs_ahead(session), session.spec.session_id
-            return RowState(name, left, None, session.since, runs_ahead=ahead, remaining=remaining)
-        # What `draft_wanted` says, with the budget at hand.
-        wanted = remaining > 1 and session.draft_limit > 0 and session.wishes_drafts
-        if held >= 0 and left == 0 and wanted:
-            return RowState(session.spec.session_id, 0, held, session.since, session.proposal_at)
-        awaits = session.awaits_proposal
-        return RowState(
-            session.spec.session_id,
-            left,
-            None,
-            session.since,
-            own_nodes=session.own_depth if session.own_draft else 0,
-            awaits_proposal=awaits,
-            patience_s=self._core.policy.patience(session) if awaits else 0.0,
-            runs_ahead=self._runs_ahead(session),
-            remaining=remaining,
-        )
-
     def _may_stay_in_flight(self, flying: InFlight) -> bool:
-        if self._half is not None and len(flying.sessions) < len(self._core.sessions):
+        if self._half is not None and len(flying.sessions) < len(self._core.room.running):
             return True
         if self._stays_for_drafts(flying):
             return True
         # Proposals need the host after their round; so no command can come between.
         return all(row.session.ended or row.held is None for row in flying.verify) and all(
-            session.ended or self._runs_ahead(session) for session in flying.sessions
+            session.ended or self._rows.runs_ahead(session) for session in flying.sessions
         )
 
     def _stays_for_drafts(self, flying: InFlight) -> bool:
@@ -356,11 +337,6 @@ class Rounds:
         flying.sheet(self._core.touched)
         flying.expect(self._engine.verify_s)
         return True
-
-    def _runs_ahead(self, session: Session) -> bool:
-        # A drafter that is told of every round could never catch up with one that runs ahead.
-        alone = session.link_id is None or (session.paused and self._core.policy.pauses(session))
-        return self._engine.run_ahead and alone
 
     def _verify_rows(self, decode: Sequence[DecodeRow]) -> list[VerifyRow]:
         """The rows of a plan, with their proposals taken out of the inbox."""
@@ -376,11 +352,16 @@ class Rounds:
                 rows.append(drafted_row(session, next(left)))
                 continue
             if row.missed:
-                self._core.policy.missed(session)
-                self._core.inbox.missed(session.handle)
-                self._core.counters["patience_over"] += 1
+                self._core.incoming.missed(session)
             rows.append(VerifyRow(session, own_depth=session.own_depth))
         return rows
+
+    def _fail_one(self, session: Session, bug: Exception) -> None:
+        """A session could not be let in."""
+        if isinstance(bug, OutriderError):
+            self._core.fail(session, bug)
+        else:
+            self._fail([session], bug)
 
     def _fail(self, sessions: Sequence[Session], bug: Exception) -> None:
         self._core.counters["failed_rounds"] += 1

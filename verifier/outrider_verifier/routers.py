@@ -36,6 +36,7 @@ from outrider.wire.messages import (
     SessionMove,
     SessionMoved,
     SessionOpen,
+    SessionsDraining,
     SessionsMessage,
     SessionSpec,
     SessionsRequest,
@@ -95,9 +96,12 @@ class RouterHub:
         self._admit = admit
         self._on_change = on_change
         self._served: dict[int, _Served] = {}
-        self._moving: dict[int, DrafterId | None] = {}
+        self._moving: dict[int, tuple[DrafterId | None] | None] = {}
         """Sessions that the engine is moving, and where each is to go after that."""
         self._tickets = itertools.count(1)
+        self._routers: set[_Router] = set()
+        self._drains_until: float | None = None
+        """Time of the event loop at which the sessions must be gone; None: they may stay."""
         self.counters: Counter[str] = Counter()
         """Monotonic counts for metrics."""
 
@@ -109,6 +113,9 @@ class RouterHub:
     async def serve(self, connection: ServingConnection) -> None:
         """Serve one router until its stream ends, then free its sessions."""
         router = _Router(connection, Outgoing(connection, size_of=_size))
+        self._routers.add(router)
+        if self._drains_until is not None:
+            self._tell_of_drain(router, self._drains_until)
         tasks = [
             asyncio.ensure_future(self._receive_all(router)),
             asyncio.ensure_future(router.outgoing.pump()),
@@ -118,6 +125,7 @@ class RouterHub:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             router.lost.set()
+            self._routers.discard(router)
             for task in tasks:
                 task.cancel()
             for handle in list(router.tickets):
@@ -126,6 +134,18 @@ class RouterHub:
         for result in results:
             if isinstance(result, Exception) and not isinstance(result, OutriderError):
                 logger.error("a router's stream failed", exc_info=result, extra=_facts(router))
+
+    def drain(self, seconds: float) -> None:
+        """Tell all routers, also those to come, that sessions are served for so long yet."""
+        self._drains_until = asyncio.get_running_loop().time() + seconds
+        for router in self._routers:
+            self._tell_of_drain(router, self._drains_until)
+
+    def end_all(self, error: OutriderError) -> None:
+        """Fail every session that is left."""
+        for ticket, served in list(self._served.items()):
+            self.fail(ticket, error)
+            self._post(Close(served.session_id, ticket))
 
     def emit(self, batch: Emits) -> None:
         """Send the events of a round: one message to each router that has sessions in it."""
@@ -155,7 +175,7 @@ class RouterHub:
         if served is None:
             return
         if wish is not None:
-            self._move(served.router, served.handle, wish)
+            self._move(served.router, served.handle, *wish)
         else:
             self._tell(served.router, SessionMoved(served.handle, drafter_id))
 
@@ -210,13 +230,13 @@ class RouterHub:
         if isinstance(error, OutriderError):
             self.fail(ticket, error)
 
-    def _move(self, router: _Router, handle: int, drafter_id: DrafterId) -> None:
+    def _move(self, router: _Router, handle: int, drafter_id: DrafterId | None) -> None:
         ticket = router.tickets.get(handle)
         if ticket is None:
             return
         if ticket in self._moving:
             # One at a time for the engine; of several wishes the last one counts.
-            self._moving[ticket] = drafter_id
+            self._moving[ticket] = (drafter_id,)
             return
         self._moving[ticket] = None
         self._post(SetDrafter(self._served[ticket].session_id, ticket, drafter_id))
@@ -234,6 +254,10 @@ class RouterHub:
             del served.router.tickets[served.handle]
             self._on_change(len(self._served))
         return served
+
+    def _tell_of_drain(self, router: _Router, until: float) -> None:
+        seconds = max(0.0, until - asyncio.get_running_loop().time())
+        self._tell(router, SessionsDraining(seconds))
 
     def _tell(self, router: _Router, message: SessionsMessage) -> None:
         if router.lost.is_set():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ class RowState(NamedTuple):
 
     session_id: SessionId
     prefill_left: int
-    """Prompt tokens that no round was submitted with; 0 once the session can decode."""
+    """Tokens to prefill that no round was submitted with; 0 once the session can decode."""
     nodes: int | None
     """Nodes of the usable proposal, None if there is none."""
     since: float
@@ -63,6 +63,8 @@ class RowState(NamedTuple):
     """Whether its next round needs nothing that the one in flight tells the host."""
     remaining: int = 2
     """Tokens it may still emit, those of a round in flight not counted off."""
+    priority: int = 0
+    """Prompts of greater ones go first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,12 @@ class RoundPlan:
         """Whether there is nothing to run now."""
         return not self.prefill and not self.decode
 
+    def by(self, at: float | None) -> RoundPlan:
+        """This one, looked at again at `at` at the latest, if that is a time."""
+        if at is None or (self.wait_until is not None and self.wait_until <= at):
+            return self
+        return replace(self, wait_until=at)
+
 
 class _Ready(NamedTuple):
     at: float
@@ -137,8 +145,8 @@ def plan_round(
     """Choose the next round.
 
     A decoding row is ready when it has a proposal, when none is expected, or when its patience
-    is over. Ready rows go oldest first within `decode_tokens`; prompts in order of opening
-    within `prefill_tokens`. While other rows still await proposals, a round starts only
+    is over. Ready rows go oldest first within `decode_tokens`; prompts by priority, then in order
+    of opening, within `prefill_tokens`. While other rows still await proposals, a round starts only
     `gather_s` after its first row became ready, so that proposals of one draft batch share it; or
     after the last round ended, `idle_since`, if that was later: else the sessions of two rounds,
     each ready while the other runs, would never share one. Few are waited for as many times
@@ -250,9 +258,14 @@ def _round(
     if beside is not None:
         budget = min(budget, beside)
     return RoundPlan(
-        prefill=_fill(sorted(prefilling, key=lambda row: row.since), budget, limits.piece_tokens),
+        prefill=_fill(sorted(prefilling, key=_turn), budget, limits.piece_tokens),
         decode=_fit(ready, limits.decode_tokens),
     )
+
+
+def _turn(row: RowState) -> tuple[int, float]:
+    """Whose prompt comes first is smaller."""
+    return -row.priority, row.since
 
 
 def _fill(rows: list[RowState], budget: int, piece: int) -> tuple[PrefillChunk, ...]:

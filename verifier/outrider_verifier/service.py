@@ -27,12 +27,23 @@ from outrider.wire.messages import (
 )
 from outrider_verifier.assembly import assemble, feature_dtype
 from outrider_verifier.checks import DrafterChecks, Identity
-from outrider_verifier.commands import Attached, Close, Command, Offered, Open, SetPlan
+from outrider_verifier.commands import (
+    Attached,
+    Close,
+    Command,
+    Garbled,
+    Link,
+    Offered,
+    Open,
+    SetPlan,
+)
+from outrider_verifier.conduct import Conduct
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.core import OWN_METHODS
 from outrider_verifier.drafters import DrafterHub
 from outrider_verifier.effects import (
     Answer,
+    Cut,
     Effect,
     Emits,
     Fail,
@@ -41,12 +52,13 @@ from outrider_verifier.effects import (
     Tell,
     told_by_link,
 )
-from outrider_verifier.engine import Projection, RoundEngine, RoundRunner, Target
+from outrider_verifier.engine import Projection, RoundEngine, Target
 from outrider_verifier.lanes import Lanes
 from outrider_verifier.loop import EngineLoop
 from outrider_verifier.metrics import Metrics, stats_of
 from outrider_verifier.rounds import device_lost_error
 from outrider_verifier.routers import RouterHub
+from outrider_verifier.runner import RoundRunner
 
 _DRAIN_POLL_S = 0.02
 _STOP_TIMEOUT_S = 10.0
@@ -91,14 +103,17 @@ class VerifierService(SessionIterators):
         self._vocab_size = target.vocab_size
         if runner is None:
             runner = RoundEngine(
-                target, projection, feature_dtype=feature_dtype(config), device=config.device
+                target,
+                projection,
+                max_nodes=config.max_tree_nodes,
+                feature_dtype=feature_dtype(config),
+                device=config.device,
             )
         self._own_draft_length = runner.drafts_itself
         # A session longer than the whole budget could never be admitted.
-        slack = max(config.max_tree_nodes, runner.extra_slots)
         self._kv_blocks = pool.free_blocks
         """Blocks that sessions can get; what the runner took for itself is out of their reach."""
-        fits = self._kv_blocks * pool.block_tokens - slack
+        fits = self._kv_blocks * pool.block_tokens + 1 - runner.slack.most
         limits = (config.max_context_len, max_context_len, fits)
         self._max_context_len = min(limit for limit in limits if limit > 0)
         self._outbox: list[Effect] = []
@@ -110,6 +125,7 @@ class VerifierService(SessionIterators):
             post=self._post,
             hello_s=config.hello_s,
             queue_bytes=config.drafter_queue_mb << 20,
+            backlog=lambda: 0 if self._loop is None else self._loop.backlog,
         )
         self._lanes = Lanes(
             DrafterChecks(self._identity()),
@@ -153,12 +169,18 @@ class VerifierService(SessionIterators):
             self._loop.start()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new sessions and let the running ones finish; False if time ran out."""
+        """Refuse new sessions, and let routers take the running ones elsewhere or see them end.
+
+        What is left when time has run out fails, so that routers go on with it; then False.
+        """
         self._draining = True
+        self._routers.drain(timeout_s)
         deadline = time.monotonic() + timeout_s
         while self._routers.num_sessions and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_POLL_S)
-        return self._routers.num_sessions == 0
+        left = self._routers.num_sessions
+        self._routers.end_all(draining_error())
+        return left == 0
 
     async def stop(self) -> None:
         """Fail what still runs and end the engine thread; idempotent."""
@@ -189,17 +211,7 @@ class VerifierService(SessionIterators):
             kv_free_blocks=self._pool.free_blocks,
             sessions=self._core.num_sessions,
             max_sessions=self._config.max_sessions,
-            drafters=tuple(
-                AttachedDrafter(
-                    drafter_id=link.drafter_id,
-                    incarnation=link.incarnation,
-                    methods=link.methods,
-                    sessions=self._core.sessions_of(link.drafter_id),
-                    answer_ms=1000.0 * self._core.policy.answer_s_of(link.drafter_id),
-                    same_host=link.same_host,
-                )
-                for link in self._hub.links
-            ),
+            drafters=tuple(self._attached(link) for link in self._hub.links),
             feature_fingerprint=self._fingerprint,
             rounds_total=counters["rounds"],
             tokens_total=counters["emitted_tokens"],
@@ -213,6 +225,26 @@ class VerifierService(SessionIterators):
             planner=self._core.policy.summary()[:MAX_PLANNER_BYTES],
             stats=stats_of(counters),
             hit_idle_us_p50=medians.hit_idle_us,
+            draining=self._draining or self._stopped,
+            waiting_sessions=len(self._core.room.waiting),
+            preemptions_swap=counters["preemptions_swap"],
+            preemptions_recompute=counters["preemptions_recompute"],
+        )
+
+    def _attached(self, link: Link) -> AttachedDrafter:
+        core, conduct = self._core, self._core.drafters.conduct_of(link.drafter_id)
+        conduct = conduct or Conduct()
+        return AttachedDrafter(
+            drafter_id=link.drafter_id,
+            incarnation=link.incarnation,
+            methods=link.methods,
+            sessions=core.sessions_of(link.drafter_id),
+            answer_ms=1000.0 * core.policy.answer_s_of(link.drafter_id),
+            same_host=link.same_host,
+            answers=conduct.answers,
+            missed=conduct.missed,
+            invalid=conduct.invalid,
+            silent_ms=1000.0 * conduct.silent_s(time.monotonic()),
         )
 
     async def sessions(self) -> RouterConnection:
@@ -261,7 +293,8 @@ class VerifierService(SessionIterators):
     def _must_take(command: Command) -> bool:
         """Whether a command is bounded by itself: one an opened session or connection."""
         unanswered_close = isinstance(command, Close) and command.answer is None
-        return unanswered_close or not isinstance(command, Open | SetPlan | Close | Offered)
+        droppable = Open | SetPlan | Close | Offered | Garbled
+        return unanswered_close or not isinstance(command, droppable)
 
     @staticmethod
     def _refuse(command: Command, error: OutriderError) -> None:
@@ -295,7 +328,7 @@ class VerifierService(SessionIterators):
 
     def _check_draining(self) -> None:
         if self._draining:
-            raise UnavailableError("the verifier is draining", reason="DRAINING")
+            raise draining_error()
         self.start()
 
     def _dispatch(self, effects: list[Effect]) -> None:
@@ -312,6 +345,8 @@ class VerifierService(SessionIterators):
                     self._routers.fail(ticket, error)
                 case Moved(ticket=ticket, drafter_id=drafter_id):
                     self._routers.moved(ticket, drafter_id)
+                case Cut(link_id=link_id):
+                    self._hub.cut(link_id)
                 case Answer(future=future, error=refused):
                     _settle(future, refused)
                 case RoundReport() as report:
@@ -343,13 +378,20 @@ class VerifierService(SessionIterators):
     def _gauges(self) -> dict[str, float]:
         store = self._core.store
         return {
-            "sessions_running": self._core.num_sessions,
+            "sessions_running": len(self._core.room.running),
+            "sessions_waiting": len(self._core.room.waiting),
+            "swapped_bytes": self._core.room.swapped_bytes,
             "kv_blocks_total": self._kv_blocks,
             "kv_blocks_free": self._pool.free_blocks,
             "drafters_connected": len(self._hub.links),
             "inbox_proposals": self._core.num_proposals,
             "feature_bytes": 0 if store is None else store.used_bytes,
         }
+
+
+def draining_error() -> UnavailableError:
+    """The error of sessions that a verifier takes no more, or serves no longer."""
+    return UnavailableError("the verifier is about to stop", reason="DRAINING")
 
 
 def _settle(future: asyncio.Future[None], error: OutriderError | None) -> None:

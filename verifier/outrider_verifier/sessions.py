@@ -27,7 +27,9 @@ class Session:
     """A request being served.
 
     `tokens[:length]` is the committed prefix. While prefilling, K/V is written for fewer than
-    `prompt_tokens` of them; afterwards for length - 1: the last token is the root.
+    `fill_to` of them; afterwards for length - 1: the last token is the root. A session that waits
+    has none: it was preempted, or has not begun. All else of it stays: a token, once committed, is
+    told once, and so is a position's feature.
     """
 
     spec: SessionSpec
@@ -43,8 +45,13 @@ class Session:
     stop_ids: frozenset[int]
     keeps_features: bool
     """Whether features are kept; fixed at the opening, because they cannot be had later."""
+    fill_to: int
+    """Tokens to prefill: the prompt, or what a preempted session had written when it lost it."""
     prefill_sent: int = 0
-    """Prompt tokens that rounds were submitted with; K/V is written for those of settled rounds."""
+    """Of these, tokens that rounds were submitted with; K/V is written for those of settled
+    rounds."""
+    written: int = 0
+    """Positions whose K/V was written, also if it was lost since: drafters know their features."""
     handle: int = -1
     """Its place in the columns of this process, and its name to a drafter; -1 before it has one."""
     round_id: int = 0
@@ -73,6 +80,19 @@ class Session:
     """Draft levels that the policy finds worth verifying."""
     ended: bool = False
     """Whether everything it held was given back; a round in flight may still name it."""
+    opened_at: float = 0.0
+    begun: bool = False
+    """Whether the runner knows it."""
+    waits_since: float | None = None
+    """Since when it has no K/V; None: it runs."""
+    waited_s: float = 0.0
+    """How long it had waited before."""
+    preemptions: int = 0
+    resumed_at: float = 0.0
+    resumed_len: int = 0
+    """When it was last resumed after a preemption, and its length then."""
+    covered: int = 0
+    """Length up to which its blocks suffice for its next rounds."""
 
     @classmethod
     def create(
@@ -89,7 +109,10 @@ class Session:
             kv=kv,
             tokens=tokens,
             length=len(prompt),
+            fill_to=len(prompt),
             since=now,
+            opened_at=now,
+            waits_since=now,
             stop_ids=frozenset(spec.stop_token_ids),
             keeps_features=keeps_features,
         )
@@ -113,18 +136,29 @@ class Session:
 
     @property
     def prompt_array(self) -> NDArray[np.int32]:
-        """What is prefilled, as a view."""
-        return self.tokens[: len(self.spec.token_ids)]
+        """What is prefilled, as a view; behind it the root, if that is known already."""
+        return self.tokens[: self.length]
 
     @property
     def prefill_left(self) -> int:
-        """Prompt tokens that no round was submitted with; 0 once the session can decode."""
-        return len(self.spec.token_ids) - self.prefill_sent
+        """Tokens to prefill that no round was submitted with; 0 once the session can decode."""
+        return self.fill_to - self.prefill_sent
 
     @property
     def prefilled(self) -> bool:
-        """Whether the K/V of the whole prompt is written, as far as the host has seen."""
-        return self.kv.len >= len(self.spec.token_ids)
+        """Whether the K/V of the whole prompt was written, as far as the host has seen."""
+        return self.written >= len(self.spec.token_ids)
+
+    @property
+    def kv_len(self) -> int:
+        """Positions whose K/V is written, or is to be before it decodes (again): all but the
+        root's."""
+        return self.length - 1 if self.emitted else self.length
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no K/V and is no row of any round."""
+        return self.waits_since is not None
 
     @property
     def root(self) -> int:
@@ -188,8 +222,39 @@ class Session:
         end = self.length + len(tokens)
         self.tokens[self.length : end] = tokens
         self.length = end
+        self.written = end - 1
         self.emitted += len(tokens)
         self.since = now
+
+    def preempted(self, now: float) -> None:
+        """It has lost its K/V: it waits."""
+        self.waits_since = now
+        self.preemptions += 1
+
+    def let_in(self, now: float, *, kept: bool) -> None:
+        """It has blocks, and runs. `kept`: its K/V is there as it was; else it is to be computed
+        again, behind which the root, if there is one, stays as it is."""
+        assert self.waits_since is not None
+        self.waited_s += now - self.waits_since
+        self.waits_since = None
+        if not self.preemptions:
+            return
+        self.resumed_at, self.resumed_len = now, self.length
+        if self.pace is not None:
+            self.pace.resumed()
+        if not kept:
+            self.fill_to, self.prefill_sent = self.kv_len, 0
+        # Nobody waited for a draft meanwhile; its turn among prompts is that of its opening.
+        self.since = self.opened_at if self.prefill_left else now
+
+    def saw_filled(self, end: int, now: float) -> int:
+        """K/V of positions before `end` is written, by prefilling; how many of these positions
+        were never written before."""
+        fresh = max(0, end - self.written)
+        self.written += fresh
+        if self.emitted and end == self.fill_to:
+            self.since = now
+        return fresh
 
 
 def check_spec(

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.wire.messages import FinishReason
-from outrider_verifier.engine import Decoded, RowOutcome
 from outrider_verifier.handover import Told
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.rows import cut_emission
+from outrider_verifier.runner import Decoded, RowOutcome
 from outrider_verifier.sessions import Session
 
 
@@ -29,6 +29,8 @@ class Settled:
     verified: VerifyRow | None = None
     missed: bool = False
     """Whether a proposal was wanted and none was there."""
+    fresh: int = 0
+    """Of a prompt: positions whose K/V was written for the first time."""
 
     @property
     def nodes(self) -> int:
@@ -114,10 +116,21 @@ def commit_prompts(
 ) -> list[Settled]:
     """Commit the first tokens of the prompts that are complete."""
     return [
-        _commit(row.session, result, now) if row.last else Settled(row.session, result)
+        _commit_prompt(row, result, now)
         for row, result in zip(prefill, results, strict=True)
         if not row.session.ended
     ]
+
+
+def _commit_prompt(row: PrefillRow, result: RowOutcome, now: float) -> Settled:
+    fresh = row.session.saw_filled(row.end, now)
+    if fresh < row.num_tokens and result.features is not None:
+        # What a preempted session had before is kept, and told, once.
+        features = result.features[row.num_tokens - fresh :] if fresh else None
+        result = result._replace(features=features)
+    settled = _commit(row.session, result, now) if row.last else Settled(row.session, result)
+    settled.fresh = fresh
+    return settled
 
 
 def _commit(

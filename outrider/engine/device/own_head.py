@@ -46,10 +46,10 @@ class OwnShape(NamedTuple):
 
     @property
     def extra_slots(self) -> int:
-        """K/V slots that a session may be written past its longest prefix: two rounds may be under
-        way when it ends, and the head's steps stand behind them."""
-        steps = (self.levels - 1) * min(self.top_k, self.num_nodes) if self.is_tree else 0
-        return 2 * (1 + self.num_nodes) + steps
+        """K/V slots that may be written past those that the host knows to be committed: two rounds
+        may be unsettled, and the steps of the next drafts stand behind them."""
+        width = min(self.top_k, self.num_nodes) if self.is_tree else 1
+        return 2 * (1 + self.num_nodes) + max(0, self.levels - 1) * width
 
 
 class OwnHead:
@@ -62,13 +62,15 @@ class OwnHead:
         weights = HeadWeights.from_head(head)
         device, config = pool.storage.device, head.config
         self._slots = slots
+        self.storage = torch.zeros(
+            (2, 1, config.num_kv_heads, pool.storage.shape[3], config.head_dim),
+            dtype=pool.storage.dtype,
+            device=device,
+        )
+        """[2, 1, G, S, d]: the head's K/V."""
         self.program = DraftProgram(
             weights,
-            storage=torch.zeros(
-                (2, 1, config.num_kv_heads, pool.storage.shape[3], config.head_dim),
-                dtype=pool.storage.dtype,
-                device=device,
-            ),
+            storage=self.storage,
             block_tokens=pool.block_tokens,
             max_len=max_len,
         )
@@ -94,6 +96,12 @@ class OwnHead:
             draft_columns=weights.draft_columns,
             target_ids=weights.target_ids,
         )
+
+    def forget(self, slot: int) -> None:
+        """Let the next round of a slot's session verify no draft, in the order of the stream."""
+        self.tokens[slot].fill_(-1)
+        if self.parents is not None:
+            self.parents[slot].fill_(PADDING_NODE)
 
     def draft(self, rows: NewRows, *, sampled: bool) -> None:
         """Catch up on real rows and draft for each of their sessions. sampled: whether any session

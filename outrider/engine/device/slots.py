@@ -5,6 +5,8 @@ X slots, the last one for padding; T blocks of the longest sequence; K own draft
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -43,6 +45,7 @@ class SessionSlots:
         device: torch.device,
     ) -> None:
         """`max_len`: most K/V slots of a session; `max_nodes`: most nodes of a row."""
+        pool.name_by_tables()
         self._free = FreeSlots(max_sessions, reason="SESSIONS_EXHAUSTED")
         self.padding = self._free.padding
         count, blocks = self._free.total, pool.blocks_for(max_len)
@@ -62,18 +65,22 @@ class SessionSlots:
         )
         self.warp = WarpSlots(count, vocab_size, device)
         """What the sessions do to the target's logits."""
+        self._pool, self._device, self._blocks = pool, device, blocks
         self._staged = zeros(_FIELDS + blocks)
         self._write(self.padding, self._padding_kv.blocks, SamplingParams(), length=1, root=0)
 
-    def open(self, kv: KVSequence) -> int:
-        """A slot for a new session. Raises ResourceExhaustedError when all are taken, or when the
-        session has more K/V blocks than a slot's table holds."""
-        if len(kv.blocks) > self.sequence.tables.shape[1]:
+    def check_blocks(self, count: int) -> None:
+        """Raises ResourceExhaustedError for more K/V blocks than a slot's table holds."""
+        if count > self._blocks:
             raise ResourceExhaustedError(
-                f"the session reserves {len(kv.blocks)} K/V blocks, a slot's table holds "
-                f"{self.sequence.tables.shape[1]}",
+                f"the session needs {count} K/V blocks, a slot's table holds {self._blocks}",
                 reason="CONTEXT_TOO_LONG",
             )
+
+    def open(self, kv: KVSequence) -> int:
+        """A slot for a session. Raises ResourceExhaustedError when all are taken, or when it has
+        more K/V blocks than a slot's table holds."""
+        self.check_blocks(kv.num_blocks)
         return self._free.take()
 
     def close(self, slot: int) -> None:
@@ -83,6 +90,7 @@ class SessionSlots:
     def release(self) -> None:
         """Give the padding slot's blocks back; the slots are of no use afterwards."""
         self._padding_kv.release()
+        self._pool.name_by_tables(False)
 
     def begin(
         self,
@@ -96,16 +104,39 @@ class SessionSlots:
         """The host's word on a slot's session: `length` committed tokens, the last one `root`."""
         self._write(slot, kv.blocks, sampling, length=length, root=root)
 
+    def grow(self, added: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Sessions hold more blocks: of each the slot, how many of them the slot's table has, and
+        the others."""
+        if not added:
+            return
+        places = [
+            np.arange(len(blocks), dtype=np.int32) + (slot * self._blocks + known)
+            for slot, known, blocks in added
+        ]
+        words = np.concatenate([*places, *(np.array(b, dtype=np.int32) for _, _, b in added)])
+        staged = torch.empty(len(words), dtype=torch.int32, device=self._device)
+        upload(words, staged)
+        where, numbers = staged.view(2, -1)
+        self.sequence.tables.view(-1).index_copy_(0, where.long(), numbers)
+
     def _write(
-        self, slot: int, blocks: object, sampling: SamplingParams, *, length: int, root: int
+        self,
+        slot: int,
+        blocks: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        length: int,
+        root: int,
     ) -> None:
-        table = np.asarray(blocks, dtype=np.int32)
-        words: NDArray[np.int32] = np.zeros(_FIELDS + len(table), dtype=np.int32)
+        words: NDArray[np.int32] = np.zeros(_FIELDS + self._blocks, dtype=np.int32)
         words[:_KEY_WORDS] = stream_keys(sampling).view(np.int32)
         words[_KEY_WORDS] = np.array([sampling.temperature], dtype=np.float32).view(np.int32)[0]
         words[_KEY_WORDS + 1 : _FIELDS] = (RULE_NUMBERS[sampling.effective_rule], length, root)
-        words[_FIELDS:] = table
-        staged = self._staged[: len(words)]
+        words[_FIELDS : _FIELDS + len(blocks)] = blocks
+        # A row is padded to the nodes of its launch. What those write past the session's blocks
+        # goes where the padding slot's goes; the blocks of a table's past may be others' by now.
+        words[_FIELDS + len(blocks) :] = self._padding_kv.blocks[0]
+        staged = self._staged
         upload(words, staged)
         self.sampling.stream_keys[slot].copy_(staged[:_KEY_WORDS].view(torch.int64))
         fields = staged[_KEY_WORDS:_FIELDS]
@@ -113,5 +144,4 @@ class SessionSlots:
         self.sampling.rules[slot : slot + 1].copy_(fields[1:2])
         self.sequence.lengths[slot : slot + 1].copy_(fields[2:3])
         self.sequence.roots[slot : slot + 1].copy_(fields[3:4])
-        # Blocks past the end are never read: attention stops at the context.
-        self.sequence.tables[slot, : len(table)].copy_(staged[_FIELDS:])
+        self.sequence.tables[slot].copy_(staged[_FIELDS:])

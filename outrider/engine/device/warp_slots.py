@@ -35,6 +35,17 @@ def warp_bytes(num_sessions: int, num_columns: int) -> int:
     return (num_sessions + 1) * (4 * num_columns + 12 * MAX_ENTRIES)
 
 
+def check_banned_first(ids: Ids) -> None:
+    """Raises InvalidRequestError for more than MAX_BANNED_AT_FIRST ids that are banned below a
+    position."""
+    if len(ids) > MAX_BANNED_AT_FIRST:
+        raise InvalidRequestError(
+            f"at most {MAX_BANNED_AT_FIRST} stop ids can be banned below a minimum length, "
+            f"not {len(ids)}",
+            reason="INVALID_SAMPLING",
+        )
+
+
 class WarpSlots:
     """Writes the slots' state, in the order of the stream."""
 
@@ -87,14 +98,9 @@ class WarpSlots:
     ) -> None:
         """A slot's new session: its history so far, and ids banned at positions below one.
 
-        Raises InvalidRequestError for more than MAX_BANNED_AT_FIRST of these.
+        Raises InvalidRequestError for more of these than `check_banned_first` allows.
         """
-        if len(banned_first) > MAX_BANNED_AT_FIRST:
-            raise InvalidRequestError(
-                f"at most {MAX_BANNED_AT_FIRST} stop ids can be banned below a minimum length, "
-                f"not {len(banned_first)}",
-                reason="INVALID_SAMPLING",
-            )
+        check_banned_first(banned_first)
         columns, amounts, ends = self._entries(sampling, banned_first, banned_until)
         flags = WARP_ENTRIES if len(columns) else 0
         if has_penalties(sampling):

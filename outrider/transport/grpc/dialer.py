@@ -26,6 +26,7 @@ from outrider.wire.codec import (
     decode_drafter_info,
     decode_verifier_info,
     encode_close_session,
+    encode_drain,
     encode_set_plan,
     encode_verifier_address,
 )
@@ -88,6 +89,10 @@ class GrpcDrafter(_Client):
         """Drop the connection to a verifier."""
         request = encode_verifier_address(verifier_address)
         await self._call(DRAFTER_SERVICE, "Detach", request)
+
+    async def drain(self, draining: bool) -> None:
+        """Have it say that it leaves, or stays."""
+        await self._call(DRAFTER_SERVICE, "Drain", encode_drain(draining))
 
 
 class GrpcDialer:

@@ -21,6 +21,7 @@ from outrider.transport.grpc.status import Context
 from outrider.transport.grpc.streams import StreamFrames
 from outrider.wire.codec import (
     decode_close_session,
+    decode_drain,
     decode_set_plan,
     decode_verifier_address,
     encode_drafter_info,
@@ -79,6 +80,7 @@ def drafter_services(endpoint: DrafterEndpoint) -> tuple[Service]:
                 "GetInfo": _unary(servicer.get_info),
                 "Attach": _unary(servicer.attach),
                 "Detach": _unary(servicer.detach),
+                "Drain": _unary(servicer.drain),
             },
         ),
     )
@@ -165,4 +167,8 @@ class _DrafterServicer:
 
     async def detach(self, request: bytes, _context: Context) -> bytes:
         await self._endpoint.detach(decode_verifier_address(request))
+        return EMPTY
+
+    async def drain(self, request: bytes, _context: Context) -> bytes:
+        await self._endpoint.drain(decode_drain(request))
         return EMPTY

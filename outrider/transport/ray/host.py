@@ -34,6 +34,7 @@ from outrider.transport.ray.options import GRPC, RayConfig
 from outrider.transport.status import ErrorStatus, to_status, typed
 from outrider.wire.codec import (
     decode_close_session,
+    decode_drain,
     decode_set_plan,
     decode_verifier_address,
     encode_drafter_info,
@@ -175,6 +176,7 @@ class EndpointHost:
             "DrafterService/GetInfo": lambda: self._drafter_info(),
             "DrafterService/Attach": lambda: self._attach(request),
             "DrafterService/Detach": lambda: self._detach(request),
+            "DrafterService/Drain": lambda: self._drain(request),
         }
         handler = calls.get(method)
         if handler is None:
@@ -297,4 +299,8 @@ class EndpointHost:
 
     async def _detach(self, request: bytes) -> bytes:
         await self._endpoint.detach(decode_verifier_address(request))
+        return b""
+
+    async def _drain(self, request: bytes) -> bytes:
+        await self._endpoint.drain(decode_drain(request))
         return b""

@@ -76,20 +76,28 @@ class VerifierServiceGetInfoResponse(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_context_len: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[AttachedDrafter, _Mapping]]] = ..., feature_fingerprint: _Optional[str] = ..., rounds_total: _Optional[int] = ..., tokens_total: _Optional[int] = ..., dtype: _Optional[str] = ..., round_ms_p50: _Optional[float] = ..., forward_ms_p50: _Optional[float] = ..., overhead_ms_p50: _Optional[float] = ..., own_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., own_draft_length: _Optional[int] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., hit_idle_us_p50: _Optional[float] = ..., draining: bool = ..., waiting_sessions: _Optional[int] = ..., preemptions_swap: _Optional[int] = ..., preemptions_recompute: _Optional[int] = ...) -> None: ...
 
 class AttachedDrafter(_message.Message):
-    __slots__ = ("drafter_id", "incarnation", "methods", "sessions", "answer_ms", "same_host")
+    __slots__ = ("drafter_id", "incarnation", "methods", "sessions", "answer_ms", "same_host", "answers", "missed", "invalid", "silent_ms")
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ANSWER_MS_FIELD_NUMBER: _ClassVar[int]
     SAME_HOST_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    INVALID_FIELD_NUMBER: _ClassVar[int]
+    SILENT_MS_FIELD_NUMBER: _ClassVar[int]
     drafter_id: str
     incarnation: str
     methods: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftMethod]
     sessions: int
     answer_ms: float
     same_host: bool
-    def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ..., same_host: bool = ...) -> None: ...
+    answers: int
+    missed: int
+    invalid: int
+    silent_ms: float
+    def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ..., same_host: bool = ..., answers: _Optional[int] = ..., missed: _Optional[int] = ..., invalid: _Optional[int] = ..., silent_ms: _Optional[float] = ...) -> None: ...
 
 class SessionSpec(_message.Message):
     __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id", "priority")
@@ -290,5 +298,15 @@ class DetachRequest(_message.Message):
     def __init__(self, verifier_address: _Optional[str] = ...) -> None: ...
 
 class DetachResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("draining",)
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    draining: bool
+    def __init__(self, draining: bool = ...) -> None: ...
+
+class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -259,6 +259,11 @@ class DrafterServiceStub(object):
                 request_serializer=outrider_dot_wire_dot_v1_dot_control__pb2.DetachRequest.SerializeToString,
                 response_deserializer=outrider_dot_wire_dot_v1_dot_control__pb2.DetachResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/outrider.wire.v1.DrafterService/Drain',
+                request_serializer=outrider_dot_wire_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_control__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class DrafterServiceServicer(object):
@@ -286,6 +291,14 @@ class DrafterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Say in GetInfo that it leaves, so that every router gives its sessions to others; or that it
+        stays after all. It drafts on in any case. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DrafterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -303,6 +316,11 @@ def add_DrafterServiceServicer_to_server(servicer, server):
                     servicer.Detach,
                     request_deserializer=outrider_dot_wire_dot_v1_dot_control__pb2.DetachRequest.FromString,
                     response_serializer=outrider_dot_wire_dot_v1_dot_control__pb2.DetachResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_control__pb2.DrainRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -387,6 +405,33 @@ class DrafterService(object):
             '/outrider.wire.v1.DrafterService/Detach',
             outrider_dot_wire_dot_v1_dot_control__pb2.DetachRequest.SerializeToString,
             outrider_dot_wire_dot_v1_dot_control__pb2.DetachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.DrafterService/Drain',
+            outrider_dot_wire_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_control__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -224,7 +224,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., queued: _Optional[int] = ..., queue_bound: _Optional[int] = ..., running: _Optional[int] = ..., verifiers: _Optional[_Iterable[_Union[VerifierSummary, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterSummary, _Mapping]]] = ...) -> None: ...
 
 class VerifierSummary(_message.Message):
-    __slots__ = ("verifier_id", "address", "healthy", "model", "sessions", "max_sessions", "kv_free_blocks", "kv_total_blocks", "own_methods", "simulated_acceptance", "planner", "stats", "hit_idle_us_p50")
+    __slots__ = ("verifier_id", "address", "healthy", "model", "sessions", "max_sessions", "kv_free_blocks", "kv_total_blocks", "own_methods", "simulated_acceptance", "planner", "stats", "hit_idle_us_p50", "draining", "waiting_sessions", "preemptions_swap", "preemptions_recompute")
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +238,10 @@ class VerifierSummary(_message.Message):
     PLANNER_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     HIT_IDLE_US_P50_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_SWAP_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
     verifier_id: str
     address: str
     healthy: bool
@@ -251,7 +255,11 @@ class VerifierSummary(_message.Message):
     planner: str
     stats: _common_pb2.SpecDecodeStats
     hit_idle_us_p50: float
-    def __init__(self, verifier_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., model: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., own_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., hit_idle_us_p50: _Optional[float] = ...) -> None: ...
+    draining: bool
+    waiting_sessions: int
+    preemptions_swap: int
+    preemptions_recompute: int
+    def __init__(self, verifier_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., model: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., own_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., hit_idle_us_p50: _Optional[float] = ..., draining: bool = ..., waiting_sessions: _Optional[int] = ..., preemptions_swap: _Optional[int] = ..., preemptions_recompute: _Optional[int] = ...) -> None: ...
 
 class DrafterSummary(_message.Message):
     __slots__ = ("drafter_id", "address", "healthy", "methods", "sessions", "draining", "links", "handicap")
@@ -274,14 +282,18 @@ class DrafterSummary(_message.Message):
     def __init__(self, drafter_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., draining: bool = ..., links: _Optional[_Iterable[_Union[DrafterLink, _Mapping]]] = ..., handicap: _Optional[str] = ...) -> None: ...
 
 class DrafterLink(_message.Message):
-    __slots__ = ("verifier_id", "sessions", "answer_ms")
+    __slots__ = ("verifier_id", "sessions", "answer_ms", "quarantine", "probe_in_s")
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ANSWER_MS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    PROBE_IN_S_FIELD_NUMBER: _ClassVar[int]
     verifier_id: str
     sessions: int
     answer_ms: float
-    def __init__(self, verifier_id: _Optional[str] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ...) -> None: ...
+    quarantine: str
+    probe_in_s: float
+    def __init__(self, verifier_id: _Optional[str] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ..., quarantine: _Optional[str] = ..., probe_in_s: _Optional[float] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

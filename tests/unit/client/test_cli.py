@@ -133,12 +133,12 @@ def test_flags_reach_the_session(served: Served, capsys: pytest.CaptureFixture[s
     flags = "--max-tokens 2 --temperature 0.8 --top-p 0.9 --seed 0 --rule rejection"
     flags += " --drafter ngram --draft-tokens 32 --draft-topk 8 --json"
     flags += " --look-ahead 0 --fan-out 12"
-    flags += " --min-tokens 1 --logit-bias 3=-2.5 --logit-bias 5=1"
+    flags += " --priority -3 --min-tokens 1 --logit-bias 3=-2.5 --logit-bias 5=1"
     arguments = ["generate", "--prompt", "x", *flags.split(), "--router", served.address]
     assert cli.main(arguments) == 0
     spec = served.verifier.specs[-1]
     assert (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.seed) == (0.8, 0.9, 0)
-    assert spec.sampling.rule == "rejection"
+    assert (spec.sampling.rule, spec.priority) == ("rejection", -3)
     assert (spec.min_new_tokens, spec.sampling.logit_bias) == (1, ((3, -2.5), (5, 1.0)))
     assert (spec.plan.method, spec.plan.draft_tokens, spec.plan.top_k) == ("ngram", 32, 8)
     assert (spec.plan.look_ahead, spec.plan.fan_out) == (0, 12)
@@ -155,6 +155,7 @@ def test_flags_reach_the_session(served: Served, capsys: pytest.CaptureFixture[s
         (["generate", "--prompt", "a", "--seed", str(2**64)], "64 bits"),
         (["generate", "--prompt", "a", "--rule", "magic"], "rejection"),
         (["generate", "--prompt", "a", "--drafter", "crystal"], "eagle3"),
+        (["generate", "--prompt", "a", "--priority", "101"], "[-100, 100]"),
         (["generate", "--prompt", "a", "--look-ahead", "2"], "0, 1 or auto"),
         (["generate", "--prompt", "a", "--fan-out", "65"], "at most 64"),
         (["serve", "--look-ahead", "yes"], "0, 1 or auto"),

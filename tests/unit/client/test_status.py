@@ -1,11 +1,11 @@
-"""What `outrider status` says of drafters that are slowed down."""
+"""What `outrider status` says of peers that are not as usual."""
 
 from __future__ import annotations
 
 from outrider.client.status_command import describe
-from outrider.ids import DrafterId
+from outrider.ids import DrafterId, VerifierId
 from outrider.spec.plan import DraftMethod
-from outrider.wire.inference import DrafterSummary, ServerInfo
+from outrider.wire.inference import DrafterSummary, ServerInfo, VerifierSummary
 
 
 def line(handicap: str) -> str:
@@ -33,3 +33,34 @@ def line(handicap: str) -> str:
 def test_a_drafter_that_is_slowed_down_is_never_taken_for_a_usual_one() -> None:
     assert line("drafts 2x as slow").endswith("SLOWED DOWN: drafts 2x as slow")
     assert "SLOWED" not in line("")
+
+
+def test_a_verifier_that_drains_or_preempts_is_told_from_a_usual_one() -> None:
+    def told(**more: object) -> str:
+        verifier = VerifierSummary(
+            verifier_id=VerifierId("v"),
+            address="a:1",
+            healthy=True,
+            model="m",
+            sessions=3,
+            max_sessions=8,
+            kv_free_blocks=1,
+            kv_total_blocks=4,
+            **more,  # type: ignore[arg-type]
+        )
+        info = ServerInfo(
+            version="1",
+            protocol_version=1,
+            queued=0,
+            queue_bound=1,
+            running=1,
+            verifiers=(verifier,),
+            drafters=(),
+        )
+        return list(describe(info))[1]
+
+    assert "about to stop" in told(draining=True)
+    pressed = told(waiting_sessions=2, preemptions_swap=5, preemptions_recompute=7)
+    assert "2 sessions wait for KV blocks" in pressed
+    assert "preempted 5 times by swap, 7 by recompute" in pressed
+    assert "stop" not in told() and "preempted" not in told()

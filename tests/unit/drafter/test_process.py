@@ -26,6 +26,7 @@ from outrider.errors import (
 from outrider.spec.plan import DraftMethod
 from outrider.transport.grpc import GrpcDialer, GrpcServer, verifier_services
 from outrider.transport.inproc import InprocNetwork
+from outrider.wire.messages import SessionEnd
 from tests.factories import make_eagle3_head, make_target, make_tokenizer
 from tests.fakes.scripted_verifier import ScriptedVerifier
 from tests.unit.drafter.helpers import CHAIN, Script
@@ -66,6 +67,7 @@ def test_a_drafter_says_how_it_is_slowed_down() -> None:
         (["--methods", ""], "at least one"),
         (["--methods", "telepathy"], "ngram"),
         (["--methods", "ngram", "--threads", "-1"], "threads"),
+        (["--methods", "ngram", "--drain-s", "-1"], "drain_s"),
         (["--methods", "ngram", "--bench-exchange-delay-ms", "-1"], "bench_exchange_delay_ms"),
         (["--methods", "ngram", "--bench-exchange-delay-ms", "500"], "bench_exchange_delay_ms"),
         (["--methods", "ngram", "--bench-exchange-delay-ms", "nan"], "bench_exchange_delay_ms"),
@@ -148,10 +150,17 @@ async def test_a_process_drafts_over_grpc_until_it_is_told_to_stop(tmp_path: Pat
         assert info.drafter_id == "d7" and info.sessions == 1 and info.verifiers == (address,)
         page = await asyncio.to_thread(lambda: urlopen(f"http://{ready['metrics']}").read())
         assert b'outrider_drafter_proposals_total{method="eagle3"} 1.0' in page
+        # It drafts on until the session is somebody else's.
         child.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10.0):
+            while not (await control.info()).draining:
+                await asyncio.sleep(0.01)
+        await verifier.say(script.verdict(14))
+        assert (await verifier.proposal()).prefix_digest == script.digest(14)
+        await verifier.say(SessionEnd(handle=script.handle))
         assert await asyncio.to_thread(child.wait, 20) == 0
         logs = [json.loads(line) for line in child.stderr.read().splitlines()]
-        assert {"verifier connected", "stopping"} <= {entry["event"] for entry in logs}
+        assert {"verifier connected", "draining", "stopping"} <= {entry["event"] for entry in logs}
         assert not any("traceback" in entry for entry in logs)
     await dialer.close()
     await server.stop()

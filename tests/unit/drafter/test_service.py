@@ -241,3 +241,42 @@ async def test_a_malformed_verdict_of_a_round_costs_nothing_but_itself() -> None
         ignored = "outrider_drafter_ignored_messages_total"
         assert registry.get_sample_value(ignored, {"reason": "malformed"}) == 1
         assert len(verifier.hellos) == 1
+
+
+async def test_a_drafter_hands_over_before_it_ends() -> None:
+    async with running(max_sessions=7) as (service, verifier, _):
+        await service.attach(ADDRESS)
+        await verifier.connected()
+        info = await service.info()
+        assert not info.draining and info.max_sessions == 7
+        script = repeating()
+        await verifier.say(script.start(plan=NGRAM), script.verdict(12))
+        await verifier.proposal()
+        leaving = asyncio.create_task(service.hand_over(20.0))
+        await until(lambda: service.draining)
+        # It drafts on, and nobody can call it back.
+        await service.drain(False)
+        assert (await service.info()).draining
+        await verifier.say(script.verdict(14))
+        assert (await verifier.proposal()).prefix_len == 14
+        assert not leaving.done()
+        await verifier.say(SessionEnd(handle=script.handle))
+        assert await leaving
+        assert service.connected_to(ADDRESS)
+
+
+async def test_a_drafter_whose_sessions_nobody_takes_ends_in_time() -> None:
+    async with running() as (service, verifier, _):
+        await service.attach(ADDRESS)
+        await verifier.connected()
+        script = repeating()
+        await verifier.say(script.start(plan=NGRAM), script.verdict(12))
+        await verifier.proposal()
+        assert not await service.hand_over(0.1)
+
+
+async def test_a_drafter_that_was_removed_may_stay_after_all() -> None:
+    async with running() as (service, _, _network):
+        for draining in (True, True, False):
+            await service.drain(draining)
+            assert (await service.info()).draining is draining

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from outrider.engine.kvcache import BlockAllocator, KVPool, KVSequence
+from outrider.engine.blocks import BlockAllocator
+from outrider.engine.kvcache import KVPool, KVSequence
 from outrider.errors import ResourceExhaustedError
 
 

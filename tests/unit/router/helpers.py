@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from outrider_router.service import RouterService
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from outrider_router.service import RouterService
+from outrider_router.waiting import Ticket
+
+from outrider.ids import RequestId
 from outrider.wire.inference import GenerateRequest, StoppingOptions, StreamEvent, TextPrompt
-from tests.fakes.router import eventually
+from tests.fakes.router import eventually, running_router, sample
 from tests.fakes.verifier import FakeVerifier
 
 
@@ -24,8 +32,53 @@ async def assert_all_freed(service: RouterService, verifier: FakeVerifier) -> No
     await eventually(lambda: not verifier.live)
     assert len(service.journal) == 0
     assert service.admission.running == service.admission.waiting == 0
-    assert service.admission.reserved_tokens == 0
+    assert service.admission.reserved_tokens == service.admission.guests == 0
 
 
 async def collect(service: RouterService, request: GenerateRequest) -> list[StreamEvent]:
     return [event async for event in service.stream(request)]
+
+
+@dataclass
+class Pair:
+    """A router on two verifiers."""
+
+    router: RouterService
+    first: FakeVerifier
+    second: FakeVerifier
+
+    async def up(self, verifier: FakeVerifier) -> None:
+        """Wait until the router places sessions on a verifier."""
+        name = (await verifier.info()).verifier_id
+        await eventually(lambda: sample(self.router, "outrider_verifier_up", verifier=name) == 1)
+
+    async def freed(self) -> None:
+        for verifier in (self.first, self.second):
+            await assert_all_freed(self.router, verifier)
+
+
+@asynccontextmanager
+async def pair(directory: Path, **config: Any) -> AsyncGenerator[Pair]:
+    """Sessions go to the first one while it is there."""
+    first, second = FakeVerifier(round_s=0.002), FakeVerifier(round_s=0.002)
+    second.change_info(verifier_id="v1")
+    async with running_router(directory, {"a": first, "b": second}, **config) as router:
+        both = Pair(router, first, second)
+        await both.up(first)
+        await both.up(second)
+        yield both
+
+
+async def emitted(router: RouterService, count: int) -> None:
+    """Wait until the one running request has emitted so many tokens."""
+    await eventually(lambda: any(len(entry.emitted) >= count for entry in router.journal))
+
+
+def ticket(number: int, kv_tokens: int = 10, **changes: object) -> Ticket:
+    """A ticket; what is not said is the least."""
+    return Ticket(
+        request_id=RequestId(f"r{number}"),
+        kv_tokens=kv_tokens,
+        sequence=number,
+        **changes,  # type: ignore[arg-type]
+    )

@@ -5,40 +5,39 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from outrider_router.admission import (
-    MAX_RETRY_S,
-    MIN_RETRY_S,
+    MOST_BEYOND,
     Admit,
     Expire,
+    Placed,
     Refuse,
     State,
-    Ticket,
     VerifierLoad,
     next_wake,
     plan,
-    retry_hint_s,
 )
+from outrider_router.waiting import Ticket
 
-from outrider.ids import RequestId, VerifierId
+from outrider.ids import RequestId, TenantId, VerifierId
+from tests.unit.router.helpers import ticket
 
 A, B = VerifierId("a"), VerifierId("b")
 
 
-def load(name: VerifierId = A, **changes: object) -> VerifierLoad:
-    values: dict[str, object] = {"total_tokens": 100, "max_sessions": 8} | changes
+def load(
+    name: VerifierId = A, *, tokens: int = 0, sessions: int = 1, **more: object
+) -> VerifierLoad:
+    """A verifier with sessions of priority 0 that are expected to hold `tokens`."""
+    values: dict[str, object] = {"total_tokens": 100, "max_sessions": 8}
+    values |= {"placed": {0: Placed(sessions, tokens)} if tokens else {}} | more
     return VerifierLoad(verifier_id=name, **values)  # type: ignore[arg-type]
 
 
-def ticket(number: int, kv_tokens: int = 10, **changes: object) -> Ticket:
-    return Ticket(
-        request_id=RequestId(f"r{number}"),
-        kv_tokens=kv_tokens,
-        sequence=number,
-        **changes,  # type: ignore[arg-type]
-    )
+def state(tickets: list[Ticket], *loads: VerifierLoad, **more: object) -> State:
+    return State(queue=tuple(tickets), verifiers=loads or (load(),), **more)  # type: ignore[arg-type]
 
 
-def state(tickets: list[Ticket], *loads: VerifierLoad) -> State:
-    return State(queue=tuple(tickets), verifiers=loads or (load(),))
+def admitted(found: list[Admit | Expire | Refuse]) -> list[str]:
+    return [action.request_id for action in found if isinstance(action, Admit)]
 
 
 def test_requests_are_admitted_in_order_of_arrival_until_the_budget_is_given_away() -> None:
@@ -46,18 +45,59 @@ def test_requests_are_admitted_in_order_of_arrival_until_the_budget_is_given_awa
     assert actions == [Admit(RequestId("r1"), A), Admit(RequestId("r2"), A)]
 
 
+def test_what_counts_is_what_a_session_is_expected_to_hold_not_what_it_may() -> None:
+    queue = [ticket(i, 90, expected_tokens=20) for i in range(6)]
+    assert admitted(plan(state(queue), 0.0)) == ["r0", "r1", "r2", "r3", "r4"]
+
+
+def test_the_cache_may_be_given_away_more_than_once() -> None:
+    queue = [ticket(i, 50) for i in range(9)]
+    assert len(plan(state(queue, load(overcommit=3.0)), 0.0)) == 6
+
+
 def test_a_request_that_does_not_fit_is_not_overtaken_by_a_smaller_one() -> None:
-    assert plan(state([ticket(1, 80), ticket(2, 1)], load(reserved_tokens=30)), 0.0) == []
+    assert plan(state([ticket(1, 80), ticket(2, 1)], load(tokens=30)), 0.0) == []
+
+
+def test_a_request_that_only_a_lost_verifier_could_serve_holds_up_nobody() -> None:
+    patient = ticket(1, 500, patient_until=9.0)
+    assert plan(state([patient, ticket(2)]), 0.0) == [Admit(RequestId("r2"), A)]
+    assert plan(state([patient]), 9.0) == [Refuse(RequestId("r1"))]
+    assert plan(state([ticket(1, 500)]), 0.0) == [Refuse(RequestId("r1"))]
 
 
 def test_a_higher_priority_goes_first() -> None:
     queue = [ticket(1, 60), ticket(2, 60, priority=1)]
-    assert plan(state(queue), 0.0) == [Admit(RequestId("r2"), A)]
+    assert admitted(plan(state(queue), 0.0)) == ["r2"]
+
+
+def test_a_higher_priority_is_placed_beyond_the_room_because_others_are_preempted_for_it() -> None:
+    full = load(tokens=95)
+    assert plan(state([ticket(1, 60)], full), 0.0) == []
+    high = [ticket(1, 60, priority=5), ticket(2, 60, priority=5)]
+    assert plan(state(high, full), 0.0) == [Admit(RequestId("r1"), A, preempts=True)]
+
+
+def test_nobody_is_preempted_for_an_equal_or_lesser_priority() -> None:
+    full = load(placed={5: Placed(1, 95)})
+    assert plan(state([ticket(1, 60, priority=5)], full), 0.0) == []
+    assert plan(state([ticket(1, 60, priority=4)], full), 0.0) == []
+
+
+def test_room_is_preferred_to_preempting() -> None:
+    loads = load(A, tokens=95), load(B, tokens=30)
+    assert plan(state([ticket(1, 60, priority=5)], *loads), 0.0) == [Admit(RequestId("r1"), B)]
+
+
+def test_few_are_made_to_wait_at_once() -> None:
+    high = ticket(1, 10, priority=1)
+    assert plan(state([high], load(tokens=95, sessions=8 + MOST_BEYOND)), 0.0) == []
+    assert admitted(plan(state([high], load(tokens=95, sessions=7 + MOST_BEYOND)), 0.0))
 
 
 def test_an_expired_request_leaves_even_behind_one_that_blocks() -> None:
     queue = [ticket(1, 80), ticket(2, 1, deadline=5.0)]
-    blocked = state(queue, load(reserved_tokens=50))
+    blocked = state(queue, load(tokens=50))
     assert plan(blocked, 4.9) == []
     assert plan(blocked, 5.0) == [Expire(RequestId("r2"))]
 
@@ -67,8 +107,14 @@ def test_without_a_healthy_verifier_nobody_waits() -> None:
 
 
 def test_the_verifier_with_the_largest_free_share_is_chosen() -> None:
-    loads = (load(A, reserved_tokens=50), load(B, total_tokens=1000, reserved_tokens=400))
+    loads = (load(A, tokens=50), load(B, total_tokens=1000, tokens=400))
     assert plan(state([ticket(1)], *loads), 0.0) == [Admit(RequestId("r1"), B)]
+
+
+def test_what_other_routers_hold_there_counts() -> None:
+    loads = (load(A, others_tokens=60), load(B, tokens=50))
+    assert plan(state([ticket(1)], *loads), 0.0) == [Admit(RequestId("r1"), B)]
+    assert plan(state([ticket(1, 50)], load(A, tokens=10, others_tokens=60)), 0.0) == []
 
 
 def test_sessions_of_one_decision_spread_over_equal_verifiers() -> None:
@@ -77,10 +123,23 @@ def test_sessions_of_one_decision_spread_over_equal_verifiers() -> None:
 
 
 def test_a_verifier_with_all_its_sessions_takes_no_more() -> None:
-    assert plan(state([ticket(1)], load(sessions=8)), 0.0) == []
+    assert plan(state([ticket(1)], load(tokens=8, sessions=8)), 0.0) == []
 
 
-def test_reservations_are_whole_blocks() -> None:
+def test_a_draining_verifier_takes_none() -> None:
+    loads = load(A, draining=True), load(B, tokens=90)
+    assert plan(state([ticket(1)], *loads), 0.0) == [Admit(RequestId("r1"), B)]
+    assert plan(state([ticket(1)], loads[0]), 0.0) == [Refuse(RequestId("r1"))]
+
+
+def test_whoever_waits_at_a_verifier_goes_before_new_sessions() -> None:
+    prompt = ticket(1, 10, prompt_tokens=10)
+    assert plan(state([prompt], load(tokens=50, waiting=1, free_tokens=9)), 0.0) == []
+    assert admitted(plan(state([prompt], load(tokens=50, waiting=1, free_tokens=10)), 0.0))
+    assert admitted(plan(state([prompt], load(waiting=1)), 0.0)), "those of other routers"
+
+
+def test_sessions_are_counted_in_whole_blocks() -> None:
     assert plan(state([ticket(i, 1) for i in range(9)], load(block_tokens=16)), 0.0) == [
         Admit(RequestId(f"r{i}"), A) for i in range(6)
     ]
@@ -93,17 +152,17 @@ def test_a_verifier_that_refused_is_left_alone_for_a_moment() -> None:
     assert plan(refused, 2.0) == [Admit(RequestId("r1"), A)]
 
 
+def test_a_tenant_at_its_bound_is_passed_by() -> None:
+    big, small = TenantId("big"), TenantId("small")
+    queue = [ticket(i, tenant=big) for i in range(3)] + [ticket(9, tenant=small)]
+    assert admitted(plan(state(queue, room={big: 2}), 0.0)) == ["r0", "r1", "r9"]
+
+
 def test_the_next_wake_is_the_nearest_deadline_ahead() -> None:
     queue = [ticket(1, 500, deadline=7.0), ticket(2, deadline=3.0), ticket(3)]
     assert next_wake(state(queue), 1.0) == 3.0
     assert next_wake(state(queue), 3.0) == 7.0
     assert next_wake(state([]), 0.0) is None
-
-
-def test_the_retry_hint_grows_with_the_queue_within_bounds() -> None:
-    hints = [retry_hint_s(waiting, 4, 2.0) for waiting in (0, 16, 64, 10_000)]
-    assert hints == sorted(hints)
-    assert hints[0] == MIN_RETRY_S and hints[-1] == MAX_RETRY_S
 
 
 TICKETS = st.lists(
@@ -120,7 +179,9 @@ TICKETS = st.lists(
 
 
 @given(tickets=TICKETS, now=st.floats(0, 10), block=st.integers(1, 20))
-def test_no_decision_overcommits_a_verifier(tickets: list[Ticket], now: float, block: int) -> None:
+def test_no_priority_is_given_more_than_there_is(
+    tickets: list[Ticket], now: float, block: int
+) -> None:
     loads = [load(A, block_tokens=block), load(B, total_tokens=50, max_sessions=2)]
     by_id = {t.request_id: t for t in tickets}
     after = {item.verifier_id: item for item in loads}
@@ -129,6 +190,9 @@ def test_no_decision_overcommits_a_verifier(tickets: list[Ticket], now: float, b
         assert action.request_id not in seen
         seen.add(action.request_id)
         if isinstance(action, Admit):
-            kv_tokens = by_id[action.request_id].kv_tokens
-            assert after[action.verifier_id].fits_now(kv_tokens, now)
-            after[action.verifier_id] = after[action.verifier_id].with_session(kv_tokens)
+            chosen, placed = after[action.verifier_id], by_id[action.request_id]
+            assert action.preempts is not chosen.fits_now(placed, now)
+            chosen = after[action.verifier_id] = chosen.with_session(placed)
+            above = chosen.from_priority(placed.priority)
+            assert above.tokens <= chosen.total_tokens
+            assert above.sessions <= chosen.max_sessions

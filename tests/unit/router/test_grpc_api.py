@@ -9,11 +9,15 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from outrider_router.config import OverloadConfig
 from outrider_router.grpc_api import INFERENCE_SERVICE, inference_service
 from outrider_router.service import RouterService
+from outrider_router.tenants import TenantLimits, TenantSource
 
+from outrider.errors import ResourceExhaustedError
 from outrider.ids import RequestId
 from outrider.transport.grpc import GrpcServer
+from outrider.transport.grpc.status import typed_error
 from outrider.wire.inference import (
     GenerateRequest,
     SamplingOptions,
@@ -21,7 +25,7 @@ from outrider.wire.inference import (
     TextPrompt,
 )
 from outrider.wire.inference_codec import request_to_pb
-from tests.fakes.router import eventually, grpc_router, running_router
+from tests.fakes.router import eventually, grpc_router, running_router, sample
 from tests.fakes.verifier import FakeVerifier
 
 
@@ -93,11 +97,42 @@ async def test_malformed_requests_are_typed_errors_and_leave_nothing_behind(
     assert len(router.journal) == router.admission.running == 0
 
 
-async def outcome(channel: grpc.aio.Channel, name: str, data: bytes) -> str:
+async def test_the_tenant_is_told_by_metadata_and_refused_with_a_retry_delay(
+    tmp_path: Path,
+) -> None:
+    settings = {
+        "overload": OverloadConfig(tenant_from=TenantSource.METADATA),
+        "tenants": {"slow": TenantLimits(requests_per_s=0.5)},
+    }
+    data = request_to_pb(GenerateRequest(prompt=TextPrompt("abc"))).SerializeToString()
+    async with (
+        running_router(tmp_path, {"v": FakeVerifier()}, **settings) as router,
+        grpc_router(router) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        slow, fast = (("x-outrider-tenant", name) for name in ("slow", "fast"))
+        assert await outcome(channel, "Generate", data, slow) == "OK"
+        assert await outcome(channel, "Generate", data, fast) == "OK"
+        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        method = channel.unary_unary(f"/{INFERENCE_SERVICE}/Generate")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await method(data, metadata=(slow,), timeout=5)
+        error = typed_error(raised.value)
+        assert isinstance(error, ResourceExhaustedError) and error.reason == "RATE_LIMITED"
+        assert error.retry_after_s is not None and 1.0 < error.retry_after_s <= 2.0
+        assert sample(router, "outrider_tenant_requests_total", tenant="slow") == 1
+        assert sample(router, "outrider_tenant_requests_total", tenant="default") == 1
+        bad = "x-outrider-tenant", "x" * 100
+        assert await outcome(channel, "Generate", data, bad) == "INVALID_ARGUMENT"
+
+
+async def outcome(
+    channel: grpc.aio.Channel, name: str, data: bytes, *metadata: tuple[str, str]
+) -> str:
     call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
     call = channel.unary_unary(f"/{INFERENCE_SERVICE}/{name}")
     try:
-        await call(data, timeout=5)
+        await call(data, metadata=metadata, timeout=5)
     except grpc.aio.AioRpcError as error:
         return error.code().name
     return "OK"

@@ -25,6 +25,8 @@ from outrider.wire.messages import (
     SessionMove,
     SessionMoved,
     SessionOpen,
+    SessionsDraining,
+    SessionsMessage,
     SessionsRequest,
 )
 from tests.integration.fake_endpoints import spec
@@ -93,7 +95,7 @@ class Far:
             if not isinstance(message, Heartbeat):
                 return message
 
-    async def say(self, message: SessionEvents | SessionFailure | SessionMoved) -> None:
+    async def say(self, message: SessionsMessage) -> None:
         await self.end.send(encode_sessions_message(message))
         await asyncio.sleep(0.01)
 
@@ -206,3 +208,68 @@ async def test_a_stream_that_need_not_last_ends_with_its_last_session() -> None:
     second.leave()
     await asyncio.sleep(0.05)
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_late_frames_of_a_session_that_was_left_reach_nobody() -> None:
+    far, old, new = Far(), Heard(), Heard()
+    stream = SessionStream(far.connect, deliver)
+    opened = stream.open(spec("a"), old)
+    first = await far.said()
+    assert isinstance(first, SessionOpen)
+    await far.say(events((first.handle, [1, 2], 0)))
+    opened.leave()
+    stream.open(replace(spec("a"), epoch=1), new)
+    assert isinstance(await far.said(), SessionLeave)
+    second = await far.said()
+    assert isinstance(second, SessionOpen) and second.handle != first.handle
+    # The verifier had not read of the leave yet.
+    await far.say(events((first.handle, [3], 0), (second.handle, [9], 0)))
+    await far.say(events((first.handle, [4], 3)))
+    assert (old.tokens, new.tokens) == ([1, 2], [9])
+    await stream.close()
+
+
+async def test_late_frames_of_a_stream_that_was_dropped_reach_nobody() -> None:
+    far, old, new = Far(), Heard(), Heard()
+    drains: list[float] = []
+    stream = SessionStream(far.connect, deliver, on_draining=drains.append)
+    stream.open(spec("a"), old)
+    opening = await far.said()
+    assert isinstance(opening, SessionOpen)
+    end = far.end
+    # These are in the pipe, or read but not looked at, when the stream is given up.
+    for message in (events((opening.handle, [1], 0)), SessionsDraining(5.0)):
+        await end.send(encode_sessions_message(message))
+    stream.drop()
+    assert isinstance(old.error, ConnectionLostError)
+    far.end = None
+    stream.open(replace(spec("a"), epoch=1), new)
+    again = await far.said()
+    assert isinstance(again, SessionOpen) and again.handle != opening.handle
+    assert old.tokens == [] and drains == []
+    await far.say(events((again.handle, [7], 0)))
+    await far.say(SessionsDraining(2.0))
+    assert new.tokens == [7] and drains == [2.0]
+    await stream.close()
+
+
+async def test_who_watches_hears_of_a_loss_before_the_sessions_do_and_of_no_closing() -> None:
+    far, order = Far(), list[str]()
+
+    class Noting(Heard):
+        def fail(self, error: OutriderError) -> None:
+            order.append("session")
+
+    stream = SessionStream(far.connect, deliver, on_lost=lambda error: order.append("stream"))
+    stream.open(spec("a"), Noting())
+    await far.said()
+    await far.end.close()
+    await asyncio.sleep(0.01)
+    assert order == ["stream", "session"]
+    far.end = None
+    stream.open(spec("b"), Noting())
+    await far.said()
+    stream.drop()
+    await asyncio.sleep(0.01)
+    assert order == ["stream", "session", "session"]
+    await stream.close()

@@ -53,11 +53,12 @@ async def serving(
     *,
     device: str | None = "cpu",
     weights: torch.dtype = torch.float32,
+    kv_tokens: int = 4096,
     **settings: Any,
 ) -> AsyncIterator[VerifierService]:
     """A service over the tiny target: on the device engine, or (None) on the host's."""
     place = device or "cpu"
-    target = load_target(target_dir, kv_tokens=4096, packed=False, device=place, dtype=weights)
+    target = load_target(target_dir, kv_tokens=kv_tokens, packed=False, device=place, dtype=weights)
     projection = head = None
     if head_dir is not None:
         projection = load_feature_projection(

@@ -123,6 +123,8 @@ class Rig:
         assert self.service._core.num_proposals == 0
         store = self.service._core.store
         assert store is None or store.used_bytes == 0
+        room = self.service._core.room
+        assert not room.running and not room.waiting and room.swapped_bytes == 0
 
 
 @asynccontextmanager

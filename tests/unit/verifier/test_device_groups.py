@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from outrider_verifier.device_groups import Seat, group_rows, round_rows
+from outrider_verifier.device_groups import group_rows, round_rows
+from outrider_verifier.device_seats import Seat
 from outrider_verifier.inbox import Held
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.rows import Draft

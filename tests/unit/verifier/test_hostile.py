@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from outrider.errors import OutriderError
 from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.tree import DraftTree
 from outrider.wire.bundles import join
 from outrider.wire.codec import encode_drafter_message
 from outrider.wire.messages import Proposal, Proposals
-from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, make_tree
+from tests.fakes.scripted_drafter import (
+    Draft,
+    Followed,
+    ProposeFn,
+    ScriptedDrafter,
+    make_tree,
+)
+from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import (
     good_chain,
     half_good_chain,
@@ -153,3 +165,59 @@ async def test_a_drafter_cannot_propose_for_the_sessions_of_another() -> None:
         counters = rig.service._core.counters
         await until(lambda: counters["proposals_unknown"] == 1)
         assert (await running).last.stats.proposed == 0
+
+
+class Disorderly:
+    """Sends what it drafts late, twice, out of order, and again when its session is long gone."""
+
+    def __init__(self, target: FakeTarget, seed: int) -> None:
+        self._good = half_good_chain(target)
+        self._rng = random.Random(seed)
+        self.past: list[Proposal] = []
+        self.drafter: ScriptedDrafter | None = None
+
+    def __call__(self, followed: Followed) -> Draft:
+        tree = self._good(followed)
+        assert isinstance(tree, DraftTree)
+        verdict = followed.verdicts[-1]
+        mine = Proposal(
+            handle=verdict.handle,
+            prefix_digest=verdict.prefix_digest,
+            prefix_len=len(followed.tokens),
+            tree=tree,
+        )
+        self.past.append(mine)
+        again = self._rng.sample(self.past, min(len(self.past), 6))
+        # Of another prefix, and with another handle than it was made for.
+        swapped = [replace(one, handle=(one.handle + 1) % 4) for one in again[:2]]
+        asyncio.get_running_loop().create_task(self._send([*again, *swapped, mine, mine]))
+        return None if self._rng.random() < 0.5 else tree
+
+    async def _send(self, proposals: list[Proposal]) -> None:
+        assert self.drafter is not None and self.drafter.connection is not None
+        self._rng.shuffle(proposals)
+        with contextlib.suppress(OutriderError):
+            await self.drafter.connection.send(Proposals.of(proposals))
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_old_frames_out_of_order_and_over_again_change_no_text(seed: int) -> None:
+    async with verifier() as rig:
+        rig.target.forward_s = 0.001
+        disorder = Disorderly(rig.target, seed)
+        disorder.drafter = await rig.attach(disorder)
+        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=50)
+        coupled = SamplingParams(temperature=0.8, seed=seed, rule=Rule.COUPLED)
+        specs = [
+            make_spec(f"s{n}", prompt=(3, 1, n), max_new_tokens=40, plan=plan, sampling=sampling)
+            for n, sampling in enumerate([SamplingParams(), coupled] * 4)
+        ]
+        # Handles are used again and again, so what was for one session comes to another.
+        for begin in range(0, len(specs), 2):
+            pair = specs[begin : begin + 2]
+            for spec, result in zip(pair, await rig.run_all(pair), strict=True):
+                assert result.tokens == rig.reference(spec)
+        counters = rig.service._counts()
+        assert counters["proposals_duplicate"] and counters["proposals_stale"]
+        assert counters["proposals_unknown"] and counters["drafters_cut"] == 0
+        await rig.idle()

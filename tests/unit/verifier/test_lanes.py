@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from outrider_verifier.checks import DrafterChecks, Identity
-from outrider_verifier.commands import Lost, Offered
+from outrider_verifier.commands import Garbled, Lost, Offered
 from outrider_verifier.lanes import Lanes
 
 from outrider.ids import VerifierId
@@ -70,7 +70,8 @@ def test_messages_become_commands_in_order(rig: Rig) -> None:
 def test_garbage_is_counted_and_what_follows_it_is_heard(rig: Rig) -> None:
     lost = encode_drafter_message(SessionsLost((3,)))
     rig.theirs.send(b"\xff\xff garbage", b"", encode_drafter_message(LaneAnswer(True)), lost)
-    assert rig.lanes.commands(rig.lanes.readers) == [Lost(LINK, (3,))]
+    garbled = [Garbled(LINK)] * 2
+    assert rig.lanes.commands(rig.lanes.readers) == [*garbled, Lost(LINK, (3,))]
     assert rig.invalid == 3
     assert rig.lost == []
 

@@ -62,7 +62,7 @@ class Heard:
         await connection.send(SessionOpen(7, spec))
         return cls(connection)
 
-    async def move(self, drafter_id: DrafterId) -> None:
+    async def move(self, drafter_id: DrafterId | None) -> None:
         await self.connection.send(SessionMove(7, drafter_id))
 
     async def read(self, *, tokens: int = 1 << 30, moves: int = 1 << 30) -> None:
@@ -182,6 +182,30 @@ async def test_a_move_that_cannot_be_done_leaves_the_session_where_it_is() -> No
         assert exported("outrider_verifier_moves_refused_total") == 3
 
 
+@pytest.mark.parametrize("sampling", [SamplingParams(), COUPLED])
+async def test_a_session_can_be_given_to_nobody_and_back(sampling: SamplingParams) -> None:
+    seen: list[Followed] = []
+    async with verifier() as rig:
+        rig.target.forward_s = 0.004
+        first = await rig.attach(checked(rig, half_good_chain(rig.target), seen))
+        spec = make_spec(max_new_tokens=150, plan=PATIENT, sampling=sampling)
+        heard = await Heard.of(rig, spec)
+        await heard.read(tokens=20)
+        await heard.move(None)
+        await heard.read(moves=1)
+        plain = len(heard.proposed)
+        await heard.read(tokens=len(heard.tokens) + 20)
+        assert heard.moved == [None] and not first.names
+        # The round under way may have had a draft.
+        assert not any(heard.proposed[plain + 2 :])
+        await heard.move(DRAFTER)
+        await heard.read()
+        assert heard.moved == [None, DRAFTER] and any(heard.proposed[-8:])
+        assert heard.tokens == rig.reference(spec)
+        await heard.connection.close()
+        await rig.idle()
+
+
 async def test_a_session_that_is_moved_all_the_time_says_the_same() -> None:
     async with verifier() as rig:
         rig.target.forward_s = 0.001
@@ -192,7 +216,7 @@ async def test_a_session_that_is_moved_all_the_time_says_the_same() -> None:
         heard = await Heard.of(rig, spec)
         while len(heard.tokens) < 190 and not heard.finished:
             # Several wishes at once: the last one is in force.
-            for wish in (OTHER, DRAFTER, OTHER, OTHER if len(heard.moved) % 2 else DRAFTER):
+            for wish in (OTHER, DRAFTER, None, OTHER if len(heard.moved) % 2 else DRAFTER):
                 await heard.move(wish)
             await heard.read(tokens=len(heard.tokens) + 4)
         await heard.read()

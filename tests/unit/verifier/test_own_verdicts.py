@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from outrider_verifier.engine import RowOutcome
 from outrider_verifier.known import Kind, Known, Pace
 from outrider_verifier.loads import Loads
 from outrider_verifier.own_verdicts import MAX_KINDS, OwnVerdicts
 from outrider_verifier.packing import VerifyRow
+from outrider_verifier.runner import RowOutcome
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Settled
 

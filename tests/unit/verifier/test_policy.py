@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from outrider_verifier.engine import RowOutcome
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.policy import Policy
 from outrider_verifier.rows import trim
+from outrider_verifier.runner import RowOutcome
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Settled
 

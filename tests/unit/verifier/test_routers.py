@@ -11,6 +11,7 @@ from outrider_verifier import routers
 from outrider.errors import (
     ConnectionLostError,
     InternalError,
+    InvalidRequestError,
     ResourceExhaustedError,
 )
 from outrider.transport.base import RouterConnection
@@ -20,6 +21,7 @@ from outrider.wire.messages import (
     SessionFailure,
     SessionLeave,
     SessionOpen,
+    SessionsDraining,
 )
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import ADDRESS, Rig, make_spec, until, verifier
@@ -142,22 +144,19 @@ async def test_requests_are_refused_while_the_engine_is_behind(
         await rig.idle()
 
 
-async def test_a_newer_epoch_that_does_not_fit_leaves_the_old_session_alone() -> None:
-    # 16 slots for draft nodes, 5 prompt, 16 output: 10 blocks of 4 each; 25 blocks are there.
-    async with verifier(target=FakeTarget(num_blocks=25)) as rig:
+async def test_a_newer_epoch_that_never_fits_leaves_the_old_session_alone() -> None:
+    # 16 slots for draft nodes and the root: 40 blocks of 4 leave 144 for a session.
+    async with verifier(target=FakeTarget(num_blocks=40), max_sessions=1, max_waiting=0) as rig:
         rig.target.forward_s = 0.02
-        other = asyncio.create_task(rig.run(make_spec("other", drafter=None)))
         old = asyncio.create_task(rig.run(make_spec(drafter=None)))
-        await until(lambda: rig.service._core.num_sessions == 2)
-        # 16 blocks: more than the 5 that are free and the 10 of the old one.
-        large = await rig.run(make_spec(drafter=None, epoch=1, max_new_tokens=43))
-        assert isinstance(large.error, ResourceExhaustedError)
-        assert rig.service._core.num_sessions == 2
-        # What the old one holds counts as free for its own successor.
+        await until(lambda: rig.service._core.num_sessions == 1)
+        large = await rig.run(make_spec(drafter=None, epoch=1, max_new_tokens=140))
+        assert isinstance(large.error, InvalidRequestError)
+        assert rig.service._core.num_sessions == 1 and not old.done()
+        # The old one's place is its own successor's.
         newer = await rig.run(make_spec(drafter=None, epoch=1))
-        assert newer.error is None
+        assert newer.tokens == rig.reference(make_spec())
         assert (await old).last.finish_reason is FinishReason.CANCELLED
-        assert (await other).error is None
         await rig.idle()
 
 
@@ -185,3 +184,44 @@ async def test_a_session_that_cannot_be_announced_gives_everything_back(
         assert closed == ["s"]
         await rig.idle()
         assert (await rig.run(make_spec())).error is None
+
+
+async def next_drain(connection: RouterConnection) -> SessionsDraining:
+    async with asyncio.timeout(5.0):
+        while True:
+            message = await connection.receive()
+            if isinstance(message, SessionsDraining):
+                return message
+
+
+async def test_a_drain_is_told_to_every_router_also_to_one_that_comes_late() -> None:
+    async with verifier() as rig:
+        rig.target.forward_s = 0.02
+        first, second = await router_of(rig), await router_of(rig)
+        await first.send(SessionOpen(1, make_spec("a", max_new_tokens=500)))
+        await until(lambda: rig.service._core.num_sessions == 1)
+        draining = asyncio.create_task(rig.service.drain(20.0))
+        told = [(await next_drain(connection)).seconds for connection in (first, second)]
+        await asyncio.sleep(0.05)
+        late = await router_of(rig)
+        told.append((await next_drain(late)).seconds)
+        assert 15.0 < told[2] < told[0] <= 20.0 and told[0] == pytest.approx(told[1], abs=0.01)
+        # A session that its router has taken elsewhere is not waited for.
+        await first.send(SessionLeave(1))
+        assert await asyncio.wait_for(draining, 5)
+        for connection in (first, second, late):
+            await connection.close()
+        await rig.idle()
+
+
+async def test_what_is_left_at_the_end_of_a_drain_fails_and_frees_its_place() -> None:
+    async with verifier() as rig:
+        rig.target.forward_s = 0.02
+        connection = await router_of(rig)
+        await connection.send(SessionOpen(1, make_spec("a", max_new_tokens=500)))
+        await until(lambda: rig.service._core.num_sessions == 1)
+        assert not await rig.service.drain(0.05)
+        failure = await next_failure(connection)
+        assert (failure.handle, failure.reason) == (1, "DRAINING")
+        await connection.close()
+        await rig.idle()

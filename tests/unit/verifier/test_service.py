@@ -59,21 +59,20 @@ async def test_a_request_that_can_never_be_served_is_refused(
         await rig.idle()
 
 
-async def test_a_session_that_does_not_fit_now_is_told_so_and_fits_later() -> None:
-    # 16 slots for draft nodes, 5 prompt, 16 output: 10 blocks of 4; 15 blocks are there.
-    async with verifier(target=FakeTarget(num_blocks=15)) as rig:
-        rig.target.forward_s = 0.02
-        first = asyncio.create_task(rig.run(make_spec("first", drafter=None)))
+async def test_a_session_that_does_not_fit_now_waits_its_turn() -> None:
+    # A token is decoded at a time: 5 of prompt and 16 of output take 6 blocks of 4; 10 are there.
+    async with verifier(target=FakeTarget(num_blocks=10), max_preemptions=0) as rig:
+        rig.target.forward_s = 0.01
+        first = asyncio.create_task(rig.run(make_spec("first", plan=Plan(), drafter=None)))
         await until(lambda: rig.service._core.num_sessions == 1)
-        refused = await rig.run(make_spec("second", drafter=None))
-        assert isinstance(refused.error, ResourceExhaustedError)
-        await first
-        assert (await rig.run(make_spec("second", drafter=None))).error is None
+        second = await rig.run(make_spec("second", plan=Plan(), drafter=None))
+        assert first.done()
+        assert second.tokens == first.result().tokens == rig.reference(make_spec())
         await rig.idle()
 
 
 async def test_the_number_of_sessions_is_bounded() -> None:
-    async with verifier(max_sessions=2) as rig:
+    async with verifier(max_sessions=2, max_waiting=0) as rig:
         rig.target.forward_s = 0.01
         results = await rig.run_all([make_spec(f"s{i}") for i in range(3)])
         errors = [r.error for r in results if r.error]
@@ -264,6 +263,8 @@ async def test_draining_refuses_new_sessions_and_lets_the_running_ones_finish() 
         await asyncio.sleep(0)
         refused = await rig.run(make_spec("late"))
         assert isinstance(refused.error, UnavailableError)
+        assert refused.error.reason == "DRAINING"
+        assert (await rig.service.info()).draining
         assert await draining
         assert (await running).error is None
 
@@ -277,6 +278,7 @@ async def test_stopping_fails_what_still_runs_and_ends_the_thread() -> None:
         await rig.service.stop()
         result = await running
         assert isinstance(result.error, UnavailableError)
+        assert result.error.reason == "DRAINING"
         assert "outrider-engine" not in [thread.name for thread in threading.enumerate()]
         late = await rig.run(make_spec("late"))
         assert isinstance(late.error, UnavailableError)

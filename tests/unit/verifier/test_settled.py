@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_verifier.engine import Decoded
 from outrider_verifier.flying import InFlight
 from outrider_verifier.handover import Told
 from outrider_verifier.packing import VerifyRow
+from outrider_verifier.runner import Decoded
 from outrider_verifier.schedule import RoundPlan
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Sheet

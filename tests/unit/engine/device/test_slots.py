@@ -59,6 +59,39 @@ def test_the_hosts_word_moves_one_session_and_no_other() -> None:
     assert slots.sequence.roots[[first, second]].tolist() == [40, second]
 
 
+def test_a_tables_end_is_nobodys() -> None:
+    """What a padded row writes past its session's blocks goes to the padding slot's."""
+    pool = make_pool()
+    slots = make_slots(pool)
+    spare = int(slots.sequence.tables[slots.padding, 0])
+    first = pool.allocate(16)
+    slot = slots.open(first)
+    slots.begin(slot, first, SAMPLING)
+    slots.close(slot)
+    first.release()
+    second = pool.allocate(5)
+    assert slots.open(second) == slot
+    slots.begin(slot, second, SAMPLING)
+    assert slots.sequence.tables[slot].tolist() == [*second.blocks, spare, spare]
+    assert spare not in second.blocks
+
+
+def test_blocks_that_are_added_are_told_of_at_once() -> None:
+    pool = make_pool()
+    slots = make_slots(pool)
+    spare = int(slots.sequence.tables[slots.padding, 0])
+    held = [pool.sequence() for _ in range(2)]
+    assert all(kv.reserve(4) for kv in held)
+    places = [slots.open(kv) for kv in held]
+    for slot, kv in zip(places, held, strict=True):
+        slots.begin(slot, kv, SAMPLING, length=3, root=slot)
+    assert held[0].reserve(12) and held[1].reserve(8)
+    slots.grow([(slot, 1, kv.blocks[1:]) for slot, kv in zip(places, held, strict=True)])
+    tables = slots.sequence.tables[places].tolist()
+    assert tables == [[*held[0].blocks, spare], [*held[1].blocks, spare, spare]]
+    assert slots.sequence.roots[places].tolist() == places
+
+
 def test_what_is_uploaded_may_change_at_once() -> None:
     words, out = np.arange(3, dtype=np.int32), torch.zeros(3, dtype=torch.int32)
     upload(words, out)

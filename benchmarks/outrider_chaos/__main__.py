@@ -1,0 +1,118 @@
+"""`outrider chaos`: faults for a fleet, and whether texts and promises survive them.
+
+Exit status: 0 every promise was kept; 1 one was not; 2 misuse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from outrider.errors import OutriderError
+
+_TINY = "tiny"
+
+
+def main() -> int:
+    """Run what the flags ask for; the exit status."""
+    args = _parser().parse_args()
+    try:
+        if args.fuzz is not None:
+            from outrider_chaos.fuzzing import run_fuzz
+
+            return run_fuzz(args.fuzz, seed=args.seed, jobs=args.jobs)
+        if args.router is not None:
+            from outrider_chaos.running import run_against
+
+            return run_against(args)
+        return _run_seeds(args)
+    except OutriderError as error:
+        sys.stderr.write(f"outrider chaos: {error.message}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="outrider chaos", description=__doc__)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--seeds", metavar="A-B", type=_range, help="run these seeds, in processes")
+    mode.add_argument("--replay", metavar="SEED", type=int, help="run one seed and show all of it")
+    mode.add_argument("--fuzz", metavar="N", type=int, help="frames for every decoder")
+    mode.add_argument("--router", metavar="HOST:PORT", help="load and faults for a running fleet")
+    seeds = parser.add_argument_group("of seeds")
+    seeds.add_argument("--jobs", metavar="N", type=int, default=os.cpu_count() or 1)
+    seeds.add_argument("--shrink", action="store_true", help="find the least that still fails")
+    seeds.add_argument(
+        "--model", metavar="NAME|DIR", default=_TINY, help="default: a tiny random one"
+    )
+    seeds.add_argument("--head", metavar="DIR", type=Path, help="default: that of the model")
+    running = parser.add_argument_group("of a running fleet")
+    running.add_argument(
+        "--process",
+        metavar="ROLE=PID",
+        action="append",
+        default=[],
+        help="a process on this machine that may be hit; repeatable",
+    )
+    running.add_argument("--faults", metavar="A,B", default="stop", help="kill, terminate, stop")
+    running.add_argument("--duration-s", metavar="S", type=float, default=30.0)
+    running.add_argument("--every-s", metavar="S", type=float, default=5.0)
+    running.add_argument("--concurrency", metavar="N", type=int, default=8)
+    running.add_argument("--max-tokens", metavar="N", type=int, default=64)
+    running.add_argument("--seed", metavar="N", type=int, default=0)
+    return parser
+
+
+def _range(text: str) -> range:
+    first, _, last = text.partition("-")
+    try:
+        return range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not A-B") from None
+
+
+def _run_seeds(args: argparse.Namespace) -> int:
+    from outrider_chaos.run import Outcome
+    from outrider_chaos.seeds import Tally, replay, run_seeds, say
+
+    with _models(args) as (target, head):
+        if args.replay is not None:
+            outcome = replay(args.replay, target, head, shrinks=args.shrink)
+            sys.stdout.write(f"{outcome}\n")
+            return 1 if outcome.violations else 0
+        tally = Tally()
+
+        def note(outcome: Outcome) -> None:
+            tally.add(outcome)
+            if outcome.violations:
+                say(str(outcome))
+            elif tally.runs % 50 == 0:
+                say(f"{tally.runs} runs, {len(tally.failed)} failed")
+
+        run_seeds(args.seeds, target, head, jobs=args.jobs, on_outcome=note)
+    sys.stdout.write(f"{tally}\n")
+    return 1 if tally.failed else 0
+
+
+@contextlib.contextmanager
+def _models(args: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
+    """Target and head."""
+    from outrider.client.modelfiles import find_model
+    from outrider.errors import InvalidRequestError
+    from outrider_chaos.seeds import tiny_models
+
+    if args.model == _TINY:
+        with tiny_models() as found:
+            yield found
+        return
+    files = find_model(args.model, head=args.head)
+    if files.head is None:
+        raise InvalidRequestError(f"no head ships for {files.name}; give --head", reason="NO_HEAD")
+    yield files.path, files.head
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The clients of a run: each asks once, over a link of its own, and notes what it hears."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from outrider.chaos.asks import PROMPTS, Ask
+from outrider.chaos.history import History
+from outrider.chaos.proxy import TcpProxy
+from outrider.client import AsyncClient, RetryPolicy
+from outrider.errors import DeadlineExceededError, UnavailableError
+
+TIMEOUT_S = 15.0
+"""Of a request that sets no deadline: whoever waits so long hangs."""
+_RETRY = RetryPolicy(max_attempts=200, first_delay_s=0.02, max_delay_s=0.1)
+
+
+class Reader:
+    """One client."""
+
+    def __init__(
+        self,
+        number: int,
+        ask: Ask,
+        door: TcpProxy,
+        began: float,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`began` is the clock's time at the run's begin; who waits for `timeout_s` hangs."""
+        self.history = History(number=number)
+        self.deadline_s: float | None = None
+        """Set before it asks, if its time is bounded."""
+        self.door = door
+        self.ask = ask
+        self._began = began
+        self._timeout_s = timeout_s
+        self._may_read = asyncio.Event()
+        self._may_read.set()
+        self._gone = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens heard so far."""
+        return sum(len(heard.token_ids) for heard in self.history.heard)
+
+    @property
+    def over(self) -> bool:
+        """Whether it reads no more."""
+        return self._task is not None and self._task.done()
+
+    def start(self) -> asyncio.Task[None]:
+        """Ask, in a task."""
+        self._task = asyncio.create_task(self._run(), name=f"reader-{self.history.number}")
+        return self._task
+
+    def pause(self) -> None:
+        """Read no more until `resume`."""
+        self._may_read.clear()
+
+    def resume(self) -> None:
+        """Read on."""
+        self._may_read.set()
+
+    def leave(self, *, abruptly: bool) -> None:
+        """Lose interest; `abruptly` as a process that is killed."""
+        self._gone.set()
+        self._may_read.set()
+        if abruptly:
+            self.door.shut()
+
+    async def _run(self) -> None:
+        await asyncio.sleep(self.ask.starts_s)
+        self.history.began = self._now()
+        reading = asyncio.create_task(self._read())
+        leaving = asyncio.create_task(self._gone.wait())
+        try:
+            await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                self.history.left(self._now())
+                return
+            error = reading.exception()
+            if error is not None:
+                self._note(error)
+        finally:
+            for task in (reading, leaving):
+                task.cancel()
+            await asyncio.gather(reading, leaving, return_exceptions=True)
+
+    def _note(self, error: BaseException) -> None:
+        # Close to its deadline a client does not try again what it could.
+        too_late = isinstance(error, DeadlineExceededError | UnavailableError)
+        if self.deadline_s is not None and too_late:
+            self.history.left(self._now())
+        elif isinstance(error, DeadlineExceededError):
+            self.history.ended, self.history.error = self._now(), error
+        else:
+            self.history.failed(error, self._now())
+
+    async def _read(self) -> None:
+        timeout_s = self.deadline_s or self._timeout_s
+        async with AsyncClient(self.door.address, retry=_RETRY, timeout_s=timeout_s) as client:
+            stream = client.stream(PROMPTS[self.ask.text.prompt], **self.ask.options)
+            async with stream:
+                async for delta in stream:
+                    self.history.add(delta, self._now())
+                    await self._may_read.wait()
+            self.history.finished(stream.finish, self._now())
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began

@@ -1,0 +1,85 @@
+"""A whole fleet in this process, its clients behind proxies."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from outrider.chaos.network import ChaosNetwork
+from outrider.chaos.proxy import TcpProxy
+from outrider.chaos.schedule import FleetShape
+from outrider.transport.heartbeat import HeartbeatConfig
+from outrider_chaos.parts import DrafterPart, Models, RouterPart, VerifierPart, until
+
+READY_S = 10.0
+_HEARTBEAT = HeartbeatConfig(interval_s=0.1, timeout_s=0.5)
+
+
+class Fleet:
+    """Verifiers, drafters and a router over a network of their own."""
+
+    def __init__(self, shape: FleetShape, models: Models, folder: Path) -> None:
+        """`folder` is for what the router keeps."""
+        self.network = ChaosNetwork(heartbeat=_HEARTBEAT)
+        self.verifiers = [
+            VerifierPart(f"v{n}", shape, models, self.network) for n in range(shape.verifiers)
+        ]
+        self.drafters = [
+            DrafterPart(f"d{n}", shape, models, self.network) for n in range(shape.drafters)
+        ]
+        self.router = RouterPart(
+            "router",
+            models,
+            self.network,
+            folder,
+            verifiers=tuple(part.name for part in self.verifiers),
+            drafters=tuple(part.name for part in self.drafters),
+        )
+        self._proxies: list[TcpProxy] = []
+
+    @property
+    def parts(self) -> list[VerifierPart | DrafterPart | RouterPart]:
+        """All of them, the router last."""
+        return [*self.verifiers, *self.drafters, self.router]
+
+    async def __aenter__(self) -> Self:
+        try:
+            await asyncio.gather(*(part.start() for part in self.parts))
+            await self.healthy()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def healthy(self) -> bool:
+        """Wait until the router sees everybody; False if it does not in time."""
+        return await until(self.router.ready, timeout_s=READY_S)
+
+    async def door(self, seed: int) -> TcpProxy:
+        """A way to the router for one client, wherever the router is when it is used."""
+        proxy = TcpProxy(lambda: self.router.address, seed=seed)
+        await proxy.start()
+        self._proxies.append(proxy)
+        return proxy
+
+    async def held(self) -> list[str]:
+        """What is held by anybody although nobody asks for anything."""
+        found = [await part.held() for part in self.parts]
+        return [line for lines in found for line in lines]
+
+    async def close(self) -> None:
+        """End everything."""
+        for proxy in self._proxies:
+            await proxy.close()
+        await asyncio.gather(*(part.kill() for part in self.parts))
+        await self.network.close()

@@ -1,0 +1,71 @@
+"""Fuzzing of every decoder in processes: counts, failures, and whether memory stayed flat."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import outrider
+from outrider.chaos.fuzz import PORTS, FuzzReport, fuzz_port
+
+MAX_GROWTH_MB = 16.0
+"""Of a process between the first tenth of its frames and the last."""
+_CHUNK = 50_000
+
+
+@dataclass(slots=True)
+class PortReport:
+    """What fuzzing a port has shown."""
+
+    report: FuzzReport
+    growth_mb: float
+    seconds: float
+
+
+def run_fuzz(frames: int, *, seed: int, jobs: int) -> int:
+    """Feed so many frames to every port and print what came of it; the exit status."""
+    context = multiprocessing.get_context("spawn")
+    failed = False
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        for done in pool.map(partial(fuzz, frames=frames, seed=seed), PORTS):
+            rate = frames / max(done.seconds, 1e-9)
+            sys.stdout.write(
+                f"{done.report}\nmemory grew by {done.growth_mb:.1f} MB, {rate:.0f} frames/s\n"
+            )
+            failed |= bool(done.report.failures) or done.growth_mb > MAX_GROWTH_MB
+    return int(failed)
+
+
+def fuzz(port: str, *, frames: int, seed: int) -> PortReport:
+    """Feed so many frames to a port, in pieces between which memory is looked at."""
+    corpus, report, began = honest_frames(), FuzzReport(), time.monotonic()
+    piece = max(1, min(_CHUNK, frames // 10))
+    base_mb: float | None = None
+    left, number = frames, 0
+    while left > 0:
+        size = min(piece, left)
+        report.add(fuzz_port(port, size, seed=seed * 1_000_003 + number, corpus=corpus))
+        left, number = left - size, number + 1
+        if base_mb is None:
+            base_mb = _peak_mb()
+    growth = _peak_mb() - (base_mb or 0.0)
+    return PortReport(report, growth, time.monotonic() - began)
+
+
+def honest_frames() -> list[bytes]:
+    """One frame of every kind, where this is a checkout: the golden bytes of its tests."""
+    golden = Path(outrider.__file__).parent.parent / "tests" / "wire" / "golden_v1.txt"
+    if not golden.is_file():
+        return []
+    lines = golden.read_text(encoding="utf-8").splitlines()
+    return [bytes.fromhex(line.partition(" ")[2]) for line in lines]
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0

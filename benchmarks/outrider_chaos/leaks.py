@@ -1,0 +1,76 @@
+"""What a process holds that its runs should have given back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+_SHARED = ("asyncio_", "uvloop_", "MainThread")
+"""Threads that live as long as the process."""
+_GRPC_POLLER = "_poll_wrapper"
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Tasks, threads and files of this process."""
+
+    tasks: Counter[str]
+    threads: Counter[str]
+    files: Counter[str]
+
+    @classmethod
+    def now(cls) -> Holdings:
+        """What is held now; call it on the event loop."""
+        return cls(
+            tasks=Counter(_name_of(task) for task in asyncio.all_tasks() if not task.done()),
+            threads=Counter(
+                thread.name
+                for thread in threading.enumerate()
+                if not thread.name.startswith(_SHARED) and _GRPC_POLLER not in thread.name
+            ),
+            files=_files(),
+        )
+
+    def beyond(self, before: Holdings) -> list[str]:
+        """What is held now and was not before."""
+        more = (
+            ("task", self.tasks - before.tasks),
+            ("thread", self.threads - before.threads),
+            ("file", self.files - before.files),
+        )
+        return [f"{count} {kind} {name}" for kind, new in more for name, count in new.items()]
+
+
+async def leaked(before: Holdings, *, timeout_s: float = 2.0) -> list[str]:
+    """What is still held beyond `before` once things had time to end."""
+    end = asyncio.get_running_loop().time() + timeout_s
+    while found := Holdings.now().beyond(before):
+        if asyncio.get_running_loop().time() > end:
+            return found
+        gc.collect()
+        await asyncio.sleep(0.02)
+    return []
+
+
+def _name_of(task: asyncio.Task[object]) -> str:
+    name = task.get_name()
+    if not name.startswith("Task-"):
+        return name
+    return getattr(task.get_coro(), "__qualname__", name)
+
+
+def _files() -> Counter[str]:
+    """Open descriptors by what they are; sockets and pipes lose their numbers."""
+    found: Counter[str] = Counter()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:  # the listing's own
+            continue
+        if target != os.devnull:  # an event loop keeps one in reserve
+            found[target.partition(":[")[0]] += 1
+    return found

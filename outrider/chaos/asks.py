@@ -1,0 +1,131 @@
+"""The requests of a run. Texts depend on nothing but what is fixed here; the rest is drawn."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from outrider.client.options import GenerateOptions
+from outrider.spec.plan import DraftMethod
+
+_NUMBERS = "Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 6 7 8 9 0 1 2 3"
+_WORDS = "Drafts ride ahead and the target decides which tokens stand. Drafts ride ahead and"
+LONG = " ".join([_WORDS, _NUMBERS] * 4)
+"""A prompt of several prefill chunks."""
+
+PROMPTS = (_NUMBERS, _WORDS, LONG, f"{_WORDS} {_NUMBERS}")
+
+SAMPLINGS: dict[str, GenerateOptions] = {
+    "greedy": {"temperature": 0.0},
+    "coupled": {"temperature": 0.8, "seed": 7},
+    "nucleus": {"temperature": 1.1, "top_p": 0.9, "top_k": 40, "seed": 11},
+    "penalties": {
+        "temperature": 0.7,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "seed": 3,
+    },
+    "bias": {"temperature": 0.0, "frequency_penalty": 0.5, "logit_bias": {20: 2.0, 40: -3.0}},
+    "stop string": {"temperature": 0.9, "seed": 5, "stop": ("t", "9")},
+    "min tokens": {
+        "temperature": 0.9,
+        "seed": 9,
+        "min_tokens": 8,
+        "stop_token_ids": tuple(range(0, 384, 9)),
+    },
+    "target-only": {"temperature": 0.0, "rule": "target-only"},
+    "rejection": {"temperature": 0.9, "seed": 13, "rule": "rejection"},
+}
+"""By name; under the last one the text may depend on what was drafted when."""
+
+_CHAIN: GenerateOptions = {"draft_tokens": 4, "draft_top_k": 1, "look_ahead": 0}
+_TREE: GenerateOptions = {"draft_tokens": 8, "draft_top_k": 2, "look_ahead": 0}
+_AHEAD: GenerateOptions = {"draft_tokens": 4, "draft_top_k": 1, "look_ahead": 1}
+DRAFTING: dict[str, GenerateOptions] = {
+    "head": {"drafter": DraftMethod.EAGLE3, **_CHAIN},
+    "head, tree": {"drafter": DraftMethod.EAGLE3, **_TREE},
+    "head, ahead": {"drafter": DraftMethod.EAGLE3, **_AHEAD},
+    "model": {"drafter": DraftMethod.MODEL, **_CHAIN},
+    "model, tree": {"drafter": DraftMethod.MODEL, **_TREE},
+    "model, ahead": {"drafter": DraftMethod.MODEL, **_AHEAD},
+    "n-gram": {"drafter": DraftMethod.NGRAM, "draft_tokens": 6},
+    "plain": {"drafter": DraftMethod.NONE},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """What determines a text."""
+
+    prompt: int
+    """Index into `PROMPTS`."""
+    sampling: str
+    """Key of `SAMPLINGS`."""
+    max_tokens: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether the text is the same whatever was drafted."""
+        return self.sampling != "rejection"
+
+    @property
+    def options(self) -> GenerateOptions:
+        """Sampling and stopping."""
+        ignore = self.sampling != "min tokens"
+        return {**SAMPLINGS[self.sampling], "max_tokens": self.max_tokens, "ignore_eos": ignore}
+
+
+TEXTS = tuple(
+    Text(prompt=(number + number // len(SAMPLINGS)) % len(PROMPTS), sampling=name, max_tokens=size)
+    for number, (name, size) in enumerate(
+        (name, size) for size in (10, 20, 32) for name in SAMPLINGS
+    )
+)
+"""All texts that runs ask for: few, so that each is computed once in calm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request."""
+
+    text: Text
+    drafting: str = "model"
+    """Key of `DRAFTING`."""
+    priority: int = 0
+    resumable: bool = True
+    starts_s: float = 0.0
+    """When, after the run's begin."""
+
+    @property
+    def options(self) -> GenerateOptions:
+        """All options of the request."""
+        own: GenerateOptions = {"priority": self.priority, "resume": self.resumable}
+        return {**self.text.options, **DRAFTING[self.drafting], **own}
+
+    def __str__(self) -> str:
+        text = self.text
+        resumable = ", resumable" if self.resumable else ""
+        return (
+            f"{text.sampling}, prompt {text.prompt}, {text.max_tokens} tokens, {self.drafting}, "
+            f"priority {self.priority}, at {1000 * self.starts_s:.0f} ms{resumable}"
+        )
+
+
+def intruder(rng: random.Random) -> Ask:
+    """A request for which others have to make room."""
+    large = [text for text in TEXTS if PROMPTS[text.prompt] == LONG]
+    return Ask(text=rng.choice(large), priority=50, starts_s=rng.uniform(0.05, 0.2))
+
+
+def draw(rng: random.Random, count: int) -> tuple[Ask, ...]:
+    """Requests of one run."""
+    return tuple(
+        Ask(
+            text=rng.choice(TEXTS),
+            drafting=rng.choice(tuple(DRAFTING)),
+            priority=rng.choice((0, 0, 0, 5, -5)),
+            resumable=rng.random() < 0.75,
+            starts_s=rng.choice((0.0, 0.0, rng.uniform(0.0, 0.1))),
+        )
+        for _ in range(count)
+    )

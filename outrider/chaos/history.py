@@ -1,0 +1,84 @@
+"""What one client heard, event by event."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from outrider.errors import OutriderError
+from outrider.wire.inference import Delta, FinishInfo
+
+
+class End(StrEnum):
+    """How a client's reading ended."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    """With an error of Outrider."""
+    LEFT = "left"
+    """By itself: it was killed, cancelled or out of time."""
+    CRASHED = "crashed"
+    """With an error that is not of Outrider."""
+    HUNG = "hung"
+
+
+@dataclass(slots=True, kw_only=True)
+class Heard:
+    """Something that a client heard."""
+
+    at: float
+    """Seconds after the run's begin."""
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class History:
+    """One client's, from its request to its end."""
+
+    number: int
+    """Of the request."""
+    began: float = 0.0
+    heard: list[Heard] = field(default_factory=list)
+    finish: FinishInfo | None = None
+    end: End = End.HUNG
+    error: BaseException | None = None
+    ended: float = 0.0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All that were heard, in order."""
+        return tuple(token for heard in self.heard for token in heard.token_ids)
+
+    @property
+    def text(self) -> str:
+        """All that was heard."""
+        return "".join(heard.text for heard in self.heard)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between what was heard, the wait for the first included."""
+        times = [self.began, *(heard.at for heard in self.heard)]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+    def add(self, delta: Delta, at: float) -> None:
+        """Note a delta."""
+        self.heard.append(Heard(at=at, token_ids=delta.token_ids, text=delta.text))
+
+    def finished(self, finish: FinishInfo | None, at: float) -> None:
+        """The stream ended by itself."""
+        self.finish, self.ended, self.end = finish, at, End.FINISHED
+
+    def failed(self, error: BaseException, at: float) -> None:
+        """The stream ended with an error."""
+        self.error, self.ended = error, at
+        self.end = End.FAILED if isinstance(error, OutriderError) else End.CRASHED
+
+    def left(self, at: float) -> None:
+        """The client ended it."""
+        self.ended, self.end = at, End.LEFT
+
+    def __str__(self) -> str:
+        error = "" if self.error is None else f": {type(self.error).__name__}: {self.error}"
+        return f"request {self.number} {self.end} after {len(self.token_ids)} tokens{error}"

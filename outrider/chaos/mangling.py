@@ -1,0 +1,53 @@
+"""Frames that are lost, doubled, swapped, changed or cut short."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from outrider.chaos.faults import MANGLING, Kind
+
+MAX_FLIPS = 4
+
+
+@dataclass(slots=True, kw_only=True)
+class Mangling:
+    """What one direction of a link does to its frames."""
+
+    kind: Kind
+    share: float
+    """Of the frames."""
+    rng: random.Random
+    held: bytes | None = None
+    """A frame that waits to be overtaken."""
+
+    def __post_init__(self) -> None:
+        assert self.kind in MANGLING, self.kind
+
+    def frames(self, frame: bytes) -> list[bytes]:
+        """What arrives in place of a frame."""
+        held, self.held = self.held, None
+        if held is not None:
+            return [frame, held]
+        if self.rng.random() >= self.share:
+            return [frame]
+        match self.kind:
+            case Kind.LOSE:
+                return []
+            case Kind.DUPLICATE:
+                return [frame, frame]
+            case Kind.REORDER:
+                self.held = frame
+                return []
+            case Kind.CORRUPT:
+                return [flipped(frame, self.rng)]
+            case _:
+                return [frame[: self.rng.randrange(len(frame) + 1)]]
+
+
+def flipped(frame: bytes, rng: random.Random) -> bytes:
+    """A frame in which a few bits are others."""
+    changed = bytearray(frame)
+    for _ in range(rng.randint(1, MAX_FLIPS) if changed else 0):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)

@@ -1,0 +1,329 @@
+"""An in-process network of named processes whose links are delayed, blocked, cut or mangled.
+
+Everything crosses as frames, through the wire codec and under heartbeats, as between real
+processes. A process that was killed is heard of no more, whatever is left of it in this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from outrider.chaos.mangling import Mangling
+from outrider.errors import (
+    AlreadyExistsError,
+    ConnectionLostError,
+    DeadlineExceededError,
+    OutriderError,
+    UnavailableError,
+)
+from outrider.transport.base import DrafterConnection, RouterConnection
+from outrider.transport.framed import drafter_end, router_end, serving_end, verifier_end
+from outrider.transport.heartbeat import HeartbeatConfig
+from outrider.transport.mailbox import Mailbox
+from outrider.transport.sessions import SessionIterators
+from outrider.transport.status import typed
+
+CONTROL_S = 0.5
+"""How long a call to another process may take."""
+
+
+def _lost(peer: str) -> ConnectionLostError:
+    return ConnectionLostError(f"lost {peer}", reason="PEER_LOST")
+
+
+class Way:
+    """One direction between two processes, for all that goes that way."""
+
+    def __init__(self) -> None:
+        self._blocks = 0
+        self._changed = asyncio.Event()
+        self.delay_s = 0.0
+        self.mangling: Mangling | None = None
+        """What happens to frames of exchanges."""
+
+    def block(self) -> None:
+        """Let nothing pass until `unblock`, as often as this was called."""
+        self._blocks += 1
+
+    def unblock(self) -> None:
+        """Let what has waited pass."""
+        self._blocks -= 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def passes(self) -> None:
+        """Wait as long as something takes on its way."""
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
+        while self._blocks:
+            await self._changed.wait()
+
+
+class _Pipe:
+    """One direction of a connection."""
+
+    def __init__(self, way: Way, *, mangles: bool) -> None:
+        self._way = way
+        self._mangles = mangles
+        self.sent: Mailbox[bytes | memoryview] = Mailbox(size_of=len)
+        self.arrived: Mailbox[bytes | memoryview] = Mailbox(size_of=len)
+
+    async def run(self) -> None:
+        """Carry frames until the sender is gone and all of its frames have arrived."""
+        try:
+            while True:
+                frame = await self.sent.get()
+                await self._way.passes()
+                mangling = self._way.mangling if self._mangles else None
+                for one in [frame] if mangling is None else mangling.frames(bytes(frame)):
+                    await self.arrived.put(one)
+        except OutriderError as end:
+            await self._way.passes()
+            self.arrived.close(end)
+
+    def cut(self, peer: str) -> None:
+        """End it; what is on its way is lost."""
+        self.sent.close(_lost(peer), discard=True)
+
+
+class _End:
+    """One end of a connection, as frames."""
+
+    def __init__(self, peer: str, out: _Pipe, into: _Pipe) -> None:
+        self._peer, self._out, self._into = peer, out, into
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    async def send(self, frame: bytes) -> None:
+        await self._out.sent.put(frame)
+
+    def offer(self, *frames: bytes) -> bool:
+        return self._out.sent.offer(*frames)
+
+    async def receive(self) -> bytes | memoryview:
+        return await self._into.arrived.get()
+
+    def ready(self) -> list[bytes | memoryview]:
+        return self._into.arrived.take_all()
+
+    async def close(self) -> None:
+        self.end(ConnectionLostError(f"{self._peer} ended the exchange", reason="PEER_CLOSED"))
+        closed = ConnectionLostError(f"connection to {self._peer} is closed", reason="CLOSED")
+        self._into.sent.close(_lost(self._peer), discard=True)
+        self._into.arrived.close(closed, discard=True)
+
+    def end(self, error: OutriderError) -> None:
+        """The peer reads what was sent, then this error."""
+        self._out.sent.close(error)
+
+
+class _Connection:
+    """Both directions between two processes."""
+
+    def __init__(self, there: _Pipe, back: _Pipe) -> None:
+        self.there, self.back = there, back
+
+    def cut(self, caller: str, host: str) -> None:
+        self.there.cut(caller)
+        self.back.cut(host)
+
+
+class ChaosNetwork:
+    """Processes by name; their endpoints, and the links between them."""
+
+    def __init__(self, *, heartbeat: HeartbeatConfig) -> None:
+        self._heartbeat = heartbeat
+        self._endpoints: dict[str, Any] = {}
+        self._callers: dict[str, ChaosDialer] = {}
+        self._ways: dict[tuple[str, str], Way] = {}
+        self._connections: dict[_Connection, tuple[str, str]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def serve(self, name: str, endpoint: object) -> None:
+        """Make a process reachable."""
+        if name in self._endpoints:
+            raise AlreadyExistsError(f"{name} is taken", reason="ADDRESS_IN_USE")
+        self._endpoints[name] = endpoint
+
+    def dialer(self, caller: str) -> ChaosDialer:
+        """How a process reaches the others; its earlier dialer reaches nobody any more."""
+        earlier = self._callers.get(caller)
+        if earlier is not None:
+            earlier.alive = False
+        dialer = self._callers[caller] = ChaosDialer(self, caller)
+        return dialer
+
+    def way(self, source: str, target: str) -> Way:
+        """The direction from one process to another."""
+        return self._ways.setdefault((source, target), Way())
+
+    def ways_of(self, name: str, others: list[str]) -> list[Way]:
+        """Both directions between one process and others."""
+        pairs = [pair for other in others for pair in ((name, other), (other, name))]
+        return [self.way(*pair) for pair in pairs]
+
+    def kill(self, name: str) -> None:
+        """A process is gone: its connections end, and whatever it still does reaches nobody."""
+        self._endpoints.pop(name, None)
+        dialer = self._callers.get(name)
+        if dialer is not None:
+            dialer.alive = False
+        for connection, pair in list(self._connections.items()):
+            if name in pair:
+                connection.cut(*pair)
+
+    def cut(self, one: str, other: str) -> None:
+        """End every connection between two processes; what is on its way is lost."""
+        for connection, pair in list(self._connections.items()):
+            if set(pair) == {one, other}:
+                connection.cut(*pair)
+
+    async def close(self) -> None:
+        """End everything that still runs on behalf of anybody."""
+        for name in list(self._endpoints):
+            self.kill(name)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def endpoint(self, name: str) -> Any:
+        """What serves a name; UnavailableError if nothing does."""
+        if name not in self._endpoints:
+            raise UnavailableError(f"nothing serves {name}", reason="UNREACHABLE")
+        return self._endpoints[name]
+
+    def connect(self, caller: str, host: str, serve: str, *, mangles: bool) -> tuple[_End, _End]:
+        """Both ends, the caller's first, of a new connection whose frames are carried.
+
+        `serve` is the method of the host's endpoint that is given the other end.
+        """
+        there = _Pipe(self.way(caller, host), mangles=mangles)
+        back = _Pipe(self.way(host, caller), mangles=mangles)
+        connection = _Connection(there, back)
+        self._connections[connection] = (caller, host)
+        near, far = _End(host, there, back), _End(caller, back, there)
+        carrying = [self._start(pipe.run()) for pipe in (there, back)]
+        for task in carrying:
+            task.add_done_callback(partial(self._forget, connection, carrying))
+        self._start(self._serve(getattr(self.endpoint(host), serve), serve, far))
+        return near, far
+
+    def exchange_end(self, frames: _End) -> DrafterConnection:
+        """A drafter's end of an exchange."""
+        return drafter_end(frames, self._heartbeat)
+
+    def router_end(self, frames: _End) -> RouterConnection:
+        """A router's end of a stream of sessions."""
+        return router_end(frames, self._heartbeat)
+
+    async def _serve(self, serve: Callable[[Any], Awaitable[None]], kind: str, far: _End) -> None:
+        make = verifier_end if kind == "exchange" else serving_end
+        connection: Any = make(far, self._heartbeat)
+        error: OutriderError = _lost("the verifier")
+        try:
+            await serve(connection)
+            error = ConnectionLostError("the verifier ended the stream", reason="PEER_CLOSED")
+        except Exception as failure:
+            error = typed(failure)
+        finally:
+            far.end(error)
+            await connection.close()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name="chaos-network")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _forget(
+        self, connection: _Connection, carrying: list[asyncio.Task[None]], _: object
+    ) -> None:
+        if all(task.done() for task in carrying):
+            self._connections.pop(connection, None)
+
+
+class ChaosDialer:
+    """Reaches the other processes of a network on behalf of one."""
+
+    def __init__(self, network: ChaosNetwork, caller: str) -> None:
+        self.alive = True
+        """Whether its process is."""
+        self._network = network
+        self._caller = caller
+
+    async def exchange(self, verifier_address: str) -> DrafterConnection:
+        """Open an exchange connection to a verifier. Raises UnavailableError."""
+        near = await self._connect(verifier_address, "exchange", mangles=True)
+        return self._network.exchange_end(near)
+
+    async def sessions(self, verifier_address: str) -> RouterConnection:
+        """Open a stream of sessions with a verifier. Raises UnavailableError."""
+        near = await self._connect(verifier_address, "serve_sessions", mangles=False)
+        return self._network.router_end(near)
+
+    async def verifier(self, address: str) -> Any:
+        """A control client of the verifier at `address`."""
+        return _Control(self, address)
+
+    async def drafter(self, address: str) -> Any:
+        """A control client of the drafter at `address`."""
+        return _Control(self, address)
+
+    async def close(self) -> None:
+        """Nothing to close: connections belong to their holders."""
+
+    async def call(self, host: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A call to another process; UnavailableError, DeadlineExceededError or its own error."""
+        network, caller = self._network, self._caller
+        try:
+            async with asyncio.timeout(CONTROL_S):
+                endpoint = self._endpoint(host)
+                await network.way(caller, host).passes()
+                result = await getattr(self._endpoint(host), method)(*args, **kwargs)
+                await network.way(host, caller).passes()
+                if self._endpoint(host) is not endpoint:
+                    raise _lost(host)
+                return result
+        except TimeoutError:
+            raise DeadlineExceededError(f"{host} did not answer", reason="TRANSPORT") from None
+        except Exception as error:
+            raise typed(error) from error
+
+    def _endpoint(self, host: str) -> Any:
+        if not self.alive:
+            raise UnavailableError("this process is gone", reason="UNREACHABLE")
+        return self._network.endpoint(host)
+
+    async def _connect(self, host: str, serve: str, *, mangles: bool) -> _End:
+        network, caller = self._network, self._caller
+        try:
+            async with asyncio.timeout(CONTROL_S):
+                self._endpoint(host)
+                await network.way(caller, host).passes()
+                await network.way(host, caller).passes()
+                self._endpoint(host)
+        except TimeoutError:
+            raise UnavailableError(f"{host} does not answer", reason="UNREACHABLE") from None
+        near, _far = network.connect(caller, host, serve, mangles=mangles)
+        return near
+
+
+class _Control(SessionIterators):
+    """Whatever may be asked of a process: every method of its endpoint is a call to it."""
+
+    def __init__(self, dialer: ChaosDialer, address: str) -> None:
+        self._dialer = dialer
+        self._address = address
+
+    async def sessions(self) -> RouterConnection:
+        return await self._dialer.sessions(self._address)
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return partial(self._dialer.call, self._address, method)

@@ -1,0 +1,143 @@
+"""A TCP proxy that is put between two processes, and whose link then goes bad."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outrider.chaos.mangling import flipped
+
+CHUNK_BYTES = 16384
+
+
+@dataclass(slots=True)
+class _Direction:
+    """What happens to bytes that go one way."""
+
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    delay_s: float = 0.0
+    corrupt: float = 0.0
+    """Share of the chunks in which bits are changed."""
+    truncate: bool = False
+    """Whether the next chunk is cut short, and its connection with it."""
+
+    def __post_init__(self) -> None:
+        self.open.set()
+
+
+class TcpProxy:
+    """Carries connections to an address that may change; `address` is where it listens."""
+
+    def __init__(self, upstream: Callable[[], str], *, seed: int = 0) -> None:
+        """`upstream` is asked at every connection for the HOST:PORT behind the proxy."""
+        self.address = ""
+        self._upstream = upstream
+        self._rng = random.Random(seed)
+        self._server: asyncio.Server | None = None
+        self._there, self._back = _Direction(), _Direction()
+        self._shut = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self, host: str = "127.0.0.1") -> str:
+        """Listen on a free port; the address."""
+        self._server = await asyncio.start_server(self._accept, host, 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = f"{host}:{port}"
+        return self.address
+
+    async def close(self) -> None:
+        """End every connection and listen no more."""
+        if self._server is not None:
+            self._server.close()
+        self.cut()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def connections(self) -> int:
+        """Connections that are carried now."""
+        return len(self._writers) // 2
+
+    def stall(self, *, there: bool = True, back: bool = True) -> None:
+        """Let nothing pass until `heal`: a partition; with one direction, a one-way one."""
+        if there:
+            self._there.open.clear()
+        if back:
+            self._back.open.clear()
+
+    def delay(self, seconds: float) -> None:
+        """Hold everything for so long, each way."""
+        self._there.delay_s = self._back.delay_s = seconds
+
+    def corrupt(self, share: float) -> None:
+        """Change bits in a share of the chunks, each way."""
+        self._there.corrupt = self._back.corrupt = share
+
+    def truncate(self) -> None:
+        """Cut the next chunk that comes back short, and its connection with it."""
+        self._back.truncate = True
+
+    def cut(self) -> None:
+        """Reset every connection."""
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    def shut(self) -> None:
+        """Reset every connection and let none in any more."""
+        self._shut = True
+        self.cut()
+
+    def heal(self) -> None:
+        """Be a good link again."""
+        for direction in (self._there, self._back):
+            direction.open.set()
+            direction.delay_s = direction.corrupt = 0.0
+            direction.truncate = False
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self._upstream().rpartition(":")
+        if self._shut:
+            writer.transport.abort()
+            return
+        try:
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers |= {writer, far_writer}
+        pumps = [
+            asyncio.create_task(self._pump(reader, far_writer, self._there), name="chaos-proxy"),
+            asyncio.create_task(self._pump(far_reader, writer, self._back), name="chaos-proxy"),
+        ]
+        self._tasks.update(pumps)
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        # gRPC closes both directions at once: where one has ended, so has the other.
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        self._tasks.difference_update(pumps)
+        for one in (writer, far_writer):
+            self._writers.discard(one)
+            one.close()
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: _Direction
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(CHUNK_BYTES):
+                if way.delay_s:
+                    await asyncio.sleep(way.delay_s)
+                await way.open.wait()
+                if way.corrupt and self._rng.random() < way.corrupt:
+                    data = flipped(data, self._rng)
+                if way.truncate:
+                    way.truncate = False
+                    writer.write(data[: len(data) // 2])
+                    return
+                writer.write(data)
+                await writer.drain()

@@ -1,0 +1,116 @@
+"""A seed as faults, requests and a fleet: what is drawn here is all that a run leaves to chance."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Self
+
+from outrider.chaos.asks import Ask, draw, intruder
+from outrider.chaos.faults import CELLS, KINDS, MANGLING, Fault, Kind, Phase, Role
+
+MAX_FAULTS = 3
+_STRIDE = 61
+"""Seeds in a row hit different roles; coprime to the number of cells, so that all are hit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetShape:
+    """What runs."""
+
+    verifiers: int = 1
+    drafters: int = 1
+    kv_tokens: int = 4096
+    """Of each verifier; few make it preempt."""
+    lanes: bool = False
+    """Whether drafters exchange through shared memory: messages cannot be mangled then."""
+    planner: str = "fixed"
+    preemption: str = "auto"
+    """How sessions that lost their K/V get it back: auto, swap or recompute."""
+
+    def count(self, role: Role, clients: int) -> int:
+        """How many there are of a role."""
+        counts = {Role.DRAFTER: self.drafters, Role.VERIFIER: self.verifiers, Role.ROUTER: 1}
+        return counts.get(role, clients)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One run."""
+
+    seed: int
+    fleet: FleetShape
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+
+    @classmethod
+    def of(cls, seed: int) -> Self:
+        """The run of a seed: its first fault goes through all cells as seeds are counted up."""
+        rng = random.Random(f"outrider-chaos-{seed}")
+        kind, role, phase = CELLS[seed * _STRIDE % len(CELLS)]
+        tight = phase in (Phase.PREEMPTED, Phase.SWAPPING) or rng.random() < 0.3
+        asks = draw(rng, rng.randint(4, 5) if tight else rng.randint(3, 5))
+        asks += (intruder(rng),) * tight
+        shape = FleetShape(
+            verifiers=rng.choice((1, 2)),
+            drafters=rng.choice((1, 2)),
+            kv_tokens=rng.choice((288, 320, 384)) if tight else 4096,
+            planner=rng.choice(("fixed", "fixed", "automatic")),
+            preemption="swap"
+            if phase is Phase.SWAPPING
+            else rng.choice(("auto", "swap", "recompute")),
+        )
+        cells = [(kind, role, phase)]
+        cells += [rng.choice(CELLS) for _ in range(rng.randint(0, MAX_FAULTS - 1))]
+        faults = tuple(_fault(rng, *cell, shape, len(asks)) for cell in cells)
+        mangled = any(fault.kind in MANGLING for fault in faults)
+        shape = replace(shape, lanes=not mangled and rng.random() < 0.4)
+        return cls(seed=seed, fleet=shape, asks=asks, faults=faults)
+
+    def without(self, index: int) -> Schedule:
+        """The same run with one fault less."""
+        kept = self.faults[:index] + self.faults[index + 1 :]
+        return replace(self, faults=kept)
+
+    def without_ask(self, index: int) -> Schedule:
+        """The same run with one request less; faults of its client go with it."""
+        faults = tuple(
+            replace(fault, index=fault.index - (fault.index > index))
+            if fault.role is Role.CLIENT
+            else fault
+            for fault in self.faults
+            if fault.role is not Role.CLIENT or fault.index != index
+        )
+        return replace(self, asks=self.asks[:index] + self.asks[index + 1 :], faults=faults)
+
+    def __str__(self) -> str:
+        shape = self.fleet
+        lines = [
+            f"seed {self.seed}: {shape.verifiers} verifiers of {shape.kv_tokens} tokens of K/V, "
+            f"{shape.drafters} drafters{' over lanes' * shape.lanes}, {shape.planner} planner, "
+            f"K/V back by {shape.preemption}",
+            *(f"  request {number}: {ask}" for number, ask in enumerate(self.asks)),
+            *(f"  fault {number}: {fault}" for number, fault in enumerate(self.faults)),
+        ]
+        return "\n".join(lines)
+
+
+def _fault(
+    rng: random.Random, kind: Kind, role: Role, phase: Phase, shape: FleetShape, clients: int
+) -> Fault:
+    assert kind in KINDS[role]
+    early = phase is not Phase.ROUND and rng.random() < 0.8
+    lasts = rng.choice((0.02, 0.06, 0.15))
+    if kind is Kind.STOP:
+        # Some are over before anybody notices, some last beyond every heartbeat.
+        lasts = rng.choice((0.05, 0.2, 0.9))
+    return Fault(
+        kind=kind,
+        role=role,
+        index=rng.randrange(shape.count(role, clients)),
+        phase=phase,
+        # Prompts are read, and memory runs out, before most tokens come.
+        after=0 if early else rng.choice((1, rng.randint(2, 30), rng.randint(10, 120))),
+        lasts_s=lasts,
+        share=rng.choice((0.1, 0.5)) if kind in MANGLING else 0.0,
+    )

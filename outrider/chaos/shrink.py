@@ -1,0 +1,22 @@
+"""The least of a schedule that still fails, found greedily."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outrider.chaos.schedule import Schedule
+
+
+def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
+    """Leave out faults, then requests, one by one, as long as what is left fails."""
+    smaller = True
+    while smaller:
+        smaller = False
+        for index in reversed(range(len(schedule.faults))):
+            candidate = schedule.without(index)
+            if fails(candidate):
+                schedule, smaller = candidate, True
+        for index in reversed(range(len(schedule.asks))):
+            if len(schedule.asks) > 1 and fails(candidate := schedule.without_ask(index)):
+                schedule, smaller = candidate, True
+    return schedule

@@ -1,0 +1,132 @@
+"""Which blocks of a pool are free (pure)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from outrider.errors import ResourceExhaustedError
+
+
+class BlockAllocator:
+    """Free blocks as extents, for sequences that are read fastest where they lie in one piece."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
+        self.total = num_blocks
+        self.free = num_blocks
+        """Number of free blocks."""
+        self._extents: list[tuple[int, int]] = [(0, num_blocks)]
+        """Free extents (start, end), sorted, never adjacent."""
+
+    @classmethod
+    def of(cls, total: int, free: Sequence[int]) -> BlockAllocator:
+        """With these of the `total` blocks free."""
+        allocator = cls(total)
+        allocator._extents, allocator.free = [], 0
+        allocator.give(free)
+        return allocator
+
+    def take(self, count: int) -> list[int]:
+        """Remove `count` free blocks: the smallest extent that holds them all, else the largest
+        extents first. Raises ResourceExhaustedError when fewer are free."""
+        _check_free(count, self.free, self.total)
+        fitting = [e for e in self._extents if e[1] - e[0] >= count]
+        if fitting:
+            order = [min(fitting, key=lambda e: (e[1] - e[0], e[0]))]
+        else:
+            order = sorted(self._extents, key=lambda e: (e[0] - e[1], e[0]))
+        taken: list[int] = []
+        for start, end in order:
+            stop = min(end, start + count - len(taken))
+            taken.extend(range(start, stop))
+            self._replace((start, end), (stop, end))
+            if len(taken) == count:
+                break
+        return taken
+
+    def place(self, count: int) -> range | None:
+        """Remove `count` neighbouring blocks with room to grow behind them; None if no extent holds
+        that many."""
+        if not self._extents:
+            return None
+        start, end = max(self._extents, key=lambda e: (e[1] - e[0], -e[0]))
+        left = end - start - count
+        if left < 0:
+            return None
+        # Whoever lies before the extent grows into it, too: half of the room is left to them.
+        first = start + (left // 2 if start else 0)
+        self._replace((start, end), (start, first), (first + count, end))
+        return range(first, first + count)
+
+    def extend(self, block: int, count: int) -> bool:
+        """Remove the `count` blocks from `block` on; False and nothing removed if one is taken."""
+        place = bisect_left(self._extents, (block, block))
+        if place == len(self._extents):
+            return False
+        start, end = self._extents[place]
+        if start != block or end - start < count:
+            return False
+        self._replace((start, end), (start + count, end))
+        return True
+
+    def give(self, blocks: Sequence[int]) -> None:
+        """Return blocks. A block that is free already is a bug of the caller."""
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted([*self._extents, *((b, b + 1) for b in blocks)]):
+            assert not merged or start >= merged[-1][1], f"block {start} is free already"
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        self._extents = merged
+        self.free += len(blocks)
+
+    def _replace(self, extent: tuple[int, int], *left: tuple[int, int]) -> None:
+        """Put what is left of an extent, in order, in its place."""
+        kept = [(start, end) for start, end in left if start < end]
+        place = bisect_left(self._extents, extent)
+        self._extents[place : place + 1] = kept
+        self.free -= extent[1] - extent[0] - sum(end - start for start, end in kept)
+
+
+class BlockStack:
+    """Free blocks one by one, for tables that name each block: where they lie does not matter, and
+    taking one takes the same time however many holes there are."""
+
+    def __init__(self, total: int, free: Sequence[int]) -> None:
+        """`free`: which of the `total` blocks are."""
+        self.total = total
+        self._blocks = list(reversed(free))
+        self._is_free = bytearray(total)
+        for block in free:
+            self._is_free[block] = 1
+
+    @property
+    def free(self) -> int:
+        """Number of free blocks."""
+        return len(self._blocks)
+
+    def take(self, count: int) -> list[int]:
+        """Remove `count` free blocks. Raises ResourceExhaustedError when fewer are free."""
+        _check_free(count, self.free, self.total)
+        taken = [self._blocks.pop() for _ in range(count)]
+        for block in taken:
+            self._is_free[block] = 0
+        return taken
+
+    def give(self, blocks: Sequence[int]) -> None:
+        """Return blocks. A block that is free already is a bug of the caller."""
+        for block in reversed(blocks):
+            assert not self._is_free[block], f"block {block} is free already"
+            self._is_free[block] = 1
+            self._blocks.append(block)
+
+
+def _check_free(count: int, free: int, total: int) -> None:
+    if count > free:
+        raise ResourceExhaustedError(
+            f"{count} KV blocks are needed, {free} of {total} are free",
+            reason="KV_BLOCKS_EXHAUSTED",
+        )

@@ -1,0 +1,82 @@
+"""Real processes behind proxies are killed, stopped and cut off: their clients hear whole texts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+import pytest
+import pytest_asyncio
+from outrider_chaos.clients import Reader
+from outrider_chaos.processes import ProcessFleet
+from outrider_chaos.seeds import make_tiny
+
+from outrider.chaos.asks import DRAFTING, PROMPTS, TEXTS, Ask
+from outrider.chaos.checker import Expected, check, never
+from outrider.chaos.faults import Fault, Kind, Role
+from outrider.client import AsyncClient
+from outrider.spec.plan import DraftMethod
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ASKS = tuple(
+    Ask(text=text, drafting=drafting, starts_s=0.05 * number)
+    for number, (text, drafting) in enumerate(
+        zip([text for text in TEXTS if text.exact][-12:], list(DRAFTING) * 2, strict=False)
+    )
+)
+HITS_AFTER = 20
+"""Tokens of all clients."""
+TIMEOUT_S = 30.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[ProcessFleet]:
+    target, head = make_tiny(tmp_path_factory.mktemp("tiny"))
+    async with ProcessFleet(target, head, tmp_path_factory.mktemp("fleet")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def oracle(fleet: ProcessFleet) -> list[Expected]:
+    """What every client is to hear."""
+    assert fleet.router is not None
+
+    async def one(ask: Ask) -> Expected:
+        options = {**ask.options, "drafter": DraftMethod.NONE}
+        answer = await client.generate(PROMPTS[ask.text.prompt], **options)  # type: ignore[arg-type]
+        return Expected(token_ids=answer.token_ids, text=answer.text, reason=answer.finish.reason)
+
+    async with AsyncClient(fleet.router.process.address) as client:
+        return list(await asyncio.gather(*map(one, ASKS)))
+
+
+FAULTS = {
+    "killed verifier": Fault(kind=Kind.KILL, role=Role.VERIFIER),
+    "told verifier": Fault(kind=Kind.TERMINATE, role=Role.VERIFIER, index=1),
+    "stopped verifier": Fault(kind=Kind.STOP, role=Role.VERIFIER, lasts_s=4.0),
+    "verifier cut off one way": Fault(kind=Kind.ONE_WAY, role=Role.VERIFIER, index=1, lasts_s=4.0),
+    "verifier's streams cut in a frame": Fault(kind=Kind.TRUNCATE, role=Role.VERIFIER),
+    "killed drafter": Fault(kind=Kind.KILL, role=Role.DRAFTER),
+    "slow link": Fault(kind=Kind.DELAY, role=Role.VERIFIER, lasts_s=0.5),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_clients_hear_whole_texts_and_nothing_is_held(
+    fleet: ProcessFleet, oracle: list[Expected], name: str
+) -> None:
+    began = time.monotonic()
+    readers = [
+        Reader(number, ask, await fleet.door(number), began, timeout_s=TIMEOUT_S)
+        for number, ask in enumerate(ASKS)
+    ]
+    reading = [reader.start() for reader in readers]
+    while sum(reader.tokens for reader in readers) < HITS_AFTER:
+        assert time.monotonic() - began < TIMEOUT_S
+        await asyncio.sleep(0.005)
+    await asyncio.gather(fleet.hit(FAULTS[name]), *reading)
+    for reader, expected in zip(readers, oracle, strict=True):
+        assert check(reader.history, expected, allowed=never) == []
+    assert await fleet.healthy(20.0), "something is held, or somebody does not come back"

@@ -1,0 +1,69 @@
+"""Fleets in one process, each under the faults of its seed: no text changes, nothing is left.
+
+`outrider chaos --seeds A-B` runs more of them, `--replay SEED` one of them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from outrider_chaos import run as runs
+from outrider_chaos import seeds
+from outrider_chaos.run import Outcome
+from outrider_chaos.seeds import Tally, make_tiny, replay, run_seeds
+
+from outrider.chaos.faults import Role
+from outrider.chaos.schedule import Schedule
+
+SAMPLE = range(60)
+PROCESSES = 3
+"""More than there are cores: a run waits for its clocks half of the time."""
+ODD = 7
+"""A seed whose clients all hear their whole answers."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.timeout(400)
+def test_a_sample_of_seeds_breaks_no_promise(tiny: tuple[Path, Path]) -> None:
+    tally = Tally()
+    run_seeds(SAMPLE, *tiny, jobs=PROCESSES, on_outcome=tally.add)
+    assert not tally.failed, "\n\n".join(map(str, tally.failed))
+    assert tally.runs == len(SAMPLE)
+    # Not for want of faults.
+    for role in Role:
+        assert any(cell.startswith(role.value) for cell in tally.hits)
+    assert tally.preemptions > 0
+    assert tally.ends["finished"] > 3 * tally.ends["failed"]
+
+
+@pytest.fixture
+def one_token_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Clients hear one token that is another."""
+    real = runs.check
+
+    def check(history, *args, **kwargs):  # type: ignore[no-untyped-def]
+        for heard in history.heard[-1:]:
+            heard.token_ids = (*heard.token_ids[:-1], heard.token_ids[-1] + 1)
+        return real(history, *args, **kwargs)
+
+    monkeypatch.setattr(runs, "check", check)
+    yield
+
+
+def test_a_changed_text_is_found_shown_and_shrunk(
+    tiny: tuple[Path, Path], one_token_off: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seeds.logging, "disable", lambda level: None)
+    outcome: Outcome = replay(ODD, *tiny, shrinks=True)
+    assert {violation.promise for violation in outcome.violations} == {"text"}
+    assert "differs at" in str(outcome)
+    # No fault is needed for what is wrong here, and one request shows it.
+    assert outcome.schedule.faults == ()
+    assert len(outcome.schedule.asks) == 1
+    assert Schedule.of(ODD).asks[0].text in {text for text in seeds._Process.oracle}

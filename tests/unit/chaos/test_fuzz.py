@@ -1,0 +1,54 @@
+"""Frames that no honest peer sends get a typed error at every port, soon."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from outrider_chaos.fuzzing import honest_frames
+
+from outrider.chaos import fuzz
+from outrider.chaos.fuzz import DECODERS, PORTS, Decoder, fuzz_port, mutated, random_frame
+from outrider.wire.v1 import inference_pb2
+
+FRAMES = 1500
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_every_frame_is_read_or_refused_with_a_typed_error(port: str) -> None:
+    report = fuzz_port(port, FRAMES, seed=1, corpus=honest_frames())
+    assert report.failures == []
+    assert report.frames[port] >= FRAMES
+    # Fuzzing that never gets past the first check finds nothing behind it.
+    assert 0.05 < report.accepted[port] / report.frames[port] < 0.95
+
+
+def test_every_decoder_reads_some_honest_frame() -> None:
+    honest = honest_frames()
+    for decoder in DECODERS:
+        assert any(fuzz._reads(decoder, frame) for frame in honest), decoder.name
+
+
+def test_a_decoder_that_breaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(data: bytes) -> object:
+        if len(data) % 7 == 3:
+            raise IndexError("list index out of range")
+        return data
+
+    broken = Decoder("port", "name", inference_pb2.AbortRequest, breaks)
+    monkeypatch.setattr(fuzz, "DECODERS", (broken,))
+    report = fuzz_port("port", 300, seed=1)
+    assert report.failures
+    assert "IndexError" in report.failures[0]
+
+
+def test_frames_are_a_matter_of_the_seed_and_bounded() -> None:
+    kind = inference_pb2.GenerateRequest
+    for seed in range(5):
+        one, other = random.Random(seed), random.Random(seed)
+        frame = random_frame(kind, one)
+        assert frame == random_frame(kind, other)
+        assert mutated(frame, one, [frame]) == mutated(frame, other, [frame])
+    assert len(mutated(bytes(fuzz.MAX_FRAME_BYTES + 9), random.Random(1), [b"x"])) <= (
+        fuzz.MAX_FRAME_BYTES
+    )

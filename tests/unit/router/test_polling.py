@@ -1,0 +1,60 @@
+"""How long a peer may be silent before it is lost, and when it is looked at again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from outrider_router.fleet import PeerState
+from outrider_router.polling import LOST_INTERVAL_S, Peer, in_time, rest
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def test_a_peer_that_does_not_answer_is_silent_for_the_whole_bound() -> None:
+    peer = Peer(address="a")
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        await in_time(peer, forever, 0.2)
+    assert time.monotonic() - began == pytest.approx(0.2, abs=0.1)
+    assert peer.silent_s == pytest.approx(0.2)
+
+
+async def test_time_in_which_this_process_stood_still_is_no_silence() -> None:
+    peer = Peer(address="a")
+
+    async def answers_soon() -> None:
+        await asyncio.sleep(0.05)
+
+    async def stands_still() -> None:
+        await asyncio.sleep(0.01)
+        time.sleep(0.5)
+
+    stall = asyncio.create_task(stands_still())
+    await in_time(peer, answers_soon, 0.2)
+    await stall
+    assert peer.silent_s <= 0.1
+
+
+async def test_an_error_of_the_look_is_raised_as_it_is() -> None:
+    async def refused() -> None:
+        raise ConnectionRefusedError
+
+    with pytest.raises(ConnectionRefusedError):
+        await in_time(Peer(address="a"), refused, 5.0)
+
+
+async def test_a_lost_peer_is_looked_at_sooner_and_one_that_broke_at_once() -> None:
+    peer = Peer(address="a", state=PeerState.LOST)
+    began = time.monotonic()
+    await rest(peer, 5.0)
+    assert time.monotonic() - began < 5 * LOST_INTERVAL_S
+    healthy = Peer(address="b", state=PeerState.HEALTHY)
+    healthy.woken.set()
+    await asyncio.wait_for(rest(healthy, 5.0), 0.5)
+    assert healthy.silent_s == 0.0
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(rest(healthy, 5.0), 0.2)

@@ -1,0 +1,104 @@
+"""Preemption under a runner that is a round ahead, with drafts of its own and with look-ahead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import SamplingParams
+from outrider.wire.messages import SessionSpec
+from tests.fakes.runner import FakeRunner
+from tests.fakes.target import FakeTarget
+from tests.unit.verifier.harness import Rig, good_chain, half_good_chain, make_spec, until, verifier
+from tests.unit.verifier.preempting import preemptions
+from tests.unit.verifier.test_look_ahead import AHEAD, foresee
+
+OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
+PLAIN = Plan()
+
+
+@asynccontextmanager
+async def short_of_blocks(
+    num_blocks: int, *, drafts: int = 3, **settings: Any
+) -> AsyncIterator[tuple[Rig, FakeRunner]]:
+    """A verifier on a runner that runs ahead and checks that no row goes without its blocks; it
+    expects every answer to end at once. At the end nothing is held or in flight."""
+    target = FakeTarget(num_blocks=num_blocks)
+    runner = FakeRunner(target, drafts=drafts)
+    async with verifier(target=target, runner=runner, **settings) as rig:
+        lengths: Any = rig.service._core.room.lengths
+        lengths.expected = lambda emitted, most: emitted
+        yield rig, runner
+        await rig.idle()
+        await until(lambda: not runner.in_flight)
+        assert runner.prefixes == {} and runner.suspended == {}
+        assert runner.most_in_flight <= 2
+
+
+def specs_of(count: int, **options: Any) -> list[SessionSpec]:
+    """Sessions of all rules that compare tokens, of two priorities."""
+    return [
+        make_spec(
+            f"s{i}",
+            prompt=tuple((5 * i + j) % 24 for j in range(3 + 6 * (i % 4))),
+            sampling=SamplingParams(temperature=0.9 * (i % 2), seed=i),
+            priority=i % 2,
+            **{"max_new_tokens": 24 + 4 * (i % 5), **options},
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+@pytest.mark.parametrize("drafts", [0, 3])
+async def test_a_round_in_flight_is_settled_before_its_sessions_are_preempted(
+    drafts: int, way: str
+) -> None:
+    async with short_of_blocks(34, drafts=drafts, preemption=way) as (rig, runner):
+        specs = specs_of(10, plan=OWN if drafts else PLAIN, drafter=None)
+        results = await rig.run_all(specs)
+        assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
+        assert runner.rounds_ahead > 0
+        assert preemptions(rig.service) >= 2
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+async def test_sessions_with_a_drafter_get_their_texts(way: str) -> None:
+    async with short_of_blocks(40, drafts=0, preemption=way) as (rig, _):
+        await rig.attach(half_good_chain(rig.target))
+        plan = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=2000)
+        specs = specs_of(10, plan=plan)
+        results = await rig.run_all(specs)
+        assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
+        assert preemptions(rig.service) >= 2
+
+
+async def test_a_session_that_is_preempted_among_hits_gets_its_text() -> None:
+    async with short_of_blocks(40, drafts=0) as (rig, _):
+        await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
+        specs = specs_of(8, plan=AHEAD)
+        results = await rig.run_all(specs)
+        assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
+        assert preemptions(rig.service) >= 1
+        assert rig.service._core.counters["hit_rounds"] > 0
+
+
+async def test_hits_on_end_do_not_keep_a_higher_priority_waiting() -> None:
+    target = FakeTarget(num_blocks=512)
+    runner = FakeRunner(target, drafts=0)
+    async with verifier(target=target, runner=runner, max_sessions=1) as rig:
+        await rig.attach(good_chain(target), predict=foresee(target))
+        spec = make_spec(plan=AHEAD, max_new_tokens=250)
+        running = asyncio.create_task(rig.run(spec))
+        await until(lambda: rig.service._core.counters["hit_rounds"] > 2)
+        urgent = make_spec("urgent", plan=PLAIN, drafter=None, priority=1, max_new_tokens=4)
+        first = await rig.run(urgent)
+        assert first.tokens == rig.reference(urgent)
+        assert not running.done()
+        assert (await running).tokens == rig.reference(spec)
+        await rig.idle()

@@ -1,0 +1,333 @@
+"""Who gets K/V, who loses it for whom, and that everybody gets to an end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from outrider_verifier.preemption import (
+    PRIOR_TOKENS,
+    Action,
+    Bounds,
+    Claim,
+    Lengths,
+    LetIn,
+    Preempt,
+    State,
+    Way,
+    choose_way,
+    plan,
+)
+
+from outrider.ids import SessionId
+
+BOUNDS = Bounds(max_running=8, max_preemptions=2, watermark=0.0, aging_s=10.0, guard_blocks=2)
+
+
+def claim(name: str, **facts: Any) -> Claim:
+    """A session that needs four blocks now and eight in all, and expects no more than it needs."""
+    defaults: dict[str, Any] = {
+        "priority": 0,
+        "opened_at": float(ord(name[0])),
+        "blocks": 0,
+        "next_blocks": 4,
+        "most_blocks": 8,
+        "expected_blocks": 4,
+    }
+    return Claim(SessionId(name), **(defaults | facts))
+
+
+def running(name: str, **facts: Any) -> Claim:
+    """One that has the blocks that it needs now."""
+    return claim(name, **{"blocks": 4, "tokens": 10, **facts})
+
+
+def planned(
+    free: int, run: list[Claim], wait: list[Claim], bounds: Bounds = BOUNDS
+) -> list[Action]:
+    """What is done in a pool of so many free blocks beside those held."""
+    total = free + sum(each.blocks for each in run)
+    return plan(State(free_blocks=free, total_blocks=total, running=run, waiting=wait), bounds)
+
+
+def let_in(*names: str) -> list[Action]:
+    """Four blocks for each."""
+    return [LetIn(SessionId(name), 4) for name in names]
+
+
+def preempt(*names: str) -> list[Action]:
+    """These, in this order."""
+    return [Preempt(SessionId(name)) for name in names]
+
+
+def test_who_waits_is_let_in_by_priority_then_in_order_of_opening() -> None:
+    waiting = [claim("b"), claim("a"), claim("c", priority=1)]
+    assert planned(40, [], waiting) == let_in("c", "a", "b")
+
+
+def test_waiting_raises_a_claim_above_later_ones_of_a_higher_priority() -> None:
+    waiting = [claim("a", waited_s=21.0), claim("b", priority=1)]
+    assert planned(40, [], waiting) == let_in("a", "b")
+
+
+def test_nobody_passes_the_first_in_line() -> None:
+    waiting = [claim("a", next_blocks=9, most_blocks=9), claim("b", next_blocks=1)]
+    assert planned(6, [running("r")], waiting) == []
+
+
+def test_nobody_is_let_in_below_a_block_for_each_that_runs() -> None:
+    run = [running("r"), running("s")]
+    assert planned(6, run, [claim("a")]) == []
+    assert planned(7, run, [claim("a")]) == let_in("a")
+
+
+def test_nobody_is_let_in_below_the_watermark() -> None:
+    bounds = replace(BOUNDS, watermark=0.25)
+    assert planned(8, [running("r")], [claim("a")]) == let_in("a")
+    assert planned(6, [running("r", blocks=14)], [claim("a")], bounds) == []
+
+
+def test_one_alone_is_let_in_whatever_the_watermark_says() -> None:
+    assert planned(4, [], [claim("a", most_blocks=4)]) == let_in("a")
+
+
+def test_nobody_is_let_in_where_those_that_run_are_expected_to_need_it() -> None:
+    run = [running("r", expected_blocks=40, most_blocks=40)]
+    assert planned(36, run, [claim("a", expected_blocks=11)]) == []
+    assert planned(36, run, [claim("a", expected_blocks=10)]) == let_in("a")
+
+
+def test_no_more_run_than_may() -> None:
+    bounds = replace(BOUNDS, max_running=1)
+    assert planned(40, [running("r")], [claim("a")], bounds) == []
+
+
+def test_who_must_grow_takes_from_the_lowest_then_from_who_loses_least() -> None:
+    grows = running("a", next_blocks=5, priority=1, tokens=30)
+    others = [running("b", tokens=5, priority=1), running("c", tokens=20), running("d", tokens=9)]
+    assert planned(0, [grows, *others], []) == preempt("d")
+    assert planned(0, [grows, *others[:1]], []) == preempt("b")
+
+
+def test_among_equals_the_latest_goes() -> None:
+    run = [running("a", next_blocks=5), running("b"), running("c")]
+    assert planned(0, run, []) == preempt("c")
+
+
+def test_who_needs_the_blocks_may_be_the_one_to_go() -> None:
+    assert planned(0, [running("a", tokens=50), running("b", next_blocks=5)], []) == preempt("b")
+
+
+def test_who_was_resumed_lately_goes_last_of_its_priority() -> None:
+    run = [running("a", next_blocks=5, tokens=50), running("b", guarded=True), running("c")]
+    assert planned(0, run, []) == preempt("c")
+    assert planned(0, run[:2], []) == preempt("a")
+
+
+def test_at_its_bound_a_session_is_never_preempted_again() -> None:
+    bound = running("b", preemptions=2, tokens=1)
+    assert planned(0, [running("a", next_blocks=5), bound], []) == preempt("a")
+    assert planned(0, [bound], [claim("h", priority=9)]) == []
+
+
+def test_at_its_bound_a_session_is_let_in_with_all_that_it_may_ever_need() -> None:
+    waiting = [claim("a", preemptions=2)]
+    assert planned(9, [running("r")], waiting) == []
+    assert planned(10, [running("r")], waiting) == [LetIn(SessionId("a"), 8)]
+
+
+def test_a_preempted_session_is_not_resumed_to_be_the_next_to_go() -> None:
+    waiting = [claim("a", preemptions=1)]
+    bounds = replace(BOUNDS, guard_blocks=4)
+    assert planned(7, [running("r")], waiting, bounds) == []
+    assert planned(8, [running("r")], waiting, bounds) == let_in("a")
+
+
+def test_a_higher_priority_takes_blocks_from_lower_ones() -> None:
+    run = [running("r"), running("s", tokens=3)]
+    actions = planned(2, run, [claim("h", priority=1)])
+    assert actions == [*preempt("s"), *let_in("h")]
+
+
+def test_a_higher_priority_takes_a_place() -> None:
+    bounds = replace(BOUNDS, max_running=2)
+    run = [running("r"), running("s", tokens=3)]
+    actions = planned(40, run, [claim("h", priority=1)], bounds)
+    assert actions == [*preempt("s"), *let_in("h")]
+
+
+def test_a_higher_priority_preempts_nobody_in_vain() -> None:
+    run = [running("r"), running("s", priority=5)]
+    assert planned(0, run, [claim("h", priority=1, next_blocks=6)]) == []
+
+
+def test_a_higher_priority_preempts_nobody_beyond_what_it_needs() -> None:
+    run = [running("r", blocks=2, next_blocks=2, tokens=1), running("s", blocks=9, next_blocks=9)]
+    run.append(running("t", priority=9))
+    actions = planned(0, run, [claim("h", priority=1)])
+    assert actions == [*preempt("s"), *let_in("h")]
+
+
+def test_an_equal_claim_takes_nothing() -> None:
+    assert planned(0, [running("r")], [claim("a")]) == []
+    assert planned(0, [running("r", waited_s=30.0)], [claim("h", priority=2)]) == []
+    assert planned(0, [running("r")], [claim("a", waited_s=500.0)]) == []
+
+
+def test_a_session_that_was_just_resumed_is_not_preempted_for_a_higher_priority() -> None:
+    assert planned(0, [running("r", guarded=True)], [claim("h", priority=2)]) == []
+
+
+@pytest.mark.parametrize(
+    ("swap_s", "recompute_s", "wanted", "way"),
+    [
+        (1e-6, 2e-6, None, Way.SWAP),
+        (2e-6, 1e-6, None, Way.RECOMPUTE),
+        (None, 1.0, None, Way.RECOMPUTE),
+        (None, 1.0, Way.SWAP, Way.RECOMPUTE),
+        (2e-6, 1e-6, Way.SWAP, Way.SWAP),
+        (1e-6, 2e-6, Way.RECOMPUTE, Way.RECOMPUTE),
+        (5.0, 0.0, None, Way.SWAP),
+    ],
+)
+def test_the_way_back_is_the_cheaper_one_that_there_is(
+    swap_s: float | None, recompute_s: float, wanted: Way | None, way: Way
+) -> None:
+    assert choose_way(swap_s=swap_s, recompute_s=recompute_s, wanted=wanted) is way
+
+
+def test_expected_lengths_follow_what_ended() -> None:
+    lengths = Lengths()
+    assert lengths.expected(0, 2048) == PRIOR_TOKENS
+    for _ in range(200):
+        lengths.observe(150)
+    assert lengths.mean == pytest.approx(150.0, abs=10.0)
+    assert lengths.expected(10, 2048) == pytest.approx(150, abs=10)
+    assert lengths.expected(1000, 2048) == 1250
+    assert lengths.expected(2000, 2048) == 2048
+    assert lengths.expected(0, 20) == 20
+
+
+# ---- everybody gets to an end --------------------------------------------------------------------
+
+BLOCK = 4
+POOL = 24
+SLACK = 6
+FEW = Bounds(max_running=5, max_preemptions=2, watermark=0.02, aging_s=20.0, guard_blocks=2)
+
+
+@dataclass
+class Served:
+    """A session of the simulation; lengths in tokens, times in rounds."""
+
+    name: SessionId
+    priority: int
+    arrives: float
+    prompt: int
+    output: int
+    per_round: int
+    emitted: int = 0
+    blocks: int = 0
+    preemptions: int = 0
+    waited: float = 0.0
+    waits_since: float | None = None
+    resumed: int = -1
+    log: list[str] = field(default_factory=list)
+
+    def claim(self, now: float, lengths: Lengths) -> Claim:
+        """What the policy is told of it."""
+        length = self.prompt + self.emitted
+        expected = self.prompt + lengths.expected(self.emitted, 40)
+        since = self.waits_since
+        return Claim(
+            self.name,
+            self.priority,
+            self.arrives,
+            self.blocks,
+            -(-(length + SLACK) // BLOCK),
+            -(-(self.prompt + 40 + SLACK) // BLOCK),
+            -(-(expected + SLACK) // BLOCK),
+            0 if since is not None else length - 1,
+            self.preemptions,
+            self.waited + (0.0 if since is None else now - since),
+            0 <= self.emitted - self.resumed < 4 and self.preemptions > 0,
+        )
+
+
+served = st.builds(
+    lambda priority, arrives, prompt, output, per_round: (
+        priority,
+        float(arrives),
+        prompt,
+        output,
+        per_round,
+    ),
+    st.integers(-2, 2),
+    st.integers(0, 60),
+    st.integers(1, 48),
+    st.integers(1, 40),
+    st.integers(1, 3),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(served, min_size=1, max_size=24))
+def test_everybody_ends_and_nobody_is_preempted_more_often_than_the_bound(
+    rows: list[tuple[int, float, int, int, int]],
+) -> None:
+    sessions = [Served(SessionId(f"s{i}"), *row) for i, row in enumerate(rows)]
+    by_name = {each.name: each for each in sessions}
+    left, present, lengths = sorted(sessions, key=lambda s: s.arrives), list[Served](), Lengths()
+    now, rounds = 0.0, 0
+    work = sum(each.output for each in sessions) * (1 + FEW.max_preemptions)
+    while left or present:
+        rounds += 1
+        assert rounds < 200 + work, "somebody starves"
+        now += 1.0
+        while left and left[0].arrives <= now:
+            left[0].waits_since = now
+            present.append(left.pop(0))
+        _act(present, by_name, now, lengths)
+        running = [each for each in present if each.waits_since is None]
+        assert running or not present
+        assert len(running) <= FEW.max_running
+        for each in running:
+            # Whoever decodes next finds its blocks.
+            each.blocks = max(each.blocks, each.claim(now, lengths).next_blocks)
+            each.emitted = min(each.output, each.emitted + each.per_round)
+            if each.emitted == each.output:
+                lengths.observe(each.emitted)
+                present.remove(each)
+        assert sum(each.blocks for each in present) <= POOL
+    assert max(each.preemptions for each in sessions) <= FEW.max_preemptions
+
+
+def _act(
+    present: list[Served], by_name: dict[SessionId, Served], now: float, lengths: Lengths
+) -> None:
+    """Plan, and do what the plan says."""
+    free = POOL - sum(each.blocks for each in present)
+    claims = {each.name: each.claim(now, lengths) for each in present}
+    state = State(
+        free_blocks=free,
+        total_blocks=POOL,
+        running=[claims[each.name] for each in present if each.waits_since is None],
+        waiting=[claims[each.name] for each in present if each.waits_since is not None],
+    )
+    for action in plan(state, FEW):
+        each = by_name[action.session_id]
+        match action:
+            case Preempt():
+                assert each.waits_since is None
+                free += each.blocks
+                each.blocks, each.waits_since = 0, now
+                each.preemptions += 1
+            case LetIn(blocks=blocks):
+                assert each.waits_since is not None
+                free -= blocks
+                assert free >= 0, "blocks were given out that nobody had given back"
+                each.waited += now - each.waits_since
+                each.blocks, each.waits_since, each.resumed = blocks, None, each.emitted

@@ -1,0 +1,163 @@
+"""A drafter that says nothing costs one patience in all; one that says too much is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from outrider_verifier import drafters
+from outrider_verifier.conduct import BURST
+
+from outrider.errors import OutriderError, UnavailableError
+from outrider.ids import SessionId
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.tree import DraftTree
+from outrider.transport.heartbeat import HeartbeatConfig
+from outrider.wire.messages import Proposal, Proposals
+from tests.fakes.scripted_drafter import make_tree
+from tests.fakes.target import FakeTarget
+from tests.unit.verifier.harness import (
+    DRAFTER,
+    Rig,
+    good_chain,
+    make_spec,
+    mid_stream,
+    until,
+    verifier,
+)
+
+PATIENCE_S = 0.3
+PLAN = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=round(1000 * PATIENCE_S))
+LASTING = HeartbeatConfig(interval_s=5.0, timeout_s=60.0)
+
+
+async def plain_from(rig: Rig, names: list[str]) -> dict[str, int]:
+    """Rounds of these sessions; they must go on."""
+    sessions = rig.service._core.sessions
+    return {name: sessions[SessionId(name)].round_id for name in names}
+
+
+async def test_a_hung_drafter_costs_one_patience_and_not_one_a_session() -> None:
+    names = [f"s{number}" for number in range(4)]
+    async with verifier(target=FakeTarget(num_blocks=2048), heartbeat=LASTING) as rig:
+        rig.target.forward_s = 0.01
+        drafter = await rig.attach(good_chain(rig.target))
+        specs = [make_spec(name, max_new_tokens=300, plan=PLAN) for name in names]
+        running = [asyncio.create_task(rig.run(spec)) for spec in specs[:3]]
+        for name in names[:3]:
+            await mid_stream(rig, name)
+        drafter.muted = True
+        counters = rig.service._core.counters
+        await until(lambda: counters["drafters_silent"] == 1)
+        over = counters["patience_over"]
+        assert over <= 3
+        # A new session does not find out for itself, and nobody tries again while nothing comes.
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        running.append(asyncio.create_task(rig.run(specs[3])))
+        await mid_stream(rig, names[3])
+        assert loop.time() - began < PATIENCE_S
+        before = await plain_from(rig, names)
+        await asyncio.sleep(PATIENCE_S)
+        after = await plain_from(rig, names)
+        assert all(after[name] - before[name] > 4 for name in names)
+        assert counters["patience_over"] == over
+        (seen,) = (await rig.service.info()).drafters
+        assert seen.silent_ms > 0.0 and seen.missed == over and seen.answers > 0
+        # Heard of again, all speculate again.
+        drafter.muted = False
+        used = counters["proposals_used"]
+        await until(lambda: counters["proposals_used"] > used + 8)
+        (seen,) = (await rig.service.info()).drafters
+        assert seen.silent_ms == 0.0
+        for spec, result in zip(specs, await asyncio.gather(*running), strict=True):
+            assert result.tokens == rig.reference(spec)
+        await rig.idle()
+
+
+async def test_a_drafter_that_answers_others_is_not_silent() -> None:
+    async with verifier(target=FakeTarget(num_blocks=2048)) as rig:
+        rig.target.forward_s = 0.01
+        good = good_chain(rig.target)
+        await rig.attach(lambda f: None if f.start.session_id == "unlucky" else good(f))
+        specs = [
+            make_spec("s", max_new_tokens=400, plan=PLAN),
+            make_spec("unlucky", max_new_tokens=8, plan=PLAN),
+        ]
+        running = asyncio.create_task(rig.run(specs[0]))
+        await mid_stream(rig, "s")
+        result = await rig.run(specs[1])
+        counters = rig.service._core.counters
+        assert counters["patience_over"] >= 1
+        assert counters["drafters_silent"] == 0
+        assert result.tokens == rig.reference(specs[1])
+        result = await running
+        assert result.tokens == rig.reference(specs[0])
+        assert result.last.stats.fallback_rounds == 0
+
+
+def bad_proposals(handle: int, count: int) -> Proposals:
+    tree: DraftTree = make_tree([5])
+    return Proposals.of(
+        [Proposal(handle=handle, prefix_digest=n, prefix_len=1, tree=tree) for n in range(count)]
+    )
+
+
+@pytest.mark.parametrize("kind", ["stale", "strange"])
+async def test_a_flood_is_cut_off_and_refused_for_a_while(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafters, "CUT_S", 0.3)
+    async with verifier(target=FakeTarget(num_blocks=2048)) as rig:
+        rig.target.forward_s = 0.002
+        drafter = await rig.attach(good_chain(rig.target))
+        spec = make_spec(max_new_tokens=400, plan=PLAN)
+        running = asyncio.create_task(rig.run(spec))
+        await mid_stream(rig)
+        assert drafter.connection is not None
+        handle = next(iter(drafter.names)) if kind == "stale" else 63
+        flood, sent = bad_proposals(handle, 1000), 0
+        try:
+            async with asyncio.timeout(10.0):
+                while True:
+                    await drafter.connection.send(flood)
+                    sent += 1000
+                    await asyncio.sleep(0)
+        except OutriderError:
+            pass
+        assert sent >= BURST
+        await until(lambda: not rig.service._hub.links)
+        assert rig.service._counts()["drafters_cut"] == 1
+        # Its name is not washed clean by a new connection.
+        with pytest.raises((UnavailableError, AssertionError)):
+            await rig.attach(good_chain(rig.target), incarnation="2")
+        rig.drafters.pop()
+        result = await running
+        assert result.tokens == rig.reference(spec)
+        await asyncio.sleep(0.3)
+        await rig.attach(good_chain(rig.target), incarnation="3")
+        again = await rig.run(make_spec("t", plan=PLAN))
+        assert again.last.stats.proposed > 0
+        await rig.idle()
+
+
+async def test_lies_are_counted_against_their_drafter() -> None:
+    async with verifier(target=FakeTarget(num_blocks=2048)) as rig:
+        drafter = await rig.attach(good_chain(rig.target))
+        other = await rig.attach(good_chain(rig.target), drafter_id="drafter-1")
+        spec = make_spec(max_new_tokens=300, plan=PLAN)
+        running = asyncio.create_task(rig.run(spec))
+        await mid_stream(rig)
+        handle = next(iter(drafter.names))
+        unsound = Proposal(
+            handle=handle, prefix_digest=1, prefix_len=1, tree=make_tree([10**6], [-1])
+        )
+        await drafter.send(unsound)
+        # Somebody else's session.
+        await other.send(
+            Proposal(handle=handle, prefix_digest=1, prefix_len=1, tree=make_tree([5]))
+        )
+        result = await running
+        assert result.tokens == rig.reference(spec)
+        seen = {each.drafter_id: each for each in (await rig.service.info()).drafters}
+        assert seen[DRAFTER].invalid == seen[other._hello.drafter_id].invalid == 1

@@ -1,0 +1,126 @@
+"""How drafters behave towards this verifier: whether they answer, and answer well (pure).
+
+What a session's wait needs to know of its drafter as a whole, what a router needs for placement
+(`AttachedDrafter`), and who sends so much that it must be cut off. Times are seconds of one clock.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from outrider.ids import DrafterId
+
+BURST: Final = 8192.0
+"""What of no use a drafter may send beyond what was asked of it: entries of proposals, messages."""
+REFILL: Final = 512.0
+"""How much of that comes back every second."""
+PER_WISH: Final = 128.0
+"""What a wanted draft entitles a drafter to: with look-ahead it guesses at many prefixes, and most
+of them do not come about."""
+NODES: Final = 64.0
+"""Nodes of drafts that count as one entry."""
+PER_SESSION: Final = 256
+"""Drafts that may still be on their way for a session that was taken from a drafter."""
+MAX_KNOWN: Final = 256
+"""Drafters that are remembered."""
+
+
+class Conduct:
+    """Of one drafter, over all its connections; engine thread only, counts are read anywhere."""
+
+    def __init__(self) -> None:
+        self.answers = 0
+        """Proposals that could be of use."""
+        self.missed = 0
+        """Waits that ran into their patience."""
+        self.invalid = 0
+        """What was no good; not what merely came too late."""
+        self.silent_since: float | None = None
+        """Since when a session had waited in vain when nothing had been heard meanwhile; None:
+        nobody misses the drafter."""
+        self._heard_at = -math.inf
+        self._credit, self._credited_at = BURST, -math.inf
+        self._strays = 0
+        """Drafts for sessions of others that are not its fault: they were on their way."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether nobody needs to wait for it."""
+        return self.silent_since is not None
+
+    @property
+    def floods(self) -> bool:
+        """Whether it sent more than anybody can have asked for."""
+        return self._credit < 0.0
+
+    def silent_s(self, now: float) -> float:
+        """How long it has been missed; 0: nobody does."""
+        since = self.silent_since
+        return 0.0 if since is None else max(0.0, now - since)
+
+    def attached(self) -> None:
+        """It has connected anew, and so said something."""
+        self.silent_since = None
+
+    def asked(self, wishes: int) -> None:
+        """So many drafts were wanted of it."""
+        self._credit = min(self._credit + PER_WISH * wishes, BURST + PER_WISH * wishes)
+
+    def released(self) -> None:
+        """A session was taken from it, and it has yet to hear so."""
+        self._strays = min(self._strays + PER_SESSION, int(BURST))
+
+    def heard(
+        self, now: float, *, entries: int, nodes: int, useful: int, unsound: int, strays: int
+    ) -> bool:
+        """Proposals came: so many entries, of which so many may be used, fail validation, or are
+        for sessions that are not the drafter's. Whether it had been missed."""
+        self.answers += useful
+        excused = min(strays, self._strays)
+        self._strays -= excused
+        self.invalid += unsound + strays - excused
+        self._pay(now, 1.0 + entries - useful + nodes / NODES)
+        self._heard_at = now
+        missed, self.silent_since = self.silent, None
+        return missed
+
+    def babbled(self, now: float) -> None:
+        """A message came that could not be read."""
+        self.invalid += 1
+        self._pay(now, 1.0)
+
+    def gave_up(self, sessions: int, now: float) -> None:
+        """It said that it follows so many sessions no longer."""
+        self._pay(now, 1.0 + sessions)
+
+    def failed(self, since: float) -> bool:
+        """A wait that had begun at `since` was in vain. Whether nobody is to wait any more."""
+        self.missed += 1
+        if self.silent or self._heard_at >= since:
+            return False
+        self.silent_since = since
+        return True
+
+    def _pay(self, now: float, cost: float) -> None:
+        back = REFILL * (now - self._credited_at)
+        if self._credit < BURST:
+            self._credit = min(BURST, self._credit + back)
+        self._credited_at = now
+        self._credit -= cost
+
+
+class Conducts:
+    """What is remembered of drafters, by name: a new connection does not wash anybody clean."""
+
+    def __init__(self) -> None:
+        self._known: dict[DrafterId, Conduct] = {}
+
+    def of(self, drafter_id: DrafterId) -> Conduct:
+        """The conduct of a drafter; of many names the oldest is forgotten."""
+        known = self._known.get(drafter_id)
+        if known is None:
+            while len(self._known) >= MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+            known = self._known[drafter_id] = Conduct()
+        return known

@@ -1,0 +1,141 @@
+"""Which sessions have a place on the device, and what the device is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.engine.device.own_head import OwnHead
+from outrider.engine.device.slots import SessionSlots
+from outrider.engine.device.warp_slots import WarpSlots
+from outrider.engine.swap import SwapSpace
+from outrider.spec.sampling import Rule
+from outrider_verifier.sessions import Session
+from outrider_verifier.suspended import Suspended
+
+MATCHING = (Rule.GREEDY, Rule.COUPLED)
+"""Rules by which tokens are compared and no law is asked for."""
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A session's place on the device, and what of it decides how its rows are launched."""
+
+    slot: int
+    matching: bool
+    """Whether its rule compares tokens and asks for no law."""
+    warped: bool
+    """Whether its logits are warped before anything looks at them."""
+    drafted: bool = False
+    """Whether the own draft on the device follows the session's prefix."""
+    told: int = 0
+    """K/V blocks that the device knows of."""
+
+    @classmethod
+    def of(cls, session: Session, slot: int, *, warped: bool) -> Seat:
+        """The seat of a session that begins in `slot`."""
+        matching = session.spec.sampling.effective_rule in MATCHING
+        return cls(slot, matching, warped, told=session.kv.num_blocks)
+
+    @property
+    def plain(self) -> bool:
+        """Whether its tokens are compared, and by logits as they are."""
+        return self.matching and not self.warped
+
+
+class Seats:
+    """Gives seats to sessions and takes them back. All that the device is told, it is told in the
+    order of the stream, without waiting."""
+
+    def __init__(self, slots: SessionSlots, own_head: OwnHead | None) -> None:
+        self._slots, self._own_head = slots, own_head
+        self._warps = [slots.warp] if own_head is None else [slots.warp, own_head.warp]
+        self._seats: dict[int, Seat] = {}
+        """By the session's ticket."""
+        self._grown: dict[int, Session] = {}
+        """Sessions with blocks that the device was not told of, by ticket."""
+        self._suspended = Suspended()
+        self._were_drafted: set[int] = set()
+        """Tickets of suspended sessions whose own drafts followed their prefixes."""
+
+    def of(self, session: Session) -> Seat:
+        """The seat of a session that is not suspended."""
+        return self._seats[session.ticket]
+
+    def resume(self, session: Session) -> bool:
+        """See `RoundRunner`; the device is told all that it knew of the session, but for a draft of
+        its own: the next round has none."""
+        slot = self._slots.open(session.kv)
+        kept = self._suspended.give(session)
+        warped = [_begin_warp(warps, slot, session) for warps in self._warps]
+        seat = self._seats[session.ticket] = Seat.of(session, slot, warped=any(warped))
+        begun = session.emitted > 0
+        self._slots.begin(
+            slot,
+            session.kv,
+            session.spec.sampling,
+            length=session.length if begun else 1,
+            root=session.root if begun else 0,
+        )
+        if self._own_head is not None:
+            self._own_head.forget(slot)
+            # The head's K/V came back with the target's, or is about to be written with it.
+            whole = session.ticket in self._were_drafted if kept else session.own_draft > 0
+            seat.drafted = begun and whole
+        self._were_drafted.discard(session.ticket)
+        return kept
+
+    def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
+        """See `RoundRunner`."""
+        seat = self._seats.pop(session.ticket)
+        self._grown.pop(session.ticket, None)
+        if seat.drafted:
+            self._were_drafted.add(session.ticket)
+        self._slots.close(seat.slot)
+        return self._suspended.take(session, swap)
+
+    def fetch(self, session: Session) -> bool:
+        """See `RoundRunner`."""
+        return self._suspended.fetch(session)
+
+    def close(self, session: Session) -> None:
+        """A session is over, suspended or not."""
+        self._suspended.drop(session)
+        self._were_drafted.discard(session.ticket)
+        self._grown.pop(session.ticket, None)
+        seat = self._seats.pop(session.ticket, None)
+        if seat is not None:
+            self._slots.close(seat.slot)
+
+    def grown(self, session: Session) -> None:
+        """Remember to tell of a session's new blocks. Raises ResourceExhaustedError if a table does
+        not hold them."""
+        self._slots.check_blocks(session.kv.num_blocks)
+        self._grown[session.ticket] = session
+
+    def tell_grown(self) -> None:
+        """Tell the device of all blocks that were added, at once."""
+        if not self._grown:
+            return
+        added: list[tuple[int, int, Sequence[int]]] = []
+        for session in self._grown.values():
+            seat, blocks = self.of(session), session.kv.blocks
+            if len(blocks) > seat.told:
+                added.append((seat.slot, seat.told, blocks[seat.told :]))
+                seat.told = len(blocks)
+        self._grown.clear()
+        self._slots.grow(added)
+
+
+def _begin_warp(warps: WarpSlots, slot: int, session: Session) -> bool:
+    """What the session does to its logits, by all that it has emitted."""
+    spec, known = session.spec, session.tokens[: session.length]
+    warps.begin(
+        slot,
+        spec.sampling,
+        prompt_ids=known[: spec.prompt_len],
+        output_ids=known[spec.prompt_len :],
+        banned_first=spec.stop_token_ids if spec.min_new_tokens else (),
+        banned_until=session.stops_from,
+    )
+    return warps.warps(slot)

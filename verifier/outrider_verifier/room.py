@@ -1,0 +1,225 @@
+"""K/V blocks for the sessions that run: who is let in, grown, preempted (engine thread only).
+
+What is decided is in `preemption`; here it is found out and done, between rounds. A preempted
+session keeps all but its K/V: tokens, digest, handle, its drafter, the proposals that are held for
+it, its features. What a runner keeps of it besides (stream keys, counts of tokens, an own draft;
+some day the state of a grammar) is for `RoundRunner.suspend` and `resume` to save and bring back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Final
+
+from outrider import trace
+from outrider.engine.kvcache import KVPool
+from outrider.engine.swap import SwapSpace
+from outrider.ids import SessionId
+from outrider.spec.costs import GAIN
+from outrider_verifier.preemption import (
+    Bounds,
+    Claim,
+    Lengths,
+    LetIn,
+    Preempt,
+    State,
+    Way,
+    choose_way,
+    plan,
+)
+from outrider_verifier.runner import RoundRunner
+from outrider_verifier.sessions import Session
+
+logger = logging.getLogger(__name__)
+
+GUARD_TOKENS: Final = 32
+GUARD_S: Final = 1.0
+"""A resumed session goes on for so many tokens, or so long, before others are preferred to it."""
+LOOK_S: Final = 0.02
+"""How often the policy is asked while sessions wait and nothing happens."""
+
+Failed = Callable[[Session, Exception], None]
+
+
+class Room:
+    """The sessions of a core that run and those that wait, and the pool that they share."""
+
+    def __init__(
+        self,
+        *,
+        pool: KVPool,
+        runner: RoundRunner,
+        swap: SwapSpace | None,
+        bounds: Bounds,
+        way: Way | None,
+        counters: Counter[str],
+    ) -> None:
+        """`swap`: where preempted sessions may be swapped to. `way`: how they get their K/V back;
+        None: by what either costs. Blocks that the runner has taken are out of reach."""
+        self._pool, self._runner, self._swap = pool, runner, swap
+        self._bounds, self._way = bounds, way
+        self._counters = counters
+        self._total = pool.free_blocks
+        self.running: dict[SessionId, Session] = {}
+        """Sessions with K/V, in the order in which they were let in."""
+        self.waiting: dict[SessionId, Session] = {}
+        self.lengths = Lengths()
+        """Of the answers that ended."""
+        self.failed: Failed = lambda session, bug: None
+        """Called for a session that cannot be let in, which the policy found room for."""
+        self.pressed = False
+        """Whether somebody is to be preempted once the round in flight is settled."""
+        self._recompute_s = 0.0
+        """Of a token; 0: not known."""
+        self._seen, self._again_at = -1, 0.0
+        """What `touched` was when the policy was last asked, and when to ask it again."""
+
+    def enter(self, session: Session) -> None:
+        """A session was opened; it waits. Raises InvalidRequestError if it can never run."""
+        self._runner.open(session)
+        session.begun = True
+        self.waiting[session.session_id] = session
+
+    def leave(self, session: Session) -> None:
+        """Forget a session and give back all that it holds; idempotent."""
+        self.running.pop(session.session_id, None)
+        self.waiting.pop(session.session_id, None)
+        session.kv.release()
+        if session.begun:
+            session.begun = False
+            self._runner.close(session)
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Host memory that the K/V of preempted sessions takes."""
+        return 0 if self._swap is None else self._swap.used_bytes
+
+    def look_at(self, now: float) -> float | None:
+        """When the policy wants to be asked again though nothing happens; None: never."""
+        return max(now, self._again_at) if self.waiting else None
+
+    def saw_prefill(self, tokens: int, seconds: float) -> None:
+        """So many tokens were prefilled, which took so long."""
+        each_s = seconds / tokens
+        self._recompute_s = (
+            self._recompute_s + GAIN * (each_s - self._recompute_s) if self._recompute_s else each_s
+        )
+
+    # ---- before a round ------------------------------------------------------------------------
+
+    def grow(self) -> bool:
+        """Let every running session hold the blocks that its next rounds may write; False if they
+        are not all there. Most rounds nobody needs any."""
+        short = [s for s in self.running.values() if s.length > s.covered]
+        return all([self._hold(session) for session in short]) if short else True
+
+    def ready(self, now: float, *, touched: int, flying: Collection[SessionId]) -> bool:
+        """Before a round is planned: let in whom there is room for, preempt whom the policy picks,
+        and have blocks for every running session. False: the round in flight, with the sessions
+        `flying`, is to be settled first. `touched`: see `Core`."""
+        grown = self.grow()
+        due = self.waiting and (touched != self._seen or now >= self._again_at)
+        if grown and not due and not self.pressed:
+            return True
+        actions = plan(self._state(now), self._bounds)
+        self.pressed = any(
+            [isinstance(action, Preempt) and action.session_id in flying for action in actions]
+        )
+        if self.pressed:
+            return False
+        self._seen, self._again_at = touched, now + LOOK_S
+        for action in actions:
+            match action:
+                case Preempt(session_id=name):
+                    self._preempt(self.running[name], now)
+                case LetIn(session_id=name, blocks=blocks):
+                    self._let_in(self.waiting[name], blocks, now)
+        if not grown and not self.grow():
+            raise AssertionError("blocks were preempted for and are not there")
+        return True
+
+    def _state(self, now: float) -> State:
+        return State(
+            free_blocks=self._pool.free_blocks,
+            total_blocks=self._total,
+            running=[self._claim(session, now) for session in self.running.values()],
+            waiting=[self._claim(session, now) for session in self.waiting.values()],
+        )
+
+    def _claim(self, session: Session, now: float) -> Claim:
+        spec, since = session.spec, session.waits_since
+        before = len(spec.token_ids) - spec.prompt_len
+        answer = self.lengths.expected(before + session.emitted, before + spec.max_new_tokens)
+        beyond = self._runner.slack.beyond(session)
+        # Its plan may change yet. The last token is never written.
+        most = self._pool.blocks_for(session.max_len - 1 + self._runner.slack.most)
+        lately = (
+            session.length - session.resumed_len < GUARD_TOKENS
+            and now - session.resumed_at < GUARD_S
+        )
+        return Claim(
+            session_id=session.session_id,
+            priority=spec.priority,
+            opened_at=session.opened_at,
+            blocks=session.kv.num_blocks,
+            next_blocks=self._pool.blocks_for(session.kv_len + beyond),
+            most_blocks=most,
+            expected_blocks=min(most, self._pool.blocks_for(spec.prompt_len + answer + beyond)),
+            tokens=session.kv.len,
+            preemptions=session.preemptions,
+            waited_s=session.waited_s + (0.0 if since is None else now - since),
+            guarded=session.preemptions > 0 and lately,
+        )
+
+    # ---- effects -------------------------------------------------------------------------------
+
+    def _hold(self, session: Session) -> bool:
+        beyond = self._runner.slack.beyond(session)
+        if not session.kv.reserve(session.kv_len + beyond):
+            return False
+        self._cover(session)
+        self._runner.grown(session)
+        return True
+
+    def _cover(self, session: Session) -> None:
+        session.covered = session.kv.capacity - self._runner.slack.beyond(session) + 1
+
+    def _preempt(self, session: Session, now: float) -> None:
+        swap = self._swap if self._way_of(session) is Way.SWAP else None
+        way = Way.SWAP if self._runner.suspend(session, swap) else Way.RECOMPUTE
+        session.preempted(now)
+        del self.running[session.session_id]
+        self.waiting[session.session_id] = session
+        self._counters[f"preemptions_{way.value}"] += 1
+        trace.instant(f"preempted, to {way.value}")
+
+    def _way_of(self, session: Session) -> Way:
+        count, swap = session.kv.len, self._swap
+        fits = swap is not None and count and swap.fits(count)
+        return choose_way(
+            swap_s=swap.seconds(count) if swap is not None and fits else None,
+            recompute_s=self._recompute_s * count,
+            wanted=self._way,
+        )
+
+    def _let_in(self, session: Session, blocks: int, now: float) -> None:
+        if self.running and not self._runner.fetch(session):
+            # Its copy comes beside the rounds; until it is there nobody waits for it.
+            self._seen = -1
+            return
+        held = session.kv.reserve(blocks * self._pool.block_tokens)
+        assert held, (session.session_id, blocks)
+        try:
+            kept = self._runner.resume(session)
+        except Exception as bug:
+            self.failed(session, bug)
+            return
+        session.let_in(now, kept=kept)
+        self._cover(session)
+        del self.waiting[session.session_id]
+        self.running[session.session_id] = session
+        if session.preemptions:
+            self._counters["resumed_preemption"] += 1
+            trace.instant("resumed")
