@@ -17,6 +17,10 @@ BENCHMARKS: Final = {
     "look-ahead": ("look_ahead", "acceptance and hit rates of drafts made one round ahead"),
     "lossless": ("lossless", "token ids with and without a drafter, differences explained"),
     "load": ("load", "many concurrent streams, and a full queue"),
+    "preemption": (
+        "preemption",
+        "fewer K/V blocks than sessions need: waiting, preempting, growing",
+    ),
     "stress": ("stress", "requests that are cancelled, late or never read: what is held after"),
     "soak": ("soak", "many concurrent streams for minutes: errors, and the slope of memory"),
     "events": ("events", "events a second through one router, and its processor time for each"),
