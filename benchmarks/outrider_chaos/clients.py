@@ -69,7 +69,7 @@ class Reader:
         self._gone.set()
         self._may_read.set()
         if abruptly:
-            self.door.cut()
+            self.door.shut()
 
     async def _run(self) -> None:
         await asyncio.sleep(self.ask.starts_s)

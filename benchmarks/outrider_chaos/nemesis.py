@@ -113,6 +113,9 @@ class Nemesis:
                 if isinstance(part, RouterPart):
                     for reader in self._readers:
                         reader.door.cut()
+            case Kind.DISK_FULL if isinstance(part, RouterPart):
+                with part.disk_full():
+                    await asyncio.sleep(fault.lasts_s)
             case Kind.DELAY:
                 await self._delay(part, fault.lasts_s)
             case kind if kind in MANGLING:

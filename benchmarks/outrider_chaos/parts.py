@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -322,6 +324,22 @@ class RouterPart:
             await server.stop(0.2)
             self.service = self._server = None
             self._network.kill(self.name)
+
+    @contextmanager
+    def disk_full(self) -> Iterator[None]:
+        """Let nothing be written to its journal, nor to a new one."""
+        log = None if self.service is None else self.service.resumables._log
+        if log is None:
+            yield
+            return
+        os.symlink("/dev/full", log._new_path)
+        full = os.open("/dev/full", os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(full, log._fd, inheritable=False)
+        os.close(full)
+        try:
+            yield
+        finally:
+            log._new_path.unlink(missing_ok=True)
 
     def ready(self) -> bool:
         """Whether it sees everybody healthy."""

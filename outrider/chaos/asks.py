@@ -30,7 +30,7 @@ SAMPLINGS: dict[str, GenerateOptions] = {
     "min tokens": {
         "temperature": 0.9,
         "seed": 9,
-        "min_tokens": 12,
+        "min_tokens": 8,
         "stop_token_ids": tuple(range(0, 384, 9)),
     },
     "target-only": {"temperature": 0.0, "rule": "target-only"},
@@ -99,7 +99,8 @@ class Ask:
     @property
     def options(self) -> GenerateOptions:
         """All options of the request."""
-        return {**self.text.options, **DRAFTING[self.drafting], "priority": self.priority}
+        own: GenerateOptions = {"priority": self.priority, "resume": self.resumable}
+        return {**self.text.options, **DRAFTING[self.drafting], **own}
 
     def __str__(self) -> str:
         text = self.text

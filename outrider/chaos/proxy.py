@@ -38,6 +38,7 @@ class TcpProxy:
         self._rng = random.Random(seed)
         self._server: asyncio.Server | None = None
         self._there, self._back = _Direction(), _Direction()
+        self._shut = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -86,6 +87,11 @@ class TcpProxy:
         for writer in list(self._writers):
             writer.transport.abort()
 
+    def shut(self) -> None:
+        """Reset every connection and let none in any more."""
+        self._shut = True
+        self.cut()
+
     def heal(self) -> None:
         """Be a good link again."""
         for direction in (self._there, self._back):
@@ -95,6 +101,9 @@ class TcpProxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, _, port = self._upstream().rpartition(":")
+        if self._shut:
+            writer.transport.abort()
+            return
         try:
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
         except OSError:

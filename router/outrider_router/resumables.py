@@ -133,9 +133,16 @@ class Resumables:
         if self._log is not None and entry.number:
             self._log.ended(entry.number, finish)
 
-    async def close(self) -> None:
-        """Stop once all requests have ended; those that were failed on the way stay in the log."""
+    def closing(self) -> None:
+        """From now on requests that fail stay in the log: whoever starts again goes on with them.
+
+        Before the first of them is failed: some of their tasks are about to run already.
+        """
         self._closing = True
+
+    async def close(self) -> None:
+        """Stop once all requests have ended."""
+        self.closing()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._answers.close()
         if self._log is not None:

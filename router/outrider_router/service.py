@@ -135,10 +135,10 @@ class RouterService:
     async def close(self) -> None:
         """End every request with UnavailableError and stop; those in the journal stay there."""
         self._draining = True
-        closing = asyncio.ensure_future(self.resumables.close())
+        self.resumables.closing()
         for entry in self.journal:
             entry.fail(_stopping())
-        await closing
+        await self.resumables.close()
         await self.mover.stop()
         await self.registry.stop()
         await self.serving.close()
