@@ -26,9 +26,7 @@ def main() -> int:
 
             return run_fuzz(args.fuzz, seed=args.seed, jobs=args.jobs)
         if args.router is not None:
-            from outrider_chaos.running import run_against
-
-            return run_against(args)
+            return _run_siege(args)
         return _run_seeds(args)
     except OutriderError as error:
         sys.stderr.write(f"outrider chaos: {error.message}\n")
@@ -72,6 +70,24 @@ def _range(text: str) -> range:
         return range(int(first), int(last or first) + 1)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not A-B") from None
+
+
+def _run_siege(args: argparse.Namespace) -> int:
+    from outrider.chaos.signals import parse_kinds, parse_target
+    from outrider_chaos.running import Siege, run_against
+
+    return run_against(
+        Siege(
+            router=args.router,
+            targets=tuple(parse_target(text) for text in args.process),
+            kinds=parse_kinds(args.faults),
+            duration_s=args.duration_s,
+            every_s=args.every_s,
+            clients=args.concurrency,
+            max_tokens=args.max_tokens,
+            seed=args.seed,
+        )
+    )
 
 
 def _run_seeds(args: argparse.Namespace) -> int:

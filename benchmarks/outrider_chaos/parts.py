@@ -33,6 +33,14 @@ from outrider.transport.grpc import GrpcServer
 
 DRAIN_S = 1.0
 """How long what was told to end may take."""
+_IDLE_GAUGES = (
+    "sessions_running",
+    "sessions_waiting",
+    "swapped_bytes",
+    "inbox_proposals",
+    "feature_bytes",
+)
+"""What a verifier without sessions has none of."""
 GRACE_S = 3.0
 """How long a request goes on without its client."""
 
@@ -182,9 +190,7 @@ class VerifierPart:
             "followed sessions": self.service._routers.num_sessions,
         }
         gauges = self.service._gauges()
-        idle = ("sessions_running", "sessions_waiting", "swapped_bytes")
-        idle += ("inbox_proposals", "feature_bytes")
-        counts |= {name: int(gauges[name]) for name in idle}
+        counts |= {name: int(gauges[name]) for name in _IDLE_GAUGES}
         return [f"{self.name} holds {count} {what}" for what, count in counts.items() if count]
 
 

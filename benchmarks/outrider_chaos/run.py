@@ -16,6 +16,7 @@ from outrider.chaos.faults import Fault, Kind, Role
 from outrider.chaos.history import History
 from outrider.chaos.schedule import FleetShape, Schedule
 from outrider.client import AsyncClient
+from outrider.client.options import GenerateOptions
 from outrider.errors import OutriderError
 from outrider.spec.plan import DraftMethod
 from outrider_chaos.allowed import allowed_errors
@@ -63,9 +64,8 @@ async def listen_in_calm(models: Models) -> Oracle:
     ):
 
         async def one(text: Text) -> Expected:
-            answer = await client.generate(
-                PROMPTS[text.prompt], **{**text.options, "drafter": DraftMethod.NONE}
-            )
+            options: GenerateOptions = {**text.options, "drafter": DraftMethod.NONE}
+            answer = await client.generate(PROMPTS[text.prompt], **options)
             return Expected(
                 token_ids=answer.token_ids,
                 text=answer.text,
