@@ -16,7 +16,7 @@ from outrider.engine.device.buffers import Downloader, Readback
 from outrider.engine.device.draft import NewRows
 from outrider.engine.device.draft_ahead import AheadProgram
 from outrider.engine.device.graphs import GraphCache
-from outrider_drafter.device_batch import DraftBatch, Members, shares_noise_in_trees
+from outrider_drafter.device_batch import DraftBatch, Members, is_general
 from outrider_drafter.device_branches import Brancher, Branching
 from outrider_drafter.device_growing import Grower
 from outrider_drafter.device_places import Placed
@@ -146,4 +146,4 @@ class DeviceLookAhead:
         return Branching.of(self._scores.places(), rows, members, general, shapes)
 
     def _is_general(self, session: Session, seat: int) -> bool:
-        return self._rows.warp.warps(seat) or shares_noise_in_trees(session)
+        return self._rows.warp.warps(seat) or is_general(session)

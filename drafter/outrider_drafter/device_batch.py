@@ -48,7 +48,7 @@ class Members(NamedTuple):
     warps: bool
     """Whether any session warps its logits."""
     general: bool
-    """Whether any does, or grows its tree by shared noise."""
+    """Whether any does, or drafts in a way that has only the form which may (`is_general`)."""
     keys: NDArray[np.uint64]
     """Keys of their DRAFT noise; 0 under other rules than rejection."""
     ahead: NDArray[np.bool_]
@@ -67,7 +67,7 @@ class Members(NamedTuple):
             wanted=np.array([session.plan.draft_tokens for session in sessions], dtype=np.int64),
             penalised=any(has_penalties(session.sampling) for session in sessions),
             warps=warps,
-            general=warps or any(map(shares_noise_in_trees, sessions)),
+            general=warps or any(map(is_general, sessions)),
             keys=np.array([_draft_key(session) for session in sessions], dtype=np.uint64),
             ahead=np.array([_draws_ahead(session) for session in sessions], dtype=np.bool_),
         )
@@ -121,9 +121,11 @@ def _draws_ahead(session: Session) -> bool:
     return session.plan.look_ahead > 0 and session.sampling.effective_rule is Rule.REJECTION
 
 
-def shares_noise_in_trees(session: Session) -> bool:
-    """Whether its trees are of the best children by the target's noise."""
-    return session.plan.top_k > 1 and session.sampling.effective_rule is Rule.COUPLED
+def is_general(session: Session) -> bool:
+    """Whether its drafts have only the form that may warp logits, whatever it does to them: trees
+    of the best children by the target's noise, and chains with their laws."""
+    rule = session.sampling.effective_rule
+    return rule is Rule.REJECTION or (session.plan.top_k > 1 and rule is Rule.COUPLED)
 
 
 class _Bucket(NamedTuple):

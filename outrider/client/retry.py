@@ -12,7 +12,7 @@ from outrider.errors import OutriderError, ResourceExhaustedError, UnavailableEr
 class RetryPolicy:
     """Retries of calls of which nothing was heard yet, and for how long streams are resumed."""
 
-    max_attempts: int = 5
+    max_attempts: int = 6
     """Attempts in all; 1 never retries."""
     first_delay_s: float = 0.5
     """Delay before the second attempt; doubled at each further one."""

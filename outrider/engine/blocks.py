@@ -20,6 +20,14 @@ class BlockAllocator:
         self._extents: list[tuple[int, int]] = [(0, num_blocks)]
         """Free extents (start, end), sorted, never adjacent."""
 
+    @classmethod
+    def of(cls, total: int, free: Sequence[int]) -> BlockAllocator:
+        """With these of the `total` blocks free."""
+        allocator = cls(total)
+        allocator._extents, allocator.free = [], 0
+        allocator.give(free)
+        return allocator
+
     def take(self, count: int) -> list[int]:
         """Remove `count` free blocks: the smallest extent that holds them all, else the largest
         extents first. Raises ResourceExhaustedError when fewer are free."""

@@ -57,11 +57,14 @@ class KVPool:
         """Number of blocks that hold `num_tokens` slots."""
         return -(-num_tokens // self.block_tokens)
 
-    def name_by_tables(self) -> None:
-        """From here on blocks are named by tables on a device, so no sequence moves any more."""
-        if isinstance(self._allocator, BlockAllocator):
-            free = self._allocator.take(self._allocator.free)
-            self._allocator = BlockStack(self._allocator.total, sorted(free))
+    def name_by_tables(self, by_tables: bool = True) -> None:
+        """From here on blocks are named by tables on a device, so that no sequence moves; or not
+        any more."""
+        if by_tables is isinstance(self._allocator, BlockStack):
+            return
+        total, free = self.total_blocks, sorted(self._allocator.take(self.free_blocks))
+        of = BlockStack if by_tables else BlockAllocator.of
+        self._allocator = of(total, free)
 
     def sequence(self) -> KVSequence:
         """A sequence without blocks; see `KVSequence.reserve`."""
@@ -174,6 +177,7 @@ class KVSequence:
         first = self._blocks[0] * self._pool.block_tokens
         self.start = first if joined and in_order else None
 
+    @torch.inference_mode()
     def _move_to(self, extent: range) -> None:
         """Go on in an extent that was taken; what is written, if not committed, goes along."""
         used, start = self._len + self._pending, extent.start * self._pool.block_tokens

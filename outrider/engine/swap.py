@@ -103,9 +103,15 @@ class SwapSpace:
     def seconds(self, num_tokens: int) -> float:
         """What it takes to bring the K/V of so many slots out and back again, by what copies took
         lately; most of that is beside the rounds."""
-        self._learn()
-        return sum(self._rates) * self._blocks_for(num_tokens) * self.block_bytes
+        return sum(self.ways(num_tokens))
 
+    def ways(self, num_tokens: int) -> tuple[float, float]:
+        """The same for each way: out, back."""
+        self._learn()
+        size = self._blocks_for(num_tokens) * self.block_bytes
+        return self._rates[0] * size, self._rates[1] * size
+
+    @torch.inference_mode()
     def save(self, kv: KVSequence) -> Saved | None:
         """Copy what is committed; None if there is no room in the budget. `kv` may be cleared at
         once."""
@@ -117,11 +123,13 @@ class SwapSpace:
         self._lane.save(kv.blocks[:count], runs)
         return Saved(kv.len, kv.save_positions(), blocks, runs)
 
+    @torch.inference_mode()
     def fetch(self, saved: Saved) -> bool:
         """Begin to bring a copy back, beside the rounds: whether `restore` would make none wait.
         To be called again until it is so; one copy at a time is brought."""
         return self._lane.fetch(saved.runs)
 
+    @torch.inference_mode()
     def restore(self, saved: Saved, kv: KVSequence) -> None:
         """Fill an empty sequence that holds blocks enough; the copy is dropped. Raises ValueError
         if the sequence does not fit."""
@@ -170,6 +178,7 @@ class SwapSpace:
             )
         self._slabs.append(slab)
 
+    @torch.inference_mode()
     def _probe(self, count: int) -> None:
         """Take the memory that is not to be taken later, and see how fast copies are: blocks of the
         pool go out and come back as they were."""

@@ -22,6 +22,9 @@ from outrider_router.waiting import Ticket, in_order
 NO_VERIFIER = "NO_VERIFIER"
 """Reason of errors: no verifier is healthy."""
 MIN_PRIORITY = -MAX_PRIORITY
+MOST_BEYOND = 32
+"""Sessions beyond those that a verifier serves that are placed there for others to make way; it
+lets some more wait, 64 unless it is told otherwise."""
 FULL_BACKOFF_S = 0.1
 """Pause after a verifier refused a session that the ledger thought would fit."""
 
@@ -89,10 +92,11 @@ class VerifierLoad:
     def fits_by_preempting(self, ticket: Ticket, now: float) -> bool:
         """Whether it fits beside those of its priority and above: others can be preempted for it.
 
-        At most as many as are served can be preempted and wait.
+        Few are made to wait at once: a verifier holds no more than it is told to.
         """
         above = self.from_priority(ticket.priority)
-        if above.sessions == self.sessions or self.sessions >= 2 * self.max_sessions:
+        most = self.max_sessions + MOST_BEYOND
+        if above.sessions == self.sessions or self.sessions >= most:
             return False
         return self._takes(ticket, now, above.sessions, above.tokens)
 

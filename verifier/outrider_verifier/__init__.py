@@ -5,6 +5,8 @@
     loop.py      the engine thread: takes commands, runs rounds, hands outputs to asyncio
     core.py      the state of all sessions and what commands do to it (engine thread only)
     schedule.py  pure: which rows form the next round, or how long to wait
+    preemption.py  pure: which sessions hold K/V, and who loses it for whom
+    room.py      does that between rounds: lets in, grows, preempts, resumes
     engine.py    one round: batch, forward, accept, commit
     rows.py      pure: depth limits and trimming of proposals, verify rows
     handover.py  verdicts: what drafters are told of a round, and when they are caught up

@@ -72,6 +72,9 @@ class Announcer:
         for session in self._sessions():
             if session.spec.drafter_id == link.drafter_id:
                 self._handover.forget(session)
+                if session.link_id is not None:
+                    # What its predecessor still sends is no fault.
+                    conduct.released()
                 session.link_id = None
                 self.announce(session)
 

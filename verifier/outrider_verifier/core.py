@@ -275,6 +275,9 @@ class Core:
             self._cancel(session)
         elif command.ticket == session.ticket:
             self.counters["cancelled"] += 1
+            if session.emitted:
+                # Most who leave have what they wanted: a stop string ends an answer so.
+                self.room.lengths.observe(session.length - session.spec.prompt_len)
             self.free(session)
 
     def _cancel(self, session: Session) -> None:

@@ -23,6 +23,7 @@ NAMES: Final = {
     "ahead": "a pass of look-ahead: draft, scores, branches",
     "plain": "plain decoding end to end",
     "rounds": "rounds on one device, SIMULATED acceptance, with a timeline",
+    "swap": "a session out and in, beside the rounds of others",
     "ideas": "each of the five ideas before and after",
     "serving": "tokens/s, time to first token, inter-token latency by placement",
     "placement": "widened model: tokens/s by placement and the split of a round",

@@ -200,6 +200,11 @@ class Cell:
     max_tokens: int = 256
     awake_cores: int = 0
     handicap: Handicap = NO_HANDICAP
+    planner: str | None = None
+    """automatic or fixed; None: what users run, or what a running router's verifiers do."""
+    verifiers: int = 1
+    drafters: int = 0
+    """Processes of each kind behind the router."""
 
     def described(self) -> dict[str, object]:
         """The fields that identify a cell in service.json."""
@@ -217,6 +222,9 @@ class Cell:
             "max_tokens": self.max_tokens,
             "awake_cores": self.awake_cores,
             **asdict(self.handicap),
+            "planner": self.planner,
+            "verifiers": self.verifiers,
+            "drafters": self.drafters,
         }
 
     def __str__(self) -> str:
@@ -232,11 +240,12 @@ KEY: Final = (
     *("model", "placement", "drafts", "draft_top_k", "temperature", "rule", "top_p", "min_p"),
     *("repetition_penalty", "logit_bias", "sessions", "rate", "max_tokens", "awake_cores"),
     *("look_ahead", "fan_out", "exchange_delay_ms", "drafter_slowdown"),
+    *("planner", "verifiers", "drafters"),
 )
 _AHEAD_KEYS: Final = ("drafts", "look_ahead", "fan_out")
 _PLACING: Final = (
     *("placement", "drafts", "draft_top_k", "awake_cores"),
-    *("look_ahead", "fan_out", "exchange_delay_ms", "drafter_slowdown"),
+    *("look_ahead", "fan_out", "exchange_delay_ms", "drafter_slowdown", "planner", "drafters"),
 )
 _SAMPLING: Final = (*("temperature", "rule", "top_p", "min_p", "repetition_penalty", "logit_bias"),)
 

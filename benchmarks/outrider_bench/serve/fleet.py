@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.client import Client, OutriderError, RetryPolicy, ServerInfo
-from outrider.client.local import CPU, SEPARATE, LocalCluster, LocalConfig
+from outrider.client.local import CPU, HEAD_METHODS, SEPARATE, LocalCluster, LocalConfig
 from outrider.client.modelfiles import ModelFiles
 from outrider.spec.plan import DraftMethod
 from outrider.transport.grpc import GrpcDialer
@@ -61,6 +61,13 @@ class Service:
     drafts: tuple[Drafts, ...]
     awake_cores: int = 0
     handicap: Handicap = NO_HANDICAP
+
+    @property
+    def drafters(self) -> int:
+        """Processes that draft, of those that are started for it."""
+        methods = {draft.method for draft in self.drafts} - {DraftMethod.NONE}
+        own = HEAD_METHODS if self.placement in OWN_HEAD else frozenset()
+        return int(bool(methods - own))
 
 
 @dataclass(frozen=True, slots=True)

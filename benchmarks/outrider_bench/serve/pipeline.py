@@ -1,7 +1,7 @@
 """`outrider bench pipeline`: what look-ahead gives, from cells of `outrider bench serve`.
 
 Every figure is a ratio or share of cells of one file, which is of one commit and machine; what the
-file does not have is null. A cell's fan-out and shape are the best that were measured.
+file does not have is null. A cell's fan-out, shape and planner are the best that were measured.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def summarize(file: Path) -> dict[str, object]:
     cells: list[Cell] = content.get("cells", [])
     if not cells:
         raise InvalidRequestError(f"{file} holds no cells of bench serve", reason="NO_CELLS")
-    every = [cell for cell in cells if cell["temperature"] == 0.0]
+    pairs = [cell for cell in cells if cell.get("verifiers", 1) == 1]
+    every = [cell for cell in pairs if cell["temperature"] == 0.0 and _slowdown(cell) == 1.0]
     greedy = _by_delay(every, 0.0)
-    coupled = _by_delay([cell for cell in cells if _is_coupled(cell)], 0.0)
+    coupled = _by_delay([cell for cell in pairs if _is_coupled(cell)], 0.0)
     return {
         "benchmark": "gpu pipeline",
         **{name: content.get(name) for name in _ABOUT},
@@ -66,10 +67,32 @@ def summarize(file: Path) -> dict[str, object]:
         "model_drafter_over_lockstep": _ratio(
             _best(greedy, _alone, _ahead, _by_model), _best(greedy, _alone, _lockstep, _by_model)
         ),
+        "slow_drafter_over_lockstep": _slow_drafters(pairs),
         "delay": _delays(every),
-        "equal_gpus": [],
+        "equal_gpus": _fleets(cells),
         "hit_idle_us": _figure(greedy, "hit_idle_us", _alone, _ahead, lowest=True),
     }
+
+
+def _slow_drafters(cells: Sequence[Cell]) -> dict[str, float | None]:
+    """Look-ahead over lock-step at one session, by how many times as long drafts take."""
+    found: dict[str, float | None] = {}
+    for factor in sorted({_slowdown(cell) for cell in cells} - {1.0}):
+        slowed = [c for c in cells if c["temperature"] == 0.0 and _slowdown(c) == factor]
+        best = (_best(slowed, _alone, test) for test in (_ahead, _lockstep))
+        found[f"{factor:g}x"] = _ratio(*best)
+    return found
+
+
+def _fleets(cells: Sequence[Cell]) -> list[Cell]:
+    """The best drafts of every fleet of more than a verifier and a drafter, one a GPU."""
+    best: dict[tuple[object, ...], Cell] = {}
+    for cell in sorted(cells, key=lambda cell: float(cell["tokens_per_s"])):
+        if cell.get("verifiers", 1) > 1:
+            best[cell["placement"], cell["verifiers"], cell["drafters"], cell["sessions"]] = cell
+    names = ("placement", "verifiers", "drafters", "sessions", "drafts", "planner")
+    figures = ("tokens_per_s", "steady_tokens_per_s", "over_plain")
+    return [{name: cell.get(name) for name in (*names, *figures)} for cell in best.values()]
 
 
 def _delays(cells: Sequence[Cell]) -> dict[str, float | None]:
@@ -77,11 +100,21 @@ def _delays(cells: Sequence[Cell]) -> dict[str, float | None]:
     near, slow, far = (_by_delay(cells, delay_ms) for delay_ms in (0.0, 1.0, 5.0))
     there = _best(far, _alone, _ahead)
     return {
-        "1ms": _ratio(_best(slow, _alone, _ahead), _best(near, _alone, _ahead)),
-        "1ms-lockstep": _ratio(_best(slow, _alone, _lockstep), _best(near, _alone, _lockstep)),
+        "1ms": _kept(near, slow, _ahead),
+        "1ms-lockstep": _kept(near, slow, _lockstep),
         "5ms": _ratio(there, _best(far, _alone, _lockstep)),
         "5ms-over-plain": _ratio(there, _best(near, _alone, _is_plain)),
     }
+
+
+def _kept(near: Sequence[Cell], slow: Sequence[Cell], test: Test) -> float | None:
+    """What the best drafts over a slow link get, over the same drafts without the delay."""
+    ranked = sorted(_chosen(slow, (_alone, test)), key=lambda cell: float(cell["tokens_per_s"]))
+    if not ranked:
+        return None
+    drafts = ranked[-1]["drafts"]
+    base = _best(near, _alone, test, lambda cell: bool(cell["drafts"] == drafts))
+    return _ratio(ranked[-1]["tokens_per_s"], base)
 
 
 def _over_colocated(cells: Sequence[Cell], sessions: int) -> float | None:
@@ -106,6 +139,10 @@ def _chosen(cells: Sequence[Cell], tests: Sequence[Test]) -> list[Cell]:
 def _by_delay(cells: Sequence[Cell], delay_ms: float) -> list[Cell]:
     """Cells whose exchange took so much longer each way."""
     return [cell for cell in cells if cell.get("exchange_delay_ms", 0.0) == delay_ms]
+
+
+def _slowdown(cell: Cell) -> float:
+    return float(cell.get("drafter_slowdown", 1.0))
 
 
 def _named(shape: str) -> Test:

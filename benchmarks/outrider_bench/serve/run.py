@@ -165,7 +165,7 @@ class Run:
         drafts = drafts_at(placement, self._drafts)
         drafted = Service(placement=placement, drafts=drafts, awake_cores=awake)
         for service in (plain,) if placement == PLAIN else (plain, drafted):
-            self._measure_cells(meter, nullcontext(fleet), list(self._cells(service, model)))
+            self._measure_cells(meter, nullcontext(fleet), list(self._cells(service, model, fleet)))
 
     def _measure_service(self, meter: Meter, machine: Machine, service: Service) -> None:
         cells = list(self._cells(service, machine.name))
@@ -174,8 +174,12 @@ class Run:
         if cells:
             self._measure_cells(meter, started(machine, service), cells)
 
-    def _cells(self, service: Service, model: str) -> Iterator[Cell]:
-        """The cells of a service, by rising load; plain decoding knows no rules."""
+    def _cells(self, service: Service, model: str, fleet: Fleet | None = None) -> Iterator[Cell]:
+        """The cells of a service, by rising load; plain decoding knows no rules. A fleet that runs
+        says how large it is."""
+        verifiers, drafters = 1, service.drafters
+        if fleet is not None:
+            verifiers, drafters = len(fleet.info.verifiers), len(fleet.info.drafters)
         loads: list[tuple[int | None, float | None]]
         loads = [(count, None) for count in self._sessions]
         if self._args.rate is not None:
@@ -196,6 +200,9 @@ class Run:
                         max_tokens=self._max_tokens,
                         awake_cores=service.awake_cores,
                         handicap=service.handicap,
+                        planner=self._args.planner,
+                        verifiers=verifiers,
+                        drafters=drafters,
                     )
                     if cell not in seen:
                         yield cell

@@ -161,7 +161,8 @@ def _given_path(columns: Tensor, masks: list[Tensor]) -> TokenPath:
     """What is output at each place: columns int32 [L, B, W] of the nodes; masks uint8 [B, W, l * W]
     of the levels l = 1 .. L, none for chains."""
     levels, batch, width = columns.shape
-    flat = columns.transpose(0, 1).reshape(batch, levels * width)
+    # A chain's would be a view across sessions; the kernel reads a path's tokens side by side.
+    flat = columns.transpose(0, 1).reshape(batch, levels * width).contiguous()
     if not masks:
         return TokenPath(flat)
     pad = torch.nn.functional.pad

@@ -65,7 +65,7 @@ class SessionSlots:
         )
         self.warp = WarpSlots(count, vocab_size, device)
         """What the sessions do to the target's logits."""
-        self._device, self._blocks = device, blocks
+        self._pool, self._device, self._blocks = pool, device, blocks
         self._staged = zeros(_FIELDS + blocks)
         self._write(self.padding, self._padding_kv.blocks, SamplingParams(), length=1, root=0)
 
@@ -90,6 +90,7 @@ class SessionSlots:
     def release(self) -> None:
         """Give the padding slot's blocks back; the slots are of no use afterwards."""
         self._padding_kv.release()
+        self._pool.name_by_tables(False)
 
     def begin(
         self,

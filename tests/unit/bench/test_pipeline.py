@@ -61,6 +61,48 @@ def test_ratios_are_of_the_best_shapes_at_one_load_and_delay(tmp_path: Path) -> 
     assert found["commit"] == "c"
 
 
+def test_slow_drafters_and_larger_fleets_have_figures_of_their_own(tmp_path: Path) -> None:
+    pool = {"verifiers": 3, "drafters": 1, "sessions": 24}
+    file = written(
+        tmp_path,
+        [
+            cell("separate", "chain-5+ahead16", 260.0, look_ahead=1, hit_rate=0.5),
+            cell("separate", "chain-5+lockstep", 200.0, look_ahead=0),
+            cell("separate", "tree-16+ahead16", 300.0, look_ahead=1),
+            cell(
+                "separate",
+                "chain-5+ahead16",
+                208.0,
+                look_ahead=1,
+                exchange_delay_ms=1.0,
+                hit_rate=0.9,
+            ),
+            cell(
+                "separate",
+                "chain-5+ahead16",
+                120.0,
+                look_ahead=1,
+                drafter_slowdown=3.0,
+                hit_rate=0.9,
+            ),
+            cell("separate", "chain-5+lockstep", 150.0, look_ahead=0, drafter_slowdown=3.0),
+            cell("separate", "tree-16+ahead", 900.0, look_ahead=1, over_plain=1.7, **pool),
+            cell("separate", "chain-5+ahead", 700.0, look_ahead=1, **pool),
+        ],
+    )
+    found: Any = summarize(file)
+    assert found["slow_drafter_over_lockstep"] == {"3x": 0.8}
+    assert found["delay"]["1ms"] == 0.8, "of the same drafts"
+    assert found["hit_rate"]["chain5-T0"] == 0.5
+    assert found["over_lockstep_1"] == 1.5
+    (fleet,) = found["equal_gpus"]
+    assert (fleet["drafts"], fleet["verifiers"], fleet["tokens_per_s"]) == (
+        "tree-16+ahead",
+        3,
+        900.0,
+    )
+
+
 def test_a_file_without_cells_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="no cells"):
         summarize(written(tmp_path, []))

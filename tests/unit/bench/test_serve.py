@@ -232,6 +232,19 @@ class TestServices:
             Service(placement="fused", drafts=(CHAIN,)),
         ]
 
+    def test_drafters_are_counted_where_one_is_started(self) -> None:
+        ngram, auto = parse_drafts("ngram"), parse_drafts("auto")
+        assert Service(placement="plain", drafts=(Drafts(),)).drafters == 0
+        assert Service(placement="separate", drafts=(CHAIN,)).drafters == 1
+        assert Service(placement="fused", drafts=(CHAIN, auto)).drafters == 0
+        assert Service(placement="fused", drafts=(CHAIN, ngram)).drafters == 1
+
+    def test_cells_of_different_fleets_and_planners_are_kept_apart(self) -> None:
+        fixed, larger = replace(CELL, planner="fixed"), replace(CELL, verifiers=3, drafters=1)
+        described = [each.described() for each in (CELL, fixed, larger)]
+        assert len({key(each) for each in described}) == 3
+        assert plain_key(described[0]) == plain_key(described[1]) != plain_key(described[2])
+
     def test_a_budget_lets_begin_what_will_end_in_time(self) -> None:
         now = [0.0]
         budget = Budget(10.0, lambda: now[0])

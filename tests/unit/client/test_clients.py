@@ -39,7 +39,7 @@ def verifier() -> FakeVerifier:
 
 @pytest.fixture
 async def router(tmp_path: Path, verifier: FakeVerifier) -> AsyncGenerator[RouterService]:
-    async with running_router(tmp_path, {"v": verifier}, queue_limit=1) as service:
+    async with running_router(tmp_path, {"v": verifier}, queue_limit=1, failover_s=0.3) as service:
         yield service
 
 

@@ -150,6 +150,12 @@ def test_tables_name_blocks_that_stay_where_they_are() -> None:
         assert list(first.blocks[:-1]) == before[0] and list(second.blocks[:-1]) == before[1]
     pool.name_by_tables()
     assert pool.free_blocks == 2
+    first.release()
+    pool.name_by_tables(False)
+    assert isinstance(pool._allocator, BlockAllocator)
+    assert pool.free_blocks == 5
+    second.release()
+    assert pool.allocate(32).start == 0
 
 
 def test_new_sequences_leave_their_neighbours_room() -> None:

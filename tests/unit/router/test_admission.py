@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from outrider_router.admission import (
+    MOST_BEYOND,
     Admit,
     Expire,
     Placed,
@@ -88,9 +89,10 @@ def test_room_is_preferred_to_preempting() -> None:
     assert plan(state([ticket(1, 60, priority=5)], *loads), 0.0) == [Admit(RequestId("r1"), B)]
 
 
-def test_at_most_as_many_as_are_served_are_made_to_wait() -> None:
-    crowded = load(tokens=90, sessions=16)
-    assert plan(state([ticket(1, 10, priority=1)], crowded), 0.0) == []
+def test_few_are_made_to_wait_at_once() -> None:
+    high = ticket(1, 10, priority=1)
+    assert plan(state([high], load(tokens=95, sessions=8 + MOST_BEYOND)), 0.0) == []
+    assert admitted(plan(state([high], load(tokens=95, sessions=7 + MOST_BEYOND)), 0.0))
 
 
 def test_an_expired_request_leaves_even_behind_one_that_blocks() -> None:

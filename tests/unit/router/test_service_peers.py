@@ -79,7 +79,7 @@ async def test_the_loss_of_the_drafter_is_counted_and_the_stream_goes_on(tmp_pat
     drafter = FakeDrafter({"v": verifier})
     async with running_router(tmp_path, {"v": verifier}, {"d": drafter}) as router:
         task = asyncio.create_task(router.generate(text_request(max_tokens=60)))
-        await eventually(lambda: verifier.live)
+        await eventually(lambda: any(entry.drafter_attached for entry in router.journal))
         assert verifier.specs[0].drafter_id == "d0"
         drafter.lost = True
         verifier.drafters_alive = False

@@ -15,8 +15,8 @@ from outrider.wire.messages import SessionSpec
 from tests.fakes.runner import FakeRunner
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import Rig, good_chain, half_good_chain, make_spec, until, verifier
+from tests.unit.verifier.preempting import preemptions
 from tests.unit.verifier.test_look_ahead import AHEAD, foresee
-from tests.unit.verifier.test_preempted_sessions import preemptions
 
 OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
 PLAIN = Plan()
@@ -64,7 +64,7 @@ async def test_a_round_in_flight_is_settled_before_its_sessions_are_preempted(
         results = await rig.run_all(specs)
         assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
         assert runner.rounds_ahead > 0
-        assert preemptions(rig) >= 2
+        assert preemptions(rig.service) >= 2
 
 
 @pytest.mark.parametrize("way", ["swap", "recompute"])
@@ -75,7 +75,7 @@ async def test_sessions_with_a_drafter_get_their_texts(way: str) -> None:
         specs = specs_of(10, plan=plan)
         results = await rig.run_all(specs)
         assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
-        assert preemptions(rig) >= 2
+        assert preemptions(rig.service) >= 2
 
 
 async def test_a_session_that_is_preempted_among_hits_gets_its_text() -> None:
@@ -84,7 +84,7 @@ async def test_a_session_that_is_preempted_among_hits_gets_its_text() -> None:
         specs = specs_of(8, plan=AHEAD)
         results = await rig.run_all(specs)
         assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
-        assert preemptions(rig) >= 1
+        assert preemptions(rig.service) >= 1
         assert rig.service._core.counters["hit_rounds"] > 0
 
 

@@ -60,6 +60,7 @@ def warp_logits(
             reason="KERNEL_SHAPES",
         )
     function = launch_warp if logits.is_cuda else warp_logits_torch
+    assert path is None or path.columns.shape[1] < 2 or path.columns.stride(1) == 1
     function(logits, warp, state, slots, positions, rows_per_slot=rows_per_slot, path=path)
 
 

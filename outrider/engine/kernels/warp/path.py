@@ -11,7 +11,8 @@ class TokenPath(NamedTuple):
     """Drafted tokens that count as output at the rows of a bucket."""
 
     columns: Tensor
-    """int32 [B, W], rows of any stride: columns of the logits; -1 matches none."""
+    """int32 [B, W], rows of any stride but 1 in the last place: columns of the logits; -1 matches
+    none."""
     mask: Tensor | None = None
     """uint8 [B, n, W], of any stride but 1 in the last place: 1 where row i of a session has token
     w on its path."""

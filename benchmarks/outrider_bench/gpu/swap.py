@@ -1,0 +1,310 @@
+"""Swapping one long session out and in beside the rounds of others: what it takes, what it costs
+them. Rounds are driven by hand, one submitted behind another as the verifier does."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.sessions import Session
+
+from outrider.engine.swap import SwapSpace
+from outrider.ids import SessionId
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import SamplingParams
+from outrider.wire.messages import SessionSpec
+from outrider_bench.gpu.bench import Bench, show, simulated
+from outrider_bench.gpu.drive import random_prompts
+from outrider_bench.gpu.engine import (
+    FUSED,
+    PLAIN,
+    Models,
+    Setup,
+    make_runner,
+    release_runner,
+    verifier_config,
+)
+
+OTHERS: Final = 32
+SWAPPED_TOKENS: Final = 1024
+WARM_ROUNDS: Final = 8
+AWAY_ROUNDS: Final = 2
+"""Rounds between a swap out and the beginning of the swap in."""
+REPEATS: Final = 3
+"""Measurements with swaps, each between two without."""
+
+
+def run(bench: Bench) -> dict[str, object]:
+    """Measure plain rounds, and rounds with drafts of the verifier's own head."""
+    models = bench.random()
+    found = {name: measure(bench, models, name) for name in bench.placements(PLAIN, FUSED)}
+    headers = ("", "round ms", "out ms", "in ms", "host out ms", "host in ms", "a swap costs ms")
+    rows = [
+        (
+            name,
+            facts["round_ms"],
+            facts["out_ms"],
+            facts["back_ms"],
+            facts["host_out_ms"],
+            facts["host_back_ms"],
+            facts["cost_ms"],
+        )
+        for name, facts in found.items()
+    ]
+    show(f"swap of one session, {models.name}", headers, rows)
+    return bench.result("swap", models, by_placement=found)
+
+
+def measure(bench: Bench, models: Models, placement: str) -> dict[str, Any]:
+    """One placement: rounds without swaps, with swaps one after another, and without again."""
+    own = placement == FUSED
+    length, others = bench.drafts[0], min(OTHERS, max(bench.batches))
+    setup = Setup(
+        placement=placement,
+        draft_length=length,
+        simulated=simulated(length) if own else "",
+        max_sessions=others + 1,
+        max_tokens=max(SWAPPED_TOKENS, bench.max_tokens) + WARM_ROUNDS,
+        cuda_graphs=bench.args.graphs,
+    )
+    runner, _ = make_runner(models, setup, verifier_config(models, setup))
+    try:
+        return _measure(bench, models, runner, setup, others)
+    finally:
+        release_runner(runner)
+
+
+def _measure(
+    bench: Bench, models: Models, runner: Any, setup: Setup, others: int
+) -> dict[str, Any]:
+    vocab, pool = models.target.vocab_size, models.target.pool
+    runner.enter_thread()
+    rounds = Rounds(runner)
+    long = min(SWAPPED_TOKENS, pool.block_tokens * pool.free_blocks // 2)
+    per_round = length_of(setup)
+    count = int((bench.output_tokens - 2 * WARM_ROUNDS) / per_round / (2 * REPEATS + 1))
+    prompts = random_prompts(others, bench.prompt_tokens, vocab)
+    swapped = _open(runner, pool, 0, random_prompts(1, long, vocab)[0], bench.output_tokens)
+    rounds.prefill([swapped])
+    sessions = [
+        _open(runner, pool, number + 1, prompt, bench.output_tokens)
+        for number, prompt in enumerate(prompts)
+    ]
+    rounds.prefill(sessions)
+    rounds.run(sessions, WARM_ROUNDS)
+    space = runner.swap_space(2 * swapped.kv.num_blocks * _block_bytes(runner, pool), pool)
+    swaps = Swaps(runner, space, swapped)
+    rounds.run(sessions, WARM_ROUNDS, swaps)
+    swaps.reset()
+    calm, busy = [rounds.run(sessions, count)], []
+    for _ in range(REPEATS):
+        busy.append(rounds.run(sessions, count, swaps))
+        calm.append(rounds.run(sessions, count))
+    kept = swapped.kv.len
+    for session in (swapped, *sessions):
+        session.kv.release()
+        runner.close(session)
+    return _facts(space, swaps, calm, busy, others=others, tokens=kept)
+
+
+def length_of(setup: Setup) -> float:
+    """Mean tokens of a row and round."""
+    return float(setup.simulated) if setup.simulated else 1.0
+
+
+def _block_bytes(runner: Any, pool: Any) -> int:
+    return int(runner.swap_space(0, pool).block_bytes)
+
+
+def _facts(
+    space: SwapSpace,
+    swaps: Swaps,
+    calm: list[Span],
+    busy: list[Span],
+    *,
+    others: int,
+    tokens: int,
+) -> dict[str, Any]:
+    out, back = space.ways(tokens)
+    plain_ms = statistics.median(span.round_ms for span in calm)
+    extra_ms = sum(span.seconds * 1e3 - plain_ms * span.rounds for span in busy)
+    plain = statistics.median(span.tokens_s for span in calm)
+    beside = statistics.median(span.tokens_s for span in busy)
+    cost = extra_ms / max(1, swaps.done)
+
+    def middle(values: list[float]) -> float:
+        return round(1e3 * statistics.median(values), 3) if values else 0.0
+
+    return {
+        "others": others,
+        "swapped_tokens": tokens,
+        "swapped_bytes": -(-tokens // 16) * space.block_bytes,
+        "swaps": swaps.done,
+        "round_ms": round(plain_ms, 4),
+        "out_ms": round(1e3 * out, 3),
+        "back_ms": round(1e3 * back, 3),
+        "host_out_ms": middle(swaps.out_s),
+        "fetch_ms": middle(swaps.fetch_s),
+        "host_back_ms": middle(swaps.back_s),
+        "cost_ms": round(cost, 3),
+        "tokens_s_without": round(plain, 1),
+        "tokens_s_beside_swaps_one_after_another": round(beside, 1),
+        "share_lost_one_after_another": round(1.0 - beside / plain, 4),
+        "share_lost_at_one_a_second": round(cost / 1e3, 5),
+    }
+
+
+def _open(runner: Any, pool: Any, number: int, prompt: list[int], max_new: int) -> Session:
+    length = runner.drafts_itself
+    plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=length) if length else Plan()
+    spec = SessionSpec(
+        session_id=SessionId(f"s{number}"),
+        epoch=0,
+        token_ids=tuple(prompt),
+        prompt_len=len(prompt),
+        max_new_tokens=4 * max_new,
+        stop_token_ids=(),
+        sampling=SamplingParams(),
+        plan=plan,
+    )
+    session = Session.create(spec, ticket=number, kv=pool.sequence(), now=0.0, keeps_features=False)
+    session.own_draft = length
+    reserved = session.kv.reserve(len(prompt) + runner.slack.beyond(session))
+    assert reserved, "the pool is too small"
+    runner.open(session)
+    runner.resume(session)
+    return session
+
+
+@dataclass(slots=True)
+class Span:
+    """Rounds that ran one after another."""
+
+    rounds: int
+    seconds: float
+    tokens: int
+
+    @property
+    def round_ms(self) -> float:
+        """Mean of a round."""
+        return 1e3 * self.seconds / self.rounds
+
+    @property
+    def tokens_s(self) -> float:
+        """Of all sessions."""
+        return self.tokens / self.seconds
+
+
+@dataclass(slots=True)
+class Swaps:
+    """One session that goes out and comes back, again and again."""
+
+    runner: Any
+    space: SwapSpace
+    session: Session
+    done: int = 0
+    out_s: list[float] = field(default_factory=list)
+    """What the host was busy with each way out,"""
+    back_s: list[float] = field(default_factory=list)
+    """and back;"""
+    fetch_s: list[float] = field(default_factory=list)
+    """from the beginning of a way back until all was there, as seen between rounds."""
+    _away: int = -1
+    """Rounds since it went; -1: it is here."""
+    _asked: float = 0.0
+
+    def reset(self) -> None:
+        """Measure from here on."""
+        self.done = 0
+        for times in (self.out_s, self.back_s, self.fetch_s):
+            times.clear()
+
+    def step(self) -> None:
+        """Between two rounds."""
+        began = time.perf_counter()
+        if self._away < 0:
+            self.space.ways(0)
+            kept = self.runner.suspend(self.session, self.space)
+            assert kept, "no room to swap"
+            self.out_s.append(time.perf_counter() - began)
+            self._away = 0
+            return
+        self._away += 1
+        if self._away < AWAY_ROUNDS:
+            return
+        self._asked = self._asked or began
+        if self.runner.fetch(self.session):
+            self.fetch_s.append(time.perf_counter() - self._asked)
+            self._back()
+
+    def finish(self) -> None:
+        """Have the session here."""
+        if self._away >= 0:
+            self._back()
+
+    def _back(self) -> None:
+        began = time.perf_counter()
+        self.session.kv.reserve(self.session.length)
+        self.runner.resume(self.session)
+        self.back_s.append(time.perf_counter() - began)
+        self._away, self._asked = -1, 0.0
+        self.done += 1
+
+
+class Rounds:
+    """Drives a runner, one round ahead of the one that is settled."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def prefill(self, sessions: list[Session]) -> None:
+        """Run the prompts."""
+        most = self._runner.most_prompt_tokens
+        for session in sessions:
+            while session.prefill_left:
+                row = PrefillRow.next_of(session, min(most, session.prefill_left))
+                flight = self._runner.submit([row], [])
+                session.prefill_sent = row.end
+                result = self._runner.collect(flight).prefill[0]
+                if result.acceptance is not None:
+                    session.append(result.acceptance.tokens, 0.0)
+
+    def run(self, sessions: list[Session], rounds: int, swaps: Swaps | None = None) -> Span:
+        """So many rounds of all these sessions; all is settled at the end."""
+        tokens, flight = 0, None
+        began = time.perf_counter()
+        for _ in range(max(1, rounds)):
+            if swaps is not None:
+                swaps.step()
+            following = self._submit(sessions)
+            if flight is not None:
+                tokens += self._settle(flight, sessions)
+            flight = following
+        if flight is not None:
+            tokens += self._settle(flight, sessions)
+        seconds = time.perf_counter() - began
+        if swaps is not None:
+            swaps.finish()
+        return Span(max(1, rounds), seconds, tokens)
+
+    def _submit(self, sessions: list[Session]) -> Any:
+        for session in sessions:
+            need = session.kv.len + self._runner.slack.beyond(session)
+            if session.kv.capacity < need:
+                grown = session.kv.reserve(need)
+                assert grown, "the pool is too small"
+                self._runner.grown(session)
+        rows = [VerifyRow(session, own_depth=session.own_depth) for session in sessions]
+        return self._runner.submit([], rows)
+
+    def _settle(self, flight: Any, sessions: list[Session]) -> int:
+        tokens = 0
+        outcome = self._runner.collect(flight)
+        for session, row in zip(sessions, outcome.decoded.rows(), strict=True):
+            assert row.acceptance is not None
+            session.append(row.acceptance.tokens, 0.0)
+            tokens += len(row.acceptance.tokens)
+        return tokens

@@ -1,0 +1,269 @@
+"""`outrider bench recovery`: processes are killed, stopped and drained under running streams; what
+these see is their longest pause, and whether a text changed or a request failed.
+
+A fleet of two verifiers and two drafters behind one router. Each injection begins streams (greedy
+and coupled), lets them emit a little, causes the fault in a process that serves some of them, and
+lets them end; then everything is put back. Texts are compared with those of a calm run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from outrider.client import Client, OutriderError, RetryPolicy, user
+from outrider.client.local import (
+    LocalConfig,
+    count_gpus,
+    drafter_args,
+    router_args,
+    verifier_args,
+)
+from outrider.client.processes import ChildProcess
+from outrider.errors import UnavailableError
+from outrider_bench.environment import describe
+from outrider_bench.models import add_model_arguments, describe_placing, local_config
+from outrider_bench.prompts import load_prompts
+from outrider_bench.report import finish, percentiles, say
+
+START_S = 600.0
+BEGUN = 8
+"""Tokens that every stream has emitted when the fault comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is done to which process."""
+
+    victim: str
+    """verifier, drafter or router."""
+    number: signal.Signals
+
+
+FAULTS: Final = {
+    "verifier-killed": Fault("verifier", signal.SIGKILL),
+    "verifier-stopped": Fault("verifier", signal.SIGSTOP),
+    "verifier-drained": Fault("verifier", signal.SIGTERM),
+    "drafter-killed": Fault("drafter", signal.SIGKILL),
+    "drafter-stopped": Fault("drafter", signal.SIGSTOP),
+    "router-killed": Fault("router", signal.SIGKILL),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One stream as its client saw it."""
+
+    code: str
+    token_ids: tuple[int, ...]
+    pause_s: float
+    """Longest time without a message once it had begun."""
+
+
+class Fleet:
+    """Two verifiers, two drafters and a router, of which every one can be killed and put back."""
+
+    def __init__(self, config: LocalConfig, directory: Path) -> None:
+        gpus = count_gpus() if config.device != "cpu" else 0
+        self._config, self._directory = config, directory
+
+        def numbered(kind: str, args: list[str]) -> list[ChildProcess]:
+            return [
+                self._child(
+                    f"{kind}-{i}", f"outrider_{kind}", [*args, f"--{kind}-id", f"{kind}-{i}"]
+                )
+                for i in range(2)
+            ]
+
+        self.kinds = {"verifier": numbered("verifier", verifier_args(config, gpus))}
+        methods = config.drafter_methods
+        self.kinds["drafter"] = numbered("drafter", drafter_args(config, gpus)) if methods else []
+
+    def _child(self, name: str, module: str, args: list[str]) -> ChildProcess:
+        return ChildProcess(name, module, args, log_dir=self._directory)
+
+    @contextmanager
+    def running(self) -> Iterator[Fleet]:
+        """Start everything, router last; stop it at the end."""
+        with ExitStack() as stack:
+            peers = [process for kind in self.kinds.values() for process in kind]
+            for process in peers:
+                stack.callback(process.close)
+                process.start()
+            addresses = {process.name: process.wait_ready(START_S) for process in peers}
+            drafters = [process.name for process in self.kinds["drafter"]]
+            args = router_args(self._config, addresses["verifier-0"], None)
+            for name in ("verifier-1", *drafters):
+                args += [f"--{name.split('-')[0]}", addresses[name]]
+            router = self._child("router", "outrider_router", args)
+            self.kinds["router"] = [router]
+            stack.callback(router.close)
+            router.start()
+            router.wait_ready(START_S)
+            self.wait_healthy()
+            yield self
+
+    @property
+    def address(self) -> str:
+        """The router's."""
+        return self.kinds["router"][0].address
+
+    def repair(self, process: ChildProcess) -> None:
+        """Put back what a fault took."""
+        if process.pid is not None and process.exit_status is None:
+            os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.1)
+        if process.exit_status is not None:
+            process.start()
+            process.wait_ready(START_S)
+        self.wait_healthy()
+
+    def wait_healthy(self) -> None:
+        """Wait until the router sees everybody, and nothing runs."""
+        end = time.monotonic() + START_S
+        with Client(self.address, timeout_s=5.0, retry=RetryPolicy(max_attempts=1)) as client:
+            while not self._calm(client):
+                if time.monotonic() > end:
+                    raise UnavailableError("the fleet is not healthy", reason="NOT_HEALTHY")
+                time.sleep(0.05)
+
+    def _calm(self, client: Client) -> bool:
+        try:
+            info = client.server_info()
+        except OutriderError:
+            return False
+        links = sum(len(drafter.links) for drafter in info.drafters)
+        return (
+            all(peer.healthy for peer in (*info.verifiers, *info.drafters))
+            and not any(verifier.draining or verifier.sessions for verifier in info.verifiers)
+            and links == len(info.verifiers) * len(info.drafters)
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--faults",
+        default="verifier-killed",
+        help=f"comma-separated, of {', '.join(FAULTS)}; default: verifier-killed",
+    )
+    parser.add_argument("--injections", type=int, default=100, help="of each fault; default: 100")
+    parser.add_argument("--streams", type=int, default=4, help="at once; default: 4")
+    parser.add_argument("--max-tokens", type=int, default=96)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure and report."""
+    names = [name.strip() for name in args.faults.split(",")]
+    config = replace(local_config(args, max_sessions=4 * args.streams), planner="fixed")
+    cases: dict[str, object] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="outrider-") as directory,
+        Fleet(config, Path(directory)).running() as fleet,
+    ):
+        lab = _Lab(fleet, args)
+        for name in names:
+            cases[name] = lab.inject(name, FAULTS[name])
+            say(f"{name}: {cases[name]}")
+    result = {"benchmark": "recovery", **describe(), "model": config.model_name}
+    result |= describe_placing(config)
+    result |= {"streams": args.streams, "max_tokens": args.max_tokens}
+    result |= {"load_1min": round(os.getloadavg()[0], 1), "calm": lab.calm_pauses, "faults": cases}
+    finish(args, result)
+
+
+class _Lab:
+    """Runs streams over a fleet, with and without faults."""
+
+    def __init__(self, fleet: Fleet, args: argparse.Namespace) -> None:
+        self._fleet, self._args = fleet, args
+        prompts = load_prompts(args.prompts, args.limit)
+        self._prompts = [prompts[i % len(prompts)].text for i in range(args.streams)]
+        self._calm = self._streams(lambda: None)
+        self.calm_pauses = percentiles([seen.pause_s for seen in self._calm])
+        """Longest pauses of streams to which nothing happens, seconds."""
+
+    def inject(self, name: str, fault: Fault) -> dict[str, object]:
+        """Cause a fault again and again; what the streams saw."""
+        pauses: list[float] = []
+        failed: list[str] = []
+        changed = 0
+        for turn in range(self._args.injections):
+            victims = self._fleet.kinds[fault.victim]
+            victim = victims[turn % len(victims)]
+            seen = self._streams(lambda hit=victim: self._hit(hit, fault))  # type: ignore[misc]
+            pauses.append(max(stream.pause_s for stream in seen))
+            failed += [stream.code for stream in seen if stream.code != "OK"]
+            changed += sum(
+                stream.token_ids != calm.token_ids
+                for stream, calm in zip(seen, self._calm, strict=True)
+                if stream.code == "OK"
+            )
+            say(f"{name} {turn + 1}: longest pause {pauses[-1]:.3f} s")
+            self._fleet.repair(victim)
+        return {
+            "injections": len(pauses),
+            "longest_pause_s": percentiles(pauses) | {"max": round(max(pauses), 4)},
+            "requests": len(pauses) * self._args.streams,
+            "failed": failed,
+            "changed_texts": changed,
+        }
+
+    def _hit(self, victim: ChildProcess, fault: Fault) -> None:
+        assert victim.pid is not None
+        os.kill(victim.pid, fault.number)
+        if fault.victim == "router":
+            # What a keeper does at once.
+            victim.start()
+            victim.wait_ready(START_S)
+
+    def _streams(self, fault: Callable[[], None]) -> list[Seen]:
+        """Run all streams, and cause the fault when each has begun."""
+        begun = threading.Semaphore(0)
+        with (
+            Client(self._fleet.address, timeout_s=300.0) as client,
+            concurrent.futures.ThreadPoolExecutor(self._args.streams) as pool,
+        ):
+            futures = [
+                pool.submit(self._one, client, index, begun) for index in range(len(self._prompts))
+            ]
+            for _ in futures:
+                begun.acquire()
+            fault()
+            return [future.result() for future in futures]
+
+    def _one(self, client: Client, index: int, begun: threading.Semaphore) -> Seen:
+        options = {"temperature": 0.8, "seed": index} if index % 2 else {"temperature": 0.0}
+        ids: list[int] = []
+        longest, last, code, told = 0.0, 0.0, "OK", False
+        try:
+            with client.stream(
+                [user(self._prompts[index])],
+                max_tokens=self._args.max_tokens,
+                ignore_eos=True,
+                **options,  # type: ignore[arg-type]
+            ) as stream:
+                for delta in stream:
+                    now = time.perf_counter()
+                    longest, last = max(longest, now - (last or now)), now
+                    ids += delta.token_ids
+                    if len(ids) >= BEGUN and not told:
+                        told = True
+                        begun.release()
+        except OutriderError as error:
+            code = error.reason
+        finally:
+            if not told:
+                begun.release()
+        return Seen(code=code, token_ids=tuple(ids), pause_s=longest)

@@ -1,0 +1,124 @@
+"""Real processes: cancels reach the verifier within a round; endings of all kinds hold nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from outrider.client import AsyncClient, OutriderError, RetryPolicy
+from outrider.client.calls import GENERATE_STREAM
+from outrider.client.options import make_request
+from outrider.transport.base import VerifierControl
+from outrider.transport.grpc import GrpcDialer
+from outrider.wire.messages import VerifierInfo
+from tests.integration.stack import Stack
+
+ROUND_S = 0.1
+PROMPT = "0 1 2 3 4 5 6 7 8 9 " * 20
+NARROW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
+
+
+@pytest.fixture(scope="module")
+def paced(
+    tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
+    """Rounds of a tenth of a second, whatever the machine does beside them."""
+    with Stack(
+        tmp_path_factory.mktemp("paced"),
+        model=str(tiny_target),
+        head=str(tiny_head),
+        router=["--slow-reader-s", "0.5"],
+        verifier=["--bench-round-ms", str(1000 * ROUND_S), "--max-sessions", "4"],
+        with_drafter=False,
+    ) as stack:
+        yield stack
+
+
+async def until(control: VerifierControl, sessions: int) -> VerifierInfo:
+    """What the verifier says as soon as it has so many sessions."""
+    while True:
+        info = await control.info()
+        if info.sessions == sessions:
+            return info
+        await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("way", ["close", "abort", "deadline"])
+async def test_a_request_that_ends_has_freed_its_blocks_within_a_round(
+    paced: Stack, way: str
+) -> None:
+    dialer = GrpcDialer()
+    control = await dialer.verifier(paced.verifier.address)
+    lasted = []
+    async with AsyncClient(paced.router.address, retry=RetryPolicy(max_attempts=1)) as client:
+        for number in range(5):
+            limit_s = 1.0 + 0.03 * number if way == "deadline" else 60.0
+            deadline = time.monotonic() + limit_s
+            stream = client.stream(
+                PROMPT, max_tokens=256, ignore_eos=True, request_id=way, timeout_s=limit_s
+            )
+            reading = asyncio.create_task(stream.result())
+            await until(control, 1)
+            if way == "deadline":
+                await asyncio.sleep(deadline - time.monotonic())
+            else:
+                await asyncio.sleep(0.37 * ROUND_S * number)
+            began = time.monotonic()
+            if way == "abort":
+                await client.abort([way])
+            elif way == "close":
+                await stream.close()
+            info = await until(control, 0)
+            lasted.append(time.monotonic() - began)
+            assert info.kv_free_blocks == info.kv_total_blocks
+            with pytest.raises(OutriderError):
+                await reading
+    await dialer.close()
+    # The round that runs ends first; messages and a loaded machine take the rest.
+    assert sorted(lasted)[2] <= 1.5 * ROUND_S, lasted
+
+
+async def test_requests_that_are_cancelled_late_or_never_read_leave_nothing(paced: Stack) -> None:
+    dialer = GrpcDialer()
+    control = await dialer.verifier(paced.verifier.address)
+    codes: list[str] = []
+    async with (
+        AsyncClient(paced.router.address, retry=RetryPolicy(max_attempts=1)) as client,
+        grpc.aio.insecure_channel(paced.router.address, options=NARROW) as narrow,
+    ):
+
+        async def cancelled(number: int) -> None:
+            stream = client.stream(PROMPT, max_tokens=64, ignore_eos=True)
+            reading = asyncio.create_task(stream.result())
+            await asyncio.sleep(0.01 * number)
+            await stream.close()
+            await asyncio.gather(reading, return_exceptions=True)
+
+        async def late(number: int) -> None:
+            try:
+                await client.generate(PROMPT, max_tokens=256, timeout_s=0.01 * number)
+            except OutriderError as error:
+                codes.append(error.code)
+
+        async def unread() -> grpc.aio.UnaryStreamCall[bytes, bytes]:
+            method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+            method = narrow.unary_stream(GENERATE_STREAM.path)
+            request = make_request("a", {"max_tokens": 8})
+            return method(GENERATE_STREAM.encode(request), timeout=60.0)
+
+        calls = [await unread() for _ in range(4)]
+        await asyncio.gather(*map(cancelled, range(40)), *map(late, range(1, 21)))
+        assert set(codes) == {"DEADLINE_EXCEEDED"}
+        info = await asyncio.wait_for(until(control, 0), 20.0)
+        assert info.kv_free_blocks == info.kv_total_blocks
+        assert info.waiting_sessions == 0
+        served = await client.server_info()
+        assert served.running == served.queued == 0
+        for call in calls:
+            call.cancel()
+    await dialer.close()

@@ -1,0 +1,143 @@
+"""The journal's file: its lock, its length, what a full disk does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from outrider_router import durable_log
+from outrider_router.config import Fsync
+from outrider_router.durable_log import DurableLog
+
+from outrider.errors import FailedPreconditionError
+from tests.fakes.router import eventually
+from tests.unit.router.test_log_records import FINISH, OPENED
+
+
+def open_log(path: Path, fsync: Fsync = Fsync.OFF, states: list[bool] | None = None) -> DurableLog:
+    failing = [] if states is None else states
+    return DurableLog(path, fsync=fsync, wall=lambda: 1000.0, on_failing=failing.append)
+
+
+def emit(log: DurableLog, number: int, emitted: list[int], new: list[int]) -> None:
+    """As the sink does: log, and append."""
+    start = len(emitted)
+    emitted += new
+    log.emitted([(number, start, new)])
+
+
+@pytest.mark.parametrize("fsync", Fsync)
+async def test_what_was_told_to_the_log_is_there_after_a_kill(tmp_path: Path, fsync: Fsync) -> None:
+    path = tmp_path / "folder" / "log"
+    log = open_log(path, fsync)
+    log.begin()
+    emitted: list[int] = []
+    number = log.opened(OPENED, emitted)
+    emit(log, number, emitted, [1, 2])
+    emit(log, number, emitted, [3])
+    # What a killed process leaves is the file as it is now.
+    killed = tmp_path / "killed"
+    killed.write_bytes(path.read_bytes())
+    await log.close()
+    after = open_log(killed)
+    (logged,) = after.contents.requests.values()
+    assert (logged.opened, logged.emitted, logged.finish) == (OPENED, [1, 2, 3], None)
+    after.adopt(logged)
+    after.begin()
+    emit(after, logged.number, logged.emitted, [4])
+    other = after.opened(OPENED, [])
+    assert other > logged.number
+    after.ended(logged.number, FINISH)
+    await after.close()
+    again = open_log(killed)
+    assert again.contents.requests[logged.number].emitted == [1, 2, 3, 4]
+    assert again.contents.requests[logged.number].finish == FINISH
+    await again.close()
+
+
+async def test_two_routers_never_share_a_journal(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "log")
+    with pytest.raises(FailedPreconditionError) as caught:
+        open_log(tmp_path / "log")
+    assert caught.value.reason == "JOURNAL_LOCKED"
+    await log.close()
+    await open_log(tmp_path / "log").close()
+
+
+async def test_a_journal_that_cannot_be_had_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FailedPreconditionError) as caught:
+        open_log(tmp_path / "file" / "log")
+    assert caught.value.reason == "JOURNAL_UNUSABLE"
+
+
+async def test_a_file_of_something_else_is_put_aside(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"something else")
+    log = open_log(path)
+    log.begin()
+    await log.close()
+    assert (tmp_path / "log.unreadable").read_bytes() == b"something else"
+
+
+async def test_the_file_stays_short_and_complete_while_it_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_log, "TICK_S", 0.01)
+    monkeypatch.setattr(durable_log, "MIN_BYTES", 10_000)
+    log = open_log(tmp_path / "log", Fsync.INTERVAL)
+    log.begin()
+    kept: list[int] = []
+    number = log.opened(OPENED, kept)
+    for turn in range(300):
+        passing: list[int] = []
+        short = log.opened(OPENED, passing)
+        emit(log, short, passing, [turn] * 20)
+        emit(log, number, kept, [turn])
+        log.ended(short, None)
+        await asyncio.sleep(0.001)
+    assert (tmp_path / "log").stat().st_size < 100_000
+    await log.close()
+    after = open_log(tmp_path / "log")
+    assert {n: logged.emitted for n, logged in after.contents.requests.items()} == {
+        number: list(range(300))
+    }
+    assert after.contents.damaged == 0
+    await after.close()
+
+
+async def test_a_full_disk_is_told_and_mended_without_a_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_log, "TICK_S", 0.01)
+    states: list[bool] = []
+    log = open_log(tmp_path / "log", Fsync.INTERVAL, states)
+    log.begin()
+    emitted: list[int] = []
+    number = log.opened(OPENED, emitted)
+    emit(log, number, emitted, [1])
+    write, full = os.write, True
+
+    def torn(fd: int, data: bytes) -> int:
+        if full and len(data) > 5:
+            write(fd, data[:5])
+            raise OSError(28, "No space left on device")
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", torn)
+    emit(log, number, emitted, [2, 3])
+    assert log.failing and states == [True]
+    emit(log, number, emitted, [4])
+    await asyncio.sleep(0.05)
+    assert states == [True]
+    full = False
+    await eventually(lambda: not log.failing)
+    emit(log, number, emitted, [5])
+    assert states == [True, False]
+    await log.close()
+    after = open_log(tmp_path / "log")
+    assert after.contents.requests[number].emitted == [1, 2, 3, 4, 5]
+    assert after.contents.damaged == 0
+    await after.close()

@@ -1,0 +1,136 @@
+"""The journal's records: what is written is read, and damage costs what was damaged."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from outrider_router.log_records import (
+    HEADER,
+    MARK,
+    Contents,
+    Opened,
+    emitted_record,
+    ended_record,
+    opened_record,
+    read,
+    tick_record,
+    whole_file,
+)
+from outrider_router.request import Job
+
+from outrider.config import from_plain
+from outrider.errors import InvalidRequestError
+from outrider.ids import RequestId, TenantId
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider.wire.inference import FinishInfo, Usage
+from outrider.wire.messages import FinishReason, SpecStats
+
+JOB = Job(
+    prompt_ids=(5, 0, 2**24 - 1),
+    sampling=SamplingParams(
+        temperature=0.1 + 0.2,
+        seed=2**64 - 1,
+        rule=Rule.REJECTION,
+        banned_ids=(3, 4),
+        logit_bias=((7, -0.1), (8, 100.0)),
+    ),
+    plan=Plan(method=DraftMethod.NGRAM, draft_tokens=5, top_k=2),
+    stop_ids=(2, 9),
+    stop_strings=("\n\n", "\u20ac"),
+    max_new_tokens=100,
+    min_new_tokens=3,
+    kv_tokens=200,
+    priority=-7,
+    tenant=TenantId("t"),
+    model="m",
+)
+OPENED = Opened(request_id=RequestId("r-1"), job=JOB, deadline=1234.5678, tokenizer_hash="hash")
+FINISH = FinishInfo(
+    reason=FinishReason.STOP_STRING,
+    usage=Usage(prompt_tokens=3, completion_tokens=4),
+    stats=SpecStats(rounds=3, emitted=4, accepted_per_depth=(2, 1)),
+    stop_string="\u20ac",
+)
+RECORDS = [
+    opened_record(1, OPENED),
+    emitted_record([(1, 0, [10, 11])]),
+    opened_record(2, OPENED),
+    emitted_record([(1, 2, [12]), (2, 0, [20, 21, 22])]),
+    tick_record(100.0),
+    ended_record(1, 101.0, FINISH),
+    emitted_record([(2, 3, [23])]),
+]
+
+
+def emitted(contents: Contents) -> dict[int, list[int]]:
+    return {number: logged.emitted for number, logged in contents.requests.items()}
+
+
+def test_what_is_written_is_read() -> None:
+    contents = read(whole_file(RECORDS))
+    assert emitted(contents) == {1: [10, 11, 12], 2: [20, 21, 22, 23]}
+    assert contents.requests[1].opened == OPENED
+    assert contents.requests[1].finish == FINISH and contents.requests[2].finish is None
+    assert (contents.last_number, contents.alive_at) == (2, 101.0)
+    assert not contents.torn and contents.damaged == 0
+
+
+def test_a_request_that_ended_without_a_finish_is_gone() -> None:
+    assert emitted(read(whole_file([*RECORDS, ended_record(2, 102.0, None)]))) == {1: [10, 11, 12]}
+
+
+def test_ids_that_are_written_twice_are_there_once_and_ids_behind_a_gap_not_at_all() -> None:
+    records = [opened_record(1, OPENED), emitted_record([(1, 0, [1, 2, 3])])]
+    again = emitted_record([(1, 1, [2, 3, 4])])
+    gap = emitted_record([(1, 9, [10])])
+    assert emitted(read(whole_file([*records, again, gap]))) == {1: [1, 2, 3, 4]}
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_file_cut_anywhere_is_what_was_written_before(data: st.DataObject) -> None:
+    whole = whole_file(RECORDS)
+    cut = data.draw(st.integers(len(HEADER), len(whole)))
+    sizes = [len(HEADER)]
+    for record in RECORDS:
+        sizes.append(sizes[-1] + len(record))
+    complete = sum(size <= cut for size in sizes) - 1
+    found = read(whole[:cut])
+    expected = read(whole_file(RECORDS[:complete]))
+    assert found.requests == expected.requests and found.damaged == 0
+    assert found.torn == (cut not in sizes)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_damaged_record_costs_itself_and_is_told(data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(RECORDS) - 2))
+    record = bytearray(RECORDS[index])
+    at = data.draw(st.integers(0, len(record) - 1))
+    record[at] ^= data.draw(st.integers(1, 255))
+    found = read(whole_file([*RECORDS[:index], bytes(record), *RECORDS[index + 1 :]]))
+    expected = read(whole_file([*RECORDS[:index], *RECORDS[index + 1 :]]))
+    assert found.requests == expected.requests
+    assert found.damaged >= 1 and not found.torn
+
+
+@given(st.binary(max_size=300), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_no_bytes_make_reading_fail(noise: bytes, marked: bool) -> None:
+    read(HEADER + (MARK if marked else b"") + noise)
+    found = read(whole_file([*RECORDS[:2], noise, *RECORDS[2:]]))
+    assert emitted(found) == {1: [10, 11, 12], 2: [20, 21, 22, 23]}
+
+
+def test_a_record_of_another_version_of_a_request_is_skipped_and_told() -> None:
+    strange = opened_record(3, OPENED).replace(b'"model":"m"', b'"modem":"m"')
+    body = strange[13:]
+    # The checksum is right, the content is not.
+    from outrider_router.log_records import _record
+
+    contents = read(whole_file([*RECORDS, _record(1, body)]))
+    assert set(contents.requests) == {1, 2} and contents.damaged == 1
+    with pytest.raises(InvalidRequestError, match="unknown"):
+        from_plain(Usage, {"tokens": 1})
