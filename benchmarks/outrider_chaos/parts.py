@@ -275,6 +275,8 @@ class RouterPart:
         self._models, self._network = models, network
         self._journals = (folder / f"journal-{number}" for number in itertools.count(1))
         self._journal = folder / "journal-0"
+        self._ending = asyncio.Lock()
+        """Held until who was told to end has; the next one needs its journal."""
         self._config = RouterConfig(
             model=models.target,
             verifiers=verifiers,
@@ -295,6 +297,10 @@ class RouterPart:
         return self.service is not None
 
     async def start(self) -> None:
+        async with self._ending:
+            await self._start()
+
+    async def _start(self) -> None:
         service = RouterService(
             config=replace(self._config, journal=self._journal),
             tokenizer=self._models.tokenizer,
@@ -326,10 +332,11 @@ class RouterPart:
             return
         await service.drain(DRAIN_S)
         if self.service is service:
-            await service.close()
-            await server.stop(0.2)
             self.service = self._server = None
-            self._network.kill(self.name)
+            async with self._ending:
+                await service.close()
+                await server.stop(0.2)
+                self._network.kill(self.name)
 
     @contextmanager
     def disk_full(self) -> Iterator[None]:
