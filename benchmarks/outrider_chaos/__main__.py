@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from outrider.errors import OutriderError
@@ -17,9 +17,9 @@ from outrider.errors import OutriderError
 _TINY = "tiny"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run what the flags ask for; the exit status."""
-    args = _parser().parse_args()
+    args = _parser().parse_args(argv)
     try:
         if args.fuzz is not None:
             from outrider_chaos.fuzzing import run_fuzz
