@@ -46,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     seeds.add_argument(
         "--model", metavar="NAME|DIR", default=_TINY, help="default: a tiny random one"
     )
+    seeds.add_argument(
+        "--slowness", metavar="F", type=float, default=1.0, help="times are longer by so much"
+    )
     seeds.add_argument("--head", metavar="DIR", type=Path, help="default: that of the model")
     running = parser.add_argument_group("of a running fleet")
     running.add_argument(
@@ -96,7 +99,7 @@ def _run_seeds(args: argparse.Namespace) -> int:
 
     with _models(args) as (target, head):
         if args.replay is not None:
-            outcome = replay(args.replay, target, head, shrinks=args.shrink)
+            outcome = replay(args.replay, target, head, shrinks=args.shrink, slowness=args.slowness)
             sys.stdout.write(f"{outcome}\n")
             return 1 if outcome.violations else 0
         tally = Tally()
@@ -108,7 +111,14 @@ def _run_seeds(args: argparse.Namespace) -> int:
             elif tally.runs % 50 == 0:
                 say(f"{tally.runs} runs, {len(tally.failed)} failed")
 
-        run_seeds(args.seeds, target, head, jobs=args.jobs, on_outcome=note)
+        run_seeds(
+            args.seeds,
+            target,
+            head,
+            jobs=args.jobs,
+            on_outcome=note,
+            slowness=args.slowness,
+        )
     sys.stdout.write(f"{tally}\n")
     return 1 if tally.failed else 0
 

@@ -52,11 +52,14 @@ class Models:
     target: Path
     head: Path
     tokenizer: Tokenizer
+    slowness: float = 1.0
+    """By how much all bounds of time are longer than for a tiny model."""
 
     @classmethod
-    def load(cls, target: Path, head: Path) -> Models:
+    def load(cls, target: Path, head: Path, slowness: float = 1.0) -> Models:
         """Read what can be shared."""
-        return cls(target=target, head=head, tokenizer=Tokenizer.load(target))
+        tokenizer = Tokenizer.load(target)
+        return cls(target=target, head=head, tokenizer=tokenizer, slowness=slowness)
 
 
 class Part(Protocol):
@@ -105,7 +108,7 @@ class VerifierPart:
             planner=shape.planner,
             preemption=shape.preemption,
             lanes=shape.lanes,
-            hello_s=1.0,
+            hello_s=models.slowness,
             drain_s=DRAIN_S,
         )
 
@@ -282,14 +285,14 @@ class RouterPart:
             verifiers=verifiers,
             drafters=drafters,
             poll_interval_s=0.03,
-            silence_s=0.4,
+            silence_s=0.4 * models.slowness,
             session_slack_tokens=16,
             drain_s=DRAIN_S,
-            resume_grace_s=GRACE_S,
-            failover_s=5.0,
+            resume_grace_s=GRACE_S * models.slowness,
+            failover_s=5.0 * models.slowness,
             # More than fits, so that verifiers have to preempt.
             overload=OverloadConfig(kv_overcommit=4.0, assumed_tokens=8),
-            speculation=SpeculationDefaults(patience_ms=60),
+            speculation=SpeculationDefaults(patience_ms=round(60 * models.slowness)),
         )
 
     @property
