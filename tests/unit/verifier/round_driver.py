@@ -84,6 +84,8 @@ class Driver:
     """Tokens that each row emitted, round after round."""
     drafted: dict[int, list[int]] = field(default_factory=dict)
     """Nodes of own drafts that each round verified, by ticket."""
+    gone: set[bool] = field(default_factory=set)
+    """Whether sessions were suspended with a copy, and without."""
     flights: deque[tuple[Flight, list[PrefillRow], list[VerifyRow]]] = field(default_factory=deque)
 
     def open(self, spec: SessionSpec) -> Session:
@@ -117,6 +119,7 @@ class Driver:
         self.waiting.append(session)
         kept = self.runner.suspend(session, self.swap if swap else None)
         assert session.kv.num_blocks == 0
+        self.gone.add(kept)
         return kept
 
     def step(self) -> None:
