@@ -42,6 +42,8 @@ from outrider_bench.models import add_input_arguments
 from outrider_bench.report import finish, percentiles, say
 
 BLOCK: Final = 16
+NODES: Final = 8
+"""Of a draft, if there were any: what a reservation must count in is small beside an answer."""
 URGENT_TOKENS: Final = 8
 """Of an answer of a higher priority."""
 PAUSE_S: Final = 0.05
@@ -111,6 +113,7 @@ async def _serving(
         max_sessions=args.sessions,
         max_waiting=2 * args.sessions,
         threads=args.threads,
+        max_tree_nodes=NODES,
         **settings,  # type: ignore[arg-type]
     )
     service = VerifierService(config, target, pool=target.pool, max_context_len=8192)
@@ -279,7 +282,7 @@ async def _first_tokens(args: argparse.Namespace, service: VerifierService) -> l
 async def _at_once(args: argparse.Namespace) -> dict[str, object]:
     """Sessions that may answer with `budget` tokens and do with 100 to 200; there are blocks for
     the whole of four."""
-    slack = VerifierConfig().max_tree_nodes + BLOCK
+    slack = NODES + BLOCK
     blocks = 4 * -(-(args.prompt_tokens + args.budget + slack) // BLOCK) + 4
     found: dict[str, object] = {"blocks": blocks}
     mean: dict[str, float] = {}
