@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from outrider.errors import OutriderError
@@ -17,18 +17,16 @@ from outrider.errors import OutriderError
 _TINY = "tiny"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run what the flags ask for; the exit status."""
-    args = _parser().parse_args()
+    args = _parser().parse_args(argv)
     try:
         if args.fuzz is not None:
             from outrider_chaos.fuzzing import run_fuzz
 
             return run_fuzz(args.fuzz, seed=args.seed, jobs=args.jobs)
         if args.router is not None:
-            from outrider_chaos.running import run_against
-
-            return run_against(args)
+            return _run_siege(args)
         return _run_seeds(args)
     except OutriderError as error:
         sys.stderr.write(f"outrider chaos: {error.message}\n")
@@ -47,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     seeds.add_argument("--shrink", action="store_true", help="find the least that still fails")
     seeds.add_argument(
         "--model", metavar="NAME|DIR", default=_TINY, help="default: a tiny random one"
+    )
+    seeds.add_argument(
+        "--slowness", metavar="F", type=float, default=1.0, help="times are longer by so much"
     )
     seeds.add_argument("--head", metavar="DIR", type=Path, help="default: that of the model")
     running = parser.add_argument_group("of a running fleet")
@@ -74,13 +75,31 @@ def _range(text: str) -> range:
         raise argparse.ArgumentTypeError(f"{text!r} is not A-B") from None
 
 
+def _run_siege(args: argparse.Namespace) -> int:
+    from outrider.chaos.signals import parse_kinds, parse_target
+    from outrider_chaos.running import Siege, run_against
+
+    return run_against(
+        Siege(
+            router=args.router,
+            targets=tuple(parse_target(text) for text in args.process),
+            kinds=parse_kinds(args.faults),
+            duration_s=args.duration_s,
+            every_s=args.every_s,
+            clients=args.concurrency,
+            max_tokens=args.max_tokens,
+            seed=args.seed,
+        )
+    )
+
+
 def _run_seeds(args: argparse.Namespace) -> int:
     from outrider_chaos.run import Outcome
     from outrider_chaos.seeds import Tally, replay, run_seeds, say
 
     with _models(args) as (target, head):
         if args.replay is not None:
-            outcome = replay(args.replay, target, head, shrinks=args.shrink)
+            outcome = replay(args.replay, target, head, shrinks=args.shrink, slowness=args.slowness)
             sys.stdout.write(f"{outcome}\n")
             return 1 if outcome.violations else 0
         tally = Tally()
@@ -92,7 +111,14 @@ def _run_seeds(args: argparse.Namespace) -> int:
             elif tally.runs % 50 == 0:
                 say(f"{tally.runs} runs, {len(tally.failed)} failed")
 
-        run_seeds(args.seeds, target, head, jobs=args.jobs, on_outcome=note)
+        run_seeds(
+            args.seeds,
+            target,
+            head,
+            jobs=args.jobs,
+            on_outcome=note,
+            slowness=args.slowness,
+        )
     sys.stdout.write(f"{tally}\n")
     return 1 if tally.failed else 0
 

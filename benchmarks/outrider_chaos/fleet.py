@@ -7,14 +7,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from outrider.chaos.network import ChaosNetwork
+from outrider.chaos.network import CONTROL_S, ChaosNetwork
 from outrider.chaos.proxy import TcpProxy
 from outrider.chaos.schedule import FleetShape
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider_chaos.parts import DrafterPart, Models, RouterPart, VerifierPart, until
 
 READY_S = 10.0
-_HEARTBEAT = HeartbeatConfig(interval_s=0.1, timeout_s=0.5)
+BEAT_S, SILENCE_S = 0.1, 0.5
 
 
 class Fleet:
@@ -22,7 +22,13 @@ class Fleet:
 
     def __init__(self, shape: FleetShape, models: Models, folder: Path) -> None:
         """`folder` is for what the router keeps."""
-        self.network = ChaosNetwork(heartbeat=_HEARTBEAT)
+        self._slowness = models.slowness
+        self.network = ChaosNetwork(
+            heartbeat=HeartbeatConfig(
+                interval_s=BEAT_S * models.slowness, timeout_s=SILENCE_S * models.slowness
+            ),
+            control_s=CONTROL_S * models.slowness,
+        )
         self.verifiers = [
             VerifierPart(f"v{n}", shape, models, self.network) for n in range(shape.verifiers)
         ]
@@ -63,7 +69,7 @@ class Fleet:
 
     async def healthy(self) -> bool:
         """Wait until the router sees everybody; False if it does not in time."""
-        return await until(self.router.ready, timeout_s=READY_S)
+        return await until(self.router.ready, timeout_s=READY_S * self._slowness)
 
     async def door(self, seed: int) -> TcpProxy:
         """A way to the router for one client, wherever the router is when it is used."""

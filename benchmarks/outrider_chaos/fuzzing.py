@@ -13,6 +13,8 @@ from pathlib import Path
 
 import outrider
 from outrider.chaos.fuzz import PORTS, FuzzReport, fuzz_port
+from outrider.chaos.fuzz_lane import PORT as LANE
+from outrider.chaos.fuzz_lane import fuzz_lane
 
 MAX_GROWTH_MB = 16.0
 """Of a process between the first tenth of its frames and the last."""
@@ -33,11 +35,12 @@ def run_fuzz(frames: int, *, seed: int, jobs: int) -> int:
     context = multiprocessing.get_context("spawn")
     failed = False
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for done in pool.map(partial(fuzz, frames=frames, seed=seed), PORTS):
+        for done in pool.map(partial(fuzz, frames=frames, seed=seed), (*PORTS, LANE)):
             rate = frames / max(done.seconds, 1e-9)
             sys.stdout.write(
                 f"{done.report}\nmemory grew by {done.growth_mb:.1f} MB, {rate:.0f} frames/s\n"
             )
+            sys.stdout.flush()
             failed |= bool(done.report.failures) or done.growth_mb > MAX_GROWTH_MB
     return int(failed)
 
@@ -50,7 +53,11 @@ def fuzz(port: str, *, frames: int, seed: int) -> PortReport:
     left, number = frames, 0
     while left > 0:
         size = min(piece, left)
-        report.add(fuzz_port(port, size, seed=seed * 1_000_003 + number, corpus=corpus))
+        own = seed * 1_000_003 + number
+        if port == LANE:
+            report.add(fuzz_lane(size, seed=own))
+        else:
+            report.add(fuzz_port(port, size, seed=own, corpus=corpus))
         left, number = left - size, number + 1
         if base_mb is None:
             base_mb = _peak_mb()

@@ -33,6 +33,14 @@ from outrider.transport.grpc import GrpcServer
 
 DRAIN_S = 1.0
 """How long what was told to end may take."""
+_IDLE_GAUGES = (
+    "sessions_running",
+    "sessions_waiting",
+    "swapped_bytes",
+    "inbox_proposals",
+    "feature_bytes",
+)
+"""What a verifier without sessions has none of."""
 GRACE_S = 3.0
 """How long a request goes on without its client."""
 
@@ -44,11 +52,14 @@ class Models:
     target: Path
     head: Path
     tokenizer: Tokenizer
+    slowness: float = 1.0
+    """By how much all bounds of time are longer than for a tiny model."""
 
     @classmethod
-    def load(cls, target: Path, head: Path) -> Models:
+    def load(cls, target: Path, head: Path, slowness: float = 1.0) -> Models:
         """Read what can be shared."""
-        return cls(target=target, head=head, tokenizer=Tokenizer.load(target))
+        tokenizer = Tokenizer.load(target)
+        return cls(target=target, head=head, tokenizer=tokenizer, slowness=slowness)
 
 
 class Part(Protocol):
@@ -97,7 +108,7 @@ class VerifierPart:
             planner=shape.planner,
             preemption=shape.preemption,
             lanes=shape.lanes,
-            hello_s=1.0,
+            hello_s=models.slowness,
             drain_s=DRAIN_S,
         )
 
@@ -182,9 +193,7 @@ class VerifierPart:
             "followed sessions": self.service._routers.num_sessions,
         }
         gauges = self.service._gauges()
-        idle = ("sessions_running", "sessions_waiting", "swapped_bytes")
-        idle += ("inbox_proposals", "feature_bytes")
-        counts |= {name: int(gauges[name]) for name in idle}
+        counts |= {name: int(gauges[name]) for name in _IDLE_GAUGES}
         return [f"{self.name} holds {count} {what}" for what, count in counts.items() if count]
 
 
@@ -269,19 +278,21 @@ class RouterPart:
         self._models, self._network = models, network
         self._journals = (folder / f"journal-{number}" for number in itertools.count(1))
         self._journal = folder / "journal-0"
+        self._ending = asyncio.Lock()
+        """Held until who was told to end has; the next one needs its journal."""
         self._config = RouterConfig(
             model=models.target,
             verifiers=verifiers,
             drafters=drafters,
             poll_interval_s=0.03,
-            silence_s=0.4,
+            silence_s=0.4 * models.slowness,
             session_slack_tokens=16,
             drain_s=DRAIN_S,
-            resume_grace_s=GRACE_S,
-            failover_s=5.0,
+            resume_grace_s=GRACE_S * models.slowness,
+            failover_s=5.0 * models.slowness,
             # More than fits, so that verifiers have to preempt.
             overload=OverloadConfig(kv_overcommit=4.0, assumed_tokens=8),
-            speculation=SpeculationDefaults(patience_ms=60),
+            speculation=SpeculationDefaults(patience_ms=round(60 * models.slowness)),
         )
 
     @property
@@ -289,6 +300,10 @@ class RouterPart:
         return self.service is not None
 
     async def start(self) -> None:
+        async with self._ending:
+            await self._start()
+
+    async def _start(self) -> None:
         service = RouterService(
             config=replace(self._config, journal=self._journal),
             tokenizer=self._models.tokenizer,
@@ -320,10 +335,11 @@ class RouterPart:
             return
         await service.drain(DRAIN_S)
         if self.service is service:
-            await service.close()
-            await server.stop(0.2)
             self.service = self._server = None
-            self._network.kill(self.name)
+            async with self._ending:
+                await service.close()
+                await server.stop(0.2)
+                self._network.kill(self.name)
 
     @contextmanager
     def disk_full(self) -> Iterator[None]:

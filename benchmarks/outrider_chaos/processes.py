@@ -199,7 +199,8 @@ class ProcessFleet:
         return (
             info.running == 0
             and info.queued == 0
-            and all(peer.healthy for peer in (*info.verifiers, *info.drafters))
+            and all(verifier.healthy for verifier in info.verifiers)
+            and all(drafter.healthy for drafter in info.drafters)
             and all(
                 v.sessions == 0 and v.kv_free_blocks == v.kv_total_blocks for v in info.verifiers
             )

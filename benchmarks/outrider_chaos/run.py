@@ -16,10 +16,11 @@ from outrider.chaos.faults import Fault, Kind, Role
 from outrider.chaos.history import History
 from outrider.chaos.schedule import FleetShape, Schedule
 from outrider.client import AsyncClient
+from outrider.client.options import GenerateOptions
 from outrider.errors import OutriderError
 from outrider.spec.plan import DraftMethod
 from outrider_chaos.allowed import allowed_errors
-from outrider_chaos.clients import Reader
+from outrider_chaos.clients import TIMEOUT_S, Reader
 from outrider_chaos.fleet import Fleet
 from outrider_chaos.leaks import Holdings, leaked
 from outrider_chaos.nemesis import Nemesis
@@ -63,9 +64,8 @@ async def listen_in_calm(models: Models) -> Oracle:
     ):
 
         async def one(text: Text) -> Expected:
-            answer = await client.generate(
-                PROMPTS[text.prompt], **{**text.options, "drafter": DraftMethod.NONE}
-            )
+            options: GenerateOptions = {**text.options, "drafter": DraftMethod.NONE}
+            answer = await client.generate(PROMPTS[text.prompt], **options)
             return Expected(
                 token_ids=answer.token_ids,
                 text=answer.text,
@@ -88,10 +88,13 @@ async def run_schedule(schedule: Schedule, models: Models, oracle: Oracle) -> Ou
     outcome = Outcome(schedule=schedule)
     before, began = Holdings.now(), time.monotonic()
     try:
-        async with asyncio.timeout(RUN_S), _fleet(schedule.fleet, models) as fleet:
-            await _run(fleet, schedule, oracle, outcome)
+        async with (
+            asyncio.timeout(RUN_S * models.slowness),
+            _fleet(schedule.fleet, models) as fleet,
+        ):
+            await _run(fleet, schedule, oracle, outcome, models.slowness)
     except TimeoutError:
-        outcome.violations.append(Violation(promise="hang", detail=f"longer than {RUN_S} s"))
+        outcome.violations.append(Violation(promise="hang", detail="the run does not end"))
     except Exception as error:
         detail = f"the run itself: {type(error).__name__}: {error}"
         outcome.violations.append(Violation(promise="crash", detail=detail))
@@ -100,14 +103,16 @@ async def run_schedule(schedule: Schedule, models: Models, oracle: Oracle) -> Ou
     return outcome
 
 
-async def _run(fleet: Fleet, schedule: Schedule, oracle: Oracle, outcome: Outcome) -> None:
+async def _run(
+    fleet: Fleet, schedule: Schedule, oracle: Oracle, outcome: Outcome, slowness: float
+) -> None:
     began = time.monotonic()
     readers = [
-        Reader(number, ask, await fleet.door(number), began)
+        Reader(number, ask, await fleet.door(number), began, timeout_s=TIMEOUT_S * slowness)
         for number, ask in enumerate(schedule.asks)
     ]
     outcome.histories = [reader.history for reader in readers]
-    _set_deadlines(readers, schedule)
+    _set_deadlines(readers, schedule, slowness)
     nemesis = Nemesis(fleet, readers, schedule.seed)
     outcome.hit, outcome.missed = nemesis.done, nemesis.missed
     await asyncio.gather(*(reader.start() for reader in readers), nemesis.run(schedule.faults))
@@ -116,21 +121,21 @@ async def _run(fleet: Fleet, schedule: Schedule, oracle: Oracle, outcome: Outcom
         expected = oracle[reader.ask.text]
         allowed = allowed_errors(schedule, reader.ask, reader.history.number)
         outcome.violations += check(reader.history, expected, allowed=allowed)
-    outcome.violations += await _settle(fleet)
-    outcome.violations += await _serves_again(fleet, oracle)
+    outcome.violations += await _settle(fleet, SETTLE_S * slowness)
+    outcome.violations += await _serves_again(fleet, oracle, 5.0 * slowness)
 
 
-def _set_deadlines(readers: list[Reader], schedule: Schedule) -> None:
+def _set_deadlines(readers: list[Reader], schedule: Schedule, slowness: float) -> None:
     for fault in schedule.faults:
         if fault.role is Role.CLIENT and fault.kind is Kind.DEADLINE:
-            readers[fault.index % len(readers)].deadline_s = 3 * fault.lasts_s
+            readers[fault.index % len(readers)].deadline_s = 3 * fault.lasts_s * slowness
 
 
-async def _settle(fleet: Fleet) -> list[Violation]:
+async def _settle(fleet: Fleet, timeout_s: float) -> list[Violation]:
     """What is still held a while after the last client has gone and everybody is well."""
     if not await fleet.healthy():
         return [Violation(promise="recovery", detail="the fleet does not become healthy")]
-    end = time.monotonic() + SETTLE_S
+    end = time.monotonic() + timeout_s
     while held := await fleet.held():
         if time.monotonic() > end:
             return [Violation(promise="leak", detail=line) for line in held]
@@ -138,12 +143,12 @@ async def _settle(fleet: Fleet) -> list[Violation]:
     return []
 
 
-async def _serves_again(fleet: Fleet, oracle: Oracle) -> list[Violation]:
+async def _serves_again(fleet: Fleet, oracle: Oracle, timeout_s: float) -> list[Violation]:
     """After all that, a request is answered, with drafts, as in calm."""
     text = TEXTS[0]
     ask = Ask(text=text)
     try:
-        async with AsyncClient(fleet.router.address, timeout_s=5.0) as client:
+        async with AsyncClient(fleet.router.address, timeout_s=timeout_s) as client:
             answer = await client.generate(PROMPTS[text.prompt], **ask.options)
     except OutriderError as error:
         return [Violation(promise="recovery", detail=f"{type(error).__name__}: {error}")]

@@ -46,21 +46,30 @@ def make_tiny(folder: Path) -> tuple[Path, Path]:
 
 
 def run_seeds(
-    seeds: Sequence[int], target: Path, head: Path, *, jobs: int, on_outcome: OnOutcome
+    seeds: Sequence[int],
+    target: Path,
+    head: Path,
+    *,
+    jobs: int,
+    on_outcome: OnOutcome,
+    slowness: float = 1.0,
 ) -> None:
     """Run the schedules of seeds in so many processes; outcomes come in order of seeds."""
     # Forked children of a process with threads hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
-        min(jobs, len(seeds)), mp_context=context, initializer=_prepare, initargs=(target, head)
+        min(jobs, len(seeds)),
+        mp_context=context,
+        initializer=_prepare,
+        initargs=(target, head, slowness),
     ) as pool:
         for outcome in pool.map(_run_here, map(Schedule.of, seeds)):
             on_outcome(outcome)
 
 
-def replay(seed: int, target: Path, head: Path, *, shrinks: bool) -> Outcome:
+def replay(seed: int, target: Path, head: Path, *, shrinks: bool, slowness: float = 1.0) -> Outcome:
     """Run the schedule of a seed in this process, and if it fails the least that still does."""
-    _prepare(target, head)
+    _prepare(target, head, slowness)
     outcome = _run_here(Schedule.of(seed))
     if not shrinks or not outcome.violations:
         return outcome
@@ -128,12 +137,12 @@ class _Process:
     oracle: Oracle
 
 
-def _prepare(target: Path, head: Path) -> None:
+def _prepare(target: Path, head: Path, slowness: float = 1.0) -> None:
     """Load the models, hear every text in calm, and keep the loop for all runs."""
     torch.set_num_threads(1)
     # A process whose peers die all the time logs nothing else.
     logging.disable(logging.CRITICAL)
-    _Process.models = Models.load(target, head)
+    _Process.models = Models.load(target, head, slowness)
     _Process.oracle = run(listen_in_calm(_Process.models))
     tune_interpreter()
 

@@ -51,7 +51,8 @@ def make_target(
     generator = torch.Generator().manual_seed(seed)
 
     def weight(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * (scale / shape[-1] ** 0.5)
+        values: torch.Tensor = torch.randn(*shape, generator=generator)
+        return values.mul_(scale / shape[-1] ** 0.5)
 
     tensors = {"model.embed_tokens.weight": weight(vocab_size, hidden, scale=3.0)}
     tensors["model.norm.weight"] = torch.ones(hidden)
@@ -109,7 +110,8 @@ def make_eagle3_head(
     generator = torch.Generator().manual_seed(seed)
 
     def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+        values: torch.Tensor = torch.randn(*shape, generator=generator)
+        return values.div_(shape[-1] ** 0.5)
 
     kept = torch.randperm(vocab_size, generator=generator)[:draft_vocab].sort().values
     member = torch.zeros(vocab_size, dtype=torch.bool)

@@ -10,6 +10,7 @@ network.py   an in-process network whose links are delayed, blocked, cut or mang
 mangling.py  frames that are lost, doubled, swapped, changed or cut short
 proxy.py     the same for real sockets: a TCP proxy between two processes
 fuzz.py      frames that no honest peer sends, for every decoder
+fuzz_lane.py packets that no honest peer puts into a lane
 signals.py   faults for processes by their ids
 load.py      clients of a running fleet
 report.py    what a run against a fleet has shown

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
-from google.protobuf.message_factory import GetMessageClass
 
 from outrider.errors import InvalidMessageError, InvalidRequestError
 from outrider.wire import codec, inference_codec, pool_codec, server_info_codec
@@ -235,12 +234,12 @@ _STRINGS = ("", "a", "req-1", "127.0.0.1:1", "\x00", "\u65e5" * 9, "x" * 300)
 
 def random_frame(kind: type[Message], rng: random.Random) -> bytes:
     """A well-formed message of a kind, with fields that make no sense together."""
-    message = GetMessageClass(kind.DESCRIPTOR)()
+    message = kind()
     _fill(message, kind.DESCRIPTOR, rng, _DEPTH)
     return message.SerializeToString()
 
 
-def _fill(message: Any, descriptor: Descriptor, rng: random.Random, depth: int) -> None:
+def _fill(message: Any, descriptor: Any, rng: random.Random, depth: int) -> None:
     fields = list(descriptor.fields)
     rng.shuffle(fields)  # of a oneof, the last one counts
     for one in fields:

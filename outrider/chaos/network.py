@@ -136,7 +136,8 @@ class _Connection:
 class ChaosNetwork:
     """Processes by name; their endpoints, and the links between them."""
 
-    def __init__(self, *, heartbeat: HeartbeatConfig) -> None:
+    def __init__(self, *, heartbeat: HeartbeatConfig, control_s: float = CONTROL_S) -> None:
+        self.control_s = control_s
         self._heartbeat = heartbeat
         self._endpoints: dict[str, Any] = {}
         self._callers: dict[str, ChaosDialer] = {}
@@ -281,7 +282,7 @@ class ChaosDialer:
         """A call to another process; UnavailableError, DeadlineExceededError or its own error."""
         network, caller = self._network, self._caller
         try:
-            async with asyncio.timeout(CONTROL_S):
+            async with asyncio.timeout(self._network.control_s):
                 endpoint = self._endpoint(host)
                 await network.way(caller, host).passes()
                 result = await getattr(self._endpoint(host), method)(*args, **kwargs)
@@ -302,7 +303,7 @@ class ChaosDialer:
     async def _connect(self, host: str, serve: str, *, mangles: bool) -> _End:
         network, caller = self._network, self._caller
         try:
-            async with asyncio.timeout(CONTROL_S):
+            async with asyncio.timeout(self._network.control_s):
                 self._endpoint(host)
                 await network.way(caller, host).passes()
                 await network.way(host, caller).passes()

@@ -16,6 +16,7 @@ from outrider.chaos.asks import DRAFTING, PROMPTS, TEXTS, Ask
 from outrider.chaos.checker import Expected, check, never
 from outrider.chaos.faults import Fault, Kind, Role
 from outrider.client import AsyncClient
+from outrider.client.options import GenerateOptions
 from outrider.spec.plan import DraftMethod
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -44,8 +45,8 @@ async def oracle(fleet: ProcessFleet) -> list[Expected]:
     assert fleet.router is not None
 
     async def one(ask: Ask) -> Expected:
-        options = {**ask.options, "drafter": DraftMethod.NONE}
-        answer = await client.generate(PROMPTS[ask.text.prompt], **options)  # type: ignore[arg-type]
+        options: GenerateOptions = {**ask.options, "drafter": DraftMethod.NONE}
+        answer = await client.generate(PROMPTS[ask.text.prompt], **options)
         return Expected(token_ids=answer.token_ids, text=answer.text, reason=answer.finish.reason)
 
     async with AsyncClient(fleet.router.process.address) as client:

@@ -14,7 +14,12 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
-from outrider.errors import ConnectionLostError, OutriderError, UnavailableError
+from outrider.errors import (
+    CancelledRequestError,
+    ConnectionLostError,
+    OutriderError,
+    UnavailableError,
+)
 from outrider.transport.status import ErrorStatus, from_status, to_status
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -81,8 +86,10 @@ def typed_error(error: grpc.aio.AioRpcError, *, peer: str = "") -> OutriderError
 
 
 def lost_stream_error(error: grpc.aio.AioRpcError, *, peer: str) -> OutriderError:
-    """Like `typed_error`, for a stream that was open: unavailability is a lost connection."""
+    """Like `typed_error`, for a stream that was open: unavailability is a lost connection, and so
+    is a cancellation that is nobody's: a server that ends cancels the calls that it has left."""
     typed = typed_error(error, peer=peer)
-    if type(typed) is UnavailableError and typed.reason == "TRANSPORT":
+    lost = isinstance(typed, CancelledRequestError) or type(typed) is UnavailableError
+    if lost and typed.reason == "TRANSPORT":
         return ConnectionLostError(typed.message, reason="PEER_LOST")
     return typed

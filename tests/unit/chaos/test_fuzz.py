@@ -9,6 +9,7 @@ from outrider_chaos.fuzzing import honest_frames
 
 from outrider.chaos import fuzz
 from outrider.chaos.fuzz import DECODERS, PORTS, Decoder, fuzz_port, mutated, random_frame
+from outrider.chaos.fuzz_lane import fuzz_lane
 from outrider.wire.v1 import inference_pb2
 
 FRAMES = 1500
@@ -21,6 +22,13 @@ def test_every_frame_is_read_or_refused_with_a_typed_error(port: str) -> None:
     assert report.frames[port] >= FRAMES
     # Fuzzing that never gets past the first check finds nothing behind it.
     assert 0.05 < report.accepted[port] / report.frames[port] < 0.95
+
+
+def test_every_packet_of_a_lane_is_read_or_ends_it() -> None:
+    report = fuzz_lane(FRAMES, seed=1)
+    assert report.failures == []
+    assert report.frames["lane"] == FRAMES
+    assert report.accepted["lane"] > FRAMES / 4
 
 
 def test_every_decoder_reads_some_honest_frame() -> None:

@@ -1,0 +1,97 @@
+"""Load and faults for a fleet that runs: processes of this machine, named by their ids.
+
+Processes elsewhere, and links, are beyond it: they are hit with the tools of wherever they run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from dataclasses import dataclass
+
+from outrider.chaos.checker import Violation
+from outrider.chaos.faults import Kind
+from outrider.chaos.load import Load
+from outrider.chaos.report import describe
+from outrider.chaos.signals import Target, hit, pick
+from outrider.client import AsyncClient
+from outrider.errors import OutriderError
+
+SETTLE_S = 30.0
+"""Within this everybody is healthy again and nothing is held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Siege:
+    """What is done to a fleet."""
+
+    router: str
+    targets: tuple[Target, ...]
+    kinds: tuple[Kind, ...]
+    duration_s: float
+    every_s: float
+    """Between two faults."""
+    clients: int
+    max_tokens: int
+    seed: int
+
+
+def run_against(siege: Siege) -> int:
+    """Run a siege and print what it has shown; the exit status. Raises OutriderError."""
+    return asyncio.run(_run(siege))
+
+
+async def _run(siege: Siege) -> int:
+    load = Load(siege.router, siege.max_tokens, timeout_s=max(60.0, siege.duration_s))
+    await load.listen_in_calm()
+    faults: list[str] = []
+    until = time.monotonic() + siege.duration_s
+    storm = asyncio.create_task(_storm(siege, until, faults))
+    try:
+        await load.run(siege.clients, until, siege.seed)
+    finally:
+        await storm
+    violations = load.violations + await _settle(siege.router)
+    sys.stdout.write(describe(load.histories, violations, faults) + "\n")
+    return int(bool(violations))
+
+
+async def _storm(siege: Siege, until: float, faults: list[str]) -> None:
+    rng, began = random.Random(siege.seed), time.monotonic()
+    while time.monotonic() + siege.every_s < until:
+        await asyncio.sleep(siege.every_s)
+        chosen = pick(list(siege.targets), siege.kinds, rng)
+        if chosen is None:
+            return
+        kind, target = chosen
+        lasts_s = rng.uniform(0.1, siege.every_s / 2)
+        faults.append(f"{time.monotonic() - began:6.1f} s: {kind} {target}")
+        await hit(kind, target, lasts_s)
+
+
+async def _settle(router: str) -> list[Violation]:
+    """What is still held, or ill, a while after the last client has gone."""
+    end, held = time.monotonic() + SETTLE_S, ["no answer"]
+    while held and time.monotonic() < end:
+        held = await _held(router)
+        await asyncio.sleep(0.2 if held else 0.0)
+    return [Violation(promise="leak", detail=line) for line in held]
+
+
+async def _held(router: str) -> list[str]:
+    try:
+        async with AsyncClient(router, timeout_s=5.0) as client:
+            info = await client.server_info()
+    except OutriderError as error:
+        return [f"the router does not answer: {error.message}"]
+    found = [f"{info.running} requests run"] if info.running else []
+    for verifier in info.verifiers:
+        blocks = verifier.kv_total_blocks - verifier.kv_free_blocks
+        if not verifier.healthy:
+            found.append(f"{verifier.address} is not healthy")
+        elif verifier.sessions or blocks:
+            found.append(f"{verifier.address} holds {verifier.sessions} sessions, {blocks} blocks")
+    found += [f"{d.address} is not healthy" for d in info.drafters if not d.healthy]
+    return found

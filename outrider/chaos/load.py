@@ -1,0 +1,77 @@
+"""Clients of a running fleet, each asking again and again, and what they heard."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+
+from outrider.chaos.checker import Expected, Violation, check, never
+from outrider.chaos.history import History
+from outrider.client import AsyncClient
+from outrider.client.options import GenerateOptions
+
+PROMPTS = (
+    "The ship left the harbour at dawn and",
+    "Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 6",
+    "Three reasons to keep a journal:",
+    "A short history of the number zero.",
+)
+SAMPLINGS: tuple[GenerateOptions, ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 7},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 11, "presence_penalty": 0.3},
+)
+
+
+@dataclass(slots=True)
+class Load:
+    """Questions whose answers were heard in calm, and what is heard of them later."""
+
+    address: str
+    max_tokens: int
+    timeout_s: float
+    expected: dict[tuple[int, int], Expected] = field(default_factory=dict)
+    """By prompt and sampling."""
+    histories: list[History] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
+
+    async def listen_in_calm(self) -> None:
+        """Ask everything once. Raises OutriderError if that fails."""
+        async with AsyncClient(self.address, timeout_s=self.timeout_s) as client:
+            for prompt, text in enumerate(PROMPTS):
+                for number, sampling in enumerate(SAMPLINGS):
+                    answer = await client.generate(text, **self._options(sampling))
+                    self.expected[prompt, number] = Expected(
+                        token_ids=answer.token_ids, text=answer.text, reason=answer.finish.reason
+                    )
+
+    async def run(self, clients: int, until: float, seed: int) -> None:
+        """Let so many clients ask until the clock's time `until`; all answers are waited for."""
+        await asyncio.gather(*(self._ask_on(until, seed + number) for number in range(clients)))
+
+    async def _ask_on(self, until: float, seed: int) -> None:
+        rng = random.Random(seed)
+        async with AsyncClient(self.address, timeout_s=self.timeout_s) as client:
+            while time.monotonic() < until:
+                what = (rng.randrange(len(PROMPTS)), rng.randrange(len(SAMPLINGS)))
+                history = History(number=len(self.histories))
+                self.histories.append(history)
+                await self._ask(client, what, history)
+                self.violations += check(history, self.expected[what], allowed=never)
+
+    async def _ask(self, client: AsyncClient, what: tuple[int, int], history: History) -> None:
+        history.began = time.monotonic()
+        prompt, number = what
+        try:
+            stream = client.stream(PROMPTS[prompt], **self._options(SAMPLINGS[number]))
+            async with stream:
+                async for delta in stream:
+                    history.add(delta, time.monotonic())
+            history.finished(stream.finish, time.monotonic())
+        except Exception as error:
+            history.failed(error, time.monotonic())
+
+    def _options(self, sampling: GenerateOptions) -> GenerateOptions:
+        return {**sampling, "max_tokens": self.max_tokens, "ignore_eos": True}
