@@ -74,7 +74,7 @@ class Load:
             for number, prompt in enumerate(self._prompts[:MATCHED])
         ]
         found = [answer.text for answer in await asyncio.gather(*asked)]
-        self._lasts_s = max(0.05, time.monotonic() - began)
+        self._lasts_s = min(1.0, max(0.05, time.monotonic() - began))
         return found
 
     async def run(self, kinds: list[str], concurrency: int) -> None:

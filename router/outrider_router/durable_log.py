@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 """Time between two looks: the disk's copy, the file's length, a failure to mend."""
-MIN_BYTES = 16 << 20
+MIN_BYTES = 4 << 20
 """A shorter file is not written anew."""
 GROWTH = 4
 """A file is written anew when it is so many times as long as it then was."""

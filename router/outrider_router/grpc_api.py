@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+
+from google.protobuf.message import Message
 
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import TenantId
 from outrider.transport.grpc import Service
 from outrider.transport.grpc.status import Context
+from outrider.wire.inference import StreamEvent
 from outrider.wire.inference_codec import (
     event_to_pb,
     position_from_pb,
@@ -65,7 +68,7 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
         A coroutine that writes, not a generator: when the client goes away it is cancelled here,
         and the request is freed at once instead of at garbage collection.
         """
-        async with self._timely(lambda event: context.write(event_to_pb(event))) as write:
+        async with self._timely(context, event_to_pb) as write:
             await self._service.serve(
                 stream_request_from_pb(request),
                 write,
@@ -75,7 +78,7 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
         """Go on with a stream, likewise."""
-        async with self._timely(lambda event: context.write(resumed_event_to_pb(event))) as write:
+        async with self._timely(context, resumed_event_to_pb) as write:
             await self._service.resume(position_from_pb(request), write)
 
     def _tenant(self, context: Context) -> TenantId:
@@ -83,7 +86,16 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
         return tenant_of(source, context.invocation_metadata() or ())
 
     @asynccontextmanager
-    async def _timely(self, write: Write) -> AsyncGenerator[Write, None]:
+    async def _timely(
+        self, context: Context, encode: Callable[[StreamEvent], Message]
+    ) -> AsyncGenerator[Write, None]:
+        # Not with the first message: a status that is sent while that is on its way would bring
+        # them along again, gRPC refuses that, and the client never hears of the end.
+        await context.send_initial_metadata(())
+
+        def write(event: StreamEvent) -> Awaitable[None]:
+            return context.write(encode(event))
+
         slow_reader_s = self._service.config.overload.slow_reader_s
         try:
             async with timely(write, slow_reader_s=slow_reader_s) as timed:

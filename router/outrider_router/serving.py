@@ -255,7 +255,7 @@ class Serving:
             course.stuck_since = now
         past = self._past(course)
         if cause is None or not goes_on(cause, past, max_failovers=self._max_failovers):
-            if cause in (Cause.VERIFIER_LOST, Cause.DRAINING):
+            if cause is Cause.VERIFIER_LOST or cause is Cause.DRAINING:
                 raise incomplete(cause, past) from error
             raise error
         if cause is not Cause.REFUSED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -24,7 +25,7 @@ from outrider.wire.inference import (
     StoppingOptions,
     TextPrompt,
 )
-from outrider.wire.inference_codec import request_to_pb
+from outrider.wire.inference_codec import request_to_pb, stream_request_to_pb
 from tests.fakes.router import eventually, grpc_router, running_router, sample
 from tests.fakes.verifier import FakeVerifier
 
@@ -126,6 +127,16 @@ async def test_the_tenant_is_told_by_metadata_and_refused_with_a_retry_delay(
         assert await outcome(channel, "Generate", data, bad) == "INVALID_ARGUMENT"
 
 
+async def end_of(call: grpc.aio.UnaryStreamCall[bytes, bytes]) -> grpc.StatusCode:
+    """The status of a stream that is read to its end."""
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
 async def outcome(
     channel: grpc.aio.Channel, name: str, data: bytes, *metadata: tuple[str, str]
 ) -> str:
@@ -136,3 +147,25 @@ async def outcome(
     except grpc.aio.AioRpcError as error:
         return error.code().name
     return "OK"
+
+
+async def test_a_stream_that_is_aborted_while_its_first_message_leaves_hears_of_its_end(
+    router: RouterService,
+) -> None:
+    request = GenerateRequest(
+        prompt=TextPrompt("abc"),
+        request_id=RequestId("early"),
+        stopping=StoppingOptions(max_tokens=1000),
+        resumable=True,
+    )
+    async with grpc_router(router) as address, grpc.aio.insecure_channel(address) as channel:
+        method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+        method = channel.unary_stream(f"/{INFERENCE_SERVICE}/GenerateStream")
+        for pause_s in (0.0, 0.0, 0.001, 0.002):
+            call = method(stream_request_to_pb(request).SerializeToString(), timeout=10)
+            reading = asyncio.create_task(end_of(call))
+            await eventually(lambda: len(router.journal) == 1)
+            await asyncio.sleep(pause_s)
+            assert router.abort([RequestId("early")])
+            assert await asyncio.wait_for(reading, 5.0) is grpc.StatusCode.CANCELLED
+            await eventually(lambda: len(router.journal) == 0)
