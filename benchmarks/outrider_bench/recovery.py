@@ -105,6 +105,7 @@ class Fleet:
             args = router_args(self._config, addresses["verifier-0"], None)
             for name in ("verifier-1", *drafters):
                 args += [f"--{name.split('-')[0]}", addresses[name]]
+            args += ["--journal", str(self._directory / "journal")]
             router = self._child("router", "outrider_router", args)
             self.kinds["router"] = [router]
             stack.callback(router.close)
@@ -144,7 +145,8 @@ class Fleet:
             return False
         links = sum(len(drafter.links) for drafter in info.drafters)
         return (
-            all(peer.healthy for peer in (*info.verifiers, *info.drafters))
+            all(verifier.healthy for verifier in info.verifiers)
+            and all(drafter.healthy for drafter in info.drafters)
             and not any(verifier.draining or verifier.sessions for verifier in info.verifiers)
             and links == len(info.verifiers) * len(info.drafters)
         )

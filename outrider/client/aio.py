@@ -19,6 +19,7 @@ from outrider.client.calls import (
     INFO_TIMEOUT_S,
     LIST_MODELS,
     SERVER_INFO,
+    Metadata,
     Rpc,
     client_options,
     stream_call,
@@ -54,9 +55,12 @@ class AsyncClient:
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
+        metadata: Metadata = (),
     ) -> None:
-        """`address` is HOST:PORT; `timeout_s` bounds each request, its retries included."""
+        """`address` is HOST:PORT; `timeout_s` bounds each request, its retries included;
+        `metadata` goes with each request and may say whose it is (`x-outrider-tenant`)."""
         self.address = address
+        self._metadata = metadata
         self._timeout_s = timeout_s
         self._retry = retry if retry is not None else RetryPolicy()
         self._channel = grpc.aio.insecure_channel(address, options=client_options())
@@ -143,6 +147,7 @@ class AsyncClient:
             attempts,
             deadline,
             farewells=self._farewells,
+            metadata=self._metadata,
             resume=resume,
         )
 
@@ -154,7 +159,8 @@ class AsyncClient:
         method, data = self._channel.unary_unary(GENERATE.path), GENERATE.encode(request)
         while True:
             try:
-                answer = await method(data, timeout=remaining(deadline, time.monotonic()))
+                timeout_s = remaining(deadline, time.monotonic())
+                answer = await method(data, timeout=timeout_s, metadata=self._metadata)
                 return GENERATE.decode(answer)
             except grpc.aio.AioRpcError as error:
                 problem = typed(error, self.address)
@@ -195,6 +201,7 @@ class AsyncStream:
         deadline: float | None,
         *,
         farewells: _Farewells,
+        metadata: Metadata,
         resume: bool = False,
     ) -> None:
         self._channel = channel
@@ -203,6 +210,7 @@ class AsyncStream:
         self._attempts = attempts
         self._deadline = deadline
         self._farewells = farewells
+        self._metadata = metadata
         self._resume = resume
         self._collected = Collected()
         self._call: grpc.aio.UnaryStreamCall[bytes, bytes] | None = None
@@ -269,7 +277,8 @@ class AsyncStream:
             )
             method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
             method = self._channel.unary_stream(path)
-            self._call = method(data, timeout=remaining(self._deadline, time.monotonic()))
+            timeout_s = remaining(self._deadline, time.monotonic())
+            self._call = method(data, timeout=timeout_s, metadata=self._metadata)
         try:
             message = await self._call.read()
         except asyncio.CancelledError:

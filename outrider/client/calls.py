@@ -40,6 +40,9 @@ from outrider.wire.v1 import inference_pb2 as pb
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
+Metadata = tuple[tuple[str, str], ...]
+"""What goes with a call beside its message: (key, value), keys in lower case."""
+
 DEFAULT_TIMEOUT_S = 600.0
 """Of a request, retries included."""
 INFO_TIMEOUT_S = 10.0

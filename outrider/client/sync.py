@@ -18,6 +18,7 @@ from outrider.client.calls import (
     INFO_TIMEOUT_S,
     LIST_MODELS,
     SERVER_INFO,
+    Metadata,
     Rpc,
     client_options,
     stream_call,
@@ -53,9 +54,12 @@ class Client:
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
+        metadata: Metadata = (),
     ) -> None:
-        """`address` is HOST:PORT; `timeout_s` bounds each request, its retries included."""
+        """`address` is HOST:PORT; `timeout_s` bounds each request, its retries included;
+        `metadata` goes with each request and may say whose it is (`x-outrider-tenant`)."""
         self.address = address
+        self._metadata = metadata
         self._timeout_s = timeout_s
         self._retry = retry if retry is not None else RetryPolicy()
         self._channel = grpc.insecure_channel(address, options=client_options())
@@ -142,6 +146,7 @@ class Client:
             request,
             attempts,
             deadline,
+            metadata=self._metadata,
             resume=resume,
         )
 
@@ -153,7 +158,8 @@ class Client:
         method, data = self._channel.unary_unary(GENERATE.path), GENERATE.encode(request)
         while True:
             try:
-                answer = method(data, timeout=remaining(deadline, time.monotonic()))
+                timeout_s = remaining(deadline, time.monotonic())
+                answer = method(data, timeout=timeout_s, metadata=self._metadata)
                 return GENERATE.decode(answer)
             except grpc.RpcError as error:
                 problem = typed(error, self.address)
@@ -193,6 +199,7 @@ class Stream:
         attempts: Attempts,
         deadline: float | None,
         *,
+        metadata: Metadata,
         resume: bool = False,
     ) -> None:
         self._channel = channel
@@ -200,6 +207,7 @@ class Stream:
         self._request = request
         self._attempts = attempts
         self._deadline = deadline
+        self._metadata = metadata
         self._resume = resume
         self._collected = Collected()
         self._call: grpc._CallIterator[bytes] | None = None
@@ -266,7 +274,8 @@ class Stream:
             )
             method: grpc.UnaryStreamMultiCallable[bytes, bytes]
             method = self._channel.unary_stream(path)
-            self._call = method(data, timeout=remaining(self._deadline, time.monotonic()))
+            timeout_s = remaining(self._deadline, time.monotonic())
+            self._call = method(data, timeout=timeout_s, metadata=self._metadata)
         message = next(self._call, None)
         if message is not None:
             self._attempts.heard()

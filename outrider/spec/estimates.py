@@ -25,6 +25,8 @@ _DEVIATION_GAIN: Final = 1.0 / 4.0
 DEVIATIONS: Final = 6.0
 """Mean deviations above the mean that hold nearly every arrival."""
 _LONGEST_GAIN: Final = 1.0 / 64.0
+LEAST_ROUNDS: Final = 2.0
+"""A row waits for its proposal for so many rounds, however long these are."""
 
 
 class AcceptanceEstimate:
@@ -152,9 +154,9 @@ def patience_s(
     """How long a row waits for its proposal.
 
     As long as nearly every proposal takes, and one round more: giving up sooner costs a round's
-    drafts, later a round's time. At least two rounds. At most `ceiling_s` or four rounds,
+    drafts, later a round's time. At least two rounds. At most `ceiling_s` or those two rounds,
     whatever is longer: that is what a stopped drafter costs; and at most `bound_s`, the plan's.
     """
-    ceiling = max(ceiling_s, 4.0 * round_s)
-    wanted = max(arrival.latest_s + round_s, 2.0 * round_s)
+    ceiling = max(ceiling_s, LEAST_ROUNDS * round_s)
+    wanted = max(arrival.latest_s + round_s, LEAST_ROUNDS * round_s)
     return min(wanted, ceiling, bound_s)

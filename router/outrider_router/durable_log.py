@@ -106,7 +106,7 @@ class DurableLog:
         self._task = asyncio.create_task(self._run(), name="journal")
 
     async def close(self) -> None:
-        """Stop; what was written stays."""
+        """Stop; what was written stays. Idempotent."""
         self._stop.set()
         if self._task is not None:
             await self._task
@@ -116,7 +116,9 @@ class DurableLog:
                     os.fdatasync(self._fd)
             os.close(self._fd)
             self._fd = -1
-        os.close(self._lock)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def adopt(self, logged: Logged) -> None:
         """Keep a request of `contents`; its list of ids is the one that will grow."""

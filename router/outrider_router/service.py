@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 
@@ -259,7 +259,7 @@ class RouterService:
         timer = self._arm(entry)
         outcome = CancelledRequestError.code
         try:
-            job = await make()
+            job = await _unless_ended(entry, make())
             self.resumables.opened(entry, job)
             async with aclosing(self.serving.events(entry, job, entry.deadline)) as events:
                 async for event in events:
@@ -357,3 +357,22 @@ def _stopping() -> UnavailableError:
     return UnavailableError(
         "the router is shutting down", reason="SHUTDOWN", retry_after_s=RESTART_S
     )
+
+
+async def _unless_ended(entry: Entry, making: Awaitable[Job]) -> Job:
+    """A request's job; raises the request's error as soon as it ends. A long prompt takes long."""
+    task = asyncio.ensure_future(making)
+
+    def stop(_error: OutriderError) -> None:
+        task.cancel()
+
+    entry.on_fail = stop
+    try:
+        return await task
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if entry.ended is None or (current is not None and current.cancelling()):
+            raise
+        raise entry.ended from None
+    finally:
+        entry.on_fail = None

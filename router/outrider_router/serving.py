@@ -20,7 +20,7 @@ from functools import partial
 from outrider.errors import OutriderError, UnavailableError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.text.tokenizer import Tokenizer
-from outrider.transport.sessions import SessionStream
+from outrider.transport.sessions import Opened, SessionStream
 from outrider.wire.inference import Delta, FinishInfo, StreamEvent
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.admission import NO_VERIFIER
@@ -228,6 +228,12 @@ class Serving:
             self._admission.release(course.lease)
             course.lease = None
 
+    def _interrupt(self, course: Course, feed: Feed, opened: Opened, _error: OutriderError) -> None:
+        """The request ends, and its session with it, before a slow client has heard of it."""
+        opened.leave()
+        self._give_back(course)
+        feed.wake()
+
     def _free(self, course: Course) -> None:
         """Give back what a request holds that is over."""
         for lease in (course.lease, course.next_lease):
@@ -287,9 +293,9 @@ class Serving:
         if peer is None or peer.info is None or peer.control is None:
             raise lost_error(lease.verifier_id)
         feed = Feed(entry, self._pacer, partial(self._give_back, course))
-        entry.on_fail = feed.interrupt
         spec = self._spec(course, peer.info, partial(self._mover.choose, peer, entry))
         opened = self._stream_to(peer).open(spec, feed)
+        entry.on_fail = partial(self._interrupt, course, feed, opened)
         entry.move = opened.move
         course.peer, course.feed = peer, feed
         self._open.add(course)

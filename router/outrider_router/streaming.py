@@ -84,10 +84,6 @@ class Feed:
         """Nobody reads any more."""
         self._pacer.came_back(self)
 
-    def interrupt(self, _error: OutriderError) -> None:
-        """The request has ended otherwise; `Entry.ended` says why."""
-        self.wake()
-
     async def wait(self, told: int) -> None:
         """Wait until the entry has more than `told` ids and it is time to pass them on, or until
         the end.

@@ -58,8 +58,8 @@ class Load:
             Load.plain = tuple(each.result(timeout=60.0).token_ids for each in plain)
         self._running = [self._threads.submit(self._run, seed) for seed in range(COUNT)]
         wait_until(
-            lambda: sessions(pool, "d0") == sessions(pool, "d1") == COUNT // 2,
-            timeout_s=20.0,
+            lambda: min(sessions(pool, "d0"), sessions(pool, "d1")) > 0,
+            timeout_s=30.0,
             what="sessions",
         )
 
@@ -105,9 +105,9 @@ def test_a_stopped_drafter_is_in_quarantine_and_gets_sessions_again_when_it_goes
     load = Load(pool)
     pool.drafters["d1"].freeze()
     wait_until(lambda: pool.metric(silent) > before, timeout_s=20.0, what="quarantine")
-    wait_until(lambda: sessions(pool, "d0") == COUNT, timeout_s=20.0, what="sessions moved")
+    wait_until(lambda: sessions(pool, "d1") == 0, timeout_s=20.0, what="sessions moved")
     pool.drafters["d1"].thaw()
-    wait_until(lambda: sessions(pool, "d1") == COUNT // 2, timeout_s=30.0, what="sessions back")
+    wait_until(lambda: sessions(pool, "d1") > 0, timeout_s=30.0, what="sessions back")
     load.check()
 
 
@@ -115,11 +115,11 @@ def test_a_rolling_restart_is_noticed_by_nobody(pool: PoolStack) -> None:
     losses = pool.metric("outrider_drafter_losses_total{")
     load = Load(pool)
     assert pool.drafters["d0"].end() == 0
-    wait_until(lambda: sessions(pool, "d1") == COUNT, what="all with the other")
+    wait_until(lambda: sessions(pool, "d0") == 0, timeout_s=20.0, what="all with the other")
     pool.drafters["d0"].restart()
-    wait_until(lambda: sessions(pool, "d0") == COUNT // 2, timeout_s=30.0, what="its share")
+    wait_until(lambda: sessions(pool, "d0") > 0, timeout_s=30.0, what="its share")
     assert pool.drafters["d1"].end() == 0
-    wait_until(lambda: sessions(pool, "d0") == COUNT, what="all with the first")
+    wait_until(lambda: sessions(pool, "d0") == COUNT, timeout_s=20.0, what="all with the first")
     for result in load.check():
         assert result.finish.stats.proposed > 0
     assert pool.metric("outrider_drafter_losses_total{") == losses

@@ -32,6 +32,9 @@ from outrider.wire.messages import (
 class ServesGenerators(SessionIterators):
     """Serves every session that is opened from a generator of its own; mixed into a fake."""
 
+    deaf = False
+    """Whether it goes on with sessions that were left."""
+
     def run_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
         """The events of a session; closed when its router leaves."""
         raise NotImplementedError
@@ -59,7 +62,8 @@ class ServesGenerators(SessionIterators):
                     case MalformedOpen(handle=handle, error=error):
                         await connection.send(failure_of(handle, error))
                     case SessionLeave(handle=handle):
-                        running.pop(handle).cancel()
+                        if not self.deaf:
+                            running.pop(handle).cancel()
                     case SessionMove(handle=handle, drafter_id=drafter_id):
                         now = self.move_session(specs[handle], drafter_id)
                         await connection.send(SessionMoved(handle, now))

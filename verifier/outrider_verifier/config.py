@@ -187,7 +187,7 @@ class VerifierConfig:
 
     @property
     def ceiling_s(self) -> float:
-        """The longest wait for a proposal where the planner chooses it, unless four rounds take
+        """The longest wait for a proposal where the planner chooses it, unless two rounds take
         longer: what a stopped drafter costs."""
         return CUDA_CEILING_S if self.device.startswith("cuda") else CPU_CEILING_S
 

@@ -26,6 +26,7 @@ from outrider.wire.accounting import flags_of_round
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     REASON_CODES,
+    AttachedDrafter,
     FinishReason,
     SessionSpec,
 )
@@ -36,6 +37,7 @@ from outrider_verifier.commands import (
     Command,
     Detached,
     Garbled,
+    Link,
     Lost,
     Offered,
     Open,
@@ -43,6 +45,7 @@ from outrider_verifier.commands import (
     SetPlan,
     Stop,
 )
+from outrider_verifier.conduct import Conduct
 from outrider_verifier.effects import Answer, Effect, Emits, Fail, Moved, Post
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.handover import FEATURE_FED, Handover, may_need_features
@@ -130,6 +133,22 @@ class Core:
         if link is None:
             return 0
         return sum(s.link_id == link.link_id for s in list(self.sessions.values()))
+
+    def attached(self, link: Link, now: float) -> AttachedDrafter:
+        """What routers are told of a drafter; any thread may ask."""
+        conduct = self.drafters.conduct_of(link.drafter_id) or Conduct()
+        return AttachedDrafter(
+            drafter_id=link.drafter_id,
+            incarnation=link.incarnation,
+            methods=link.methods,
+            sessions=self.sessions_of(link.drafter_id),
+            answer_ms=1000.0 * self.policy.answer_s_of(link.drafter_id),
+            same_host=link.same_host,
+            answers=conduct.answers,
+            missed=conduct.missed,
+            invalid=conduct.invalid,
+            silent_ms=1000.0 * conduct.silent_s(now),
+        )
 
     # ---- commands ------------------------------------------------------------------------------
 

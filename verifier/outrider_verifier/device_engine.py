@@ -282,7 +282,8 @@ class DeviceRoundEngine:
             own_head=self._own_head is not None,
         )
         for group in groups:
-            self._note_drafts(group)
+            prompts = [chunk.row for chunk in group.chunks]
+            group.blank = self._seats.note_drafts(group.seats, prompts, own=group.own)
         submitted = time.perf_counter()
         for group in groups:
             group.launched = self.rounds.launch(
@@ -293,20 +294,6 @@ class DeviceRoundEngine:
                 pieces=group.pieces,
             )
         return DeviceFlight(prefill, verify, groups, submitted)
-
-    def _note_drafts(self, group: Group) -> None:
-        """Which sessions have an own draft behind the launch that follows their prefix."""
-        if not group.own:
-            for seat in group.seats:
-                seat.drafted = False
-            for chunk in group.chunks:
-                # The head missed these tokens.
-                self._seats.of(chunk.row.session).drafted = False
-            return
-        for chunk in group.chunks:
-            session = chunk.row.session
-            if chunk.row.last and session.own_draft:
-                self._seats.of(session).drafted = True
 
     # ---- collecting ----------------------------------------------------------------------------
 

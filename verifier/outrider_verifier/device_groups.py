@@ -48,6 +48,8 @@ class Group:
     judge: Judge = Judge.SAMPLED
     chunks: list[Chunk] = field(default_factory=list)
     launched: Launched | None = None
+    blank: frozenset[int] = frozenset()
+    """Which of the rows, of own drafts, have none yet."""
 
     @property
     def pieces(self) -> list[Piece]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.swap import SwapSpace
 from outrider.spec.sampling import Rule
+from outrider_verifier.packing import PrefillRow
 from outrider_verifier.sessions import Session
 from outrider_verifier.suspended import Suspended
 
 MATCHING = (Rule.GREEDY, Rule.COUPLED)
 """Rules by which tokens are compared and no law is asked for."""
+_NOBODY: Final[frozenset[int]] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +60,8 @@ class Seats:
         self._suspended = Suspended()
         self._were_drafted: set[int] = set()
         """Tickets of suspended sessions whose own drafts followed their prefixes."""
+        self._blank: set[int] = set()
+        """Slots of sessions that came back, and have no own draft before their next round."""
 
     def of(self, session: Session) -> Seat:
         """The seat of a session that is not suspended."""
@@ -82,12 +87,15 @@ class Seats:
             # The head's K/V came back with the target's, or is about to be written with it.
             whole = session.ticket in self._were_drafted if kept else session.own_draft > 0
             seat.drafted = begun and whole
+            if seat.drafted:
+                self._blank.add(slot)
         self._were_drafted.discard(session.ticket)
         return kept
 
     def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
         """See `RoundRunner`."""
         seat = self._seats.pop(session.ticket)
+        self._blank.discard(seat.slot)
         self._grown.pop(session.ticket, None)
         if seat.drafted:
             self._were_drafted.add(session.ticket)
@@ -105,7 +113,28 @@ class Seats:
         self._grown.pop(session.ticket, None)
         seat = self._seats.pop(session.ticket, None)
         if seat is not None:
+            self._blank.discard(seat.slot)
             self._slots.close(seat.slot)
+
+    def note_drafts(
+        self, seats: Sequence[Seat], prompts: Sequence[PrefillRow], *, own: bool
+    ) -> frozenset[int]:
+        """A launch of these rows and prompts is submitted, with own drafts or without: note whose
+        own draft follows their prefix behind it. Which of the rows have none to verify yet."""
+        if not own:
+            # The head misses what is written.
+            for seat in (*seats, *(self.of(row.session) for row in prompts)):
+                seat.drafted = False
+            return _NOBODY
+        for row in prompts:
+            if row.last and row.session.own_draft:
+                self.of(row.session).drafted = True
+        if not self._blank:
+            return _NOBODY
+        slots = [seat.slot for seat in seats]
+        blank = frozenset(n for n, slot in enumerate(slots) if slot in self._blank)
+        self._blank.difference_update(slots)
+        return blank
 
     def grown(self, session: Session) -> None:
         """Remember to tell of a session's new blocks. Raises ResourceExhaustedError if a table does

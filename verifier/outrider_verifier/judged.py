@@ -61,7 +61,7 @@ class Judged(NamedTuple):
 
     def outcomes(self) -> list[RowOutcome]:
         """The rows one by one."""
-        nodes = self.nodes
+        nodes, blank = self.nodes, self.group.blank
         return [
             RowOutcome(
                 Acceptance(
@@ -71,9 +71,11 @@ class Judged(NamedTuple):
                     used_target_only_fallback=bool(words[1] & FALLBACK),
                 ),
                 features,
-                self.drafted,
+                0 if number in blank else self.drafted,
             )
-            for words, features in zip(self.words.tolist(), self.row_features(), strict=True)
+            for number, (words, features) in enumerate(
+                zip(self.words.tolist(), self.row_features(), strict=True)
+            )
         ]
 
 

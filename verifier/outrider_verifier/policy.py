@@ -22,7 +22,7 @@ from outrider.ids import DrafterId
 from outrider.spec.contest import Contest, Mode, Reason, Seen
 from outrider.spec.costs import GAIN, CostTable
 from outrider.spec.draft_length import choose_length
-from outrider.spec.estimates import patience_s
+from outrider.spec.estimates import LEAST_ROUNDS, patience_s
 from outrider.spec.look_ahead import LookAhead
 from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
@@ -183,7 +183,7 @@ class Policy:
             return bound_s
         if pace.holding:
             # A drafter that has to catch up first takes longer than it usually does.
-            return min(bound_s, max(self._ceiling_s, 4.0 * self._round_s))
+            return min(bound_s, max(self._ceiling_s, LEAST_ROUNDS * self._round_s))
         return min(bound_s, self._fresh(pace.known).patience_s)
 
     def arrived(self, session: Session, *, prefix_len: int, usable: bool, now: float) -> None:

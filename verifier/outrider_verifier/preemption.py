@@ -178,12 +178,11 @@ class _Book:
         """Let a session in, at the cost of lower priorities if need be; whether that can be."""
         victims: list[Claim] = []
         if not self._fits(claim, victims):
-            for lesser in sorted(self._lesser(claim), key=self._cost):
-                victims.append(lesser)
-                if self._fits(claim, victims):
-                    break
-            else:
+            lesser = sorted(self._lesser(claim), key=self._cost)
+            if not (lesser and self._fits(claim, lesser)):
                 return False
+            while not self._fits(claim, victims):
+                victims.append(lesser[len(victims)])
         for victim in self._needed(claim, victims):
             self._preempt(victim)
         blocks = self._entry(claim)

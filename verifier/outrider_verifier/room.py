@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from outrider import trace
@@ -19,10 +19,10 @@ from outrider.engine.swap import SwapSpace
 from outrider.ids import SessionId
 from outrider.spec.costs import GAIN
 from outrider_verifier.preemption import (
+    Action,
     Bounds,
     Claim,
     Lengths,
-    LetIn,
     Preempt,
     State,
     Way,
@@ -130,12 +130,7 @@ class Room:
         if self.pressed:
             return False
         self._seen, self._again_at = touched, now + LOOK_S
-        for action in actions:
-            match action:
-                case Preempt(session_id=name):
-                    self._preempt(self.running[name], now)
-                case LetIn(session_id=name, blocks=blocks):
-                    self._let_in(self.waiting[name], blocks, now)
+        self._act(actions, now)
         if not grown and not self.grow():
             raise AssertionError("blocks were preempted for and are not there")
         return True
@@ -183,6 +178,18 @@ class Room:
         self._runner.grown(session)
         return True
 
+    def _act(self, actions: Sequence[Action], now: float) -> None:
+        for action in actions:
+            if isinstance(action, Preempt):
+                self._preempt(self.running[action.session_id], now)
+                continue
+            session = self.waiting[action.session_id]
+            if self.running and not self._runner.fetch(session):
+                # Its copy comes beside the rounds, which do not wait for it; one at a time.
+                self._seen = -1
+                return
+            self._let_in(session, action.blocks, now)
+
     def _cover(self, session: Session) -> None:
         session.covered = session.kv.capacity - self._runner.slack.beyond(session) + 1
 
@@ -205,10 +212,6 @@ class Room:
         )
 
     def _let_in(self, session: Session, blocks: int, now: float) -> None:
-        if self.running and not self._runner.fetch(session):
-            # Its copy comes beside the rounds; until it is there nobody waits for it.
-            self._seen = -1
-            return
         held = session.kv.reserve(blocks * self._pool.block_tokens)
         assert held, (session.session_id, blocks)
         try:

@@ -21,7 +21,6 @@ from outrider.transport.sessions import SessionIterators
 from outrider.wire.limits import MAX_PLANNER_BYTES
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
-    AttachedDrafter,
     VerifierInfo,
     Welcome,
 )
@@ -32,12 +31,10 @@ from outrider_verifier.commands import (
     Close,
     Command,
     Garbled,
-    Link,
     Offered,
     Open,
     SetPlan,
 )
-from outrider_verifier.conduct import Conduct
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.core import OWN_METHODS
 from outrider_verifier.drafters import DrafterHub
@@ -211,7 +208,7 @@ class VerifierService(SessionIterators):
             kv_free_blocks=self._pool.free_blocks,
             sessions=self._core.num_sessions,
             max_sessions=self._config.max_sessions,
-            drafters=tuple(self._attached(link) for link in self._hub.links),
+            drafters=tuple(self._core.attached(link, time.monotonic()) for link in self._hub.links),
             feature_fingerprint=self._fingerprint,
             rounds_total=counters["rounds"],
             tokens_total=counters["emitted_tokens"],
@@ -229,22 +226,6 @@ class VerifierService(SessionIterators):
             waiting_sessions=len(self._core.room.waiting),
             preemptions_swap=counters["preemptions_swap"],
             preemptions_recompute=counters["preemptions_recompute"],
-        )
-
-    def _attached(self, link: Link) -> AttachedDrafter:
-        core, conduct = self._core, self._core.drafters.conduct_of(link.drafter_id)
-        conduct = conduct or Conduct()
-        return AttachedDrafter(
-            drafter_id=link.drafter_id,
-            incarnation=link.incarnation,
-            methods=link.methods,
-            sessions=core.sessions_of(link.drafter_id),
-            answer_ms=1000.0 * core.policy.answer_s_of(link.drafter_id),
-            same_host=link.same_host,
-            answers=conduct.answers,
-            missed=conduct.missed,
-            invalid=conduct.invalid,
-            silent_ms=1000.0 * conduct.silent_s(time.monotonic()),
         )
 
     async def sessions(self) -> RouterConnection:

@@ -11,7 +11,7 @@ ChannelOptions = list[tuple[str, int]]
 
 _MIN_PING_INTERVAL_MS = 500
 _RECONNECT_MIN_MS = 100
-_RECONNECT_MAX_MS = 2000
+_RECONNECT_MAX_MS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ JOB = Job(
     kv_tokens=200,
     priority=-7,
     tenant=TenantId("t"),
+    returns=True,
     model="m",
 )
 OPENED = Opened(request_id=RequestId("r-1"), job=JOB, deadline=1234.5678, tokenizer_hash="hash")

@@ -65,11 +65,13 @@ class Reader:
 
     def begin(self, service: RouterService, request: GenerateRequest) -> Reader:
         self.task = asyncio.create_task(service.serve(request, self.write))
+        self.task.add_done_callback(_look_at)
         return self
 
     def resume(self, service: RouterService, tokens: int = 0, characters: int = 0) -> Reader:
         position = StreamPosition(request_id=RequestId("r"), tokens=tokens, characters=characters)
         self.task = asyncio.create_task(service.resume(position, self.write))
+        self.task.add_done_callback(_look_at)
         return self
 
     async def error(self) -> OutriderError:
@@ -96,6 +98,12 @@ class Reader:
     def finish(self) -> FinishInfo | None:
         last = self.events[-1] if self.events else None
         return last if isinstance(last, FinishInfo) else None
+
+
+def _look_at(task: asyncio.Task[None]) -> None:
+    """Whoever wants the error of a call asks for it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def resumable(max_tokens: int = 40, **more: object) -> GenerateRequest:

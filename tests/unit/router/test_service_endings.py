@@ -89,6 +89,29 @@ async def test_a_deadline_ends_a_queued_request(tmp_path: Path) -> None:
         await assert_all_freed(router, verifier)
 
 
+async def test_a_request_that_ends_while_its_prompt_is_tokenized_hears_of_it_at_once(
+    router: RouterService, verifier: FakeVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slow(*_: object) -> tuple[int, ...]:
+        await asyncio.sleep(30.0)
+        return (1,)
+
+    monkeypatch.setattr("outrider_router.service.tokenize", slow)
+    aborted = asyncio.create_task(router.generate(text_request(request_id=RequestId("long"))))
+    cancelled = asyncio.create_task(router.generate(text_request()))
+    await eventually(lambda: len(router.journal) == 2)
+    with pytest.raises(DeadlineExceededError):
+        await asyncio.wait_for(router.generate(text_request(), timeout_s=0.05), 5.0)
+    router.abort([RequestId("long")])
+    with pytest.raises(CancelledRequestError):
+        await asyncio.wait_for(aborted, 5.0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    await assert_all_freed(router, verifier)
+    assert not verifier.specs
+
+
 @pytest.mark.parametrize(
     ("raised", "expected"), [(InvalidRequestError, InvalidRequestError), (KeyError, InternalError)]
 )

@@ -185,3 +185,37 @@ async def test_two_verifiers_of_one_name_do_not_serve_at_once(tmp_path: Path) ->
         both.first.lost.set()
         await eventually(lambda: both.router.registry.verifiers["b"].problem == "")
         assert (await both.router.generate(text_request())).text == "abcabc"
+
+
+async def test_what_a_verifier_says_of_a_session_that_was_left_reaches_nobody(
+    tmp_path: Path,
+) -> None:
+    async with pair(tmp_path) as both:
+        both.first.deaf = True
+        task = asyncio.create_task(both.router.generate(text_request(max_tokens=200)))
+        await emitted(both.router, 5)
+        await both.first.drain(10.0)
+        await eventually(lambda: both.second.live)
+        # Both emit the same positions now, on streams that are open.
+        assert both.first.live
+        result = await asyncio.wait_for(task, 10)
+        assert result.text == ("abc" * 67)[:200]
+        assert result.finish.usage.completion_tokens == 200
+
+
+async def test_a_verifier_that_was_cut_off_and_comes_back_as_it_was_takes_sessions_again(
+    tmp_path: Path,
+) -> None:
+    async with pair(tmp_path) as both:
+        task = asyncio.create_task(both.router.generate(text_request(max_tokens=400)))
+        await emitted(both.router, 5)
+        both.first.hung = True
+        await eventually(lambda: both.second.live)
+        both.first.hung = False
+        await both.up(both.first)
+        # The same process, which may still hold the epoch that was given up.
+        await both.second.drain(10.0)
+        assert (await asyncio.wait_for(task, 10)).text == ("abc" * 134)[:400]
+        assert [spec.epoch for spec in (*both.first.specs, *both.second.specs)] == [0, 2, 1]
+        assert len({spec.session_id for spec in both.first.specs}) == 1
+        await both.freed()

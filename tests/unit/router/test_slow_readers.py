@@ -15,6 +15,7 @@ from outrider_router.service import RouterService
 from outrider_router.slow_readers import timely
 
 from outrider.errors import ResourceExhaustedError
+from outrider.ids import RequestId
 from outrider.transport.grpc.status import typed_error
 from outrider.wire.inference_codec import stream_request_to_pb
 from tests.fakes.router import eventually, grpc_router, running_router, sample
@@ -120,6 +121,28 @@ async def test_an_answer_that_nobody_reads_gives_its_place_to_others_once_it_is_
         result = await asyncio.wait_for(router.generate(text_request(max_tokens=5)), 5.0)
         assert len(result.token_ids) == 5
         assert len(router.journal) == 1, "the unread answer is kept"
+        call.cancel()
+        await eventually(lambda: len(router.journal) == 0)
+        await assert_all_freed(router, verifier)
+
+
+async def test_a_request_that_is_aborted_ends_at_the_verifier_although_its_client_does_not_read(
+    tmp_path: Path,
+) -> None:
+    verifier = FakeVerifier(kv_blocks=4096, max_context_len=65_536, tokens_per_round=64)
+    async with (
+        running_router(tmp_path, {"v": verifier}) as router,
+        grpc_router(router) as address,
+        grpc.aio.insecure_channel(address, options=NARROW) as channel,
+    ):
+        verifier.round_s = 0.005
+        call = opened(channel, max_tokens=60_000, request_id=RequestId("unread"))
+        await call.read()
+        (entry,) = router.journal
+        await eventually(lambda: len(entry.emitted) > 6000)
+        assert router.abort([RequestId("unread")])
+        await eventually(lambda: not verifier.live, 0.5)
+        assert router.admission.running == 0
         call.cancel()
         await eventually(lambda: len(router.journal) == 0)
         await assert_all_freed(router, verifier)

@@ -82,6 +82,8 @@ class Driver:
     """Drafts from outside."""
     counts: list[int] = field(default_factory=list)
     """Tokens that each row emitted, round after round."""
+    drafted: dict[int, list[int]] = field(default_factory=dict)
+    """Nodes of own drafts that each round verified, by ticket."""
     flights: deque[tuple[Flight, list[PrefillRow], list[VerifyRow]]] = field(default_factory=deque)
 
     def open(self, spec: SessionSpec) -> Session:
@@ -162,6 +164,7 @@ class Driver:
             session = row.session
             if result.acceptance is not None:
                 self.counts.append(len(result.acceptance.tokens))
+                self.drafted.setdefault(session.ticket, []).append(result.drafted)
                 session.append(result.acceptance.tokens[: session.remaining], 0.0)
 
     def settle_all(self) -> None:

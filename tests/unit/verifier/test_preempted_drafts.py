@@ -17,12 +17,12 @@ from tests.unit.verifier.harness import (
     until,
     verifier,
 )
+from tests.unit.verifier.preempting import preemptions
 from tests.unit.verifier.test_hostile import Disorderly
 from tests.unit.verifier.test_moving import OTHER, PATIENT, Heard
 from tests.unit.verifier.test_preempted_sessions import (
     WAYS,
     one_at_a_time,
-    preemptions,
     session_of,
     short_of_blocks,
     spec_of,
@@ -39,7 +39,7 @@ async def test_old_frames_for_preempted_sessions_change_no_text(way: str) -> Non
         specs = [spec_of(number, plan=plan) for number in range(8)]
         for spec, result in zip(specs, await rig.run_all(specs), strict=True):
             assert result.error is None and result.tokens == rig.reference(spec)
-        assert preemptions(rig) > 0
+        assert preemptions(rig.service) > 0
         assert rig.service._core.counters["proposals_stale"] > 0
 
 
@@ -55,7 +55,7 @@ async def test_a_preempted_session_may_go_to_another_drafter_or_to_nobody(
         heard = await Heard.of(rig, spec)
         await heard.read(tokens=15)
         running = asyncio.create_task(rig.run(urgent(max_new_tokens=40)))
-        await until(lambda: preemptions(rig) == 1)
+        await until(lambda: preemptions(rig.service) == 1)
         for count, wish in enumerate(wishes, start=1):
             await heard.move(wish)
             await heard.read(moves=count)
@@ -79,7 +79,7 @@ async def test_a_session_that_is_resumed_does_not_wait_for_a_silent_drafter() ->
         counters = rig.service._core.counters
         await until(lambda: counters["drafters_silent"] == 1)
         await rig.run(urgent())
-        assert preemptions(rig) == 1
+        assert preemptions(rig.service) == 1
         result = await running
         assert result.tokens == rig.reference(spec)
         assert counters["patience_over"] == 1
@@ -92,7 +92,7 @@ async def test_a_drafter_that_comes_while_its_session_is_preempted_is_told_all()
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
         blocking = asyncio.create_task(rig.run(urgent(max_new_tokens=60)))
-        await until(lambda: preemptions(rig) == 1)
+        await until(lambda: preemptions(rig.service) == 1)
         await first.detach()
         await until(lambda: session_of(rig).link_id is None)
         late = await rig.attach(good_chain(rig.target), incarnation="2")
@@ -112,7 +112,7 @@ async def test_a_flood_for_a_preempted_session_is_cut() -> None:
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
         blocking = asyncio.create_task(rig.run(urgent(max_new_tokens=200)))
-        await until(lambda: preemptions(rig) == 1)
+        await until(lambda: preemptions(rig.service) == 1)
         assert drafter.connection is not None
         while rig.service._hub.links:
             await disorder._send([disorder.past[0]] * 1000)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from outrider_verifier.config import VerifierConfig
 from outrider_verifier.sessions import Session
 
 from outrider.errors import InvalidRequestError, ResourceExhaustedError, UnavailableError
@@ -33,7 +34,8 @@ from tests.unit.verifier.harness import (
     until,
     verifier,
 )
-from tests.unit.verifier.preempting import preemptions
+from tests.unit.verifier.preempting import preempt_often, preemptions
+from tests.unit.verifier.test_look_ahead import AHEAD, foresee
 
 PLAIN = Plan()
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=2000)
@@ -127,6 +129,50 @@ async def test_a_quarter_of_the_blocks_gives_the_same_texts(drafts: str, way: st
         assert preemptions(rig.service) >= 2
         assert 1 <= max(most.values()) <= 3
         assert rig.service._core.counters["resumed_preemption"] == preemptions(rig.service)
+
+
+async def test_copies_are_fetched_one_at_a_time_and_rounds_go_on_meanwhile() -> None:
+    async with verifier(preemption="swap") as rig:
+        runner: Any = rig.service._core._runner
+        room: Any = rig.service._core.room
+        fetch, asked, late = runner.fetch, list[Session](), list[Session]()
+        act, at_a_time = room._act, [0]
+
+        def count_fetches(actions: Any, now: float) -> None:
+            before = len(late)
+            act(actions, now)
+            at_a_time.append(len(late) - before)
+
+        def slow_fetch(session: Session) -> bool:
+            if not session.preemptions:
+                return True
+            # As on a device: asking for another copy forgets the one that was on its way.
+            if asked[-1:] != [session]:
+                asked[:] = []
+            asked.append(session)
+            if len(asked) < 4:
+                late.append(session)
+                return False
+            return bool(fetch(session))
+
+        runner.fetch, room._act = slow_fetch, count_fetches
+        preempt_often(rig.service, every=2)
+        specs = [spec_of(i, plan=PLAIN, drafter=None) for i in range(6)]
+        results = await rig.run_all(specs)
+        assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
+        assert late and max(at_a_time) == 1
+        assert rig.service._core.counters["preemptions_swap"] >= 6
+        await rig.idle()
+
+
+async def test_a_session_that_is_preempted_among_hits_gets_its_text() -> None:
+    async with short_of_blocks(40) as rig:
+        await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
+        specs = [spec_of(i, plan=AHEAD) for i in range(8)]
+        results = await rig.run_all(specs)
+        assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
+        assert preemptions(rig.service) >= 1
+        assert rig.service._core.counters["hit_rounds"] > 0
 
 
 async def test_sessions_that_come_and_go_with_all_priorities_get_their_texts() -> None:
@@ -357,3 +403,42 @@ async def test_a_runner_that_refuses_a_session_ends_that_one_alone() -> None:
         assert isinstance(bad.error, InvalidRequestError)
         assert bad.error.reason == "INVALID_SAMPLING"
         await rig.idle()
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+async def test_metrics_and_info_tell_of_preemptions(way: str) -> None:
+    async with one_at_a_time(preemption=way) as rig:
+        read = rig.service.metrics.registry.get_sample_value
+        running = asyncio.create_task(rig.run(make_spec(drafter=None, max_new_tokens=300)))
+        await mid_stream(rig)
+        other = asyncio.create_task(rig.run(urgent(max_new_tokens=100)))
+        await until(lambda: session_of(rig).waits)
+        assert read("outrider_verifier_sessions_running") == 1
+        assert read("outrider_verifier_sessions_waiting") == 1
+        assert (read("outrider_verifier_swapped_bytes") > 0) is (way == "swap")
+        await asyncio.gather(running, other)
+        for kind in ("swap", "recompute"):
+            assert read("outrider_preemptions_total", {"kind": kind}) == int(kind == way)
+        assert read("outrider_resumed_sessions_total", {"cause": "preemption"}) == 1
+        info = await rig.service.info()
+        assert (info.preemptions_swap, info.preemptions_recompute) == (
+            int(way == "swap"),
+            int(way == "recompute"),
+        )
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_preemptions": -1},
+        {"max_waiting": -1},
+        {"kv_watermark": 1.0},
+        {"aging_s": 0.0},
+        {"swap_space_gb": -0.5},
+        {"preemption": "never"},
+    ],
+)
+def test_settings_out_of_range_are_named(setting: dict[str, Any]) -> None:
+    (name,) = setting
+    with pytest.raises(ValueError, match=name):
+        VerifierConfig(**setting)

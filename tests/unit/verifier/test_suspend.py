@@ -177,7 +177,9 @@ def test_a_head_drafts_again_after_one_round(tiny_target: Path, tiny_head: Path)
         slot = runner._seats.of(session).slot
         assert runner._own_head.tokens[slot].tolist() == [-1, -1, -1]
         driver.step()
-        assert driver.counts[-2:].count(1) >= 1
+        assert driver.drafted[session.ticket][-1] == 0
+        driver.step()
+        assert driver.drafted[session.ticket][-1] == 3
         assert min(runner._own_head.tokens[slot].tolist()) >= 0
         driver.close()
 
