@@ -11,7 +11,7 @@ from outrider.chaos.proxy import TcpProxy
 from outrider.client import AsyncClient, RetryPolicy
 from outrider.errors import DeadlineExceededError, UnavailableError
 
-TIMEOUT_S = 15.0
+TIMEOUT_S = 30.0
 """Of a request that sets no deadline: whoever waits so long hangs."""
 _RETRY = RetryPolicy(max_attempts=200, first_delay_s=0.02, max_delay_s=0.1)
 

@@ -13,7 +13,7 @@ from outrider.chaos.schedule import FleetShape
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider_chaos.parts import DrafterPart, Models, RouterPart, VerifierPart, until
 
-READY_S = 10.0
+READY_S = 30.0
 BEAT_S, SILENCE_S = 0.1, 0.5
 
 

@@ -41,7 +41,7 @@ _IDLE_GAUGES = (
     "feature_bytes",
 )
 """What a verifier without sessions has none of."""
-GRACE_S = 3.0
+GRACE_S = 10.0
 """How long a request goes on without its client."""
 
 
@@ -289,7 +289,7 @@ class RouterPart:
             session_slack_tokens=16,
             drain_s=DRAIN_S,
             resume_grace_s=GRACE_S * models.slowness,
-            failover_s=5.0 * models.slowness,
+            failover_s=15.0 * models.slowness,
             # More than fits, so that verifiers have to preempt.
             overload=OverloadConfig(kv_overcommit=4.0, assumed_tokens=8),
             speculation=SpeculationDefaults(patience_ms=round(60 * models.slowness)),

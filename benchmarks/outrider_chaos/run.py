@@ -26,9 +26,9 @@ from outrider_chaos.leaks import Holdings, leaked
 from outrider_chaos.nemesis import Nemesis
 from outrider_chaos.parts import Models
 
-RUN_S = 25.0
+RUN_S = 75.0
 """Longest run; whatever takes longer hangs."""
-SETTLE_S = 4.0
+SETTLE_S = 10.0
 """Within this everything is given back once the last client is gone."""
 
 Oracle = dict[Text, Expected]
@@ -122,7 +122,7 @@ async def _run(
         allowed = allowed_errors(schedule, reader.ask, reader.history.number)
         outcome.violations += check(reader.history, expected, allowed=allowed)
     outcome.violations += await _settle(fleet, SETTLE_S * slowness)
-    outcome.violations += await _serves_again(fleet, oracle, 5.0 * slowness)
+    outcome.violations += await _serves_again(fleet, oracle, TIMEOUT_S * slowness)
 
 
 def _set_deadlines(readers: list[Reader], schedule: Schedule, slowness: float) -> None:

@@ -18,7 +18,8 @@ from outrider.wire import codec, inference_codec, pool_codec, server_info_codec
 from outrider.wire.v1 import control_pb2, exchange_pb2, inference_pb2, pool_pb2
 
 MAX_DECODE_S = 0.5
-"""Of one frame of at most `MAX_FRAME_BYTES`; one that takes longer is an attack that works."""
+"""Processor time of one frame of at most `MAX_FRAME_BYTES`; one that takes longer is an attack that
+works."""
 MAX_FRAME_BYTES = 1 << 16
 _BASES = 400
 _FRAMES_A_BASE = 200
@@ -180,7 +181,7 @@ def _fuzz(
             bases[rng.randrange(_BASES)] = random_frame(decoder.kind, rng)
         base = rng.choice(honest if honest and rng.random() < 0.5 else bases)
         frame = mutated(base, rng, bases)
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             accepted += _is_message(decoder.decode(frame))
         except (InvalidRequestError, DecodeError):
@@ -189,7 +190,7 @@ def _fuzz(
             report.failures.append(
                 f"{decoder.port} {decoder.name}: {type(error).__name__}: {error}: {frame.hex()}"
             )
-        took = time.perf_counter() - began
+        took = time.thread_time() - began
         if took > MAX_DECODE_S:
             report.failures.append(f"{decoder.name}: {took:.2f} s for {frame.hex()}")
         report.slowest_s = max(report.slowest_s, took)
