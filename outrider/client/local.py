@@ -83,6 +83,8 @@ class LocalConfig:
     """KV budget of the verifier; None takes its default, which on a GPU is what there is."""
     max_sessions: int | None = None
     queue_limit: int | None = None
+    journal: Path | None = None
+    """Log by which resumable requests survive a restart of the router; None keeps none."""
     slow_reader_s: float | None = None
     """Time after which the router gives up a client that does not read; None takes its default."""
     threads: int | None = None
@@ -355,6 +357,7 @@ def router_args(config: LocalConfig, verifier: str, drafter: str | None) -> list
         look_ahead=config.look_ahead,
         fan_out=config.fan_out,
         queue_limit=config.queue_limit,
+        journal=config.journal,
         slow_reader_s=config.slow_reader_s,
         metrics_port=config.metrics_port,
     )

@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-tokens", type=at_least(1), metavar="N", help="KV budget of the verifier")
     add("--max-sessions", type=at_least(1), metavar="N", help="sessions served at once")
     add("--queue-limit", type=at_least(0), metavar="N", help="requests that may wait")
+    add("--journal", type=Path, metavar="FILE", help="log by which requests survive the router")
     add("--threads", type=at_least(1), metavar="N", help="of verifier and drafter each")
     add("--metrics-port", type=at_least(0), metavar="P", help="of the router")
     add("--trace-dir", type=Path, help="verifier and drafter leave their timelines there")
@@ -100,6 +101,7 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         kv_tokens=args.kv_tokens,
         max_sessions=args.max_sessions,
         queue_limit=args.queue_limit,
+        journal=args.journal,
         planner=args.planner,
         look_ahead=args.look_ahead,
         fan_out=args.fan_out,
@@ -179,6 +181,7 @@ def ray_args(config: LocalConfig) -> list[str]:
         "kv-tokens": config.kv_tokens,
         "max-sessions": config.max_sessions,
         "queue-limit": config.queue_limit,
+        "journal": config.journal,
         "threads": config.threads,
         "awake-cores": config.awake_cores,
         "metrics-port": config.metrics_port,

@@ -13,6 +13,7 @@ import logging
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from outrider.config import load_config
@@ -60,6 +61,7 @@ def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
     add("--kv-tokens", type=int, metavar="N", help="KV budget of the verifier")
     add("--max-sessions", type=int, metavar="N", help="sessions served at once")
     add("--queue-limit", type=int, metavar="N", help="requests that may wait")
+    add("--journal", type=Path, metavar="FILE", help="log by which requests survive the router")
     add("--threads", type=int, metavar="N", help="compute threads of each actor")
     add("--awake-cores", type=int, metavar="N", help="cores that each actor keeps from going idle")
     add("--metrics-port", type=int, metavar="P", help="of the router; 0 takes a free one")

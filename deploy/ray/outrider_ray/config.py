@@ -79,6 +79,8 @@ class LaunchConfig:
     """Sessions served at once; None takes the verifier's default."""
     queue_limit: int | None = None
     """Requests that may wait; None takes the router's default."""
+    journal: Path | None = None
+    """Log by which resumable requests survive a restart of the router; None keeps none."""
     threads: int = 0
     """Compute threads of each actor; 0 takes `cpus_per_actor`, or torch's choice without one."""
     awake_cores: int = 0
@@ -271,6 +273,7 @@ def router_config(config: LaunchConfig, model: Path) -> RouterConfig:
             "verifiers": (VERIFIER,),
             "drafters": (DRAFTER,) if config.drafter_methods else (),
             "queue_limit": config.queue_limit,
+            "journal": config.journal,
             "speculation.look_ahead": config.look_ahead,
             "speculation.fan_out": config.fan_out,
             "metrics_port": config.metrics_port,

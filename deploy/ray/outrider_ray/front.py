@@ -52,6 +52,7 @@ async def serve_front(config: LaunchConfig) -> AsyncGenerator[Front]:
     server = GrpcServer(router.listen, [inference_service(service)])
     service.on_readiness = server.set_serving
     try:
+        service.restore()
         address = await server.start(serving=False)
         metrics_address = _serve_metrics(router, metrics)
         await service.start()

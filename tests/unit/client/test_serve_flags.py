@@ -75,3 +75,10 @@ def test_impossible_handicaps_are_refused(
     with pytest.raises(SystemExit):
         cli.main(["serve", *flags])
     assert says in capsys.readouterr().err
+
+
+def test_the_journal_is_the_routers(parsed: Parsed) -> None:
+    config = parsed("--journal", "/var/lib/outrider/journal")
+    assert flags_of(local.router_args(config, "v", "d"))["journal"] == "/var/lib/outrider/journal"
+    assert flags_of(serve.ray_args(config))["journal"] == "/var/lib/outrider/journal"
+    assert "journal" not in flags_of(local.router_args(parsed(), "v", "d"))
