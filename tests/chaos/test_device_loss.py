@@ -32,8 +32,7 @@ class Lossy(Process):
 
     def status(self) -> int:
         """The exit status, once the process has ended by itself."""
-        assert self._popen is not None
-        return self._popen.wait(timeout=EXIT_S)
+        return self.wait_ended(EXIT_S)
 
     def levels(self) -> list[str]:
         """Levels of the log records."""
@@ -54,7 +53,10 @@ def lossy_stack(tiny_target: Path, tiny_head: Path, tmp_path: Path) -> MakeStack
             "drafter": ["--model", model, "--head", head, "--methods", "eagle3"],
         }
         lossy = Lossy(which, own[which], tmp_path / f"{which}.log")
-        setattr(stack, which, lossy)
+        if which == "verifier":
+            stack.verifier = stack.verifiers[0] = lossy
+        else:
+            stack.drafter = lossy
         with stack:
             yield stack, lossy
 
