@@ -168,7 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measure and report."""
     names = [name.strip() for name in args.faults.split(",")]
-    config = replace(local_config(args, max_sessions=4 * args.streams), planner="fixed")
+    config = replace(local_config(args, max_sessions=4 * args.streams), planner="automatic")
     cases: dict[str, object] = {}
     with (
         tempfile.TemporaryDirectory(prefix="outrider-") as directory,

@@ -25,6 +25,7 @@ from outrider.client.calls import (
     stream_call,
     typed,
 )
+from outrider.client.channels import Channels
 from outrider.client.collect import Collected
 from outrider.client.options import GenerateOptions, PromptLike, make_request
 from outrider.client.resuming import Again, Attempts
@@ -63,8 +64,10 @@ class AsyncClient:
         self._metadata = metadata
         self._timeout_s = timeout_s
         self._retry = retry if retry is not None else RetryPolicy()
-        self._channel = grpc.aio.insecure_channel(address, options=client_options())
-        self._farewells = _Farewells(self._channel)
+        self._channels = Channels(
+            lambda: grpc.aio.insecure_channel(address, options=client_options())
+        )
+        self._farewells = _Farewells(self._channels)
 
     async def __aenter__(self) -> Self:
         return self
@@ -80,7 +83,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connection; running calls are cancelled."""
         await self._farewells.said()
-        await self._channel.close()
+        for channel in self._channels.all():
+            await channel.close()
 
     async def generate(
         self,
@@ -141,7 +145,7 @@ class AsyncClient:
         resume: bool = False,
     ) -> AsyncStream:
         return AsyncStream(
-            self._channel,
+            self._channels,
             self.address,
             request,
             attempts,
@@ -156,14 +160,17 @@ class AsyncClient:
     ) -> GenerateResult | None:
         """The answer to a request; None if its stream is to be asked for instead."""
         method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
-        method, data = self._channel.unary_unary(GENERATE.path), GENERATE.encode(request)
+        data = GENERATE.encode(request)
         while True:
+            channel = self._channels.current
+            method = channel.unary_unary(GENERATE.path)
             try:
                 timeout_s = remaining(deadline, time.monotonic())
                 answer = await method(data, timeout=timeout_s, metadata=self._metadata)
                 return GENERATE.decode(answer)
             except grpc.aio.AioRpcError as error:
                 problem = typed(error, self.address)
+            await _replace(self._channels, channel, problem)
             if await _wait(attempts.after(problem, now=time.monotonic()), problem, deadline):
                 return None
 
@@ -173,14 +180,16 @@ class AsyncClient:
         data = rpc.encode(request)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
-        method = self._channel.unary_unary(rpc.path)
         attempt = 1
         while True:
+            channel = self._channels.current
+            method = channel.unary_unary(rpc.path)
             try:
                 answer = await method(data, timeout=remaining(deadline, time.monotonic()))
                 return rpc.decode(answer)
             except grpc.aio.AioRpcError as error:
                 problem = typed(error, self.address)
+            await _replace(self._channels, channel, problem)
             await _pause(self._retry, attempt, problem, deadline)
             attempt += 1
 
@@ -194,7 +203,7 @@ class AsyncStream:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        channels: Channels[grpc.aio.Channel],
         address: str,
         request: GenerateRequest,
         attempts: Attempts,
@@ -204,7 +213,9 @@ class AsyncStream:
         metadata: Metadata,
         resume: bool = False,
     ) -> None:
-        self._channel = channel
+        self._channels = channels
+        self._channel = channels.current
+        """That of the call."""
         self._address = address
         self._request = request
         self._attempts = attempts
@@ -276,6 +287,7 @@ class AsyncStream:
                 self._request, self._collected, resume=self._resume
             )
             method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+            self._channel = self._channels.current
             method = self._channel.unary_stream(path)
             timeout_s = remaining(self._deadline, time.monotonic())
             self._call = method(data, timeout=timeout_s, metadata=self._metadata)
@@ -297,6 +309,7 @@ class AsyncStream:
     async def _recover(self, problem: OutriderError) -> None:
         self._call = None
         try:
+            await _replace(self._channels, self._channel, problem)
             again = self._attempts.after(
                 problem,
                 informed=self._collected.info is not None,
@@ -322,8 +335,8 @@ class AsyncStream:
 class _Farewells:
     """Tells the router of resumable requests that nobody wants any more, in the background."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel
+    def __init__(self, channels: Channels[grpc.aio.Channel]) -> None:
+        self._channels = channels
         self._tasks: set[asyncio.Future[None]] = set()
 
     def say(self, request: GenerateRequest) -> asyncio.Future[None]:
@@ -341,10 +354,19 @@ class _Farewells:
         if not request.resumable or request.request_id is None:
             return
         method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
-        method = self._channel.unary_unary(ABORT.path)
+        method = self._channels.current.unary_unary(ABORT.path)
         # A router that does not hear of it finds out within its grace time.
         with contextlib.suppress(grpc.aio.AioRpcError):
             await method(ABORT.encode([request.request_id]), timeout=ABORT_TIMEOUT_S)
+
+
+async def _replace(
+    channels: Channels[grpc.aio.Channel], channel: grpc.aio.Channel, problem: OutriderError
+) -> None:
+    """Have calls go by a new channel if this one broke."""
+    old = channels.broke(channel, problem)
+    if old is not None:
+        await old.close()
 
 
 async def _wait(again: Again, problem: OutriderError, deadline: float | None) -> bool:

@@ -125,6 +125,8 @@ def client_options() -> list[tuple[str, int]]:
     """Channel options: keepalive, message bounds, quick reconnection."""
     options = dict(channel_options(GrpcConfig()))
     options["grpc.max_reconnect_backoff_ms"] = _RECONNECT_MS
+    # A channel that replaces a broken one must not inherit its connection's back-off.
+    options["grpc.use_local_subchannel_pool"] = 1
     return list(options.items())
 
 

@@ -24,6 +24,7 @@ from outrider.client.calls import (
     stream_call,
     typed,
 )
+from outrider.client.channels import Channels
 from outrider.client.collect import Collected
 from outrider.client.options import GenerateOptions, PromptLike, make_request
 from outrider.client.resuming import Again, Attempts
@@ -62,7 +63,7 @@ class Client:
         self._metadata = metadata
         self._timeout_s = timeout_s
         self._retry = retry if retry is not None else RetryPolicy()
-        self._channel = grpc.insecure_channel(address, options=client_options())
+        self._channels = Channels(lambda: grpc.insecure_channel(address, options=client_options()))
 
     def __enter__(self) -> Self:
         return self
@@ -77,7 +78,8 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; running calls are cancelled."""
-        self._channel.close()
+        for channel in self._channels.all():
+            channel.close()
 
     def generate(
         self,
@@ -95,7 +97,7 @@ class Client:
             raise
         except BaseException:
             # An interrupt: nobody waits for the answer any more.
-            _say_farewell(self._channel, request)
+            _say_farewell(self._channels, request)
             raise
         if answer is not None:
             return answer
@@ -141,7 +143,7 @@ class Client:
         resume: bool = False,
     ) -> Stream:
         return Stream(
-            self._channel,
+            self._channels,
             self.address,
             request,
             attempts,
@@ -155,14 +157,17 @@ class Client:
     ) -> GenerateResult | None:
         """The answer to a request; None if its stream is to be asked for instead."""
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
-        method, data = self._channel.unary_unary(GENERATE.path), GENERATE.encode(request)
+        data = GENERATE.encode(request)
         while True:
+            channel = self._channels.current
+            method = channel.unary_unary(GENERATE.path)
             try:
                 timeout_s = remaining(deadline, time.monotonic())
                 answer = method(data, timeout=timeout_s, metadata=self._metadata)
                 return GENERATE.decode(answer)
             except grpc.RpcError as error:
                 problem = typed(error, self.address)
+            _replace(self._channels, channel, problem)
             if _wait(attempts.after(problem, now=time.monotonic()), problem, deadline):
                 return None
 
@@ -172,14 +177,16 @@ class Client:
         data = rpc.encode(request)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
-        method = self._channel.unary_unary(rpc.path)
         attempt = 1
         while True:
+            channel = self._channels.current
+            method = channel.unary_unary(rpc.path)
             try:
                 answer = method(data, timeout=remaining(deadline, time.monotonic()))
                 return rpc.decode(answer)
             except grpc.RpcError as error:
                 problem = typed(error, self.address)
+            _replace(self._channels, channel, problem)
             _pause(self._retry, attempt, problem, deadline)
             attempt += 1
 
@@ -193,7 +200,7 @@ class Stream:
 
     def __init__(
         self,
-        channel: grpc.Channel,
+        channels: Channels[grpc.Channel],
         address: str,
         request: GenerateRequest,
         attempts: Attempts,
@@ -202,7 +209,9 @@ class Stream:
         metadata: Metadata,
         resume: bool = False,
     ) -> None:
-        self._channel = channel
+        self._channels = channels
+        self._channel = channels.current
+        """That of the call."""
         self._address = address
         self._request = request
         self._attempts = attempts
@@ -273,6 +282,7 @@ class Stream:
                 self._request, self._collected, resume=self._resume
             )
             method: grpc.UnaryStreamMultiCallable[bytes, bytes]
+            self._channel = self._channels.current
             method = self._channel.unary_stream(path)
             timeout_s = remaining(self._deadline, time.monotonic())
             self._call = method(data, timeout=timeout_s, metadata=self._metadata)
@@ -286,6 +296,7 @@ class Stream:
     def _recover(self, problem: OutriderError) -> None:
         self._call = None
         try:
+            _replace(self._channels, self._channel, problem)
             again = self._attempts.after(
                 problem,
                 informed=self._collected.info is not None,
@@ -302,17 +313,27 @@ class Stream:
         self._over = True
         if self._call is not None:
             self._call.cancel()
-        _say_farewell(self._channel, self._request)
+        _say_farewell(self._channels, self._request)
 
 
-def _say_farewell(channel: grpc.Channel, request: GenerateRequest) -> None:
+def _say_farewell(channels: Channels[grpc.Channel], request: GenerateRequest) -> None:
     """Tell the router that nobody wants a resumable request; others end with their calls."""
     if not request.resumable or request.request_id is None:
         return
-    method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ABORT.path)
+    method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+    method = channels.current.unary_unary(ABORT.path)
     # A router that does not hear of it finds out within its grace time.
     with contextlib.suppress(grpc.RpcError):
         method(ABORT.encode([request.request_id]), timeout=ABORT_TIMEOUT_S)
+
+
+def _replace(
+    channels: Channels[grpc.Channel], channel: grpc.Channel, problem: OutriderError
+) -> None:
+    """Have calls go by a new channel if this one broke."""
+    old = channels.broke(channel, problem)
+    if old is not None:
+        old.close()
 
 
 def _wait(again: Again, problem: OutriderError, deadline: float | None) -> bool:
