@@ -180,7 +180,7 @@ def run(args: argparse.Namespace) -> None:
             say(f"{name}: {cases[name]}")
     result = {"benchmark": "recovery", **describe(), "model": config.model_name}
     result |= describe_placing(config)
-    result |= {"streams": args.streams, "max_tokens": args.max_tokens}
+    result |= {"planner": config.planner, "streams": args.streams, "max_tokens": args.max_tokens}
     result |= {"load_1min": round(os.getloadavg()[0], 1), "calm": lab.calm_pauses, "faults": cases}
     finish(args, result)
 

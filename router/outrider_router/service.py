@@ -199,9 +199,7 @@ class RouterService:
 
         Raises any error of `outrider.errors`; each is counted and logged with the request's id.
         """
-        entry = self._open(request.request_id, timeout_s)
-        make = partial(self._make_job, request, tenant)
-        async with aclosing(self._events(entry, make)) as events:
+        async with aclosing(self._run(request, timeout_s, tenant)) as events:
             async for event in events:
                 yield event
 
@@ -219,9 +217,7 @@ class RouterService:
             answer = self._begin(request, timeout_s, tenant)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
             return
-        entry = self._open(request.request_id, timeout_s)
-        make = partial(self._make_job, request, tenant)
-        async with aclosing(self._events(entry, make)) as events:
+        async with aclosing(self._run(request, timeout_s, tenant)) as events:
             async for event in events:
                 await write(event)
 
@@ -275,6 +271,13 @@ class RouterService:
                 timer.cancel()
             self.journal.close(entry)
             self._log_end(entry, outcome)
+
+    def _run(
+        self, request: GenerateRequest, timeout_s: float | None, tenant: TenantId
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """The events of a request that ends with whoever reads them."""
+        entry = self._open(request.request_id, timeout_s)
+        return self._events(entry, partial(self._make_job, request, tenant))
 
     def _begin(self, request: GenerateRequest, timeout_s: float | None, tenant: TenantId) -> Answer:
         entry = self._open(request.request_id, timeout_s)

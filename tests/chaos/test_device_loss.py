@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from outrider.client import Client, RetryPolicy, user
-from tests.integration.stack import Process, Stack, wait_until
+from outrider.client import user
+from tests.integration.stack import Process, Stack, connect, wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 AFTER = 40
@@ -61,10 +61,6 @@ def lossy_stack(tiny_target: Path, tiny_head: Path, tmp_path: Path) -> MakeStack
             yield stack, lossy
 
     return make
-
-
-def connect(stack: Stack) -> Client:
-    return Client(stack.router.address, timeout_s=60.0, retry=RetryPolicy(max_attempts=1))
 
 
 def test_a_verifier_that_loses_its_device_ends_and_its_streams_go_on_with_the_next_one(

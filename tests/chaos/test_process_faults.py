@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,25 +14,12 @@ from outrider.client import (
     Client,
     GenerateResult,
     OutriderError,
-    RetryPolicy,
     user,
 )
-from tests.integration.stack import Stack, wait_until
+from tests.integration.stack import Stack, connect, metric, wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 TOKENS = 300
-
-
-def connect(stack: Stack) -> Client:
-    return Client(stack.router.address, timeout_s=60.0, retry=RetryPolicy(max_attempts=1))
-
-
-def metric(stack: Stack, name: str) -> float:
-    """Sum of a counter's samples over its labels."""
-    address = stack.router.ready["metrics"]
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
-        lines = response.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
 def generate_through(
@@ -50,7 +36,7 @@ def generate_through(
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
 def test_a_lost_drafter_changes_no_token_and_is_counted(stack: Stack, fault: str) -> None:
     sampling: dict[str, object] = {"temperature": 0.8, "seed": 7}
-    losses = metric(stack, "outrider_drafter_losses_total{")
+    losses = metric(stack.router, "outrider_drafter_losses_total{")
     with connect(stack) as client:
         plain = client.generate(
             PROMPT, max_tokens=TOKENS, ignore_eos=True, drafter="none", temperature=0.8, seed=7
@@ -60,7 +46,9 @@ def test_a_lost_drafter_changes_no_token_and_is_counted(stack: Stack, fault: str
         assert result.token_ids == plain.token_ids
         assert result.finish.stats.fallback_rounds > 0
         assert time.monotonic() - began < 30.0
-        wait_until(lambda: metric(stack, "outrider_drafter_losses_total{") > losses, what="metric")
+        wait_until(
+            lambda: metric(stack.router, "outrider_drafter_losses_total{") > losses, what="metric"
+        )
 
 
 def test_a_restarted_drafter_drafts_again_within_the_running_stream(stack: Stack) -> None:

@@ -6,15 +6,14 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from outrider.client import Client, GenerateResult, RetryPolicy, user
-from tests.integration.stack import Process, Stack, wait_until
+from outrider.client import Client, GenerateResult, user
+from tests.integration.stack import Process, Stack, connect, metric, wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 TOKENS = 150
@@ -87,18 +86,6 @@ def calm(pair: Stack) -> Calm:
         return Calm(KINDS | ending, results | answers(ending))
 
 
-def connect(stack: Stack) -> Client:
-    return Client(stack.router.address, timeout_s=60.0, retry=RetryPolicy(max_attempts=1))
-
-
-def metric(stack: Stack, name: str) -> float:
-    """Sum of a counter's samples over its labels."""
-    address = stack.router.ready["metrics"]
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
-        lines = response.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
-
-
 class Streams:
     """One stream of each kind at once, and the longest pause of each."""
 
@@ -147,11 +134,11 @@ def assert_same(results: dict[str, GenerateResult], calm: Calm) -> None:
 def test_its_streams_pause_and_their_texts_are_the_same(
     stack: Stack, calm: Calm, fault: str
 ) -> None:
-    resumed = metric(stack, "outrider_resumed_sessions_total{")
+    resumed = metric(stack.router, "outrider_resumed_sessions_total{")
     streams = Streams(stack, calm)
     results = streams.run(getattr(stack.verifier, fault))
     assert_same(results, calm)
-    assert metric(stack, "outrider_resumed_sessions_total{") > resumed
+    assert metric(stack.router, "outrider_resumed_sessions_total{") > resumed
     assert max(streams.pauses.values()) < LIMIT_S, streams.pauses
     if fault == "terminate":
         # Its sessions were taken away: it need not wait for their end.

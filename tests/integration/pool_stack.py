@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +9,7 @@ from types import TracebackType
 
 from outrider.client import Client, DrafterSummary, GenerateResult, ServerInfo, user
 from outrider.client.drafters_command import add_drafter
-from tests.integration.stack import Process, wait_until
+from tests.integration.stack import Process, metric, wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 
@@ -126,10 +125,7 @@ class PoolStack:
 
     def metric(self, name: str) -> float:
         """Sum of a counter of the router over its labels."""
-        address = self.router.ready["metrics"]
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
-            lines = response.read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+        return metric(self.router, name)
 
     def stop(self) -> None:
         """End all processes."""

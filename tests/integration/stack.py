@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from outrider.client import Client
+from outrider.client import Client, RetryPolicy
 
 START_TIMEOUT_S = 60.0
 
@@ -219,3 +220,16 @@ def wait_until(condition: Any, *, timeout_s: float = 10.0, what: str = "conditio
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not come true within {timeout_s} s")
         time.sleep(0.02)
+
+
+def connect(stack: Stack) -> Client:
+    """A client that tries once: what a stream survives, it survives by the fleet."""
+    return Client(stack.router.address, timeout_s=60.0, retry=RetryPolicy(max_attempts=1))
+
+
+def metric(router: Process, name: str) -> float:
+    """Sum of a counter's samples over its labels."""
+    address = router.ready["metrics"]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))

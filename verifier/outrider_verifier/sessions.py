@@ -135,11 +135,6 @@ class Session:
         return len(self.tokens)
 
     @property
-    def prompt_array(self) -> NDArray[np.int32]:
-        """What is prefilled, as a view; behind it the root, if that is known already."""
-        return self.tokens[: self.length]
-
-    @property
     def prefill_left(self) -> int:
         """Tokens to prefill that no round was submitted with; 0 once the session can decode."""
         return self.fill_to - self.prefill_sent

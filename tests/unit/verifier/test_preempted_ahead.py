@@ -16,7 +16,7 @@ from tests.fakes.runner import FakeRunner
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import Rig, good_chain, half_good_chain, make_spec, until, verifier
 from tests.unit.verifier.preempting import preemptions
-from tests.unit.verifier.test_look_ahead import AHEAD, foresee
+from tests.unit.verifier.test_look_ahead import AHEAD, foresee, looking_ahead
 
 OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
 PLAIN = Plan()
@@ -89,16 +89,17 @@ async def test_a_session_that_is_preempted_among_hits_gets_its_text() -> None:
 
 
 async def test_hits_on_end_do_not_keep_a_higher_priority_waiting() -> None:
-    target = FakeTarget(num_blocks=512)
-    runner = FakeRunner(target, drafts=0)
-    async with verifier(target=target, runner=runner, max_sessions=1) as rig:
-        await rig.attach(good_chain(target), predict=foresee(target))
+    async with looking_ahead(max_sessions=1) as (rig, runner):
+        await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
+        core, lands = rig.service._core, runner.lands
+        # From the third hit on the round lasts until the urgent session is there.
+        runner.lands = lambda: (
+            lands() and (core.counters["hit_rounds"] < 3 or core.counters["sessions"] == 2)
+        )
         spec = make_spec(plan=AHEAD, max_new_tokens=250)
         running = asyncio.create_task(rig.run(spec))
-        await until(lambda: rig.service._core.counters["hit_rounds"] > 2)
+        await until(lambda: core.counters["hit_rounds"] > 2)
         urgent = make_spec("urgent", plan=PLAIN, drafter=None, priority=1, max_new_tokens=4)
-        first = await rig.run(urgent)
-        assert first.tokens == rig.reference(urgent)
-        assert not running.done()
+        assert (await rig.run(urgent)).tokens == rig.reference(urgent)
+        assert preemptions(rig.service) == 1
         assert (await running).tokens == rig.reference(spec)
-        await rig.idle()
