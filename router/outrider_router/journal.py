@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from outrider.errors import AlreadyExistsError, OutriderError
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
+from outrider.wire.logprobs import TokenLogprobs
 from outrider_router.tally import Tally
 
 
@@ -23,6 +24,10 @@ class Entry:
     """Clock time at which it ends with an error, seconds."""
     emitted: list[int] = field(default_factory=list)
     """Ids that the verifier committed, in order; appended to where they arrive."""
+    top_logprobs: int | None = None
+    """Most probable ids that come with each of them; None: they come without log-probabilities."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each of `emitted`, where they are asked for."""
     number: int = 0
     """Its number in the durable log; 0: it is not in there."""
     epoch: int = 0
@@ -54,6 +59,13 @@ class Entry:
     """Wakes the request, wherever it waits."""
     on_ended: Callable[[OutriderError], None] | None = None
     """Hears of the same; has the request wait no more for a client that takes nothing."""
+
+    def fits(self, logprobs: Sequence[TokenLogprobs], count: int) -> bool:
+        """Whether these are what is asked for beside `count` ids."""
+        top = self.top_logprobs
+        if top is None:
+            return not logprobs
+        return len(logprobs) == count and all(len(entry.top) == top for entry in logprobs)
 
     def leave(self) -> None:
         """Its session is over, or has not begun."""

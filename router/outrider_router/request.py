@@ -13,6 +13,7 @@ from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import (
+    MAX_TOP_LOGPROBS,
     ChatPrompt,
     GenerateRequest,
     Prompt,
@@ -48,6 +49,8 @@ class Job:
     returns: bool
     """Whether its client chose its id, and so is known when it comes back."""
     model: str
+    top_logprobs: int | None = None
+    """Most probable ids to give with each emitted token; None gives no log-probabilities."""
 
     def spec(
         self,
@@ -71,6 +74,7 @@ class Job:
             plan=plan,
             drafter_id=drafter_id,
             priority=self.priority,
+            top_logprobs=self.top_logprobs,
         )
 
 
@@ -138,6 +142,7 @@ def make_job(
         tenant=tenant,
         returns=request.request_id is not None,
         model=name,
+        top_logprobs=_top_logprobs(request.top_logprobs, info.vocab_size),
     )
 
 
@@ -150,6 +155,17 @@ def max_session_len(config: RouterConfig, info: VerifierInfo) -> int:
     """Most tokens of prompt and output that this verifier can ever serve."""
     kv_tokens = info.kv_total_blocks * info.kv_block_tokens
     return min(info.max_context_len, max(0, kv_tokens - config.session_slack_tokens))
+
+
+def _top_logprobs(asked: int | None, vocab_size: int) -> int | None:
+    if asked is None:
+        return None
+    if not 0 <= asked <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(
+            f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {asked}",
+            reason="INVALID_LOGPROBS",
+        )
+    return min(asked, vocab_size)
 
 
 def _check_stop_strings(stops: tuple[str, ...]) -> None:

@@ -30,6 +30,7 @@ from outrider.wire.inference import (
     PromptInfo,
     StreamEvent,
     StreamPosition,
+    TokenLogprobs,
 )
 from outrider.wire.messages import VerifierInfo
 from outrider_router.admission import no_verifier
@@ -166,6 +167,7 @@ class RouterService:
             return answer.result()
         text: list[str] = []
         token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         info: PromptInfo | None = None
         finish: FinishInfo | None = None
         stream = self.stream(request, timeout_s=timeout_s, tenant=tenant)
@@ -177,6 +179,7 @@ class RouterService:
                     case Delta():
                         text.append(event.text)
                         token_ids.extend(event.token_ids)
+                        logprobs.extend(event.logprobs)
                     case FinishInfo():
                         finish = event
         assert info is not None and finish is not None, "a stream without an error has both"
@@ -186,6 +189,7 @@ class RouterService:
             text="".join(text),
             token_ids=tuple(token_ids),
             finish=finish,
+            logprobs=tuple(logprobs),
         )
 
     async def stream(
