@@ -36,7 +36,10 @@ class RowStates:
         # What `draft_wanted` says, with the budget at hand.
         wanted = remaining > 1 and session.draft_limit > 0 and session.wishes_drafts
         if held >= 0 and left == 0 and wanted:
-            return RowState(spec.session_id, 0, held, session.since, session.proposal_at)
+            priority = spec.priority
+            return RowState(
+                spec.session_id, 0, held, session.since, session.proposal_at, priority=priority
+            )
         awaits = session.awaits_proposal
         return RowState(
             spec.session_id,
