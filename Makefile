@@ -10,7 +10,7 @@ PYTEST_X2 := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reo
 # Tests that start processes and look at the clock: one after another.
 SERIAL := tests/integration tests/chaos
 
-.PHONY: setup demo test test-fast test-ray test-real check format proto bench clean
+.PHONY: setup demo test test-fast test-ray test-real check format proto generated bench clean
 
 setup: $(STAMP)
 
@@ -57,6 +57,12 @@ format: setup
 
 proto: setup
 	PYTHON=$(BIN)/python sh proto/generate.sh
+
+# What is written by the code and committed: a test says when it is out of date.
+generated: setup
+	for process in router verifier drafter ray; do \
+	  $(BIN)/outrider config schema $$process > deploy/configs/$$process.schema.json || exit 1; done
+	$(BIN)/outrider config reference > docs/configuration.md
 
 bench: setup
 	$(BIN)/outrider bench local
