@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.spec.structured import StructuredOutput
 from outrider.wire.messages import FinishReason, SpecStats
 
 MAX_PROMPT_TOKENS = 1 << 20
@@ -126,6 +127,8 @@ class GenerateRequest:
     """Greater goes first, and may preempt lesser ones; in [-MAX_PRIORITY, MAX_PRIORITY]."""
     resumable: bool = False
     """Whether it outlives its stream, which `ResumeStream` takes up again."""
+    structured_output: StructuredOutput | None = None
+    """The form that the answer must have; None: any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,8 @@ from outrider.wire.common_codec import (
     maybe,
     stats_from_pb,
     stats_to_pb,
+    structured_from_pb,
+    structured_to_pb,
 )
 from outrider.wire.inference import (
     MAX_CHAT_MESSAGES,
@@ -82,6 +84,7 @@ def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
             model=request.model,
             priority=request.priority,
             resumable=request.resumable,
+            structured_output=structured_to_pb(request.structured_output),
         )
         match request.prompt:
             case TextPrompt(text=value):
@@ -115,6 +118,7 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
         speculation=_speculation_from_pb(message.speculation),
         priority=number(message.priority, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY),
         resumable=message.resumable,
+        structured_output=structured_from_pb(message),
     )
 
 

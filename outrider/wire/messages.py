@@ -17,6 +17,7 @@ from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
+from outrider.spec.structured import StructuredOutput
 from outrider.wire.arrays import FeatureRows as FeatureRows
 from outrider.wire.arrays import TensorDtype as TensorDtype
 from outrider.wire.arrays import WireTensor as WireTensor
@@ -132,6 +133,12 @@ class SessionStart:
     """Upper bound of the session's length in tokens (prompt + output)."""
     prompt_len: int
     """Tokens of the prefix that are prompt (penalties treat prompt and output differently)."""
+    structured_output: StructuredOutput | None = None
+    """The form that the output must have; None: any. The two below are said beside it only."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the session, legal where its output is complete."""
+    min_new_tokens: int = 0
+    """Before as many tokens the output ends only where it cannot go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +192,8 @@ class SessionSpec:
     """The drafter that serves the session; None decodes plainly."""
     priority: int = 0
     """Greater goes first, and may preempt lesser ones; in [-MAX_PRIORITY, MAX_PRIORITY]."""
+    structured_output: StructuredOutput | None = None
+    """The form that the answer must have; None: any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from outrider.wire.common_codec import (
     plan_to_pb,
     sampling_to_pb,
     seeded_sampling_from_pb,
+    structured_from_pb,
+    structured_to_pb,
 )
 from outrider.wire.limits import (
     MAX_ERROR_BYTES,
@@ -217,6 +219,7 @@ def _spec_to_pb(spec: SessionSpec) -> pb.SessionSpec:
         plan=plan_to_pb(spec.plan),
         drafter_id=spec.drafter_id,
         priority=spec.priority,
+        structured_output=structured_to_pb(spec.structured_output),
     )
 
 
@@ -244,4 +247,5 @@ def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
         plan=plan_from_pb(message.plan),
         drafter_id=_drafter_id(message),
         priority=number(message.priority, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY),
+        structured_output=structured_from_pb(message),
     )

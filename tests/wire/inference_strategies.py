@@ -16,6 +16,7 @@ from tests.wire.strategies import (
     METHODS,
     NAMES,
     STATS,
+    STRUCTURED,
     TIMES,
     UINT32,
     UINT64,
@@ -69,6 +70,7 @@ REQUESTS = st.builds(
     ),
     priority=st.integers(-100, 100),
     resumable=st.booleans(),
+    structured_output=STRUCTURED,
 )
 POSITIONS = st.builds(
     inference.StreamPosition,
