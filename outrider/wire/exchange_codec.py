@@ -289,7 +289,6 @@ def _session_start_to_pb(start: SessionStart) -> pb.SessionStart:
         prompt_len=start.prompt_len,
         structured_output=structured_to_pb(start.structured_output),
         stop_token_ids=start.stop_token_ids,
-        min_new_tokens=start.min_new_tokens,
     )
 
 
@@ -304,5 +303,4 @@ def _session_start_from_pb(message: pb.SessionStart) -> SessionStart:
         prompt_len=number(message.prompt_len, "prompt_len", high=MAX_SEQUENCE_LEN),
         structured_output=structured_from_pb(message),
         stop_token_ids=token_ids(message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS),
-        min_new_tokens=number(message.min_new_tokens, "min_new_tokens", high=MAX_SEQUENCE_LEN),
     )

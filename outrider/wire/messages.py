@@ -134,11 +134,9 @@ class SessionStart:
     prompt_len: int
     """Tokens of the prefix that are prompt (penalties treat prompt and output differently)."""
     structured_output: StructuredOutput | None = None
-    """The form that the output must have; None: any. The two below are said beside it only."""
+    """The form that the output must have; None: any."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end the session, legal where its output is complete."""
-    min_new_tokens: int = 0
-    """Before as many tokens the output ends only where it cannot go on."""
+    """Said beside a structured output: ids that end the session, legal where that is complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

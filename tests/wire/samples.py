@@ -179,7 +179,6 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             prompt_len=100,
             structured_output=StructuredOutput(StructuredKind.JSON_SCHEMA, '{"type": "object"}'),
             stop_token_ids=(2, 49151),
-            min_new_tokens=4,
         ),
     ),
     "plan_change": ("verifier", m.PlanChange(handle=70000, plan=Plan())),

@@ -207,7 +207,6 @@ VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
         prompt_len=LENGTHS,
         structured_output=STRUCTURED,
         stop_token_ids=id_lists(8),
-        min_new_tokens=LENGTHS,
     ),
     st.builds(messages.PlanChange, handle=HANDLES, plan=PLANS),
     st.builds(messages.SessionEnd, handle=HANDLES),
