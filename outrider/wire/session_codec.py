@@ -20,6 +20,8 @@ from outrider.wire.common_codec import (
     plan_to_pb,
     sampling_to_pb,
     seeded_sampling_from_pb,
+    structured_from_pb,
+    structured_to_pb,
 )
 from outrider.wire.limits import (
     LOWEST_LOGPROB,
@@ -279,6 +281,7 @@ def _spec_to_pb(spec: SessionSpec) -> pb.SessionSpec:
         drafter_id=spec.drafter_id,
         priority=spec.priority,
         top_logprobs=spec.top_logprobs,
+        structured_output=structured_to_pb(spec.structured_output),
     )
 
 
@@ -310,4 +313,5 @@ def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
         top_logprobs=(
             None if asked is None else number(asked, "top_logprobs", high=MAX_TOP_LOGPROBS)
         ),
+        structured_output=structured_from_pb(message),
     )

@@ -58,4 +58,5 @@ class RowStates:
         """Whether the session's next round may be submitted before the one in flight is settled."""
         # A drafter that is told of every round could never catch up with one that runs ahead.
         alone = session.link_id is None or (session.paused and self._core.policy.pauses(session))
-        return self._engine.run_ahead and alone
+        # What a grammar allows next, the host finds out from what stands.
+        return self._engine.run_ahead and alone and session.constraint is None
