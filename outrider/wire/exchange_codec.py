@@ -14,7 +14,7 @@ from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.wire.bundles import Encoded as EncodedFrame
 from outrider.wire.bundles import join, refuse_bundle, split
-from outrider.wire.checks import fail, number, parse, text
+from outrider.wire.checks import fail, number, parse, text, traceparent
 from outrider.wire.common_codec import (
     LAYOUTS,
     LAYOUTS_FROM_PB,
@@ -284,6 +284,7 @@ def _session_start_to_pb(start: SessionStart) -> pb.SessionStart:
         sampling=sampling_to_pb(start.sampling.for_drafter()),
         max_len=start.max_len,
         prompt_len=start.prompt_len,
+        traceparent=start.traceparent,
     )
 
 
@@ -296,4 +297,5 @@ def _session_start_from_pb(message: pb.SessionStart) -> SessionStart:
         sampling=drafter_sampling_from_pb(message.sampling),
         max_len=number(message.max_len, "max_len", high=MAX_SEQUENCE_LEN),
         prompt_len=number(message.prompt_len, "prompt_len", high=MAX_SEQUENCE_LEN),
+        traceparent=traceparent(message.traceparent),
     )

@@ -132,6 +132,8 @@ class SessionStart:
     """Upper bound of the session's length in tokens (prompt + output)."""
     prompt_len: int
     """Tokens of the prefix that are prompt (penalties treat prompt and output differently)."""
+    traceparent: str = ""
+    """As in `SessionSpec`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +187,8 @@ class SessionSpec:
     """The drafter that serves the session; None decodes plainly."""
     priority: int = 0
     """Greater goes first, and may preempt lesser ones; in [-MAX_PRIORITY, MAX_PRIORITY]."""
+    traceparent: str = ""
+    """W3C Trace Context of the span that the session's belong to; "": it is not traced."""
 
 
 @dataclass(frozen=True, slots=True)

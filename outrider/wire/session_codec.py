@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId
-from outrider.wire.checks import fail, finite, number, parse, text, token_ids
+from outrider.wire.checks import fail, finite, number, parse, text, token_ids, traceparent
 from outrider.wire.common_codec import (
     FINISH_REASONS_FROM_PB,
     plan_from_pb,
@@ -217,6 +217,7 @@ def _spec_to_pb(spec: SessionSpec) -> pb.SessionSpec:
         plan=plan_to_pb(spec.plan),
         drafter_id=spec.drafter_id,
         priority=spec.priority,
+        traceparent=spec.traceparent,
     )
 
 
@@ -244,4 +245,5 @@ def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
         plan=plan_from_pb(message.plan),
         drafter_id=_drafter_id(message),
         priority=number(message.priority, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY),
+        traceparent=traceparent(message.traceparent),
     )

@@ -19,6 +19,7 @@ from outrider.wire.pool_codec import Removed
 from tests.wire.kinds import KINDS
 
 SESSION = SessionId("router-1/42")
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SAMPLING = SamplingParams(
     temperature=0.75,
     top_k=50,
@@ -164,6 +165,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             sampling=SAMPLING.for_drafter(),
             max_len=612,
             prompt_len=100,
+            traceparent=TRACEPARENT,
         ),
     ),
     "plan_change": ("verifier", m.PlanChange(handle=70000, plan=Plan())),
@@ -185,6 +187,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
                 plan=PLAN,
                 drafter_id=DrafterId("drafter-a"),
                 priority=-5,
+                traceparent=TRACEPARENT,
             ),
         ),
     ),

@@ -22,6 +22,7 @@ IDS = st.integers(0, 2**24 - 1)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30)
 MAYBE_NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 SESSION_IDS = NAMES.map(SessionId)
+TRACEPARENTS = st.just("") | st.from_regex(r"\A00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]\Z")
 METHODS = st.lists(st.sampled_from(DraftMethod), max_size=5).map(tuple)
 HANDLES = st.integers(0, 2**20 - 1)
 TIMES = st.floats(0, 1e9)
@@ -196,6 +197,7 @@ VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
         sampling=SAMPLING.map(SamplingParams.for_drafter),
         max_len=LENGTHS,
         prompt_len=LENGTHS,
+        traceparent=TRACEPARENTS,
     ),
     st.builds(messages.PlanChange, handle=HANDLES, plan=PLANS),
     st.builds(messages.SessionEnd, handle=HANDLES),
@@ -217,6 +219,7 @@ def session_specs(draw: st.DrawFn) -> messages.SessionSpec:
         plan=draw(PLANS),
         drafter_id=draw(st.none() | NAMES.map(DrafterId)),
         priority=draw(st.integers(-100, 100)),
+        traceparent=draw(TRACEPARENTS),
     )
 
 

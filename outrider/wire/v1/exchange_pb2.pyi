@@ -120,7 +120,7 @@ class LaneAnswer(_message.Message):
     def __init__(self, joined: bool = ...) -> None: ...
 
 class SessionStart(_message.Message):
-    __slots__ = ("session_id", "epoch", "plan", "sampling", "max_len", "prompt_len", "handle")
+    __slots__ = ("session_id", "epoch", "plan", "sampling", "max_len", "prompt_len", "handle", "traceparent")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class SessionStart(_message.Message):
     MAX_LEN_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     plan: _common_pb2.Plan
@@ -135,7 +136,8 @@ class SessionStart(_message.Message):
     max_len: int
     prompt_len: int
     handle: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_len: _Optional[int] = ..., prompt_len: _Optional[int] = ..., handle: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_len: _Optional[int] = ..., prompt_len: _Optional[int] = ..., handle: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Verdicts(_message.Message):
     __slots__ = ("columns", "digests", "tokens", "feature_dtype", "feature_width", "features")
