@@ -14,7 +14,7 @@ from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.wire.bundles import Encoded as EncodedFrame
 from outrider.wire.bundles import join, refuse_bundle, split
-from outrider.wire.checks import fail, number, parse, text, token_ids
+from outrider.wire.checks import fail, number, parse, text, token_ids, traceparent
 from outrider.wire.common_codec import (
     LAYOUTS,
     LAYOUTS_FROM_PB,
@@ -289,6 +289,7 @@ def _session_start_to_pb(start: SessionStart) -> pb.SessionStart:
         prompt_len=start.prompt_len,
         structured_output=structured_to_pb(start.structured_output),
         stop_token_ids=start.stop_token_ids,
+        traceparent=start.traceparent,
     )
 
 
@@ -303,4 +304,5 @@ def _session_start_from_pb(message: pb.SessionStart) -> SessionStart:
         prompt_len=number(message.prompt_len, "prompt_len", high=MAX_SEQUENCE_LEN),
         structured_output=structured_from_pb(message),
         stop_token_ids=token_ids(message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS),
+        traceparent=traceparent(message.traceparent),
     )

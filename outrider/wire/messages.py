@@ -137,6 +137,8 @@ class SessionStart:
     """The form that the output must have; None: any."""
     stop_token_ids: tuple[int, ...] = ()
     """Said beside a structured output: ids that end the session, legal where that is complete."""
+    traceparent: str = ""
+    """As in `SessionSpec`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +197,8 @@ class SessionSpec:
     emitted tokens' log-probabilities alone, None reports none."""
     structured_output: StructuredOutput | None = None
     """The form that the answer must have; None: any."""
+    traceparent: str = ""
+    """W3C Trace Context of the span that the session's belong to; "": it is not traced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId
-from outrider.wire.checks import fail, finite, number, parse, text, token_ids
+from outrider.wire.checks import fail, finite, number, parse, text, token_ids, traceparent
 from outrider.wire.common_codec import (
     FINISH_REASONS_FROM_PB,
     plan_from_pb,
@@ -282,6 +282,7 @@ def _spec_to_pb(spec: SessionSpec) -> pb.SessionSpec:
         priority=spec.priority,
         top_logprobs=spec.top_logprobs,
         structured_output=structured_to_pb(spec.structured_output),
+        traceparent=spec.traceparent,
     )
 
 
@@ -314,4 +315,5 @@ def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
             None if asked is None else number(asked, "top_logprobs", high=MAX_TOP_LOGPROBS)
         ),
         structured_output=structured_from_pb(message),
+        traceparent=traceparent(message.traceparent),
     )

@@ -84,6 +84,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="a client that takes nothing for so long is not waited for",
     )
     parser.add_argument("--metrics-port", type=int, metavar="P", help="0 takes a free port")
+    parser.add_argument(
+        "--metrics-compat",
+        choices=("none", "vllm"),
+        help="export metrics under these names too, for tools that read them",
+    )
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     return parser
 
@@ -93,6 +98,7 @@ async def serve(config: RouterConfig) -> None:
     from outrider.models import resolve
     from outrider.text.tokenizer import Tokenizer
     from outrider.transport.grpc import GrpcDialer, GrpcServer
+    from outrider_router.exporting import export_state
     from outrider_router.grpc_api import inference_service
     from outrider_router.metrics import RouterMetrics
     from outrider_router.pool_api import pool_service
@@ -108,6 +114,7 @@ async def serve(config: RouterConfig) -> None:
     service = RouterService(
         config=config, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
+    export_state(service)
     server = GrpcServer(config.listen, [inference_service(service)])
     pool = GrpcServer(config.pool_listen, [pool_service(service)]) if config.pool_listen else None
     service.on_readiness = server.set_serving

@@ -25,6 +25,15 @@ class Fsync(StrEnum):
     """Before a client is told of a round; every round waits for the disk."""
 
 
+class MetricsCompat(StrEnum):
+    """Whose metrics are exported beside the router's own."""
+
+    NONE = "none"
+    """Nobody's."""
+    VLLM = "vllm"
+    """vLLM's names (`vllm:...`), for tools that read those."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationDefaults:
     """Speculation of sessions whose request does not say otherwise."""
@@ -119,6 +128,8 @@ class RouterConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"
     """Address that the Prometheus endpoint listens on."""
+    metrics_compat: MetricsCompat = MetricsCompat.NONE
+    """Whose names its metrics have as well: none, vllm."""
     poll_interval_s: float = 0.5
     """Time between two looks at a verifier or drafter."""
     silence_s: float = 3.0

@@ -340,8 +340,9 @@ class RouterService:
 
     def _log_end(self, entry: Entry, outcome: str) -> None:
         duration_s = self._clock() - entry.started
-        self.metrics.requests.labels(outcome).inc()
-        self.metrics.request_duration.observe(duration_s)
+        self.metrics.add_ended(
+            outcome, entry.first_token, entry.last_token, len(entry.emitted), duration_s
+        )
         logger.info(
             "request ended",
             extra={

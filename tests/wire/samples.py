@@ -20,6 +20,7 @@ from outrider.wire.pool_codec import Removed
 from tests.wire.kinds import KINDS
 
 SESSION = SessionId("router-1/42")
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SAMPLING = SamplingParams(
     temperature=0.75,
     top_k=50,
@@ -165,6 +166,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             sampling=SAMPLING.for_drafter(),
             max_len=612,
             prompt_len=100,
+            traceparent=TRACEPARENT,
         ),
     ),
     "structured_start": (
@@ -201,6 +203,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
                 drafter_id=DrafterId("drafter-a"),
                 priority=-5,
                 structured_output=StructuredOutput(StructuredKind.REGEX, "[0-9]+"),
+                traceparent=TRACEPARENT,
             ),
         ),
     ),

@@ -23,6 +23,7 @@ IDS = st.integers(0, 2**24 - 1)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30)
 MAYBE_NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 SESSION_IDS = NAMES.map(SessionId)
+TRACEPARENTS = st.just("") | st.from_regex(r"\A00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]\Z")
 METHODS = st.lists(st.sampled_from(DraftMethod), max_size=5).map(tuple)
 HANDLES = st.integers(0, 2**20 - 1)
 TIMES = st.floats(0, 1e9)
@@ -207,6 +208,7 @@ VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
         prompt_len=LENGTHS,
         structured_output=STRUCTURED,
         stop_token_ids=id_lists(8),
+        traceparent=TRACEPARENTS,
     ),
     st.builds(messages.PlanChange, handle=HANDLES, plan=PLANS),
     st.builds(messages.SessionEnd, handle=HANDLES),
@@ -230,6 +232,7 @@ def session_specs(draw: st.DrawFn) -> messages.SessionSpec:
         priority=draw(st.integers(-100, 100)),
         top_logprobs=draw(st.none() | st.integers(0, 20)),
         structured_output=draw(STRUCTURED),
+        traceparent=draw(TRACEPARENTS),
     )
 
 
