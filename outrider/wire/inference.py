@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.spec.structured import StructuredOutput
 from outrider.wire.limits import MAX_TOP_LOGPROBS as MAX_TOP_LOGPROBS
 from outrider.wire.logprobs import TokenLogprobs as TokenLogprobs
 from outrider.wire.messages import FinishReason, SpecStats
@@ -131,6 +132,8 @@ class GenerateRequest:
     top_logprobs: int | None = None
     """Most probable ids to give with each emitted token, in [0, MAX_TOP_LOGPROBS]; 0 gives the
     emitted tokens' log-probabilities alone, None gives none."""
+    structured_output: StructuredOutput | None = None
+    """The form that the answer must have; None: any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
+from outrider.spec.structured import StructuredOutput
 from outrider.wire.arrays import FeatureRows as FeatureRows
 from outrider.wire.arrays import TensorDtype as TensorDtype
 from outrider.wire.arrays import WireTensor as WireTensor
@@ -134,6 +135,12 @@ class SessionStart:
     """Upper bound of the session's length in tokens (prompt + output)."""
     prompt_len: int
     """Tokens of the prefix that are prompt (penalties treat prompt and output differently)."""
+    structured_output: StructuredOutput | None = None
+    """The form that the output must have; None: any."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Said beside a structured output: ids that end the session, legal where that is complete."""
+    traceparent: str = ""
+    """As in `SessionSpec`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +197,10 @@ class SessionSpec:
     top_logprobs: int | None = None
     """Most probable ids to report with each emitted token, in [0, MAX_TOP_LOGPROBS]; 0 reports the
     emitted tokens' log-probabilities alone, None reports none."""
+    structured_output: StructuredOutput | None = None
+    """The form that the answer must have; None: any."""
+    traceparent: str = ""
+    """W3C Trace Context of the span that the session's belong to; "": it is not traced."""
 
 
 @dataclass(frozen=True, slots=True)

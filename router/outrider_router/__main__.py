@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outrider.config import load_config
+from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import run
@@ -31,7 +31,12 @@ _EXIT_MISUSE = 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
-    """Configuration from --config FILE.toml, overridden by flags. Raises InvalidRequestError."""
+    """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
+    return parse_config(RouterConfig, make_parser(), argv, "router").config
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; flags are stored by the keys that they set."""
     parser = argparse.ArgumentParser(
         prog="outrider-router", description="Serve clients; place sessions on verifiers."
     )
@@ -79,10 +84,13 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
         help="a client that takes nothing for so long is not waited for",
     )
     parser.add_argument("--metrics-port", type=int, metavar="P", help="0 takes a free port")
+    parser.add_argument(
+        "--metrics-compat",
+        choices=("none", "vllm"),
+        help="export metrics under these names too, for tools that read them",
+    )
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
-    flags = vars(parser.parse_args(argv))
-    path = flags.pop("config")
-    return load_config(RouterConfig, path, flags)
+    return parser
 
 
 async def serve(config: RouterConfig) -> None:
@@ -90,6 +98,7 @@ async def serve(config: RouterConfig) -> None:
     from outrider.models import resolve
     from outrider.text.tokenizer import Tokenizer
     from outrider.transport.grpc import GrpcDialer, GrpcServer
+    from outrider_router.exporting import export_state
     from outrider_router.grpc_api import inference_service
     from outrider_router.metrics import RouterMetrics
     from outrider_router.pool_api import pool_service
@@ -105,6 +114,7 @@ async def serve(config: RouterConfig) -> None:
     service = RouterService(
         config=config, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
+    export_state(service)
     server = GrpcServer(config.listen, [inference_service(service)])
     pool = GrpcServer(config.pool_listen, [pool_service(service)]) if config.pool_listen else None
     service.on_readiness = server.set_serving

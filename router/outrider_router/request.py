@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.ids import DrafterId, SessionId, TenantId
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
+from outrider.spec.structured import StructuredOutput
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import (
     MAX_TOP_LOGPROBS,
@@ -46,6 +47,8 @@ class Job:
     """KV tokens that it may need at most."""
     priority: int
     tenant: TenantId
+    structured_output: StructuredOutput | None = None
+    """The form of the answer; None: any."""
     returns: bool
     """Whether its client chose its id, and so is known when it comes back."""
     model: str
@@ -75,6 +78,7 @@ class Job:
             drafter_id=drafter_id,
             priority=self.priority,
             top_logprobs=self.top_logprobs,
+            structured_output=self.structured_output,
         )
 
 
@@ -133,13 +137,14 @@ def make_job(
         prompt_ids=prompt_ids,
         sampling=make_sampling(request.sampling, seed=seed, vocab_size=info.vocab_size),
         plan=make_plan(request.speculation, config.speculation),
-        stop_ids=stop_ids(request.stopping, tokenizer.eos_ids, info.vocab_size),
+        stop_ids=_stop_ids(request, tokenizer, info.vocab_size),
         stop_strings=request.stopping.stop,
         max_new_tokens=budget,
         min_new_tokens=request.stopping.min_tokens or 0,
         kv_tokens=len(prompt_ids) + budget + config.session_slack_tokens,
         priority=request.priority,
         tenant=tenant,
+        structured_output=request.structured_output,
         returns=request.request_id is not None,
         model=name,
         top_logprobs=_top_logprobs(request.top_logprobs, info.vocab_size),
@@ -171,3 +176,16 @@ def _top_logprobs(asked: int | None, vocab_size: int) -> int | None:
 def _check_stop_strings(stops: tuple[str, ...]) -> None:
     if not all(stops):
         raise InvalidRequestError("stop strings must not be empty", reason="INVALID_STOPPING")
+
+
+def _stop_ids(request: GenerateRequest, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """What ends the session. An answer that is to have a form ends where that is complete, whatever
+    was said of end-of-turn ids."""
+    if request.structured_output is None:
+        return stop_ids(request.stopping, tokenizer.eos_ids, vocab_size)
+    if not tokenizer.eos_ids:
+        raise InvalidRequestError(
+            "structured output needs a model with an end-of-turn id", reason="INVALID_STRUCTURE"
+        )
+    stopping = replace(request.stopping, ignore_eos=False)
+    return stop_ids(stopping, tokenizer.eos_ids, vocab_size)

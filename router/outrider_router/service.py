@@ -38,6 +38,7 @@ from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.answers import Answer, Write
 from outrider_router.config import RouterConfig
 from outrider_router.fleet import TokenizerIdentity
+from outrider_router.forms import Forms
 from outrider_router.journal import Entry, Journal
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
@@ -90,6 +91,7 @@ class RouterService:
             self.journal, self.registry, metrics, clock=clock, interval_s=config.poll_interval_s
         )
         self.tokenizer = tokenizer
+        self._forms = Forms(tokenizer.file, vocab_size=tokenizer.num_ids)
         self._clock = clock
         self.resumables = Resumables(
             config,
@@ -308,6 +310,7 @@ class RouterService:
         info = self.registry.any_info()
         if info is None:
             raise no_verifier()
+        await self._forms.check(request.structured_output)
         job = make_job(
             request,
             await tokenize(request.prompt, self.tokenizer),
@@ -341,8 +344,9 @@ class RouterService:
 
     def _log_end(self, entry: Entry, outcome: str) -> None:
         duration_s = self._clock() - entry.started
-        self.metrics.requests.labels(outcome).inc()
-        self.metrics.request_duration.observe(duration_s)
+        self.metrics.add_ended(
+            outcome, entry.first_token, entry.last_token, len(entry.emitted), duration_s
+        )
         logger.info(
             "request ended",
             extra={

@@ -169,6 +169,7 @@ class Serving:
             if not told:
                 told = True
                 self._metrics.prompt_tokens.inc(len(course.job.prompt_ids))
+                self._metrics.request_prompt_tokens.observe(len(course.job.prompt_ids))
                 self._metrics.queue_time.observe(self._clock() - course.entry.started)
                 yield course.info
             try:

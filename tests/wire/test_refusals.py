@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.errors import InvalidMessageError, InvalidRequestError
+from outrider.spec.structured import MAX_STRUCTURE_BYTES
 from outrider.wire import codec
 from outrider.wire.inference import GenerateRequest, SamplingOptions, TextPrompt
 from outrider.wire.inference_codec import event_from_pb, request_from_pb, request_to_pb
@@ -436,3 +437,18 @@ def test_a_verifier_is_told_the_seed_itself() -> None:
     refused = codec.decode_sessions_request(message.SerializeToString())
     assert isinstance(refused, MalformedOpen)
     assert "must bring a seed" in refused.error.message
+
+
+def test_the_form_of_an_answer_must_be_one_that_the_contract_knows() -> None:
+    for empty in (common_pb2.StructuredOutput(), common_pb2.StructuredOutput(json_object=False)):
+        request = inference_pb2.GenerateRequest(text="x", structured_output=empty)
+        with pytest.raises(InvalidMessageError, match="must be one of json_schema"):
+            request_from_pb(request)
+    too_long = common_pb2.StructuredOutput(regex="é" * (MAX_STRUCTURE_BYTES // 2 + 1))
+    with pytest.raises(InvalidMessageError, match="at most 262144 bytes, got 262146"):
+        request_from_pb(inference_pb2.GenerateRequest(text="x", structured_output=too_long))
+    bad = open_pb()
+    bad.open.spec.structured_output.grammar = ""
+    opened = codec.decode_sessions_request(bad.SerializeToString())
+    assert isinstance(opened, MalformedOpen)
+    assert "needs a text" in opened.error.message

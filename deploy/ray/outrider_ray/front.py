@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from outrider_router.config import RouterConfig
+from outrider_router.exporting import export_state
 from outrider_router.fleet import PeerState
 from outrider_router.grpc_api import inference_service
 from outrider_router.metrics import RouterMetrics
@@ -49,6 +50,7 @@ async def serve_front(config: LaunchConfig) -> AsyncGenerator[Front]:
     service = RouterService(
         config=router, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
+    export_state(service)
     server = GrpcServer(router.listen, [inference_service(service)])
     service.on_readiness = server.set_serving
     try:
