@@ -121,6 +121,11 @@ class RouterService:
         self.on_readiness: Callable[[bool], None] = lambda ready: None
         """Hears whether requests can be served: a verifier is healthy, and no drain began."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served: a verifier is healthy, and no drain began."""
+        return self._ready
+
     def restore(self) -> None:
         """Take up what the journal holds: from now on its streams can be resumed. Idempotent.
 
@@ -214,14 +219,18 @@ class RouterService:
         *,
         timeout_s: float | None = None,
         caller: Caller = ANYBODY,
+        own_id: RequestId | None = None,
     ) -> None:
         """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
-        is resumable: then it goes on for a while without a client. Raises as `stream` does."""
+        is resumable: then it goes on for a while without a client. Raises as `stream` does.
+
+        `own_id` names a request whose client chose no id; by default one is made.
+        """
         if request.resumable:
             answer = self._begin(request, timeout_s, caller)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
             return
-        async with aclosing(self._run(request, timeout_s, caller)) as events:
+        async with aclosing(self._run(request, timeout_s, caller, own_id)) as events:
             async for event in events:
                 await write(event)
 
@@ -284,10 +293,14 @@ class RouterService:
             self._log_end(entry, outcome)
 
     def _run(
-        self, request: GenerateRequest, timeout_s: float | None, caller: Caller
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None,
+        caller: Caller,
+        own_id: RequestId | None = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a request that ends with whoever reads them."""
-        entry, allowed = self._open(request, timeout_s, caller)
+        entry, allowed = self._open(request, timeout_s, caller, own_id)
         return self._events(entry, partial(self._make_job, allowed, caller))
 
     def _begin(self, request: GenerateRequest, timeout_s: float | None, caller: Caller) -> Answer:
@@ -295,14 +308,18 @@ class RouterService:
         return self.resumables.begin(entry, partial(self._make_job, allowed, caller))
 
     def _open(
-        self, request: GenerateRequest, timeout_s: float | None, caller: Caller
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None,
+        caller: Caller,
+        own_id: RequestId | None = None,
     ) -> tuple[Entry, GenerateRequest]:
         """The entry of a new request, and the request as its caller may have it."""
         if self._draining:
             raise _stopping()
         if request.request_id == "":
             raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
-        new_id = request.request_id or RequestId(f"req-{secrets.token_hex(8)}")
+        new_id = request.request_id or own_id or RequestId(f"req-{secrets.token_hex(8)}")
         answer = self.resumables.get(new_id)
         if answer is not None and answer.entry.caller.tenant != caller.tenant:
             raise AlreadyExistsError(

@@ -58,6 +58,7 @@ def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
     )
     add("--simulated-acceptance", metavar="RATES", help="benchmarks only: drafts stand by chance")
     add("--listen", metavar="HOST:PORT", help="address of the client API")
+    add("--http", metavar="HOST:PORT", help="address of OpenAI's API over HTTP")
     add("--kv-tokens", type=int, metavar="N", help="KV budget of the verifier")
     add("--max-sessions", type=int, metavar="N", help="sessions served at once")
     add("--queue-limit", type=int, metavar="N", help="requests that may wait")
@@ -104,6 +105,8 @@ async def _serve_clients(config: LaunchConfig, stop: asyncio.Event) -> None:
 
     async with serve_front(config) as front:
         ready = {"event": "ready", "address": front.address}
+        if front.http:
+            ready["http"] = front.http
         if front.metrics:
             ready["metrics"] = front.metrics
         sys.stdout.write(json.dumps(ready) + "\n")
