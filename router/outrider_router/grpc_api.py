@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from outrider.errors import ResourceExhaustedError
 from outrider.transport.grpc import Service
 from outrider.transport.grpc.status import Context
+from outrider.transport.tls import Role
 from outrider.wire.inference import StreamEvent
 from outrider.wire.inference_codec import (
     event_to_pb,
@@ -43,6 +44,7 @@ def inference_service(service: RouterService) -> Service:
     return Service(
         name=INFERENCE_SERVICE,
         register=partial(pb_grpc.add_InferenceServiceServicer_to_server, servicer),
+        roles=(Role.CLIENT, Role.OPERATOR),
     )
 
 
