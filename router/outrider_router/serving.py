@@ -132,6 +132,7 @@ class Serving:
 
     def _course(self, entry: Entry, job: Job, deadline: float | None) -> Course:
         number = next(self._numbers)
+        entry.top_logprobs = job.top_logprobs
         return Course(
             entry=entry,
             job=job,
@@ -168,6 +169,7 @@ class Serving:
             if not told:
                 told = True
                 self._metrics.prompt_tokens.inc(len(course.job.prompt_ids))
+                self._metrics.request_prompt_tokens.observe(len(course.job.prompt_ids))
                 self._metrics.queue_time.observe(self._clock() - course.entry.started)
                 yield course.info
             try:

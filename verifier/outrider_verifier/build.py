@@ -25,8 +25,9 @@ from outrider.engine.loading import kv_bytes_per_token, load_lm_head, load_targe
 from outrider.engine.products import choices, set_threads
 from outrider.engine.target import TargetModel
 from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.grammar.grammars import Grammars
 from outrider.models import resolve
-from outrider.text.tokenizer import tokenizer_hash
+from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
 from outrider_verifier.assembly import feature_dtype
 from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
 from outrider_verifier.engine import RoundEngine
@@ -76,6 +77,7 @@ def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> Ve
         max_context_len=target.config.max_position_embeddings,
         model_name=config.model,
         tokenizer_hash=tokenizer_hash(path),
+        grammars=Grammars.load(tokenizer_file(path), vocab_size=target.vocab_size),
         awake=awake,
     )
 

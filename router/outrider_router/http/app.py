@@ -23,7 +23,7 @@ DESCRIPTION = "OpenAI's API, served by speculative decoding."
 
 def make_app(service: RouterService) -> ASGIApp:
     """Everything that the router serves over HTTP."""
-    return Guard(make_api(service))
+    return Guard(make_api(service), service.gate)
 
 
 def make_api(service: RouterService) -> FastAPI:

@@ -10,10 +10,13 @@ from collections.abc import Generator
 import uvicorn
 
 from outrider.errors import FailedPreconditionError
+from outrider.transport.tls import uvicorn_tls
 from outrider_router.http.app import make_app
 from outrider_router.service import RouterService
 
 BACKLOG = 2048
+MAX_CONNECTIONS = 4096
+"""Beyond them the answer is 503, whatever is asked for."""
 GRACE_S = 2
 """Time that connections get to end when the server stops; requests have ended before."""
 _LOOK_S = 0.005
@@ -39,7 +42,8 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Bind and serve; the address. FailedPreconditionError if it cannot be bound."""
+        """Bind and serve; the address. FailedPreconditionError if it cannot be bound, or its
+        certificate is no good."""
         listener = bind(self._address, slow_reader_s=self._service.config.overload.slow_reader_s)
         host, port = listener.getsockname()[:2]
         server = _Server(
@@ -51,6 +55,8 @@ class HttpServer:
                 lifespan="off",
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=GRACE_S,
+                limit_concurrency=MAX_CONNECTIONS,
+                **uvicorn_tls(self._service.config.client_tls),
             )
         )
         self._server = server
