@@ -138,11 +138,11 @@ def licence_of(name: str) -> str:
     said = metadata.metadata(name)
     for expression in said.get_all("License-Expression") or []:
         return str(expression)
-    short = "".join(said.get_all("License") or []).strip()
+    short = next(iter(said.get_all("License") or []), "").strip()
     if short and "\n" not in short and short != "UNKNOWN":
         return _SPDX.get(short, short)
     classifiers = said.get_all("Classifier") or []
-    words = [word.split(" :: ")[-1] for word in classifiers if word.startswith("License ::")]
+    words = [str(word).split(" :: ")[-1] for word in classifiers if "License ::" in word]
     return " AND ".join(_SPDX.get(word, word) for word in words) or "unknown"
 
 
