@@ -21,6 +21,8 @@ from outrider.spec.structured import StructuredOutput
 from outrider.wire.arrays import FeatureRows as FeatureRows
 from outrider.wire.arrays import TensorDtype as TensorDtype
 from outrider.wire.arrays import WireTensor as WireTensor
+from outrider.wire.logprobs import EventLogprobs as EventLogprobs
+from outrider.wire.logprobs import TokenLogprobs
 from outrider.wire.rounds import Laws as Laws
 from outrider.wire.rounds import Proposal as Proposal
 from outrider.wire.rounds import Proposals as Proposals
@@ -270,19 +272,6 @@ MALFORMED_ROW = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EventLogprobs:
-    """Log-probabilities of the ids of `SessionEvents`, in columns for its n rows."""
-
-    widths: NDArray[np.uint8]
-    """[n] values with each id of a row: 0 none, else its own and those of the most probable."""
-    values: NDArray[np.float32]
-    """[sum(counts * widths)], each in [LOWEST_LOGPROB, 0]: row after row, id after id, an id's own
-    first, then the most probable first."""
-    top_ids: NDArray[np.int32]
-    """[sum(counts * (widths - 1))] over rows with any: whose the others are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionEvents:
     """What the sessions of a round emitted: a row a session, in columns of n rows."""
 
@@ -355,3 +344,5 @@ class SessionEvent:
     """Cumulative."""
     drafter_attached: bool = False
     """Whether the session's drafter is alive at this moment."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `tokens` where the session asked for them, else none."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
-from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.errors import InvalidRequestError, NotFoundError, OutriderError
 from outrider.ids import DrafterId, SessionId, TenantId
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.structured import StructuredOutput
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import (
+    MAX_TOP_LOGPROBS,
     ChatPrompt,
     GenerateRequest,
     Prompt,
@@ -22,6 +24,7 @@ from outrider.wire.inference import (
 )
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.config import RouterConfig
+from outrider_router.journal import Entry
 from outrider_router.planner import check_ids, make_plan, make_sampling, output_budget, stop_ids
 from outrider_router.tenants import SHARED
 
@@ -51,6 +54,8 @@ class Job:
     returns: bool
     """Whether its client chose its id, and so is known when it comes back."""
     model: str
+    top_logprobs: int | None = None
+    """Most probable ids to give with each emitted token; None gives no log-probabilities."""
 
     def spec(
         self,
@@ -74,17 +79,24 @@ class Job:
             plan=plan,
             drafter_id=drafter_id,
             priority=self.priority,
+            top_logprobs=self.top_logprobs,
             structured_output=self.structured_output,
         )
 
 
-async def tokenize(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids of a prompt; InvalidRequestError if it is empty or cannot be rendered."""
+async def tokenize(
+    prompt: Prompt, tokenizer: Tokenizer, *, add_special_tokens: bool = True
+) -> tuple[int, ...]:
+    """Ids of a prompt; InvalidRequestError if it is empty or cannot be rendered.
+
+    `add_special_tokens`: of a text; whether those that open a document come first.
+    """
     match prompt:
         case TokenPrompt(token_ids=ids):
             found = tuple(ids)
         case TextPrompt(text=text):
-            found = await _maybe_in_thread(len(text), tokenizer.encode, text)
+            encode = partial(tokenizer.encode, add_special_tokens=add_special_tokens)
+            found = await _maybe_in_thread(len(text), encode, text)
         case ChatPrompt(messages=messages):
             turns = [{"role": turn.role, "content": turn.content} for turn in messages]
             size = sum(len(turn.content) for turn in messages)
@@ -143,6 +155,7 @@ def make_job(
         structured_output=request.structured_output,
         returns=request.request_id is not None,
         model=name,
+        top_logprobs=_top_logprobs(request.top_logprobs, info.vocab_size),
     )
 
 
@@ -155,6 +168,17 @@ def max_session_len(config: RouterConfig, info: VerifierInfo) -> int:
     """Most tokens of prompt and output that this verifier can ever serve."""
     kv_tokens = info.kv_total_blocks * info.kv_block_tokens
     return min(info.max_context_len, max(0, kv_tokens - config.session_slack_tokens))
+
+
+def _top_logprobs(asked: int | None, vocab_size: int) -> int | None:
+    if asked is None:
+        return None
+    if not 0 <= asked <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(
+            f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {asked}",
+            reason="INVALID_LOGPROBS",
+        )
+    return min(asked, vocab_size)
 
 
 def _check_stop_strings(stops: tuple[str, ...]) -> None:
@@ -173,3 +197,22 @@ def _stop_ids(request: GenerateRequest, tokenizer: Tokenizer, vocab_size: int) -
         )
     stopping = replace(request.stopping, ignore_eos=False)
     return stop_ids(stopping, tokenizer.eos_ids, vocab_size)
+
+
+async def unless_ended(entry: Entry, making: Awaitable[Job]) -> Job:
+    """A request's job; raises the request's error as soon as it ends. A long prompt takes long."""
+    task = asyncio.ensure_future(making)
+
+    def stop(_error: OutriderError) -> None:
+        task.cancel()
+
+    entry.on_fail = stop
+    try:
+        return await task
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if entry.ended is None or (current is not None and current.cancelling()):
+            raise
+        raise entry.ended from None
+    finally:
+        entry.on_fail = None

@@ -132,6 +132,7 @@ class Serving:
 
     def _course(self, entry: Entry, job: Job, deadline: float | None) -> Course:
         number = next(self._numbers)
+        entry.top_logprobs = job.top_logprobs
         return Course(
             entry=entry,
             job=job,

@@ -36,7 +36,7 @@ class Accounts:
         if settled.verified is not None:
             self._count(settled, settled.verified)
         if tokens:
-            self._core.emit(session, tokens, settled.reason)
+            self._core.emit(session, tokens, settled.reason, settled.result.logprobs)
         if settled.reason is not None:
             self._core.counters["finished"] += 1
             self._core.room.lengths.observe(session.length - session.spec.prompt_len)

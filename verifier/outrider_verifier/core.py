@@ -11,6 +11,7 @@ from collections import Counter
 from typing import assert_never
 
 from outrider.engine.kvcache import KVPool
+from outrider.engine.logprobs import PathLogprobs
 from outrider.errors import (
     AlreadyExistsError,
     InternalError,
@@ -325,8 +326,10 @@ class Core:
         session: Session,
         tokens: tuple[int, ...],
         finish_reason: FinishReason | None,
+        logprobs: PathLogprobs | None = None,
     ) -> None:
-        """Send an event of the session; those of a round leave together."""
+        """Send an event of the session; those of a round leave together. `logprobs` may go on
+        behind the tokens."""
         if self._emits is None:
             self._emits = Emits()
             self.post(self._emits)
@@ -344,6 +347,7 @@ class Core:
             flags=flags,
             proposed=stats.proposed - told.proposed,
             accepted=stats.accepted - told.accepted,
+            logprobs=logprobs,
         )
 
     def seal(self) -> None:

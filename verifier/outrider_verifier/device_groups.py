@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from outrider.engine.device.logprobs import Asked
 from outrider.engine.device.pieces import Piece, cut
 from outrider.engine.device.round_rows import RoundRows, RowInput
 from outrider.engine.device.rounds import Launched
@@ -67,6 +68,29 @@ class Group:
     def own(self) -> bool:
         """Whether the rows verify drafts of this process's own head."""
         return self.drafts is Drafts.OWN
+
+
+def asked_of(group: Group) -> Asked | None:
+    """Which of the tokens that a launch emits come with log-probabilities; None: none of them."""
+    rows: list[int] = []
+    tops: list[int] = []
+    depth = 0
+    for place, row in enumerate(group.rows):
+        top = row.session.spec.top_logprobs
+        if top is None:
+            continue
+        rows.append(place)
+        tops.append(top)
+        draft = row.draft
+        deepest = int(draft.depths.max()) if draft is not None and len(draft.tree) else 0
+        depth = max(depth, 1 + deepest, 1 + (row.own_depth if group.own else 0))
+    pieces: list[int] = []
+    for chunk in group.chunks:
+        top = chunk.row.session.spec.top_logprobs
+        if top is not None and chunk.row.last:
+            pieces.append(chunk.last)
+            tops.append(top)
+    return Asked(rows, depth, pieces, tops) if tops else None
 
 
 def group_rows(

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from outrider.engine.logprobs import PathLogprobs
 from outrider.errors import (
     AlreadyExistsError,
     InternalError,
@@ -30,6 +31,7 @@ from outrider.transport.base import ServingConnection
 from outrider.transport.outgoing import Outgoing
 from outrider.transport.sessions import failure_of
 from outrider.wire.messages import (
+    EventLogprobs,
     Heartbeat,
     MalformedOpen,
     SessionEvents,
@@ -57,7 +59,9 @@ _MESSAGE_BYTES = 256
 
 def _size(message: SessionsMessage) -> int:
     if isinstance(message, SessionEvents):
-        return _MESSAGE_BYTES + message.tokens.nbytes + 20 * len(message.handles)
+        told = message.logprobs
+        extra = 0 if told is None else told.values.nbytes + told.top_ids.nbytes
+        return _MESSAGE_BYTES + message.tokens.nbytes + 20 * len(message.handles) + extra
     return _MESSAGE_BYTES
 
 
@@ -328,6 +332,20 @@ def _events(batch: Emits, rows: list[int], handles: list[int]) -> SessionEvents:
         flags=column(batch.flags, np.uint8),
         proposed=column(batch.proposed, np.uint16),
         accepted=column(batch.accepted, np.uint16),
+        logprobs=_event_logprobs(batch.logprobs, rows),
+    )
+
+
+def _event_logprobs(told: dict[int, PathLogprobs], rows: list[int]) -> EventLogprobs | None:
+    """The columns of these rows; None where none of them has any."""
+    mine = [told.get(row) for row in rows] if told else []
+    entries = [entry for entry in mine if entry is not None]
+    if not entries:
+        return None
+    return EventLogprobs(
+        widths=np.array([0 if e is None else e.values.shape[1] for e in mine], np.uint8),
+        values=np.concatenate([entry.values.ravel() for entry in entries]),
+        top_ids=np.concatenate([entry.top_ids.ravel() for entry in entries]),
     )
 
 

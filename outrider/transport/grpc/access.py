@@ -38,9 +38,9 @@ class Access:
     require_client: bool = True
     """Whether callers must show a certificate, and have a role that the service is for."""
     check: Callable[[Metadata], object] = _everybody
-    """Looks at a call's metadata before its message is read; raises OutriderError."""
+    """Looks at a call's metadata before its message is read; raises OutriderError, and counts."""
     on_refused: Callable[[str], None] = _nobody_counts
-    """Hears the reason of each call that is refused."""
+    """Hears the reason of each call that is refused for its certificate."""
     on_handshake: Callable[[], None] = _nobody_listens
     """Hears of each TLS handshake that begins, on another thread."""
 
@@ -58,11 +58,7 @@ class Guard:
         """Judge a call by its metadata; its message has not been read. Raises OutriderError."""
         if _service_of(details.method) == HEALTH_SERVICE:
             return
-        try:
-            self._access.check(details.invocation_metadata or ())
-        except OutriderError as error:
-            self._access.on_refused(error.reason)
-            raise
+        self._access.check(details.invocation_metadata or ())
 
     def role_check(self, method: str) -> Callable[[Context], None] | None:
         """Judges the callers of a method by their certificates, if there is anything to judge;
