@@ -50,11 +50,11 @@ class SpeculationDefaults:
     fan_out: int = 0
     """Outcomes that are pre-drafted a round; 0 lets the drafter choose."""
     patience_ms: int = 1000
-    """Longest wait of a row for its proposal."""
+    """Longest wait of a row for its proposal; within it the verifier follows what it measures."""
     ngram_patience_ms: int = 20
     """The same for n-gram drafts: a lookup either answers at once or has found nothing."""
     max_draft_tokens: int = 64
-    """Requests for more are cut to this."""
+    """Requests for more are cut to this; at most the verifiers' `max_tree_nodes`."""
 
     def __post_init__(self) -> None:
         for name in ("patience_ms", "ngram_patience_ms"):
@@ -149,7 +149,8 @@ class RouterConfig:
     resume_grace_s: float = 30.0
     """Time that a resumable request goes on, or that its end is kept, without its client."""
     journal: Path | None = None
-    """File of the log that resumable requests survive this process by; unset keeps none."""
+    """File of the log that resumable requests survive this process by, one router a file; unset
+    keeps none."""
     journal_fsync: Fsync = Fsync.INTERVAL
     """When that file is forced to the disk: off, interval (every second) or always."""
     log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
