@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +19,12 @@ from outrider.client import Client
 from tests.integration.stack import Stack, connect, wait_until
 
 PROMPT = "The quick brown fox"
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
 FREE = {"ignore_eos": True}
 
 
@@ -103,6 +111,81 @@ def test_what_speculation_did_is_told_with_the_usage(api: OpenAI) -> None:
     assert details.rejected_prediction_tokens == drafted - told["num_accepted_draft_tokens"]
     # The first token comes with the prompt, every other one with a round.
     assert told["tokens_per_round"] == pytest.approx(47 / told["rounds"], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": SCHEMA},
+            }
+        },
+        {"guided_json": SCHEMA},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+    ],
+)
+def test_an_answer_has_the_form_that_was_asked_for(api: OpenAI, fields: dict[str, Any]) -> None:
+    answer = api.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Name a colour."}],
+        temperature=0.9,
+        seed=3,
+        max_tokens=200,
+        extra_body=fields,
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert json.loads(answer.choices[0].message.content or "")["colour"] in ("red", "blue")
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[0-9]{3}-[a-f]{2}"}, "[0-9]{3}-[a-f]{2}"),
+        ({"guided_choice": ['say "yes"', "no\nway"]}, 'say "yes"|no\nway'),
+        ({"structured_outputs": {"grammar": 'start: "a" start "b" | "c"'}}, "a*cb*"),
+    ],
+)
+def test_expressions_choices_and_grammars_are_kept_to(
+    api: OpenAI, fields: dict[str, Any], pattern: str
+) -> None:
+    text = (
+        api.completions.create(
+            model="tiny", prompt=PROMPT, temperature=0.9, seed=5, max_tokens=300, extra_body=fields
+        )
+        .choices[0]
+        .text
+    )
+    assert re.fullmatch(pattern, text), text
+
+
+def test_a_form_that_cannot_be_is_a_400(api: OpenAI) -> None:
+    for fields in (
+        {"guided_regex": "("},
+        {"guided_json": {"type": "nothing"}},
+        {"structured_outputs": {"grammar": "start: nowhere"}},
+    ):
+        with pytest.raises(openai.BadRequestError):
+            text_of(api, extra=fields)
+
+
+def test_logprobs_are_the_targets_in_both_forms(api: OpenAI, client: Client) -> None:
+    asked = {"temperature": 0, "max_tokens": 8, "extra_body": FREE, "model": "tiny"}
+    whole = api.completions.create(prompt=PROMPT, logprobs=3, **asked).choices[0].logprobs  # type: ignore[call-overload]
+    assert len(whole.tokens) == len(whole.token_logprobs) == len(whole.top_logprobs) == 8
+    for token, logprob, top in zip(
+        whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True
+    ):
+        assert top[token] == logprob == max(top.values()) <= 0.0
+    turns = [{"role": "user", "content": "hi"}]
+    chat = api.chat.completions.create(messages=turns, logprobs=True, top_logprobs=2, **asked)  # type: ignore[call-overload]
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 8
+    for token in content:
+        assert len(token.top_logprobs) == 2 and token.logprob == token.top_logprobs[0].logprob
+    plain = client.generate(PROMPT, temperature=0.0, max_tokens=8, ignore_eos=True, top_logprobs=0)
+    assert whole.token_logprobs == pytest.approx([one.logprob for one in plain.logprobs], abs=1e-4)
 
 
 def idle(client: Client) -> bool:
