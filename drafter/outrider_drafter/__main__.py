@@ -20,6 +20,7 @@ from outrider.config import load_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import run, tune_interpreter
+from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
 from outrider_drafter.config import DTYPES, DrafterConfig
 
@@ -70,6 +71,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
     parser.add_argument(
         "--bench-slowdown", type=float, metavar="F", help="benchmarks: drafts take F times as long"
     )
+    add_tracing_flags(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     flags = vars(parser.parse_args(argv))
     path = flags.pop("config")
@@ -152,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        with recording(config.trace_file, "drafter"):
+        spans = exporting(config.tracing, "outrider-drafter", config.drafter_id)
+        with recording(config.trace_file, "drafter"), spans:
             return run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")

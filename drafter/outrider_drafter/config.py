@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from outrider.awake import check_request
+from outrider.spans import TracingConfig
 from outrider.spec.plan import DraftMethod
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -85,6 +86,8 @@ class DrafterConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint."""
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    """Spans of requests, for OpenTelemetry."""
     log_level: str = "INFO"
     drain_s: float = 10.0
     """After SIGTERM, how long routers may take to give its sessions to others."""

@@ -20,6 +20,7 @@ from outrider.config import load_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import run
+from outrider.spans import add_tracing_flags, exporting
 from outrider_router.config import RouterConfig
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
         choices=("none", "vllm"),
         help="export metrics under these names too, for tools that read them",
     )
+    add_tracing_flags(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     flags = vars(parser.parse_args(argv))
     path = flags.pop("config")
@@ -156,7 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        run(serve(config))
+        with exporting(config.tracing, "outrider-router", config.listen):
+            run(serve(config))
     except (OutriderError, OSError) as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": str(error)}) + "\n")
         return _EXIT_MISUSE

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
 from outrider_router.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
 
@@ -146,6 +147,8 @@ class RouterConfig:
     """File of the log that resumable requests survive this process by; None keeps none."""
     journal_fsync: Fsync = Fsync.INTERVAL
     """When that file is forced to the disk: off, interval (every second) or always."""
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    """Spans of requests, for OpenTelemetry."""
     log_level: str = "INFO"
     """Least severe level that is logged."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)

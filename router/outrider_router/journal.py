@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from outrider.errors import AlreadyExistsError, OutriderError
-from outrider.ids import DrafterId, RequestId, VerifierId
+from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
+from outrider.spans import NO_SPAN, Span
 from outrider.spec.plan import DraftMethod
 from outrider_router.tally import Tally
 
@@ -48,12 +49,26 @@ class Entry:
     """What the session's newest event said."""
     tally: Tally = field(default_factory=Tally)
     """Speculation counters."""
+    span: Span = NO_SPAN
+    """What is traced of it."""
+    session_id: SessionId | None = None
+    """Its newest session."""
     ended: OutriderError | None = None
     """Why the request must end although its verifier said nothing of the kind."""
     on_fail: Callable[[OutriderError], None] | None = None
     """Wakes the request, wherever it waits."""
     on_ended: Callable[[OutriderError], None] | None = None
     """Hears of the same; has the request wait no more for a client that takes nothing."""
+
+    @property
+    def log_ids(self) -> dict[str, str]:
+        """What its lines in the log are found by, here and in the other processes."""
+        ids = {"request_id": str(self.request_id)}
+        if self.session_id is not None:
+            ids["session_id"] = self.session_id
+        if self.span.sampled:
+            ids["trace_id"] = self.span.trace_id
+        return ids
 
     def leave(self) -> None:
         """Its session is over, or has not begun."""

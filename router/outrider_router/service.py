@@ -42,6 +42,7 @@ from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.registry import Registry
 from outrider_router.request import Job, make_job, tokenize
+from outrider_router.request_spans import describe, end, request_span
 from outrider_router.resumables import Make, Resumables
 from outrider_router.serving import Serving
 from outrider_router.tenants import SHARED
@@ -158,17 +159,18 @@ class RouterService:
         *,
         timeout_s: float | None = None,
         tenant: TenantId = SHARED,
+        traceparent: str = "",
     ) -> GenerateResult:
         """Serve a request and answer once, at the end; a resumable one outlives the call."""
         if request.resumable:
-            answer = self._begin(request, timeout_s, tenant)
+            answer = self._begin(request, timeout_s, tenant, traceparent)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), _nobody)
             return answer.result()
         text: list[str] = []
         token_ids: list[int] = []
         info: PromptInfo | None = None
         finish: FinishInfo | None = None
-        stream = self.stream(request, timeout_s=timeout_s, tenant=tenant)
+        stream = self.stream(request, timeout_s=timeout_s, tenant=tenant, traceparent=traceparent)
         async with aclosing(stream) as events:
             async for event in events:
                 match event:
@@ -194,12 +196,14 @@ class RouterService:
         *,
         timeout_s: float | None = None,
         tenant: TenantId = SHARED,
+        traceparent: str = "",
     ) -> AsyncGenerator[StreamEvent, None]:
         """Serve a tenant's request as a stream; close the generator to cancel it, resumable or not.
+        `traceparent`: the client's W3C Trace Context, if it has one.
 
         Raises any error of `outrider.errors`; each is counted and logged with the request's id.
         """
-        async with aclosing(self._run(request, timeout_s, tenant)) as events:
+        async with aclosing(self._run(request, timeout_s, tenant, traceparent)) as events:
             async for event in events:
                 yield event
 
@@ -210,14 +214,15 @@ class RouterService:
         *,
         timeout_s: float | None = None,
         tenant: TenantId = SHARED,
+        traceparent: str = "",
     ) -> None:
         """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
         is resumable: then it goes on for a while without a client. Raises as `stream` does."""
         if request.resumable:
-            answer = self._begin(request, timeout_s, tenant)
+            answer = self._begin(request, timeout_s, tenant, traceparent)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
             return
-        async with aclosing(self._run(request, timeout_s, tenant)) as events:
+        async with aclosing(self._run(request, timeout_s, tenant, traceparent)) as events:
             async for event in events:
                 await write(event)
 
@@ -253,9 +258,11 @@ class RouterService:
     async def _events(self, entry: Entry, make: Make) -> AsyncGenerator[StreamEvent, None]:
         """What a request says; however it ends, everything is freed."""
         timer = self._arm(entry)
-        outcome = CancelledRequestError.code
+        outcome: str = CancelledRequestError.code
+        problem: Exception | None = None
         try:
             job = await _unless_ended(entry, make())
+            describe(entry.span, job)
             self.resumables.opened(entry, job)
             async with aclosing(self.serving.events(entry, job, entry.deadline)) as events:
                 async for event in events:
@@ -265,25 +272,38 @@ class RouterService:
                     yield event
         except Exception as error:
             outcome = error.code if isinstance(error, OutriderError) else InternalError.code
+            problem = error
             raise
         finally:
             if timer is not None:
                 timer.cancel()
             self.journal.close(entry)
-            self._log_end(entry, outcome)
+            self._log_end(entry, outcome, problem)
 
     def _run(
-        self, request: GenerateRequest, timeout_s: float | None, tenant: TenantId
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None,
+        tenant: TenantId,
+        traceparent: str,
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a request that ends with whoever reads them."""
-        entry = self._open(request.request_id, timeout_s)
+        entry = self._open(request.request_id, timeout_s, traceparent)
         return self._events(entry, partial(self._make_job, request, tenant))
 
-    def _begin(self, request: GenerateRequest, timeout_s: float | None, tenant: TenantId) -> Answer:
-        entry = self._open(request.request_id, timeout_s)
+    def _begin(
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None,
+        tenant: TenantId,
+        traceparent: str,
+    ) -> Answer:
+        entry = self._open(request.request_id, timeout_s, traceparent)
         return self.resumables.begin(entry, partial(self._make_job, request, tenant))
 
-    def _open(self, request_id: RequestId | None, timeout_s: float | None) -> Entry:
+    def _open(
+        self, request_id: RequestId | None, timeout_s: float | None, traceparent: str
+    ) -> Entry:
         if self._draining:
             raise _stopping()
         if request_id == "":
@@ -291,6 +311,7 @@ class RouterService:
         new_id = request_id or RequestId(f"req-{secrets.token_hex(8)}")
         entry = self.journal.open(new_id, self._clock())
         entry.deadline = None if timeout_s is None else entry.started + timeout_s
+        entry.span = request_span(new_id, traceparent)
         return entry
 
     def _arm(self, entry: Entry) -> asyncio.TimerHandle | None:
@@ -335,7 +356,7 @@ class RouterService:
             self._ready = ready
             self.on_readiness(ready)
 
-    def _log_end(self, entry: Entry, outcome: str) -> None:
+    def _log_end(self, entry: Entry, outcome: str, problem: Exception | None) -> None:
         duration_s = self._clock() - entry.started
         self.metrics.add_ended(
             outcome, entry.first_token, entry.last_token, len(entry.emitted), duration_s
@@ -343,7 +364,7 @@ class RouterService:
         logger.info(
             "request ended",
             extra={
-                "request_id": entry.request_id,
+                **entry.log_ids,
                 "outcome": outcome,
                 "tokens": len(entry.emitted),
                 "duration_ms": round(duration_s * 1000, 1),
@@ -351,6 +372,7 @@ class RouterService:
                 "fallback_rounds": entry.tally.fallback_rounds,
             },
         )
+        end(entry, outcome, problem)
 
 
 async def _nobody(_event: StreamEvent) -> None:

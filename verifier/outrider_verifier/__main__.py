@@ -20,6 +20,7 @@ from outrider.config import load_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import run, tune_interpreter
+from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
 from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
 
@@ -75,6 +76,7 @@ def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
     parser.add_argument("--bench-round-ms", type=float, help="benchmarks only: as a larger model")
     parser.add_argument("--bench-row-us", type=float, help="benchmarks only: of each further row")
     parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
+    add_tracing_flags(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     flags = vars(parser.parse_args(argv))
     return load_config(VerifierConfig, flags.pop("config"), flags)
@@ -142,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        with recording(config.trace_file, "verifier"):
+        spans = exporting(config.tracing, "outrider-verifier", config.verifier_id)
+        with recording(config.trace_file, "verifier"), spans:
             return run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.awake import check_request
+from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_DRAFT_TOP_K
 from outrider_verifier.preemption import Way
 from outrider_verifier.simulation import parse_rates
@@ -132,6 +133,8 @@ class VerifierConfig:
     """Of each further row of such a round."""
     trace_file: str = ""
     """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    """Spans of requests, for OpenTelemetry."""
     log_level: str = "INFO"
     """Level of the log on stderr."""
 

@@ -198,6 +198,7 @@ class Handover:
             sampling=session.spec.sampling.for_drafter(),
             max_len=session.max_len,
             prompt_len=session.spec.prompt_len,
+            traceparent=session.spec.traceparent,
         )
         yield from self._replay(session)
 
