@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from outrider.errors import AlreadyExistsError, OutriderError
 from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
 from outrider.spans import NO_SPAN, Span
 from outrider.spec.plan import DraftMethod
 from outrider_router.tally import Tally
+
+MadeT = TypeVar("MadeT")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -131,3 +135,22 @@ class Journal:
             if drafter_id is not None:
                 counts[drafter_id] = counts.get(drafter_id, 0) + 1
         return counts
+
+
+async def unless_ended(entry: Entry, making: Awaitable[MadeT]) -> MadeT:
+    """What is made for a request; raises its error as soon as it ends. A long prompt takes long."""
+    task = asyncio.ensure_future(making)
+
+    def stop(_error: OutriderError) -> None:
+        task.cancel()
+
+    entry.on_fail = stop
+    try:
+        return await task
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if entry.ended is None or (current is not None and current.cancelling()):
+            raise
+        raise entry.ended from None
+    finally:
+        entry.on_fail = None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 
@@ -37,7 +37,7 @@ from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.answers import Answer, Write
 from outrider_router.config import RouterConfig
 from outrider_router.fleet import TokenizerIdentity
-from outrider_router.journal import Entry, Journal
+from outrider_router.journal import Entry, Journal, unless_ended
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.registry import Registry
@@ -261,7 +261,7 @@ class RouterService:
         outcome: str = CancelledRequestError.code
         problem: Exception | None = None
         try:
-            job = await _unless_ended(entry, make())
+            job = await unless_ended(entry, make())
             describe(entry.span, job)
             self.resumables.opened(entry, job)
             async with aclosing(self.serving.events(entry, job, entry.deadline)) as events:
@@ -383,22 +383,3 @@ def _stopping() -> UnavailableError:
     return UnavailableError(
         "the router is shutting down", reason="SHUTDOWN", retry_after_s=RESTART_S
     )
-
-
-async def _unless_ended(entry: Entry, making: Awaitable[Job]) -> Job:
-    """A request's job; raises the request's error as soon as it ends. A long prompt takes long."""
-    task = asyncio.ensure_future(making)
-
-    def stop(_error: OutriderError) -> None:
-        task.cancel()
-
-    entry.on_fail = stop
-    try:
-        return await task
-    except asyncio.CancelledError:
-        current = asyncio.current_task()
-        if entry.ended is None or (current is not None and current.cancelling()):
-            raise
-        raise entry.ended from None
-    finally:
-        entry.on_fail = None
