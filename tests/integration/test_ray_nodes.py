@@ -1,118 +1,221 @@
-"""`python -m outrider_ray` joins a running cluster of two nodes, and leaves it as it was."""
+"""A detached fleet on three nodes: placed as asked, and there after nodes, links and its
+supervisor were lost."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from outrider_ray.supervisor import SERVING
 
-from outrider.client import Client, user
-from outrider.client.local import LocalCluster, LocalConfig
-from tests.integration.stack import Process, wait_until
+from outrider.client import Client, RetryPolicy, UnavailableError, user
+from tests.integration.ray_nodes import Nodes, free_port, three_nodes
+from tests.integration.stack import wait_until
+
+pytestmark = pytest.mark.timeout(300)
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
-STOP_S = 20.0
+HEAL_S = 120.0
+"""A node is given up, comes back, and its actor loads a model; on a machine with other work."""
+COMMAND_S = 120.0
+LONG = 800
+
+
+@dataclass(frozen=True)
+class DetachedFleet:
+    """Two verifiers and a drafter, each on a node of its own, whose launcher has gone."""
+
+    nodes: Nodes
+    address: str
+    """Of its clients."""
+
+    def status(self) -> dict[str, Any]:
+        """What `outrider ray status` says."""
+        said = command("status", "--ray-address", self.nodes.address, "--json")
+        found: dict[str, Any] = json.loads(said.stdout.splitlines()[-1])
+        return found
+
+    def drafts(self) -> bool:
+        """Whether all verifiers are healthy, and the drafter drafts."""
+        try:
+            with connect(self.address) as client:
+                verifiers = client.server_info().verifiers
+                return all(v.healthy for v in verifiers) and answer(client, 8).drafted > 0
+        except UnavailableError:
+            return False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The end of a request."""
+
+    token_ids: tuple[int, ...]
+    drafted: int
+    """Tokens that were proposed for it."""
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """Address of a cluster: two nodes of two CPUs, the first with one (pretended) GPU."""
-    # Sockets lie below it, whose paths must be short.
-    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as nodes:
-        nodes.callback(shutil.rmtree, directory, ignore_errors=True)
-        patch.setenv("RAY_TMPDIR", directory)
-        # Else the first start writes a token into the home folder.
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        head = ("--head", f"--port={port}", "--include-dashboard=false")
-        nodes.enter_context(node(*head, "--num-gpus=1"))
-        wait_until(lambda: _listens(port), timeout_s=30.0, what="head of the cluster")
-        nodes.enter_context(node(f"--address=127.0.0.1:{port}", "--num-gpus=0"))
-        yield f"127.0.0.1:{port}"
+def nodes() -> Iterator[Nodes]:
+    with three_nodes() as up:
+        yield up
 
 
-@contextmanager
-def node(*arguments: str) -> Generator[None]:
-    """A node of a cluster, until the end of the context."""
-    command = [Path(sys.executable).parent / "ray", "start", "--block", "--num-cpus=2"]
-    options = ["--object-store-memory=100000000"]
-    process = subprocess.Popen(
-        [*command, *arguments, *options], stdout=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        yield
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def test_actors_of_a_joined_cluster_take_places_apart_and_answer_like_processes(
-    cluster: str, tiny_target: Path, tiny_head: Path, tmp_path: Path
-) -> None:
-    with LocalCluster(LocalConfig(model=tiny_target, methods=(), threads=1)) as processes:
-        plain, _ = _answer(processes.address, "none")
+@pytest.fixture(scope="module")
+def fleet(nodes: Nodes, tiny_target: Path, tiny_head: Path) -> DetachedFleet:
     arguments = ["--model", str(tiny_target), "--head", str(tiny_head), "--threads", "1"]
-    arguments += ["--planner", "fixed", "--ray-address", cluster, "--exchange", "refs"]
+    # The drafts of a random head never pay: they are to be made all the same.
+    arguments += [
+        "--planner",
+        "fixed",
+        "--verifiers",
+        "2",
+        "--detached",
+        "--listen",
+        f"0.0.0.0:{free_port()}",
+    ]
     arguments += ["--strategy", "strict-spread", "--cpus-per-actor", "1"]
-    launcher = Process("ray", "outrider_ray", arguments, tmp_path / "ray.log")
-    try:
-        launcher.start().wait_ready()
-        answer, proposed = _answer(launcher.address, "eagle3")
-        assert (answer, proposed > 0) == (plain, True)
-        found = _probe(cluster, "share")
-    finally:
-        os.kill(launcher.pid, signal.SIGTERM)
-        assert launcher._popen is not None
-        status = launcher._popen.wait(STOP_S)
-        launcher.stop()
-    (group,) = found["groups"]
-    assert (group["strategy"], group["state"]) == ("STRICT_SPREAD", "CREATED")
-    assert group["bundles"] == {"0": {"CPU": 1.0}, "1": {"CPU": 1.0}}
-    assert len(set(group["bundles_to_node_id"].values())) == 2
-    # One GPU for two actors: half of it each, on its node.
+    arguments += ["--verifier-resource", "verifying", "--drafter-resource", "drafting"]
+    launched = command("--ray-address", nodes.address, *arguments)
+    return DetachedFleet(nodes, json.loads(launched.stdout.splitlines()[-1])["address"])
+
+
+def test_a_cell_takes_places_apart_and_the_fleet_outlives_its_launcher(
+    fleet: DetachedFleet,
+) -> None:
+    found = probe(fleet.nodes.address, "share")
+    groups = {group["name"]: group for group in found["groups"]}
+    assert set(groups) == {"outrider-verifier-0", "outrider-verifier-1"}
+    assert {group["strategy"] for group in groups.values()} == {"STRICT_SPREAD"}
+    cell = groups["outrider-verifier-0"]
+    assert cell["bundles"] == {
+        "0": {"CPU": 1.0, "verifying": 1.0},
+        "1": {"CPU": 1.0, "drafting": 1.0},
+    }
+    places = [node for group in groups.values() for node in group["bundles_to_node_id"].values()]
+    assert len(set(places)) == 3
+    status = fleet.status()
+    assert (status["state"], status["address"]) == (SERVING, fleet.address)
+    assert all(pids(status).values())
+    with connect(fleet.address) as client:
+        plain, drafted = answer(client, 64, drafter="none"), answer(client, 64)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.drafted > plain.drafted == 0
+    # One GPU for two actors of another fleet: half of it each, on its node.
     assert found["shared"]["bundles"] == {"0": {"GPU": 0.5}, "1": {"GPU": 0.5}}
     assert len(set(found["shared"]["bundles_to_node_id"].values())) == 1
-    assert status == 0
-    after = _probe(cluster)
+
+
+def test_a_node_that_was_cut_off_joins_again_and_drafts_again(fleet: DetachedFleet) -> None:
+    link, starts = fleet.nodes.link, fleet.nodes.third.starts
+    if link is None:
+        pytest.skip("network namespaces need CAP_NET_ADMIN and CAP_SYS_ADMIN")
+    before = pids(fleet.status())
+    with connect(fleet.address) as client:
+        plain = answer(client, LONG, drafter="none")
+        assert streamed(client, link.cut) == plain.token_ids
+        wait_until(lambda: not fleet.drafts(), timeout_s=HEAL_S, what="the loss of the drafter")
+    link.heal()
+    fleet.nodes.third.wait(starts + 1)
+    wait_until(fleet.drafts, timeout_s=HEAL_S, what="drafts of the node that came back")
+    after = pids(fleet.status())
+    changed = {name for name, pid in after.items() if pid != before[name]}
+    assert changed == {"drafter-0"}
+
+
+def test_a_killed_supervisor_finds_its_fleet_again(fleet: DetachedFleet) -> None:
+    before = fleet.status()
+    os.kill(before["pid"], signal.SIGKILL)
+    wait_until(fleet.drafts, timeout_s=HEAL_S, what="a supervisor that serves")
+    after = fleet.status()
+    assert after["restarted"] and after["pid"] != before["pid"]
+    assert pids(after) == pids(before)
+
+
+def test_a_drafters_node_that_dies_changes_no_token(fleet: DetachedFleet) -> None:
+    with connect(fleet.address) as client:
+        plain = answer(client, LONG, drafter="none")
+        assert streamed(client, fleet.nodes.third.kill) == plain.token_ids
+    wait_until(fleet.drafts, timeout_s=HEAL_S, what="drafts of the node that came back")
+
+
+def test_text_goes_on_elsewhere_when_a_verifiers_node_dies(fleet: DetachedFleet) -> None:
+    second = fleet.nodes.second
+    (doomed,) = (name for name, pid in pids(fleet.status()).items() if second.holds(pid))
+    with connect(fleet.address) as client:
+        plain = answer(client, LONG, drafter="none")
+        # One on each verifier.
+        with stream_of(client) as one, stream_of(client) as other:
+            heard = [list(next(iter(stream)).token_ids) for stream in (one, other)]
+            (verifier,) = (v for v in client.server_info().verifiers if v.verifier_id == doomed)
+            assert verifier.sessions == 1
+            second.kill()
+            for stream, ids in zip((one, other), heard, strict=True):
+                for delta in stream:
+                    ids += delta.token_ids
+                assert tuple(ids) == plain.token_ids
+    wait_until(fleet.drafts, timeout_s=HEAL_S, what="the verifier on the node that came back")
+
+
+def test_a_stopped_fleet_leaves_the_cluster_as_it_was(fleet: DetachedFleet) -> None:
+    command("stop", "--ray-address", fleet.nodes.address)
+    after = probe(fleet.nodes.address)
     assert (after["groups"], after["actors"]) == ([], [])
+    with pytest.raises(subprocess.CalledProcessError):
+        fleet.status()
 
 
-def _answer(address: str, drafter: str) -> tuple[tuple[int, ...], int]:
-    """Token ids of an answer, and how many tokens were proposed for it."""
-    with Client(address, timeout_s=60.0) as client:
-        result = client.generate(
-            PROMPT, max_tokens=64, ignore_eos=True, temperature=0.0, drafter=drafter
-        )
-    return result.token_ids, result.finish.stats.proposed
+def connect(address: str) -> Client:
+    """A client that tries once."""
+    return Client(address, timeout_s=60.0, retry=RetryPolicy(max_attempts=1))
 
 
-def _probe(cluster: str, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.integration.ray_probe", cluster, *arguments]
-    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60.0, check=True)
+def answer(client: Client, max_tokens: int, drafter: str = "eagle3") -> Answer:
+    """An answer that is asked for at once."""
+    result = client.generate(
+        PROMPT, max_tokens=max_tokens, ignore_eos=True, temperature=0.0, drafter=drafter
+    )
+    return Answer(result.token_ids, result.finish.stats.proposed)
+
+
+def stream_of(client: Client) -> Any:
+    """The same as a stream, with drafts."""
+    options = {"max_tokens": LONG, "ignore_eos": True, "temperature": 0.0, "drafter": "eagle3"}
+    return client.stream(PROMPT, **options)  # type: ignore[arg-type]
+
+
+def streamed(client: Client, fault: Callable[[], None]) -> tuple[int, ...]:
+    """The token ids of a stream in whose course something happens."""
+    ids: list[int] = []
+    with stream_of(client) as stream:
+        for delta in stream:
+            if not ids:
+                fault()
+            ids += delta.token_ids
+    return tuple(ids)
+
+
+def pids(status: dict[str, Any]) -> dict[str, int]:
+    """Process ids by actor; 0 of one that is being made."""
+    return {member["name"]: member["pid"] for member in status["members"]}
+
+
+def probe(address: str, *arguments: str) -> dict[str, Any]:
+    """What `ray_probe` says."""
+    made = [sys.executable, "-m", "tests.integration.ray_probe", address, *arguments]
+    said = subprocess.run(made, stdout=subprocess.PIPE, text=True, timeout=COMMAND_S, check=True)
     found: dict[str, Any] = json.loads(said.stdout.splitlines()[-1])
     return found
 
 
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`outrider ray ARGUMENTS`."""
+    made = [sys.executable, "-m", "outrider_ray", *arguments]
+    return subprocess.run(made, stdout=subprocess.PIPE, text=True, timeout=COMMAND_S, check=True)
