@@ -1,7 +1,8 @@
 """Command line of the router process.
 
-Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout when it serves; logs go to
-stderr. Heavy imports follow the parsing of the flags, so that --help and mistakes answer at once.
+Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout when it serves, with `http`,
+`metrics` and `pool` where these are served; logs go to stderr. Heavy imports follow the parsing of
+the flags, so that --help and mistakes answer at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from outrider.process import run
 from outrider_router.config import RouterConfig
 
 if TYPE_CHECKING:
+    from outrider_router.http import HttpServer
     from outrider_router.metrics import RouterMetrics
+    from outrider_router.service import RouterService
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
     )
     parser.add_argument("--config", metavar="FILE.toml", help="configuration file")
     parser.add_argument("--listen", metavar="HOST:PORT", help="address of the client API")
+    parser.add_argument("--http", metavar="HOST:PORT", help="address of OpenAI's API over HTTP")
     parser.add_argument("--model", metavar="DIR", help="model directory; its tokenizer is read")
     parser.add_argument("--model-name", metavar="NAME", help="name that clients ask for")
     parser.add_argument(
@@ -107,11 +111,9 @@ async def serve(config: RouterConfig) -> None:
     )
     server = GrpcServer(config.listen, [inference_service(service)])
     pool = GrpcServer(config.pool_listen, [pool_service(service)]) if config.pool_listen else None
+    http = _http_server(config, service)
     service.on_readiness = server.set_serving
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = _told_to_stop()
     try:
         service.restore()
         address = await server.start(serving=False)
@@ -121,6 +123,8 @@ async def serve(config: RouterConfig) -> None:
         if pool is not None:
             ready["pool"] = await pool.start()
         await service.start()
+        if http is not None:
+            ready["http"] = await http.start()
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         await stop.wait()
@@ -131,8 +135,27 @@ async def serve(config: RouterConfig) -> None:
         await service.close()
         if pool is not None:
             await pool.stop(0.0)
+        if http is not None:
+            await http.stop()
         await server.stop(1.0)
         await dialer.close()
+
+
+def _told_to_stop() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def _http_server(config: RouterConfig, service: RouterService) -> HttpServer | None:
+    if not config.http:
+        return None
+    from outrider_router.http import HttpServer
+
+    return HttpServer(config.http, service)
 
 
 def _serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from outrider.errors import InvalidRequestError, NotFoundError
@@ -74,13 +75,19 @@ class Job:
         )
 
 
-async def tokenize(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids of a prompt; InvalidRequestError if it is empty or cannot be rendered."""
+async def tokenize(
+    prompt: Prompt, tokenizer: Tokenizer, *, add_special_tokens: bool = True
+) -> tuple[int, ...]:
+    """Ids of a prompt; InvalidRequestError if it is empty or cannot be rendered.
+
+    `add_special_tokens`: of a text; whether those that open a document come first.
+    """
     match prompt:
         case TokenPrompt(token_ids=ids):
             found = tuple(ids)
         case TextPrompt(text=text):
-            found = await _maybe_in_thread(len(text), tokenizer.encode, text)
+            encode = partial(tokenizer.encode, add_special_tokens=add_special_tokens)
+            found = await _maybe_in_thread(len(text), encode, text)
         case ChatPrompt(messages=messages):
             turns = [{"role": turn.role, "content": turn.content} for turn in messages]
             size = sum(len(turn.content) for turn in messages)

@@ -117,6 +117,11 @@ class RouterService:
         self.on_readiness: Callable[[bool], None] = lambda ready: None
         """Hears whether requests can be served: a verifier is healthy, and no drain began."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served: a verifier is healthy, and no drain began."""
+        return self._ready
+
     def restore(self) -> None:
         """Take up what the journal holds: from now on its streams can be resumed. Idempotent.
 
@@ -210,14 +215,18 @@ class RouterService:
         *,
         timeout_s: float | None = None,
         tenant: TenantId = SHARED,
+        own_id: RequestId | None = None,
     ) -> None:
         """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
-        is resumable: then it goes on for a while without a client. Raises as `stream` does."""
+        is resumable: then it goes on for a while without a client. Raises as `stream` does.
+
+        `own_id` names a request whose client chose no id; by default one is made.
+        """
         if request.resumable:
             answer = self._begin(request, timeout_s, tenant)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
             return
-        async with aclosing(self._run(request, timeout_s, tenant)) as events:
+        async with aclosing(self._run(request, timeout_s, tenant, own_id)) as events:
             async for event in events:
                 await write(event)
 
@@ -273,10 +282,14 @@ class RouterService:
             self._log_end(entry, outcome)
 
     def _run(
-        self, request: GenerateRequest, timeout_s: float | None, tenant: TenantId
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None,
+        tenant: TenantId,
+        own_id: RequestId | None = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a request that ends with whoever reads them."""
-        entry = self._open(request.request_id, timeout_s)
+        entry = self._open(own_id if request.request_id is None else request.request_id, timeout_s)
         return self._events(entry, partial(self._make_job, request, tenant))
 
     def _begin(self, request: GenerateRequest, timeout_s: float | None, tenant: TenantId) -> Answer:

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outrider.config import load_config
 from outrider.errors import OutriderError
@@ -21,6 +22,10 @@ from outrider.logs import setup_logging
 from outrider.process import run
 from outrider_ray.commands import NAMES, run_command
 from outrider_ray.config import LaunchConfig
+
+if TYPE_CHECKING:
+    from outrider_ray.fleet import Fleet
+    from outrider_ray.front import Front
 
 _EXIT_MISUSE = 2
 
@@ -58,6 +63,7 @@ def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
     )
     add("--simulated-acceptance", metavar="RATES", help="benchmarks only: drafts stand by chance")
     add("--listen", metavar="HOST:PORT", help="address of the client API")
+    add("--http", metavar="HOST:PORT", help="address of OpenAI's API over HTTP")
     add("--kv-tokens", type=int, metavar="N", help="KV budget of the verifier")
     add("--max-sessions", type=int, metavar="N", help="sessions served at once")
     add("--queue-limit", type=int, metavar="N", help="requests that may wait")
@@ -97,7 +103,11 @@ async def serve(config: LaunchConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await supervise(config, stop, lambda _fleet, front: _say_ready(front.address, front.metrics))
+
+    def serving(_fleet: Fleet, front: Front) -> None:
+        _say_ready(address=front.address, http=front.http, metrics=front.metrics)
+
+    await supervise(config, stop, serving)
 
 
 def _detach(config: LaunchConfig) -> None:
@@ -105,12 +115,13 @@ def _detach(config: LaunchConfig) -> None:
     from outrider_ray.supervisor import start_detached
 
     status = start_detached(config)
-    _say_ready(status.address, status.metrics)
+    _say_ready(address=status.address, http=status.http, metrics=status.metrics)
 
 
-def _say_ready(address: str, metrics: str) -> None:
-    ready = {"event": "ready", "address": address} | ({"metrics": metrics} if metrics else {})
-    sys.stdout.write(json.dumps(ready) + "\n")
+def _say_ready(**addresses: str) -> None:
+    """The ready line, with the addresses that there are."""
+    found = {name: address for name, address in addresses.items() if address}
+    sys.stdout.write(json.dumps({"event": "ready"} | found) + "\n")
     sys.stdout.flush()
 
 

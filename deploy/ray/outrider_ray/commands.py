@@ -42,6 +42,8 @@ def describe(status: FleetStatus) -> Iterator[str]:
     parts = [f"fleet {status.state}"]
     if status.address:
         parts.append(f"clients at {status.address}")
+    if status.http:
+        parts.append(f"HTTP at {status.http}")
     if status.metrics:
         parts.append(f"metrics at {status.metrics}")
     parts.append(f"supervisor on {status.node}{' (restarted)' if status.restarted else ''}")

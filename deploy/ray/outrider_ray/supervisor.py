@@ -56,6 +56,8 @@ class FleetStatus:
     """starting, serving, failed or stopped."""
     address: str = ""
     """HOST:PORT of the client API."""
+    http: str = ""
+    """HOST:PORT of OpenAI's API over HTTP, "" if there is none."""
     metrics: str = ""
     """HOST:PORT of the Prometheus endpoint, "" if there is none."""
     node: str = ""
@@ -137,8 +139,10 @@ class SupervisorHost:
 
     def _serving(self, fleet: Any, front: Any) -> None:
         self._fleet = fleet
-        address, metrics = (_reachable(a, self._node) for a in (front.address, front.metrics))
-        self._become(SERVING, address=address, metrics=metrics)
+        found = {"address": front.address, "http": front.http, "metrics": front.metrics}
+        self._become(
+            SERVING, **{name: _reachable(each, self._node) for name, each in found.items()}
+        )
 
     def _become(self, state: str, **facts: Any) -> None:
         self._status = replace(self._status, state=state, **facts)
