@@ -108,6 +108,7 @@ async def serve(config: RouterConfig) -> None:
     server = GrpcServer(config.listen, [inference_service(service)])
     pool = GrpcServer(config.pool_listen, [pool_service(service)]) if config.pool_listen else None
     service.on_readiness = server.set_serving
+    service.discovery.on_forgotten = dialer.hang_up
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

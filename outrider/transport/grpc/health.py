@@ -11,6 +11,7 @@ from outrider.errors import NotFoundError
 from outrider.transport.grpc.status import Context
 
 SERVICE_NAME = "grpc.health.v1.Health"
+"""Also a service whose status may be asked for: serving as long as the process answers."""
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
