@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.awake import AwakeCores
-from outrider.config import load_config
+from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import run, tune_interpreter
@@ -33,7 +33,12 @@ _EXIT_MISUSE = 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
-    """Configuration from --config FILE.toml, overridden by flags. Raises InvalidRequestError."""
+    """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
+    return parse_config(DrafterConfig, make_parser(), argv, "drafter").config
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; flags are stored by the keys that they set."""
     parser = argparse.ArgumentParser(
         prog="outrider-drafter", description="Propose draft trees for a verifier's sessions."
     )
@@ -42,7 +47,9 @@ def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
     parser.add_argument("--model", metavar="DIR|NAME", help="the target: vocabulary and embedding")
     parser.add_argument("--head", metavar="DIR", help="EAGLE head")
     parser.add_argument("--draft-model", metavar="DIR|NAME", help="small model, same tokenizer")
-    parser.add_argument("--methods", metavar="A,B", help="eagle3, eagle, ngram, model")
+    parser.add_argument(
+        "--methods", type=comma_list, metavar="A,B", help="eagle3, eagle, ngram, model"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="element type of the draft models")
     parser.add_argument("--device", help="torch device")
     parser.add_argument(
@@ -71,11 +78,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
         "--bench-slowdown", type=float, metavar="F", help="benchmarks: drafts take F times as long"
     )
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
-    flags = vars(parser.parse_args(argv))
-    path = flags.pop("config")
-    if flags["methods"] is not None:
-        flags["methods"] = [name for name in flags["methods"].split(",") if name]
-    return load_config(DrafterConfig, path, flags)
+    return parser
 
 
 async def serve(config: DrafterConfig) -> int:

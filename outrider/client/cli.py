@@ -25,6 +25,7 @@ EXIT_INTERRUPTED = 130
 
 BENCH_MODULE = "outrider_bench"
 CHAOS_MODULE = "outrider_chaos"
+CONFIG_MODULE = "outrider.config"
 TRAINING_MODULE = "outrider.engine.training"
 
 
@@ -53,6 +54,8 @@ def _dispatch(arguments: list[str]) -> int:
         return run_module(BENCH_MODULE, arguments[1:])
     if arguments[:1] == ["chaos"]:
         return run_module(CHAOS_MODULE, arguments[1:])
+    if arguments[:1] == ["config"]:
+        return run_module(CONFIG_MODULE, arguments[1:])
     args = make_parser().parse_args(arguments)
     match args.command:
         case "generate":
@@ -100,6 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("models", models_command, "pull and list models"),
     ):
         module.add_arguments(commands.add_parser(name, help=text, allow_abbrev=False))
+    commands.add_parser("config", help="show, check and describe configurations", add_help=False)
     commands.add_parser("train-head", help="train a draft head for a model", add_help=False)
     commands.add_parser("bench", help="run a benchmark of this checkout", add_help=False)
     commands.add_parser("chaos", help="cause faults and check what they change", add_help=False)

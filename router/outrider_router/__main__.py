@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outrider.config import load_config
+from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import run
@@ -31,7 +31,12 @@ _EXIT_MISUSE = 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
-    """Configuration from --config FILE.toml, overridden by flags. Raises InvalidRequestError."""
+    """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
+    return parse_config(RouterConfig, make_parser(), argv, "router").config
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; flags are stored by the keys that they set."""
     parser = argparse.ArgumentParser(
         prog="outrider-router", description="Serve clients; place sessions on verifiers."
     )
@@ -80,9 +85,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
     )
     parser.add_argument("--metrics-port", type=int, metavar="P", help="0 takes a free port")
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
-    flags = vars(parser.parse_args(argv))
-    path = flags.pop("config")
-    return load_config(RouterConfig, path, flags)
+    return parser
 
 
 async def serve(config: RouterConfig) -> None:

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
+from outrider.config import OneOf
+from outrider.logs import LEVELS, check_level
 from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
 from outrider_router.names import split
 from outrider_router.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
@@ -136,10 +139,10 @@ class RouterConfig:
     resume_grace_s: float = 30.0
     """Time that a resumable request goes on, or that its end is kept, without its client."""
     journal: Path | None = None
-    """File of the log that resumable requests survive this process by; None keeps none."""
+    """File of the log that resumable requests survive this process by; unset keeps none."""
     journal_fsync: Fsync = Fsync.INTERVAL
     """When that file is forced to the disk: off, interval (every second) or always."""
-    log_level: str = "INFO"
+    log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
     """Least severe level that is logged."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)
     """Speculation defaults."""
@@ -169,5 +172,6 @@ class RouterConfig:
         for name in self.tenants:
             if not name or len(name) > MAX_TENANT_CHARS:
                 raise ValueError(f"names of tenants have 1 to {MAX_TENANT_CHARS} characters")
+        check_level(self.log_level)
         if self.drain_s < 0:
             raise ValueError(f"drain_s must be >= 0, got {self.drain_s}")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from outrider.awake import AwakeCores
-from outrider.config import load_config
+from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import run, tune_interpreter
@@ -33,7 +33,12 @@ _EXIT_MISUSE = 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
-    """Configuration from --config FILE.toml, overridden by flags. Raises InvalidRequestError."""
+    """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
+    return parse_config(VerifierConfig, make_parser(), argv, "verifier").config
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; flags are stored by the keys that they set."""
     parser = argparse.ArgumentParser(
         prog="outrider-verifier", description="Host the target model and verify drafts."
     )
@@ -76,8 +81,7 @@ def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
     parser.add_argument("--bench-row-us", type=float, help="benchmarks only: of each further row")
     parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
-    flags = vars(parser.parse_args(argv))
-    return load_config(VerifierConfig, flags.pop("config"), flags)
+    return parser
 
 
 async def serve(config: VerifierConfig) -> int:

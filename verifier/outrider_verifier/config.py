@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from outrider.awake import check_request
+from outrider.config import OneOf
+from outrider.logs import LEVELS, check_level
 from outrider.spec.plan import MAX_DRAFT_TOP_K
 from outrider_verifier.preemption import Way
 from outrider_verifier.simulation import parse_rates
@@ -37,7 +40,7 @@ class VerifierConfig:
     """HOST:PORT of the gRPC server; port 0 picks a free one."""
     features_from: str = ""
     """Draft head checkpoint whose feature projection runs here; empty serves no features."""
-    placement: str = SEPARATE
+    placement: Annotated[str, OneOf(PLACEMENTS)] = SEPARATE
     """Where drafts are made: separate (by drafters that attach), colocated (by the head of
     `features_from` in this process), fused (the same, in one CUDA graph with the target)."""
     draft_length: int = 3
@@ -51,7 +54,7 @@ class VerifierConfig:
     round ("2.6"), or the conditional rate of each draft position ("0.8,0.6,0.4"); empty is off."""
     cuda_graphs: bool = True
     """Whether rounds are replayed from CUDA graphs; without, kernels are launched one by one."""
-    dtype: str = "float32"
+    dtype: Annotated[str, OneOf(DTYPES)] = "float32"
     """Compute dtype of the target, float32 or bfloat16; features cross the wire in it."""
     device: str = "cpu"
     """torch device of the target."""
@@ -78,7 +81,7 @@ class VerifierConfig:
     max_preemptions: int = 4
     """How often one session may be preempted; the last time it comes back only with all the blocks
     that it may ever need. 0 preempts nobody: every session is let in so."""
-    preemption: str = AUTOMATIC_PREEMPTION
+    preemption: Annotated[str, OneOf(PREEMPTIONS)] = AUTOMATIC_PREEMPTION
     """How a preempted session gets its K/V back: swap (from host memory, within swap_space_gb),
     recompute (from its tokens), or auto, whichever is measured to cost less."""
     swap_space_gb: float = 4.0
@@ -100,7 +103,7 @@ class VerifierConfig:
     gather_ms: float = -1.0
     """How long a ready row waits for other rows' proposals, so that they share a forward; -1: 1 ms
     on a CPU, 5 ms on a CUDA device, where a round of more rows takes hardly longer."""
-    planner: str = AUTOMATIC_PLANNER
+    planner: Annotated[str, OneOf(PLANNERS)] = AUTOMATIC_PLANNER
     """Whether sessions speculate, how long their drafts are and how long they wait for them:
     automatic follows what is measured, within their plans; fixed carries plans out as they are."""
     inbox_per_session: int = 64
@@ -132,7 +135,7 @@ class VerifierConfig:
     """Of each further row of such a round."""
     trace_file: str = ""
     """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
-    log_level: str = "INFO"
+    log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
     """Level of the log on stderr."""
 
     def __post_init__(self) -> None:
@@ -162,6 +165,7 @@ class VerifierConfig:
             "bench_row_us",
         ):
             _require(getattr(self, name) >= 0, f"{name} must not be negative")
+        check_level(self.log_level)
         self._check_drafting()
         check_request(self.awake_cores, self.device)
         _require(self.gather_ms == AUTOMATIC or self.gather_ms >= 0, "gather_ms must be -1 or >= 0")

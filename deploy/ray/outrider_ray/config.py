@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Annotated
 
 from outrider_drafter.config import DrafterConfig
 from outrider_router.config import RouterConfig
@@ -12,7 +13,8 @@ from outrider_verifier.config import SEPARATE, VerifierConfig
 
 from outrider.client.local import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACTION
 from outrider.client.on_ray import PACK, STRATEGIES
-from outrider.config import load_config
+from outrider.config import OneOf, load_config
+from outrider.logs import LEVELS, check_level
 from outrider.spec.plan import DraftMethod
 from outrider.transport.ray import EXCHANGES, GRPC, RayConfig
 
@@ -47,9 +49,9 @@ class LaunchConfig:
     """Ways of drafting; `none` starts no drafter; None takes all that `head` allows."""
     dtype: str = "float32"
     """Element type of target and draft models."""
-    device: str = ""
+    device: Annotated[str, OneOf(("", *DEVICES))] = ""
     """cpu or cuda: where the models compute; "" takes cuda where `gpus_per_actor` is given."""
-    drafter_device: str = ""
+    drafter_device: Annotated[str, OneOf(("", *DEVICES))] = ""
     """The same for the drafter alone; "" takes `device`, or cpu if n-grams are all it drafts."""
     memory_fraction: float | None = None
     """Share of its GPU's memory that the verifier may use; None takes 0.7 where the drafter may
@@ -87,7 +89,7 @@ class LaunchConfig:
     """Cores that each actor keeps from going idle while it serves; with GPUs only."""
     metrics_port: int = -1
     """Port of the router's Prometheus endpoint; 0 takes a free one, -1 serves none."""
-    exchange: str = GRPC
+    exchange: Annotated[str, OneOf(EXCHANGES)] = GRPC
     """How rounds and sessions travel: grpc, from process to process and by lanes within a node; or
     refs, as actor calls with object refs for large messages, and no lanes."""
     ray_address: str = ""
@@ -99,7 +101,7 @@ class LaunchConfig:
     gpus_per_actor: float | None = None
     """GPUs that Ray reserves for each actor on cuda, which computes on its first one; None takes
     one, or an equal share where there are fewer GPUs than actors."""
-    strategy: str = PACK
+    strategy: Annotated[str, OneOf(STRATEGIES)] = PACK
     """How Ray places the two: pack, spread, strict-pack or strict-spread."""
     verifier_resource: str = ""
     """Custom resource of which the verifier takes one; places it on nodes that offer it."""
@@ -109,7 +111,7 @@ class LaunchConfig:
     """How long an actor may take to be placed and to load its model."""
     drain_s: float = 5.0
     """Time that running requests get after SIGTERM."""
-    log_level: str = "INFO"
+    log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
     """Least severe level that is logged."""
 
     def __post_init__(self) -> None:
@@ -128,6 +130,7 @@ class LaunchConfig:
                 raise ValueError(f"{name} must be one of {words}, got {getattr(self, name)!r}")
         if self.gpus_per_actor == 0 and CUDA in self.devices:
             raise ValueError("gpus_per_actor must be positive for actors on cuda")
+        check_level(self.log_level)
         if self.start_timeout_s <= 0:
             raise ValueError("start_timeout_s must be positive")
         if self.ray_address.startswith("ray://"):
