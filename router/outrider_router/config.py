@@ -101,6 +101,8 @@ class RouterConfig:
 
     listen: str = "127.0.0.1:50050"
     """HOST:PORT of the client API; port 0 takes a free one."""
+    http: str = ""
+    """HOST:PORT of OpenAI's API over HTTP; port 0 takes a free one, "" serves none."""
     model: Path
     """Model directory or a pulled model's name; only its tokenizer files are read."""
     model_name: str = ""
