@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -21,32 +18,18 @@ from outrider_router.metrics import RouterMetrics
 from outrider_router.names import split
 
 import outrider
-from outrider.config.loading import parse_config
-from outrider.config.processes import PROCESSES
 from tests.unit.deploy.manifests import (
     TEARDOWN_S,
     Document,
-    config_of,
     pods,
     pre_stop_s,
     problems,
     quantity,
 )
+from tests.unit.deploy.support import KUBERNETES, ROOT, configs_of, parse, tool
 
-ROOT = Path(__file__).resolve().parents[3]
 K8S = ROOT / "deploy" / "k8s"
 OVERLAYS = sorted(path.parent.name for path in K8S.glob("overlays/*/kustomization.yaml"))
-BIN = Path(sys.executable).parent
-KUBERNETES = "1.37"
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-def tool(name: str) -> str:
-    """A program of the development environment."""
-    found = shutil.which(name, path=f"{BIN}:/usr/local/bin:/usr/bin:/bin")
-    if found is None:
-        pytest.skip(f"{name} is not installed")
-    return found
 
 
 @cache
@@ -59,26 +42,12 @@ def built(overlay: str) -> str:
 
 @cache
 def parsed(overlay: str) -> list[Document]:
-    return [document for document in yaml.load_all(built(overlay), LOADER) if document]
+    return parse(built(overlay))
 
 
 def documents(overlay: str) -> list[Document]:
     """What is applied; the caller's own."""
     return copy.deepcopy(parsed(overlay))
-
-
-def loaded(documents: list[Document], directory: Path) -> dict[str, Any]:
-    """The configuration of every process, read as the process would."""
-    configs = {}
-    for pod in pods(documents):
-        for role, container in pod.processes():
-            file = directory / f"{role}.toml"
-            file.write_text(config_of(documents, pod, container), "utf-8")
-            arguments = [a.replace("$(POD_NAME)", "pod-0") for a in container["args"]]
-            arguments[arguments.index("--config") + 1] = str(file)
-            process = PROCESSES[role]
-            configs[role] = parse_config(process.config, process.parser, arguments, role).config
-    return configs
 
 
 def test_there_are_the_overlays_that_the_docs_name() -> None:
@@ -88,7 +57,7 @@ def test_there_are_the_overlays_that_the_docs_name() -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_an_overlay_is_valid_by_schema(overlay: str) -> None:
     for document in documents(overlay):
-        # Kinds of other projects have no schema there: the shapes of their pods are looked at below.
+        # Kinds of other projects have no schema there; their pods are looked at below.
         with contextlib.suppress(kubernetes_validate.SchemaNotFoundError):
             kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
@@ -109,7 +78,7 @@ def test_an_overlay_has_none_of_the_faults_that_schemas_let_pass(overlay: str) -
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_configurations_and_flags_are_read_by_the_processes(overlay: str, tmp_path: Path) -> None:
     everything = documents(overlay)
-    configs = loaded(everything, tmp_path)
+    configs = configs_of(everything, tmp_path)
     for pod in pods(everything):
         for role, container in pod.processes():
             config, ports = configs[role], {p["containerPort"] for p in container["ports"]}
@@ -123,7 +92,7 @@ def test_configurations_and_flags_are_read_by_the_processes(overlay: str, tmp_pa
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_grace_period_covers_pre_stop_and_drain(overlay: str, tmp_path: Path) -> None:
     everything = documents(overlay)
-    configs = loaded(everything, tmp_path)
+    configs = configs_of(everything, tmp_path)
     for pod in pods(everything):
         for role, container in pod.processes():
             needed = pre_stop_s(container) + configs[role].drain_s + TEARDOWN_S
@@ -133,7 +102,7 @@ def test_the_grace_period_covers_pre_stop_and_drain(overlay: str, tmp_path: Path
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_routers_find_their_peers_by_headless_services(overlay: str, tmp_path: Path) -> None:
     everything = documents(overlay)
-    configs = loaded(everything, tmp_path)
+    configs = configs_of(everything, tmp_path)
     if "router" not in configs:
         pytest.skip(f"{overlay} has no router of this kind")
     services = {d["metadata"]["name"]: d["spec"] for d in everything if d["kind"] == "Service"}
@@ -150,7 +119,7 @@ def test_routers_find_their_peers_by_headless_services(overlay: str, tmp_path: P
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_awake_cores_have_whole_cpus_of_their_own(overlay: str, tmp_path: Path) -> None:
     everything = documents(overlay)
-    configs = loaded(everything, tmp_path)
+    configs = configs_of(everything, tmp_path)
     for pod in pods(everything):
         for role, container in pod.processes():
             if not getattr(configs[role], "awake_cores", 0):
