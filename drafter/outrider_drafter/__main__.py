@@ -19,7 +19,8 @@ from outrider.awake import AwakeCores
 from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
-from outrider.process import run, tune_interpreter
+from outrider.metrics_port import PortMetrics, serve_metrics
+from outrider.process import add_tls_arguments, run, tune_interpreter
 from outrider.trace import recording
 from outrider_drafter.config import DTYPES, DrafterConfig
 
@@ -77,6 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bench-slowdown", type=float, metavar="F", help="benchmarks: drafts take F times as long"
     )
+    add_tls_arguments(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     return parser
 
@@ -89,12 +91,12 @@ async def serve(config: DrafterConfig) -> int:
 
 
 async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
-    from outrider.transport.grpc import GrpcDialer, GrpcServer, drafter_services
+    from outrider.transport.grpc import Access, GrpcDialer, GrpcServer, drafter_services
     from outrider.transport.lane import join_lane
     from outrider_drafter.build import build_service
     from outrider_drafter.slow_link import SlowDialer
 
-    dialer: GrpcDialer | SlowDialer = GrpcDialer()
+    dialer: GrpcDialer | SlowDialer = GrpcDialer(tls=config.tls)
     join = join_lane
     if config.bench_exchange_delay_ms:
         dialer = SlowDialer(dialer, config.bench_exchange_delay_ms)
@@ -103,7 +105,9 @@ async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
     tune_interpreter()
     awake.adopt_thread()
     metrics_address = _serve_metrics(config, service.metrics.registry)
-    server = GrpcServer(config.listen, drafter_services(service))
+    ports = PortMetrics(service.metrics.registry)
+    access = Access(tls=config.tls, on_refused=ports.refused, on_handshake=ports.handshake)
+    server = GrpcServer(config.listen, drafter_services(service), access=access)
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -143,11 +147,7 @@ def _serve_metrics(config: DrafterConfig, registry: CollectorRegistry) -> str:
     """Start the Prometheus endpoint; its address, or ""."""
     if config.metrics_port < 0:
         return ""
-    from prometheus_client import start_http_server
-
-    host = config.metrics_host
-    server, _ = start_http_server(config.metrics_port, addr=host, registry=registry)
-    return f"{host}:{server.server_port}"
+    return serve_metrics(registry, config.metrics_host, config.metrics_port, tls=config.tls)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

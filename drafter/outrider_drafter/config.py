@@ -10,6 +10,7 @@ from outrider.awake import check_request
 from outrider.config import OneOf
 from outrider.logs import LEVELS, check_level
 from outrider.spec.plan import DraftMethod
+from outrider.transport.tls import TlsConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_DELAY_MS = 400.0
@@ -107,6 +108,8 @@ class DrafterConfig:
     """Messages of a verifier that may wait for the drafting thread before it is read no further."""
     max_outbox: int = 1024
     """Draft batches that may wait for a slow connection; beyond it the oldest are dropped."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """This process's certificate, for its own ports and for those that it connects to."""
     trace_file: str = ""
     """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
     bench_exchange_delay_ms: float = 0.0
@@ -143,6 +146,7 @@ class DrafterConfig:
         _require(self.threads >= 0, "threads must not be negative")
         _require(self.drain_s >= 0.0, "drain_s must not be negative")
         check_level(self.log_level)
+        self.tls.for_fleet()
         check_request(self.awake_cores, self.device)
         _require(self.head_max_context >= 0, "head_max_context must not be negative")
         _require(

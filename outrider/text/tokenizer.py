@@ -110,9 +110,13 @@ class Tokenizer:
             )
         return self.encode(self._template.render(messages), add_special_tokens=False)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids` at once, special tokens left out."""
-        return self._fast.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, with_special: bool = False) -> str:
+        """Text of `token_ids` at once, special tokens left out unless asked for."""
+        return self._fast.decode(list(token_ids), skip_special_tokens=not with_special)
+
+    def name(self, token_id: int) -> str:
+        """What the vocabulary calls an id; "" for one that it does not hold."""
+        return self._fast.id_to_token(token_id) or ""
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.wire.limits import MAX_TOP_LOGPROBS as MAX_TOP_LOGPROBS
 from outrider.wire.messages import FinishReason, SpecStats
 
 MAX_PROMPT_TOKENS = 1 << 20
@@ -126,6 +127,9 @@ class GenerateRequest:
     """Greater goes first, and may preempt lesser ones; in [-MAX_PRIORITY, MAX_PRIORITY]."""
     resumable: bool = False
     """Whether it outlives its stream, which `ResumeStream` takes up again."""
+    top_logprobs: int | None = None
+    """Most probable ids to give with each emitted token, in [0, MAX_TOP_LOGPROBS]; 0 gives the
+    emitted tokens' log-probabilities alone, None gives none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +153,18 @@ class PromptInfo:
     model: str
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the target thought of an emitted token: natural logarithms of the softmax of its logits,
+    before temperature, penalties, biases and masks; in [LOWEST_LOGPROB, 0]."""
+
+    logprob: float
+    """Of the emitted token."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(id, its logarithm) of the most probable ids in the token's place, the most probable first;
+    the emitted one may be among them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """Newly emitted text and ids. They may be out of step by a few tokens: text waits until its
@@ -156,6 +172,8 @@ class Delta:
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids` where the request asked for them, else none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +210,8 @@ class GenerateResult:
     text: str
     token_ids: tuple[int, ...]
     finish: FinishInfo
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids` where the request asked for them, else none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

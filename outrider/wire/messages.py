@@ -185,6 +185,9 @@ class SessionSpec:
     """The drafter that serves the session; None decodes plainly."""
     priority: int = 0
     """Greater goes first, and may preempt lesser ones; in [-MAX_PRIORITY, MAX_PRIORITY]."""
+    top_logprobs: int | None = None
+    """Most probable ids to report with each emitted token, in [0, MAX_TOP_LOGPROBS]; 0 reports the
+    emitted tokens' log-probabilities alone, None reports none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +259,19 @@ MALFORMED_ROW = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EventLogprobs:
+    """Log-probabilities of the ids of `SessionEvents`, in columns for its n rows."""
+
+    widths: NDArray[np.uint8]
+    """[n] values with each id of a row: 0 none, else its own and those of the most probable."""
+    values: NDArray[np.float32]
+    """[sum(counts * widths)], each in [LOWEST_LOGPROB, 0]: row after row, id after id, an id's own
+    first, then the most probable first."""
+    top_ids: NDArray[np.int32]
+    """[sum(counts * (widths - 1))] over rows with any: whose the others are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionEvents:
     """What the sessions of a round emitted: a row a session, in columns of n rows."""
 
@@ -275,6 +291,8 @@ class SessionEvents:
     """[n] draft nodes verified in the round."""
     accepted: NDArray[np.uint16]
     """[n] draft nodes accepted, those that a stop cut off not counted."""
+    logprobs: EventLogprobs | None = None
+    """None: no session of these asked for any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

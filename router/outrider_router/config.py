@@ -11,6 +11,7 @@ from typing import Annotated
 from outrider.config import OneOf
 from outrider.logs import LEVELS, check_level
 from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
+from outrider.transport.tls import TlsConfig
 from outrider_router.names import split
 from outrider_router.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
 
@@ -148,6 +149,13 @@ class RouterConfig:
     """Least severe level that is logged."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)
     """Speculation defaults."""
+    api_keys: Path | None = None
+    """File of the API keys that clients must have; None asks for none."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """This process's certificate, for its own ports and for verifiers and drafters."""
+    front_tls: TlsConfig = field(default_factory=TlsConfig)
+    """Another certificate for clients, of an authority that they know; without one, that of `tls`.
+    """
     overload: OverloadConfig = field(default_factory=OverloadConfig)
     """Admission, tenants and slow readers."""
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
@@ -174,6 +182,12 @@ class RouterConfig:
         for name in self.tenants:
             if not name or len(name) > MAX_TENANT_CHARS:
                 raise ValueError(f"names of tenants have 1 to {MAX_TENANT_CHARS} characters")
+        self.tls.for_fleet()
         check_level(self.log_level)
         if self.drain_s < 0:
             raise ValueError(f"drain_s must be >= 0, got {self.drain_s}")
+
+    @property
+    def client_tls(self) -> TlsConfig:
+        """What clients of both fronts are served with."""
+        return self.front_tls if self.front_tls.cert is not None else self.tls

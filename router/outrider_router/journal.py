@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from outrider.errors import AlreadyExistsError, OutriderError
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
+from outrider_router.keys import ANYBODY, Caller
 from outrider_router.tally import Tally
 
 
@@ -19,6 +20,8 @@ class Entry:
     request_id: RequestId
     started: float
     """Clock time of arrival, seconds."""
+    caller: Caller = ANYBODY
+    """Who asked; others of its tenant may go on with it and abort it, nobody else."""
     deadline: float | None = None
     """Clock time at which it ends with an error, seconds."""
     emitted: list[int] = field(default_factory=list)
@@ -93,13 +96,13 @@ class Journal:
         entry = self._entries.get(request_id)
         return len(entry.emitted) if entry is not None else 0
 
-    def open(self, request_id: RequestId, now: float) -> Entry:
+    def open(self, request_id: RequestId, now: float, caller: Caller = ANYBODY) -> Entry:
         """Start an entry; AlreadyExistsError while another request has this id."""
         if request_id in self._entries:
             raise AlreadyExistsError(
                 f"request {request_id!r} is running already", reason="REQUEST_EXISTS"
             )
-        entry = Entry(request_id=request_id, started=now)
+        entry = Entry(request_id=request_id, started=now, caller=caller)
         self._entries[request_id] = entry
         return entry
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
-from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.errors import InvalidRequestError, NotFoundError, OutriderError
 from outrider.ids import DrafterId, SessionId, TenantId
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
@@ -21,6 +22,7 @@ from outrider.wire.inference import (
 )
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.config import RouterConfig
+from outrider_router.journal import Entry
 from outrider_router.planner import check_ids, make_plan, make_sampling, output_budget, stop_ids
 from outrider_router.tenants import SHARED
 
@@ -74,13 +76,19 @@ class Job:
         )
 
 
-async def tokenize(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids of a prompt; InvalidRequestError if it is empty or cannot be rendered."""
+async def tokenize(
+    prompt: Prompt, tokenizer: Tokenizer, *, add_special_tokens: bool = True
+) -> tuple[int, ...]:
+    """Ids of a prompt; InvalidRequestError if it is empty or cannot be rendered.
+
+    `add_special_tokens`: of a text; whether those that open a document come first.
+    """
     match prompt:
         case TokenPrompt(token_ids=ids):
             found = tuple(ids)
         case TextPrompt(text=text):
-            found = await _maybe_in_thread(len(text), tokenizer.encode, text)
+            encode = partial(tokenizer.encode, add_special_tokens=add_special_tokens)
+            found = await _maybe_in_thread(len(text), encode, text)
         case ChatPrompt(messages=messages):
             turns = [{"role": turn.role, "content": turn.content} for turn in messages]
             size = sum(len(turn.content) for turn in messages)
@@ -155,3 +163,22 @@ def max_session_len(config: RouterConfig, info: VerifierInfo) -> int:
 def _check_stop_strings(stops: tuple[str, ...]) -> None:
     if not all(stops):
         raise InvalidRequestError("stop strings must not be empty", reason="INVALID_STOPPING")
+
+
+async def unless_ended(entry: Entry, making: Awaitable[Job]) -> Job:
+    """A request's job; raises the request's error as soon as it ends. A long prompt takes long."""
+    task = asyncio.ensure_future(making)
+
+    def stop(_error: OutriderError) -> None:
+        task.cancel()
+
+    entry.on_fail = stop
+    try:
+        return await task
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if entry.ended is None or (current is not None and current.cancelling()):
+            raise
+        raise entry.ended from None
+    finally:
+        entry.on_fail = None

@@ -21,6 +21,7 @@ from outrider_router.answers import Answer, Answers
 from outrider_router.config import RouterConfig
 from outrider_router.durable_log import DurableLog
 from outrider_router.journal import Entry, Journal
+from outrider_router.keys import Caller
 from outrider_router.log_records import Logged, Opened, Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.output import OutputAssembler
@@ -194,7 +195,8 @@ class Resumables:
     def _go_on(self, logged: Logged, left_s: float | None) -> None:
         """Run a restored request behind what it has emitted; `left_s` until its deadline."""
         job = logged.opened.job
-        entry = self._journal.open(logged.opened.request_id, self._clock())
+        caller = Caller(tenant=job.tenant)
+        entry = self._journal.open(logged.opened.request_id, self._clock(), caller)
         self._fill(entry, logged)
         entry.epoch = 1
         if left_s is not None:
@@ -210,7 +212,11 @@ class Resumables:
 
     def _keep_ended(self, logged: Logged, finish: FinishInfo, left_s: float) -> None:
         job = logged.opened.job
-        entry = Entry(request_id=logged.opened.request_id, started=self._clock())
+        entry = Entry(
+            request_id=logged.opened.request_id,
+            started=self._clock(),
+            caller=Caller(tenant=job.tenant),
+        )
         self._fill(entry, logged)
         assembler = OutputAssembler(self._tokenizer.pieces, job.stop_strings)
         stopped = finish.reason is FinishReason.STOP_TOKEN

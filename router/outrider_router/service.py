@@ -6,11 +6,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 
 from outrider.errors import (
+    AlreadyExistsError,
     CancelledRequestError,
     DeadlineExceededError,
     InternalError,
@@ -19,7 +20,7 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.ids import RequestId, TenantId, VerifierId
+from outrider.ids import RequestId, VerifierId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.base import Dialer
 from outrider.wire.inference import (
@@ -38,15 +39,16 @@ from outrider_router.answers import Answer, Write
 from outrider_router.config import RouterConfig
 from outrider_router.discovery import Discovery
 from outrider_router.fleet import TokenizerIdentity
+from outrider_router.gate import Gate
 from outrider_router.journal import Entry, Journal
+from outrider_router.keys import ANYBODY, Caller
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.names import split
 from outrider_router.registry import Registry
-from outrider_router.request import Job, make_job, tokenize
+from outrider_router.request import Job, make_job, tokenize, unless_ended
 from outrider_router.resumables import Make, Resumables
 from outrider_router.serving import Serving
-from outrider_router.tenants import SHARED
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +68,11 @@ class RouterService:
         metrics: RouterMetrics,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` is monotonic, in seconds."""
+        """`clock` is monotonic, in seconds. Raises NotFoundError or InvalidRequestError for a file
+        of API keys that is no good."""
         self.config = config
         self.metrics = metrics
+        self.gate = Gate(config, metrics, clock=clock)
         self.journal = Journal()
         self.admission = AdmissionQueue(
             config, metrics, clock=clock, emitted=self.journal.num_emitted
@@ -125,6 +129,11 @@ class RouterService:
         self.on_readiness: Callable[[bool], None] = lambda ready: None
         """Hears whether requests can be served: a verifier is healthy, and no drain began."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served: a verifier is healthy, and no drain began."""
+        return self._ready
+
     def restore(self) -> None:
         """Take up what the journal holds: from now on its streams can be resumed. Idempotent.
 
@@ -167,18 +176,18 @@ class RouterService:
         request: GenerateRequest,
         *,
         timeout_s: float | None = None,
-        tenant: TenantId = SHARED,
+        caller: Caller = ANYBODY,
     ) -> GenerateResult:
         """Serve a request and answer once, at the end; a resumable one outlives the call."""
         if request.resumable:
-            answer = self._begin(request, timeout_s, tenant)
+            answer = self._begin(request, timeout_s, caller)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), _nobody)
             return answer.result()
         text: list[str] = []
         token_ids: list[int] = []
         info: PromptInfo | None = None
         finish: FinishInfo | None = None
-        stream = self.stream(request, timeout_s=timeout_s, tenant=tenant)
+        stream = self.stream(request, timeout_s=timeout_s, caller=caller)
         async with aclosing(stream) as events:
             async for event in events:
                 match event:
@@ -203,13 +212,13 @@ class RouterService:
         request: GenerateRequest,
         *,
         timeout_s: float | None = None,
-        tenant: TenantId = SHARED,
+        caller: Caller = ANYBODY,
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Serve a tenant's request as a stream; close the generator to cancel it, resumable or not.
+        """Serve a caller's request as a stream; close the generator to cancel it, resumable or not.
 
         Raises any error of `outrider.errors`; each is counted and logged with the request's id.
         """
-        async with aclosing(self._run(request, timeout_s, tenant)) as events:
+        async with aclosing(self._run(request, timeout_s, caller)) as events:
             async for event in events:
                 yield event
 
@@ -219,20 +228,26 @@ class RouterService:
         write: Write,
         *,
         timeout_s: float | None = None,
-        tenant: TenantId = SHARED,
+        caller: Caller = ANYBODY,
+        own_id: RequestId | None = None,
     ) -> None:
         """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
-        is resumable: then it goes on for a while without a client. Raises as `stream` does."""
+        is resumable: then it goes on for a while without a client. Raises as `stream` does.
+
+        `own_id` names a request whose client chose no id; by default one is made.
+        """
         if request.resumable:
-            answer = self._begin(request, timeout_s, tenant)
+            answer = self._begin(request, timeout_s, caller)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
             return
-        async with aclosing(self._run(request, timeout_s, tenant)) as events:
+        async with aclosing(self._run(request, timeout_s, caller, own_id)) as events:
             async for event in events:
                 await write(event)
 
-    async def resume(self, position: StreamPosition, write: Write) -> None:
-        """Tell a client the rest of a resumable request.
+    async def resume(
+        self, position: StreamPosition, write: Write, caller: Caller = ANYBODY
+    ) -> None:
+        """Tell a client the rest of a resumable request of its tenant.
 
         Raises NotFoundError without such a request, InvalidRequestError for a position that it has
         not come to, and the request's own error. Whoever was told before hears AbortedError.
@@ -240,7 +255,8 @@ class RouterService:
         answer = self.resumables.get(position.request_id)
         if self._draining:
             raise _stopping()
-        if answer is None:
+        if answer is None or answer.entry.caller.tenant != caller.tenant:
+            # Not a word of whether somebody else has one of this id.
             raise NotFoundError(
                 f"no resumable request {position.request_id!r} runs here or has ended of late",
                 reason="NO_STREAM",
@@ -248,12 +264,15 @@ class RouterService:
         self.metrics.resumed_streams.inc()
         await answer.follow(position, write)
 
-    def abort(self, request_ids: Iterable[RequestId]) -> tuple[RequestId, ...]:
-        """Cancel requests by id; those that were queued or running."""
+    def abort(
+        self, request_ids: Iterable[RequestId], caller: Caller = ANYBODY
+    ) -> tuple[RequestId, ...]:
+        """Cancel requests of the caller's tenant by id; those that were queued or running."""
         aborted: list[RequestId] = []
         for request_id in dict.fromkeys(request_ids):
             entry = self.journal.get(request_id)
-            if entry is not None and entry.ended is None:
+            own = entry is not None and entry.caller.tenant == caller.tenant
+            if entry is not None and own and entry.ended is None:
                 entry.fail(
                     CancelledRequestError(f"request {request_id!r} was aborted", reason="ABORTED")
                 )
@@ -265,7 +284,7 @@ class RouterService:
         timer = self._arm(entry)
         outcome = CancelledRequestError.code
         try:
-            job = await _unless_ended(entry, make())
+            job = await unless_ended(entry, make())
             self.resumables.opened(entry, job)
             async with aclosing(self.serving.events(entry, job, entry.deadline)) as events:
                 async for event in events:
@@ -280,28 +299,50 @@ class RouterService:
             if timer is not None:
                 timer.cancel()
             self.journal.close(entry)
+            self.gate.leave(entry.caller)
             self._log_end(entry, outcome)
 
     def _run(
-        self, request: GenerateRequest, timeout_s: float | None, tenant: TenantId
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None,
+        caller: Caller,
+        own_id: RequestId | None = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a request that ends with whoever reads them."""
-        entry = self._open(request.request_id, timeout_s)
-        return self._events(entry, partial(self._make_job, request, tenant))
+        entry, allowed = self._open(request, timeout_s, caller, own_id)
+        return self._events(entry, partial(self._make_job, allowed, caller))
 
-    def _begin(self, request: GenerateRequest, timeout_s: float | None, tenant: TenantId) -> Answer:
-        entry = self._open(request.request_id, timeout_s)
-        return self.resumables.begin(entry, partial(self._make_job, request, tenant))
+    def _begin(self, request: GenerateRequest, timeout_s: float | None, caller: Caller) -> Answer:
+        entry, allowed = self._open(request, timeout_s, caller)
+        return self.resumables.begin(entry, partial(self._make_job, allowed, caller))
 
-    def _open(self, request_id: RequestId | None, timeout_s: float | None) -> Entry:
+    def _open(
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None,
+        caller: Caller,
+        own_id: RequestId | None = None,
+    ) -> tuple[Entry, GenerateRequest]:
+        """The entry of a new request, and the request as its caller may have it."""
         if self._draining:
             raise _stopping()
-        if request_id == "":
+        if request.request_id == "":
             raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
-        new_id = request_id or RequestId(f"req-{secrets.token_hex(8)}")
-        entry = self.journal.open(new_id, self._clock())
+        new_id = request.request_id or own_id or RequestId(f"req-{secrets.token_hex(8)}")
+        answer = self.resumables.get(new_id)
+        if answer is not None and answer.entry.caller.tenant != caller.tenant:
+            raise AlreadyExistsError(
+                f"request {new_id!r} is there already", reason="REQUEST_EXISTS"
+            )
+        entry = self.journal.open(new_id, self._clock(), caller)
+        try:
+            allowed = self.gate.enter(caller, request)
+        except OutriderError:
+            self.journal.close(entry)
+            raise
         entry.deadline = None if timeout_s is None else entry.started + timeout_s
-        return entry
+        return entry, allowed
 
     def _arm(self, entry: Entry) -> asyncio.TimerHandle | None:
         if entry.deadline is None:
@@ -310,7 +351,7 @@ class RouterService:
         left_s = max(0.0, entry.deadline - self._clock())
         return asyncio.get_running_loop().call_later(left_s, entry.fail, error)
 
-    async def _make_job(self, request: GenerateRequest, tenant: TenantId) -> Job:
+    async def _make_job(self, request: GenerateRequest, caller: Caller) -> Job:
         info = self.registry.any_info()
         if info is None:
             raise no_verifier()
@@ -321,7 +362,7 @@ class RouterService:
             tokenizer=self.tokenizer,
             config=self.config,
             seed=secrets.randbits(63),
-            tenant=tenant,
+            tenant=caller.tenant,
         )
         if self.registry.any_info() is not None and not self.admission.could_fit(job.kv_tokens):
             raise InvalidRequestError(
@@ -370,22 +411,3 @@ def _stopping() -> UnavailableError:
     return UnavailableError(
         "the router is shutting down", reason="SHUTDOWN", retry_after_s=RESTART_S
     )
-
-
-async def _unless_ended(entry: Entry, making: Awaitable[Job]) -> Job:
-    """A request's job; raises the request's error as soon as it ends. A long prompt takes long."""
-    task = asyncio.ensure_future(making)
-
-    def stop(_error: OutriderError) -> None:
-        task.cancel()
-
-    entry.on_fail = stop
-    try:
-        return await task
-    except asyncio.CancelledError:
-        current = asyncio.current_task()
-        if entry.ended is None or (current is not None and current.cancelling()):
-            raise
-        raise entry.ended from None
-    finally:
-        entry.on_fail = None

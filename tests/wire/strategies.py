@@ -217,6 +217,7 @@ def session_specs(draw: st.DrawFn) -> messages.SessionSpec:
         plan=draw(PLANS),
         drafter_id=draw(st.none() | NAMES.map(DrafterId)),
         priority=draw(st.integers(-100, 100)),
+        top_logprobs=draw(st.none() | st.integers(0, 20)),
     )
 
 
@@ -226,6 +227,22 @@ SESSIONS_REQUESTS: st.SearchStrategy[messages.SessionsRequest] = (
     | st.builds(messages.SessionLeave, handle=UINT32)
     | st.builds(messages.SessionMove, handle=UINT32, drafter_id=st.none() | NAMES.map(DrafterId))
 )
+
+
+@st.composite
+def event_logprobs(draw: st.DrawFn, counts: Any) -> messages.EventLogprobs | None:
+    if draw(st.booleans()) or not len(counts):
+        return None
+    rows = len(counts)
+    widths = np.array(draw(st.lists(st.integers(0, 21), min_size=rows, max_size=rows)), np.uint8)
+    values = int((counts * widths).sum())
+    top_ids = values - int(counts[widths > 0].sum())
+    some = st.floats(-9999, 0, width=32)
+    return messages.EventLogprobs(
+        widths=widths,
+        values=np.array(draw(st.lists(some, min_size=values, max_size=values)), np.float32),
+        top_ids=np.array(draw(st.lists(IDS, min_size=top_ids, max_size=top_ids)), np.int32),
+    )
 
 
 @st.composite
@@ -247,6 +264,7 @@ def session_events(draw: st.DrawFn) -> messages.SessionEvents:
         flags=column(st.integers(0, 7), np.uint8),
         proposed=proposed,
         accepted=proposed // 2,
+        logprobs=draw(event_logprobs(counts)),
     )
 
 

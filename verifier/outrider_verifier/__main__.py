@@ -19,7 +19,8 @@ from outrider.awake import AwakeCores
 from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
-from outrider.process import run, tune_interpreter
+from outrider.metrics_port import PortMetrics, serve_metrics
+from outrider.process import add_tls_arguments, run, tune_interpreter
 from outrider.trace import recording
 from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
 
@@ -80,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bench-round-ms", type=float, help="benchmarks only: as a larger model")
     parser.add_argument("--bench-row-us", type=float, help="benchmarks only: of each further row")
     parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
+    add_tls_arguments(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     return parser
 
@@ -91,7 +93,7 @@ async def serve(config: VerifierConfig) -> int:
 
 
 async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
-    from outrider.transport.grpc import GrpcConfig, GrpcServer, verifier_services
+    from outrider.transport.grpc import Access, GrpcConfig, GrpcServer, verifier_services
     from outrider.transport.heartbeat import HeartbeatConfig
     from outrider_verifier.build import build_service
 
@@ -105,7 +107,10 @@ async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
     grpc_config = GrpcConfig(heartbeat=heartbeat)
     service = await asyncio.to_thread(build_service, config, awake)
     tune_interpreter()
-    server = GrpcServer(config.listen, verifier_services(service, grpc_config), config=grpc_config)
+    ports = PortMetrics(service.metrics.registry)
+    access = Access(tls=config.tls, on_refused=ports.refused, on_handshake=ports.handshake)
+    services = verifier_services(service, grpc_config)
+    server = GrpcServer(config.listen, services, config=grpc_config, access=access)
     try:
         awake.adopt_thread()
         service.start()
@@ -133,12 +138,9 @@ def _serve_metrics(config: VerifierConfig, service: VerifierService) -> str:
     """Start the Prometheus endpoint; its address, "" if none is wanted."""
     if config.metrics_port < 0:
         return ""
-    from prometheus_client import start_http_server
-
-    server, _thread = start_http_server(
-        config.metrics_port, addr=config.metrics_host, registry=service.metrics.registry
+    return serve_metrics(
+        service.metrics.registry, config.metrics_host, config.metrics_port, tls=config.tls
     )
-    return f"{config.metrics_host}:{server.server_port}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

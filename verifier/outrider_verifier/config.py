@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from outrider.awake import check_request
 from outrider.config import OneOf
 from outrider.logs import LEVELS, check_level
 from outrider.spec.plan import MAX_DRAFT_TOP_K
+from outrider.transport.tls import TlsConfig
 from outrider_verifier.preemption import Way
 from outrider_verifier.simulation import parse_rates
 
@@ -129,6 +130,8 @@ class VerifierConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """This process's certificate, for its own ports and for those that it connects to."""
     bench_round_ms: float = 0.0
     """Benchmarks only: rounds of one row last so long, as with a larger model; 0: as they do."""
     bench_row_us: float = 0.0
@@ -167,6 +170,7 @@ class VerifierConfig:
             _require(getattr(self, name) >= 0, f"{name} must not be negative")
         check_level(self.log_level)
         self._check_drafting()
+        self.tls.for_fleet()
         check_request(self.awake_cores, self.device)
         _require(self.gather_ms == AUTOMATIC or self.gather_ms >= 0, "gather_ms must be -1 or >= 0")
         _require(self.prompt_stretch >= 1.0, "prompt_stretch must be at least 1")

@@ -63,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--simulated-acceptance", metavar="RATES", help="benchmarks only: drafts stand by chance")
     add("--listen", metavar="HOST:PORT", help="address of the client API")
+    add("--http", metavar="HOST:PORT", help="address of OpenAI's API over HTTP")
     add("--kv-tokens", type=int, metavar="N", help="KV budget of the verifier")
     add("--max-sessions", type=int, metavar="N", help="sessions served at once")
     add("--queue-limit", type=int, metavar="N", help="requests that may wait")
@@ -105,6 +106,8 @@ async def _serve_clients(config: LaunchConfig, stop: asyncio.Event) -> None:
 
     async with serve_front(config) as front:
         ready = {"event": "ready", "address": front.address}
+        if front.http:
+            ready["http"] = front.http
         if front.metrics:
             ready["metrics"] = front.metrics
         sys.stdout.write(json.dumps(ready) + "\n")

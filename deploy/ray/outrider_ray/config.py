@@ -75,6 +75,8 @@ class LaunchConfig:
     """Benchmarks with random weights only: see the verifier's option of this name."""
     listen: str = "127.0.0.1:50050"
     """HOST:PORT of the client API; port 0 takes a free one."""
+    http: str = ""
+    """HOST:PORT of OpenAI's API over HTTP; port 0 takes a free one, "" serves none."""
     kv_tokens: int | None = None
     """KV budget of the verifier; None takes its default."""
     max_sessions: int | None = None
@@ -271,6 +273,7 @@ def router_config(config: LaunchConfig, model: Path) -> RouterConfig:
         RouterConfig,
         overrides={
             "listen": config.listen,
+            "http": config.http,
             "model": model,
             "model_name": config.model_name,
             "verifiers": (VERIFIER,),
