@@ -136,6 +136,7 @@ async def serve(config: RouterConfig) -> None:
     server, pool = client_server(service), pool_server(service)
     http = _http_server(config, service)
     service.on_readiness = server.set_serving
+    service.discovery.on_forgotten = dialer.hang_up
     stop = _told_to_stop()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
     try:

@@ -38,6 +38,7 @@ from outrider_router.admission import no_verifier
 from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.answers import Answer, Write
 from outrider_router.config import RouterConfig
+from outrider_router.discovery import Discovery
 from outrider_router.fleet import TokenizerIdentity
 from outrider_router.forms import Forms
 from outrider_router.gate import Gate
@@ -45,6 +46,7 @@ from outrider_router.journal import Entry, Journal, unless_ended
 from outrider_router.keys import ANYBODY, Caller
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
+from outrider_router.names import split
 from outrider_router.registry import Registry
 from outrider_router.request import Job, make_job, tokenize
 from outrider_router.request_spans import describe, end, request_span
@@ -80,8 +82,8 @@ class RouterService:
         )
         self.registry = Registry(
             dialer=dialer,
-            verifiers=config.verifiers,
-            drafters=config.drafters,
+            verifiers=split(config.verifiers)[0],
+            drafters=split(config.drafters)[0],
             tokenizer=TokenizerIdentity(hash=tokenizer.hash, num_ids=tokenizer.num_ids),
             metrics=metrics,
             clock=clock,
@@ -91,6 +93,12 @@ class RouterService:
             on_verifier_up=self._on_verifier_up,
             on_verifier_lost=self._on_verifier_lost,
             on_drafters_changed=lambda: self.mover.wake(),
+        )
+        self.discovery = Discovery(
+            self.registry,
+            verifiers=config.verifiers,
+            drafters=config.drafters,
+            interval_s=config.discovery_s,
         )
         self.mover = Mover(
             self.journal, self.registry, metrics, clock=clock, interval_s=config.poll_interval_s
@@ -143,6 +151,7 @@ class RouterService:
         """Begin to look for verifiers and drafters."""
         self.restore()
         self.registry.start()
+        self.discovery.start()
         self.mover.start()
 
     async def close(self) -> None:
@@ -153,6 +162,7 @@ class RouterService:
             entry.fail(_stopping())
         await self.resumables.close()
         await self.mover.stop()
+        await self.discovery.stop()
         await self.registry.stop()
         await self.serving.close()
 

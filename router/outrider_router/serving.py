@@ -43,8 +43,8 @@ from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.output import OutputAssembler
 from outrider_router.pacing import Pacer
+from outrider_router.peers import VerifierPeer
 from outrider_router.planner import drafts_itself, plan_on
-from outrider_router.polling import VerifierPeer
 from outrider_router.registry import Registry
 from outrider_router.request import Job
 from outrider_router.request_spans import queue_span, traced
