@@ -8,6 +8,7 @@ from typing import Annotated
 from outrider.awake import check_request
 from outrider.config import OneOf
 from outrider.logs import LEVELS, check_level
+from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_DRAFT_TOP_K
 from outrider.transport.tls import TlsConfig
 from outrider_verifier.preemption import Way
@@ -140,6 +141,8 @@ class VerifierConfig:
     """Of each further row of such a round."""
     trace_file: str = ""
     """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    """Spans of requests, for OpenTelemetry."""
     log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
     """Level of the log on stderr."""
 
