@@ -14,6 +14,7 @@ from outrider_router.histogram import BatchHistogram
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
 class RouterMetrics:
@@ -64,6 +65,19 @@ class RouterMetrics:
         )
         self.request_duration = self._histogram(
             "e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS
+        )
+        self.time_per_output_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "First token to last, divided by the tokens after the first, of each request.",
+            TOKEN_BUCKETS,
+        )
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens",
+            "Prompt tokens of each request placed.",
+            LENGTH_BUCKETS,
+        )
+        self.request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens of each answer that ended.", LENGTH_BUCKETS
         )
 
     def _surviving(self) -> None:
@@ -124,6 +138,9 @@ class RouterMetrics:
             "rounds_total", "Verify rounds that emitted tokens, summed over sessions."
         )
         self.round_tokens = self._counter("round_tokens_total", "Tokens emitted by those rounds.")
+        self.drafts = self._counter(
+            "spec_decode_num_drafts_total", "Of these, rounds that verified a proposal."
+        )
         self.draft_tokens = self._counter(
             "spec_decode_num_draft_tokens_total", "Draft nodes verified."
         )
@@ -202,6 +219,16 @@ class RouterMetrics:
             self.look_ahead_drafted_rounds.labels(kind).inc(int(np.count_nonzero(rows)))
             self.look_ahead_accepted.labels(kind).inc(int(accepted[rows].sum()))
 
+    def add_ended(
+        self, outcome: str, first: float | None, last: float, tokens: int, duration_s: float
+    ) -> None:
+        """Count a request that ended; `first` and `last` are clock times of its tokens, seconds."""
+        self.requests.labels(outcome).inc()
+        self.request_duration.observe(duration_s)
+        self.request_generation_tokens.observe(tokens)
+        if first is not None and tokens > 1:
+            self.time_per_output_token.observe((last - first) / (tokens - 1))
+
     def add_events(self, events: SessionEvents) -> None:
         """Count the rounds of a message of events."""
         rounds = (events.round_ids > 0) & (events.counts > 0)
@@ -210,6 +237,7 @@ class RouterMetrics:
         flags = events.flags[rounds]
         self.fallback_rounds.inc(int(np.count_nonzero(flags & FALLBACK)))
         self.target_only_rounds.inc(int(np.count_nonzero(flags & TARGET_ONLY)))
+        self.drafts.inc(int(np.count_nonzero(events.proposed[rounds])))
         self.draft_tokens.inc(int(events.proposed[rounds].sum()))
         accepted = events.accepted[rounds]
         if (flags & LOOKED_AHEAD).any():

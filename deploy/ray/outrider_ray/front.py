@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from outrider_router.exporting import export_state
 from outrider_router.fleet import PeerState
 from outrider_router.http import HttpServer
 from outrider_router.metrics import RouterMetrics
@@ -50,6 +51,7 @@ async def serve_front(config: LaunchConfig) -> AsyncGenerator[Front]:
     service = RouterService(
         config=router, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
+    export_state(service)
     server = client_server(service)
     http = HttpServer(router.http, service) if router.http else None
     service.on_readiness = server.set_serving

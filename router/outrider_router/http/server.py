@@ -23,6 +23,7 @@ GRACE_S = 2
 RENEW_S = 10.0
 """Time between two looks whether the certificate has changed."""
 _LOOK_S = 0.005
+_MAX_PORT = 65535
 
 
 class _Server(uvicorn.Server):
@@ -107,6 +108,8 @@ def bind(address: str, *, slow_reader_s: float) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     try:
+        if not 0 <= int(port) <= _MAX_PORT:
+            raise ValueError(f"ports are in [0, {_MAX_PORT}]")
         family, kind, protocol, _, where = socket.getaddrinfo(
             host or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
