@@ -11,7 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from outrider.client.aio import AsyncClient
-from outrider.client.flags import add_look_ahead_arguments, at_least, bias, priority, seed
+from outrider.client.flags import (
+    add_connecting_arguments,
+    add_look_ahead_arguments,
+    at_least,
+    bias,
+    priority,
+    seed,
+    tls_of,
+)
 from outrider.client.local import CPU, LocalCluster, LocalConfig, say
 from outrider.client.modelfiles import DEFAULT_MODEL, ModelFiles, find_model
 from outrider.client.options import GenerateOptions, assistant, user
@@ -20,6 +28,7 @@ from outrider.client.prompts import Turns, read_prompts
 from outrider.client.status_command import simulation_note
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import ChatMessage, GenerateResult
 
 DEFAULT_MAX_TOKENS = 256
@@ -77,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
     add_placing_arguments(parser)
     add("--router", metavar="HOST:PORT", help="use this router instead of starting processes")
+    add_connecting_arguments(parser)
     add("--json", action="store_true", help="one JSON object a prompt, in input order")
     add("--concurrency", metavar="N", type=at_least(1), default=1, help="prompts at a time")
     add("--model", metavar="NAME|DIR", help=f"default: {DEFAULT_MODEL}")
@@ -91,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         ignored = [name for name in LOCAL_ONLY if getattr(args, name) not in (None, False)]
         for name in ignored:
             say(f"--{name.replace('_', '-')} is ignored: it is the router's own choice")
-        return asyncio.run(_answer_all(args, prompts, args.router))
+        return asyncio.run(_answer_all(args, prompts, args.router, tls_of(args)))
     concurrency = min(args.concurrency, len(prompts))
     files = find_model(args.model or DEFAULT_MODEL, head=args.head)
     if args.drafter is None and files.head is None:
@@ -211,10 +221,12 @@ def mean_emitted(emitted: int, rounds: int) -> float:
     return round(emitted / rounds, 4) if rounds else 0.0
 
 
-async def _answer_all(args: argparse.Namespace, prompts: Sequence[Turns], address: str) -> int:
+async def _answer_all(
+    args: argparse.Namespace, prompts: Sequence[Turns], address: str, tls: TlsConfig | None = None
+) -> int:
     options = options_of(args)
     started = time.monotonic()
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, tls=tls) as client:
         note = simulation_note(await client.server_info())
         if note:
             say(f"{note}: the answers are not the model's")

@@ -106,7 +106,8 @@ def test_flags_are_named_like_the_keys_that_they_set(role: str) -> None:
         assert action.dest in keys, action.option_strings
         last = action.dest.rpartition(".")[2].replace("_", "-")
         item = last.removesuffix("s") if type(action).__name__ == "_AppendAction" else last
-        assert action.option_strings[0] in (f"--{item}", f"--no-{item}")
+        whole = action.dest.replace(".", "-").replace("_", "-")
+        assert action.option_strings[0] in (f"--{item}", f"--no-{item}", f"--{whole}")
 
 
 @pytest.mark.parametrize("role", ROLES)
