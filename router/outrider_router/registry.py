@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from outrider.errors import (
@@ -15,7 +15,7 @@ from outrider.errors import (
     ResourceExhaustedError,
 )
 from outrider.ids import DrafterId, VerifierId
-from outrider.transport.base import Dialer, DrafterControl, VerifierControl
+from outrider.transport.base import Dialer
 from outrider.wire.limits import MAX_PEERS
 from outrider.wire.messages import DrafterInfo, VerifierInfo
 from outrider_router import orders
@@ -31,51 +31,10 @@ from outrider_router.fleet import (
 )
 from outrider_router.judging import DrafterJudge
 from outrider_router.metrics import RouterMetrics
-from outrider_router.polling import Peer, in_time, rest
+from outrider_router.polling import DrafterPeer, Peer, VerifierPeer, in_time, rest
 from outrider_router.pool import Candidate, candidates_of
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class VerifierPeer(Peer):
-    """A verifier."""
-
-    control: VerifierControl | None = None
-    info: VerifierInfo | None = None
-    detached: set[DrafterId] = field(default_factory=set)
-    """Drafters that sessions reported lost since the last look."""
-    losses: int = 0
-    """How often it was lost; tells an answer from before a loss."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class DrafterPeer(Peer):
-    """A drafter."""
-
-    control: DrafterControl | None = None
-    info: DrafterInfo | None = None
-    serving: bool = False
-    """Whether it was reachable and attached to a healthy verifier at the last look."""
-    misfits: set[str] = field(default_factory=set)
-    """Verifiers that it cannot serve, by address."""
-    draining: bool = False
-    """Whether it is being removed: it is attached to no more verifiers, and gets no sessions."""
-    recalled: bool = False
-    """Whether it is to be told that it stays: an operator has added it."""
-    unplaced: tuple[int, int] = (0, 0)
-    """Sessions beyond those that this router placed, at the last two looks."""
-
-    @property
-    def leaves(self) -> bool:
-        """Whether it is being removed, or has said that it is about to stop."""
-        return self.draining or (self.info is not None and self.info.draining)
-
-    @property
-    def others(self) -> int:
-        """Sessions that it follows for other routers; one look alone may see those of this one
-        that have just ended."""
-        return min(self.unplaced)
 
 
 class Registry:
@@ -142,8 +101,7 @@ class Registry:
             # Somebody else may have removed it.
             peer.recalled = True
             return
-        if len(self.drafters) >= MAX_PEERS:
-            raise ResourceExhaustedError(f"there are {MAX_PEERS} drafters", reason="TOO_MANY_PEERS")
+        _check_room(self.drafters)
         peer = self.drafters[address] = DrafterPeer(address=address, recalled=True)
         self._start(peer, partial(self._look_at_drafter, peer))
         logger.info("drafter added", extra={"address": address})
@@ -154,12 +112,27 @@ class Registry:
         if peer.control is not None:
             await orders.drain(peer.control, peer.address, self._silence_s)
 
+    def add_verifier(self, address: str) -> None:
+        """Look for one more verifier from now on; idempotent. Raises ResourceExhaustedError."""
+        if address not in self.verifiers:
+            _check_room(self.verifiers)
+            peer = self.verifiers[address] = VerifierPeer(address=address)
+            self._start(peer, partial(self._look_at_verifier, peer))
+            logger.info("verifier added", extra={"address": address})
+
+    async def forget_verifier(self, address: str) -> None:
+        """Look at a verifier no more; it has said that it stops, and is gone. Idempotent."""
+        peer = self.verifiers.pop(address, None)
+        if peer is None:
+            return
+        await self._stop_polling(peer)
+        if peer.state is PeerState.HEALTHY and peer.info is not None:
+            self._lose_verifier(peer, peer.info, "it was removed")
+        logger.info("verifier removed", extra={"address": address})
+
     async def forget_drafter(self, peer: DrafterPeer) -> None:
         """Look at a drafter no more and have it leave the verifiers."""
-        poll = self._polls.pop(peer, None)
-        if poll is not None:
-            poll.cancel()
-            await asyncio.gather(poll, return_exceptions=True)
+        await self._stop_polling(peer)
         if peer.control is not None:
             # It is among the drafters until it has left: nobody may add it anew meanwhile.
             await orders.detach(peer.control, peer.address, self.verifiers, self._silence_s)
@@ -230,6 +203,12 @@ class Registry:
 
     def _start(self, peer: Peer, look: Callable[[], Awaitable[None]]) -> None:
         self._polls[peer] = asyncio.create_task(self._poll(peer, look))
+
+    async def _stop_polling(self, peer: Peer) -> None:
+        poll = self._polls.pop(peer, None)
+        if poll is not None:
+            poll.cancel()
+            await asyncio.gather(poll, return_exceptions=True)
 
     async def _poll(self, peer: Peer, look: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -390,3 +369,8 @@ class Registry:
                 "problem": why,
             },
         )
+
+
+def _check_room(peers: Mapping[str, Peer]) -> None:
+    if len(peers) >= MAX_PEERS:
+        raise ResourceExhaustedError(f"there are {MAX_PEERS} of them", reason="TOO_MANY_PEERS")

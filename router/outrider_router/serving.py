@@ -44,7 +44,8 @@ from outrider_router.moving import Mover
 from outrider_router.output import OutputAssembler
 from outrider_router.pacing import Pacer
 from outrider_router.planner import drafts_itself, plan_on
-from outrider_router.registry import Registry, VerifierPeer
+from outrider_router.polling import VerifierPeer
+from outrider_router.registry import Registry
 from outrider_router.request import Job
 from outrider_router.streaming import EventSink, Feed, Reply, lost_error, session_messages
 from outrider_router.waiting import Ticket
