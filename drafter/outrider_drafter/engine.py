@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.grammar.grammars import Grammars
 from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import (
     PlanChange,
@@ -22,6 +23,7 @@ from outrider.wire.messages import (
     WireTensor,
 )
 from outrider_drafter.fair import MOST_TOGETHER, first_served
+from outrider_drafter.forms import Forms
 from outrider_drafter.look_ahead import Answers as Answers
 from outrider_drafter.look_ahead import LookAhead
 from outrider_drafter.metrics import Metrics
@@ -78,8 +80,11 @@ class DraftEngine:
         metrics: Metrics,
         now: Callable[[], float] = time.perf_counter,
         on_sessions: Callable[[int], None] = lambda _: None,
+        grammars: Callable[[], Grammars | None] = lambda: None,
     ) -> None:
-        """`on_sessions` is told how many sessions are followed whenever that may have changed."""
+        """`on_sessions` is told how many sessions are followed whenever that may have changed;
+        `grammars`: see `Forms`."""
+        self._forms = Forms(grammars, limits)
         self._sources: Mapping[DraftMethod, DraftSource] = {s.method: s for s in sources}
         self._fed = [s for s in sources if s.feature_size]
         self._limits = limits
@@ -242,6 +247,7 @@ class DraftEngine:
         waiting: Sequence[Session] = sessions
         only_fed = all(fed is source for fed in self._fed)
         try:
+            self._forms.give(sessions)
             for drafted in source.drafts(sessions):
                 waiting = _without(waiting, drafted.sessions)
                 if not drafted.sessions:
@@ -325,7 +331,9 @@ class DraftEngine:
             return
         self._remove(self._table.get(key))
         self._remove(self._table.crowded_out(connection))
-        self._ahead.watch(self._table.add(connection, message))
+        session = self._table.add(connection, message)
+        self._forms.begin(session)
+        self._ahead.watch(session)
         self._spans.started(key, message)
 
     def _take_in(self, connection: int, verdicts: Verdicts) -> None:

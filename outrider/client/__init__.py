@@ -25,7 +25,9 @@ from outrider.errors import (
     InvalidRequestError,
     NotFoundError,
     OutriderError,
+    PermissionDeniedError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from outrider.spec.plan import DraftMethod
@@ -67,6 +69,7 @@ __all__ = [
     "ModelInfo",
     "NotFoundError",
     "OutriderError",
+    "PermissionDeniedError",
     "PromptInfo",
     "PromptLike",
     "ResourceExhaustedError",
@@ -75,6 +78,7 @@ __all__ = [
     "ServerInfo",
     "SpecStats",
     "Stream",
+    "UnauthenticatedError",
     "UnavailableError",
     "Usage",
     "VerifierSummary",

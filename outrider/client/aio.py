@@ -21,17 +21,18 @@ from outrider.client.calls import (
     SERVER_INFO,
     Metadata,
     Rpc,
-    client_options,
     stream_call,
     typed,
 )
 from outrider.client.channels import Channels
 from outrider.client.collect import Collected
+from outrider.client.connecting import Door, call_metadata
 from outrider.client.options import GenerateOptions, PromptLike, make_request
 from outrider.client.resuming import Again, Attempts
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.errors import OutriderError
 from outrider.ids import RequestId
+from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import (
     Delta,
     FinishInfo,
@@ -57,17 +58,20 @@ class AsyncClient:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
         metadata: Metadata = (),
+        tls: TlsConfig | None = None,
+        api_key: str | None = None,
     ) -> None:
         """`address` is HOST:PORT; `timeout_s` bounds each request, its retries included;
-        `metadata` goes with each request and may say whose it is (`x-outrider-tenant`)."""
+        `metadata` goes with each call and may say whose it is (`x-outrider-tenant`). With `tls`
+        the connection is encrypted, by its `cert` mutually. Without an `api_key` that of the
+        variable OUTRIDER_API_KEY is shown, if there is one. Raises FailedPreconditionError for
+        certificates that are no good, InvalidRequestError for a key that no header can carry."""
         self.address = address
-        self._metadata = metadata
+        self._metadata = call_metadata(metadata, api_key)
         self._timeout_s = timeout_s
         self._retry = retry if retry is not None else RetryPolicy()
-        self._channels = Channels(
-            lambda: grpc.aio.insecure_channel(address, options=client_options())
-        )
-        self._farewells = _Farewells(self._channels)
+        self._channels = Channels(Door(address, tls).aio_channel)
+        self._farewells = _Farewells(self._channels, self._metadata)
 
     async def __aenter__(self) -> Self:
         return self
@@ -185,7 +189,8 @@ class AsyncClient:
             channel = self._channels.current
             method = channel.unary_unary(rpc.path)
             try:
-                answer = await method(data, timeout=remaining(deadline, time.monotonic()))
+                left_s = remaining(deadline, time.monotonic())
+                answer = await method(data, timeout=left_s, metadata=self._metadata)
                 return rpc.decode(answer)
             except grpc.aio.AioRpcError as error:
                 problem = typed(error, self.address)
@@ -335,8 +340,9 @@ class AsyncStream:
 class _Farewells:
     """Tells the router of resumable requests that nobody wants any more, in the background."""
 
-    def __init__(self, channels: Channels[grpc.aio.Channel]) -> None:
+    def __init__(self, channels: Channels[grpc.aio.Channel], metadata: Metadata) -> None:
         self._channels = channels
+        self._metadata = metadata
         self._tasks: set[asyncio.Future[None]] = set()
 
     def say(self, request: GenerateRequest) -> asyncio.Future[None]:
@@ -357,7 +363,8 @@ class _Farewells:
         method = self._channels.current.unary_unary(ABORT.path)
         # A router that does not hear of it finds out within its grace time.
         with contextlib.suppress(grpc.aio.AioRpcError):
-            await method(ABORT.encode([request.request_id]), timeout=ABORT_TIMEOUT_S)
+            data = ABORT.encode([request.request_id])
+            await method(data, timeout=ABORT_TIMEOUT_S, metadata=self._metadata)
 
 
 async def _replace(

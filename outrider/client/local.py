@@ -79,6 +79,8 @@ class LocalConfig:
     """Benchmarks with random weights only: see the verifier's option of this name."""
     listen: str = "127.0.0.1:0"
     """HOST:PORT of the router; port 0 takes a free one."""
+    http: str | None = None
+    """HOST:PORT of the router's HTTP API; port 0 takes a free one, None serves none."""
     kv_tokens: int | None = None
     """KV budget of the verifier; None takes its default, which on a GPU is what there is."""
     max_sessions: int | None = None
@@ -233,6 +235,8 @@ class LocalCluster:
         address = self.router.wait_ready(START_S)
         self._wait_healthy(address)
         self._progress(f"ready on {address}")
+        if "http" in self.router.ready:
+            self._progress(f"OpenAI's API on http://{self.router.ready['http']}/v1")
         return address
 
     def _log_dir(self) -> Path | None:
@@ -354,6 +358,7 @@ def router_args(config: LocalConfig, verifier: str, drafter: str | None) -> list
         model_name=config.model_name or None,
         verifier=verifier,
         drafter=drafter,
+        http=config.http,
         look_ahead=config.look_ahead,
         fan_out=config.fan_out,
         queue_limit=config.queue_limit,

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drafter-methods", metavar="A,B", help="eagle3, eagle, ngram, model; or none")
     add("--host", default="127.0.0.1", help="default: 127.0.0.1")
     add("--port", type=at_least(0), default=50050, help="of the router; default: 50050")
+    add("--http", metavar="HOST:PORT", help="OpenAI's API over HTTP; default: none")
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
     add_placing_arguments(parser)
     add("--planner", choices=("automatic", "fixed"), help="whether plans follow measurements")
@@ -98,6 +99,7 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         dtype=args.dtype or "",
         **placing_of(args),
         listen=f"{args.host}:{args.port}",
+        http=args.http,
         kv_tokens=args.kv_tokens,
         max_sessions=args.max_sessions,
         queue_limit=args.queue_limit,
@@ -178,6 +180,7 @@ def ray_args(config: LocalConfig) -> list[str]:
         "device": config.device,
         "drafter-device": config.drafter_device or None,
         "listen": config.listen,
+        "http": config.http,
         "kv-tokens": config.kv_tokens,
         "max-sessions": config.max_sessions,
         "queue-limit": config.queue_limit,

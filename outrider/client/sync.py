@@ -20,17 +20,18 @@ from outrider.client.calls import (
     SERVER_INFO,
     Metadata,
     Rpc,
-    client_options,
     stream_call,
     typed,
 )
 from outrider.client.channels import Channels
 from outrider.client.collect import Collected
+from outrider.client.connecting import Door, call_metadata
 from outrider.client.options import GenerateOptions, PromptLike, make_request
 from outrider.client.resuming import Again, Attempts
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.errors import OutriderError
 from outrider.ids import RequestId
+from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import (
     Delta,
     FinishInfo,
@@ -56,14 +57,19 @@ class Client:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
         metadata: Metadata = (),
+        tls: TlsConfig | None = None,
+        api_key: str | None = None,
     ) -> None:
         """`address` is HOST:PORT; `timeout_s` bounds each request, its retries included;
-        `metadata` goes with each request and may say whose it is (`x-outrider-tenant`)."""
+        `metadata` goes with each call and may say whose it is (`x-outrider-tenant`). With `tls`
+        the connection is encrypted, by its `cert` mutually. Without an `api_key` that of the
+        variable OUTRIDER_API_KEY is shown, if there is one. Raises FailedPreconditionError for
+        certificates that are no good, InvalidRequestError for a key that no header can carry."""
         self.address = address
-        self._metadata = metadata
+        self._metadata = call_metadata(metadata, api_key)
         self._timeout_s = timeout_s
         self._retry = retry if retry is not None else RetryPolicy()
-        self._channels = Channels(lambda: grpc.insecure_channel(address, options=client_options()))
+        self._channels = Channels(Door(address, tls).channel)
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +103,7 @@ class Client:
             raise
         except BaseException:
             # An interrupt: nobody waits for the answer any more.
-            _say_farewell(self._channels, request)
+            _say_farewell(self._channels, request, self._metadata)
             raise
         if answer is not None:
             return answer
@@ -182,7 +188,8 @@ class Client:
             channel = self._channels.current
             method = channel.unary_unary(rpc.path)
             try:
-                answer = method(data, timeout=remaining(deadline, time.monotonic()))
+                left_s = remaining(deadline, time.monotonic())
+                answer = method(data, timeout=left_s, metadata=self._metadata)
                 return rpc.decode(answer)
             except grpc.RpcError as error:
                 problem = typed(error, self.address)
@@ -313,10 +320,12 @@ class Stream:
         self._over = True
         if self._call is not None:
             self._call.cancel()
-        _say_farewell(self._channels, self._request)
+        _say_farewell(self._channels, self._request, self._metadata)
 
 
-def _say_farewell(channels: Channels[grpc.Channel], request: GenerateRequest) -> None:
+def _say_farewell(
+    channels: Channels[grpc.Channel], request: GenerateRequest, metadata: Metadata
+) -> None:
     """Tell the router that nobody wants a resumable request; others end with their calls."""
     if not request.resumable or request.request_id is None:
         return
@@ -324,7 +333,8 @@ def _say_farewell(channels: Channels[grpc.Channel], request: GenerateRequest) ->
     method = channels.current.unary_unary(ABORT.path)
     # A router that does not hear of it finds out within its grace time.
     with contextlib.suppress(grpc.RpcError):
-        method(ABORT.encode([request.request_id]), timeout=ABORT_TIMEOUT_S)
+        data = ABORT.encode([request.request_id])
+        method(data, timeout=ABORT_TIMEOUT_S, metadata=metadata)
 
 
 def _replace(

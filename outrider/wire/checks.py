@@ -11,7 +11,12 @@ from typing import NoReturn, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from outrider.errors import InvalidMessageError, InvalidRequestError
-from outrider.wire.limits import MAX_MESSAGE_BYTES, MAX_NAME_BYTES, MAX_VOCAB_SIZE
+from outrider.wire.limits import (
+    LOWEST_LOGPROB,
+    MAX_MESSAGE_BYTES,
+    MAX_NAME_BYTES,
+    MAX_VOCAB_SIZE,
+)
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -73,6 +78,13 @@ def finite(value: float, name: str) -> float:
     """A finite number that is not negative (times, rates)."""
     if not (math.isfinite(value) and value >= 0.0):
         fail(f"{name} must be finite and >= 0, got {value}")
+    return value
+
+
+def logprob(value: float, name: str) -> float:
+    """A logarithm of a probability."""
+    if not LOWEST_LOGPROB <= value <= 0.0:
+        fail(f"{name} must be in [{LOWEST_LOGPROB}, 0], got {value}")
     return value
 
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.spec.structured import StructuredOutput
+from outrider.wire.limits import MAX_TOP_LOGPROBS as MAX_TOP_LOGPROBS
+from outrider.wire.logprobs import TokenLogprobs as TokenLogprobs
 from outrider.wire.messages import FinishReason, SpecStats
 
 MAX_PROMPT_TOKENS = 1 << 20
@@ -126,6 +129,11 @@ class GenerateRequest:
     """Greater goes first, and may preempt lesser ones; in [-MAX_PRIORITY, MAX_PRIORITY]."""
     resumable: bool = False
     """Whether it outlives its stream, which `ResumeStream` takes up again."""
+    top_logprobs: int | None = None
+    """Most probable ids to give with each emitted token, in [0, MAX_TOP_LOGPROBS]; 0 gives the
+    emitted tokens' log-probabilities alone, None gives none."""
+    structured_output: StructuredOutput | None = None
+    """The form that the answer must have; None: any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +164,8 @@ class Delta:
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids` where the request asked for them, else none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +202,8 @@ class GenerateResult:
     text: str
     token_ids: tuple[int, ...]
     finish: FinishInfo
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids` where the request asked for them, else none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.sampling import MAX_BANNED_IDS
-from outrider.wire.checks import count, fail, number, text, token_ids
+from outrider.wire.checks import count, fail, logprob, number, text, token_ids
 from outrider.wire.common_codec import (
     FINISH_REASONS,
     FINISH_REASONS_FROM_PB,
@@ -29,6 +29,8 @@ from outrider.wire.common_codec import (
     maybe,
     stats_from_pb,
     stats_to_pb,
+    structured_from_pb,
+    structured_to_pb,
 )
 from outrider.wire.inference import (
     MAX_CHAT_MESSAGES,
@@ -38,6 +40,7 @@ from outrider.wire.inference import (
     MAX_STOP_STRING_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
     ChatMessage,
     ChatPrompt,
     Delta,
@@ -52,6 +55,7 @@ from outrider.wire.inference import (
     StreamEvent,
     StreamPosition,
     TextPrompt,
+    TokenLogprobs,
     TokenPrompt,
     Usage,
 )
@@ -82,6 +86,8 @@ def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
             model=request.model,
             priority=request.priority,
             resumable=request.resumable,
+            top_logprobs=request.top_logprobs,
+            structured_output=structured_to_pb(request.structured_output),
         )
         match request.prompt:
             case TextPrompt(text=value):
@@ -106,6 +112,7 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
     """Decode a request; ranges of sampling values are checked where defaults are applied."""
     request_id = _set(message, "request_id", message.request_id)
     model = _set(message, "model", message.model)
+    asked = _set(message, "top_logprobs", message.top_logprobs)
     return GenerateRequest(
         prompt=_prompt_from_pb(message),
         request_id=None if request_id is None else RequestId(text(request_id, "request_id")),
@@ -115,6 +122,10 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
         speculation=_speculation_from_pb(message.speculation),
         priority=number(message.priority, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY),
         resumable=message.resumable,
+        top_logprobs=(
+            None if asked is None else number(asked, "top_logprobs", high=MAX_TOP_LOGPROBS)
+        ),
+        structured_output=structured_from_pb(message),
     )
 
 
@@ -244,12 +255,33 @@ def _prompt_info_from_pb(message: pb.PromptInfo) -> PromptInfo:
 
 
 def _delta_to_pb(delta: Delta) -> pb.Delta:
-    return pb.Delta(text=delta.text, token_ids=delta.token_ids)
+    message = pb.Delta(text=delta.text, token_ids=delta.token_ids)
+    for entry in delta.logprobs:
+        message.logprobs.add(
+            logprob=entry.logprob,
+            top_token_ids=[token for token, _ in entry.top],
+            top_logprobs=[value for _, value in entry.top],
+        )
+    return message
 
 
 def _delta_from_pb(message: pb.Delta) -> Delta:
     ids = token_ids(message.token_ids, "token_ids", high=MAX_SEQUENCE_LEN)
-    return Delta(text=message.text, token_ids=ids)
+    if len(message.logprobs) not in (0, len(ids)):
+        fail(f"logprobs must have {len(ids)} entries or none, got {len(message.logprobs)}")
+    return Delta(
+        text=message.text,
+        token_ids=ids,
+        logprobs=tuple(_token_logprobs_from_pb(entry) for entry in message.logprobs),
+    )
+
+
+def _token_logprobs_from_pb(message: pb.TokenLogprobs) -> TokenLogprobs:
+    ids = token_ids(message.top_token_ids, "top_token_ids", high=MAX_TOP_LOGPROBS)
+    if len(message.top_logprobs) != len(ids):
+        fail(f"top_logprobs must have {len(ids)} entries, got {len(message.top_logprobs)}")
+    values = [logprob(value, "top_logprobs") for value in message.top_logprobs]
+    return TokenLogprobs(logprob(message.logprob, "logprob"), tuple(zip(ids, values, strict=True)))
 
 
 def _finish_to_pb(finish: FinishInfo) -> pb.FinishInfo:
@@ -349,7 +381,9 @@ def result_to_pb(result: GenerateResult) -> pb.GenerateResponse:
             prompt_tokens=result.finish.usage.prompt_tokens,
             model=result.model,
         ),
-        output=pb.Delta(text=result.text, token_ids=result.token_ids),
+        output=_delta_to_pb(
+            Delta(text=result.text, token_ids=result.token_ids, logprobs=result.logprobs)
+        ),
         finish_info=_finish_to_pb(result.finish),
     )
 
@@ -364,4 +398,5 @@ def result_from_pb(message: pb.GenerateResponse) -> GenerateResult:
         text=output.text,
         token_ids=output.token_ids,
         finish=_finish_from_pb(message.finish_info),
+        logprobs=output.logprobs,
     )

@@ -27,6 +27,12 @@ MAX_FEATURE_WIDTH = 1 << 16
 """Feature values a token."""
 MAX_STOP_TOKEN_IDS = 256
 MAX_METHODS = 16
+MAX_TOP_LOGPROBS = 20
+"""Most probable ids that a request may ask for beside each emitted token."""
+MAX_EVENT_LOGPROBS = 1 << 22
+"""Log-probabilities of one message of events."""
+LOWEST_LOGPROB = -9999.0
+"""Stands for every smaller logarithm, that of nought included: JSON has no infinity."""
 MAX_PRIORITY = 100
 """Priorities are in [-100, 100]."""
 MAX_PEERS = 4096

@@ -17,9 +17,12 @@ from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
+from outrider.spec.structured import StructuredOutput
 from outrider.wire.arrays import FeatureRows as FeatureRows
 from outrider.wire.arrays import TensorDtype as TensorDtype
 from outrider.wire.arrays import WireTensor as WireTensor
+from outrider.wire.logprobs import EventLogprobs as EventLogprobs
+from outrider.wire.logprobs import TokenLogprobs
 from outrider.wire.rounds import Laws as Laws
 from outrider.wire.rounds import Proposal as Proposal
 from outrider.wire.rounds import Proposals as Proposals
@@ -132,6 +135,10 @@ class SessionStart:
     """Upper bound of the session's length in tokens (prompt + output)."""
     prompt_len: int
     """Tokens of the prefix that are prompt (penalties treat prompt and output differently)."""
+    structured_output: StructuredOutput | None = None
+    """The form that the output must have; None: any."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Said beside a structured output: ids that end the session, legal where that is complete."""
     traceparent: str = ""
     """As in `SessionSpec`."""
 
@@ -187,6 +194,11 @@ class SessionSpec:
     """The drafter that serves the session; None decodes plainly."""
     priority: int = 0
     """Greater goes first, and may preempt lesser ones; in [-MAX_PRIORITY, MAX_PRIORITY]."""
+    top_logprobs: int | None = None
+    """Most probable ids to report with each emitted token, in [0, MAX_TOP_LOGPROBS]; 0 reports the
+    emitted tokens' log-probabilities alone, None reports none."""
+    structured_output: StructuredOutput | None = None
+    """The form that the answer must have; None: any."""
     traceparent: str = ""
     """W3C Trace Context of the span that the session's belong to; "": it is not traced."""
 
@@ -279,6 +291,8 @@ class SessionEvents:
     """[n] draft nodes verified in the round."""
     accepted: NDArray[np.uint16]
     """[n] draft nodes accepted, those that a stop cut off not counted."""
+    logprobs: EventLogprobs | None = None
+    """None: no session of these asked for any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,3 +344,5 @@ class SessionEvent:
     """Cumulative."""
     drafter_attached: bool = False
     """Whether the session's drafter is alive at this moment."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `tokens` where the session asked for them, else none."""

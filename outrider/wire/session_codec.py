@@ -20,18 +20,24 @@ from outrider.wire.common_codec import (
     plan_to_pb,
     sampling_to_pb,
     seeded_sampling_from_pb,
+    structured_from_pb,
+    structured_to_pb,
 )
 from outrider.wire.limits import (
+    LOWEST_LOGPROB,
     MAX_ERROR_BYTES,
+    MAX_EVENT_LOGPROBS,
     MAX_EVENT_ROWS,
     MAX_NODES,
     MAX_PRIORITY,
     MAX_SEQUENCE_LEN,
     MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
     MAX_VOCAB_SIZE,
 )
 from outrider.wire.messages import (
     MALFORMED_ROW,
+    EventLogprobs,
     Heartbeat,
     MalformedOpen,
     SessionEvents,
@@ -45,7 +51,7 @@ from outrider.wire.messages import (
     SessionSpec,
     SessionsRequest,
 )
-from outrider.wire.tensors import INT32, UINT8, UINT16, UINT32, pack, unpack
+from outrider.wire.tensors import FLOAT32, INT32, UINT8, UINT16, UINT32, pack, unpack
 from outrider.wire.v1 import common_pb2
 from outrider.wire.v1 import control_pb2 as pb
 
@@ -141,7 +147,7 @@ def decode_sessions_message(data: bytes | memoryview) -> SessionsMessage:
 
 
 def _events_to_pb(events: SessionEvents) -> pb.SessionEvents:
-    return pb.SessionEvents(
+    message = pb.SessionEvents(
         handles=pack(events.handles, UINT32),
         round_ids=pack(events.round_ids, UINT32),
         counts=pack(events.counts, UINT32),
@@ -151,6 +157,11 @@ def _events_to_pb(events: SessionEvents) -> pb.SessionEvents:
         proposed=pack(events.proposed, UINT16),
         accepted=pack(events.accepted, UINT16),
     )
+    if events.logprobs is not None:
+        message.logprob_widths = pack(events.logprobs.widths, UINT8)
+        message.logprobs = pack(events.logprobs.values, FLOAT32)
+        message.top_ids = pack(events.logprobs.top_ids, INT32)
+    return message
 
 
 def _events_from_pb(message: pb.SessionEvents) -> SessionEvents:
@@ -168,6 +179,7 @@ def _events_from_pb(message: pb.SessionEvents) -> SessionEvents:
         flags=cast("NDArray[np.uint8]", column("flags", UINT8)),
         proposed=cast("NDArray[np.uint16]", column("proposed", UINT16)),
         accepted=cast("NDArray[np.uint16]", column("accepted", UINT16)),
+        logprobs=_logprobs_from_pb(message),
     )
     rows = len(events.handles)
     for name in ("round_ids", "counts", "finish_reasons", "flags", "proposed", "accepted"):
@@ -176,8 +188,43 @@ def _events_from_pb(message: pb.SessionEvents) -> SessionEvents:
     total = int(events.counts.sum(dtype=np.int64))
     if total != len(events.tokens):
         fail(f"counts say {total} tokens, got {len(events.tokens)}")
+    if events.logprobs is not None:
+        _check_logprobs(events.logprobs, events.counts)
     _mark_malformed(events)
     return events
+
+
+def _logprobs_from_pb(message: pb.SessionEvents) -> EventLogprobs | None:
+    if not (message.logprob_widths or message.logprobs or message.top_ids):
+        return None
+
+    def column(name: str, dtype: np.dtype[np.generic], high: int) -> NDArray[np.generic]:
+        return unpack(getattr(message, name), dtype, name, max_len=high)
+
+    widths = column("logprob_widths", UINT8, MAX_EVENT_ROWS)
+    values = column("logprobs", FLOAT32, MAX_EVENT_LOGPROBS)
+    return EventLogprobs(
+        widths=cast("NDArray[np.uint8]", widths),
+        values=cast("NDArray[np.float32]", values),
+        top_ids=cast("NDArray[np.int32]", column("top_ids", INT32, MAX_EVENT_LOGPROBS)),
+    )
+
+
+def _check_logprobs(logprobs: EventLogprobs, counts: NDArray[np.uint32]) -> None:
+    """Refuse columns whose sizes do not fit each other."""
+    if len(logprobs.widths) != len(counts):
+        fail(f"logprob_widths must have {len(counts)} rows, got {len(logprobs.widths)}")
+    widths = logprobs.widths.astype(np.int64)
+    if len(widths) and widths.max() > MAX_TOP_LOGPROBS + 1:
+        fail(f"logprob_widths must be at most {MAX_TOP_LOGPROBS + 1}, got {widths.max()}")
+    values = int((counts * widths).sum())
+    top_ids = values - int(counts[widths > 0].sum(dtype=np.int64))
+    for name, got, wanted in (
+        ("logprobs", len(logprobs.values), values),
+        ("top_ids", len(logprobs.top_ids), top_ids),
+    ):
+        if got != wanted:
+            fail(f"{name} must have {wanted} entries, got {got}")
 
 
 def _mark_malformed(events: SessionEvents) -> None:
@@ -188,8 +235,24 @@ def _mark_malformed(events: SessionEvents) -> None:
     if wrong.any():
         owners = np.repeat(np.arange(len(events.handles)), events.counts)
         bad[owners[wrong]] = True
+    if events.logprobs is not None:
+        bad |= _senseless_logprobs(events.logprobs, events.counts)
     if bad.any():
         events.finish_reasons[bad] = MALFORMED_ROW
+
+
+def _senseless_logprobs(logprobs: EventLogprobs, counts: NDArray[np.uint32]) -> NDArray[np.bool_]:
+    """Rows [n] with a value that is no logarithm of a probability, or an id that is none."""
+    bad = np.zeros(len(counts), dtype=np.bool_)
+    rows = np.arange(len(counts))
+    widths = logprobs.widths.astype(np.int64)
+    sound = (logprobs.values >= LOWEST_LOGPROB) & (logprobs.values <= 0.0)  # NaN is neither
+    if not sound.all():
+        bad[np.repeat(rows, counts * widths)[~sound]] = True
+    wrong = (logprobs.top_ids < 0) | (logprobs.top_ids >= MAX_VOCAB_SIZE)
+    if wrong.any():
+        bad[np.repeat(rows, counts * np.maximum(widths - 1, 0))[wrong]] = True
+    return bad
 
 
 def _failure_from_pb(message: pb.SessionFailure) -> SessionFailure:
@@ -217,6 +280,8 @@ def _spec_to_pb(spec: SessionSpec) -> pb.SessionSpec:
         plan=plan_to_pb(spec.plan),
         drafter_id=spec.drafter_id,
         priority=spec.priority,
+        top_logprobs=spec.top_logprobs,
+        structured_output=structured_to_pb(spec.structured_output),
         traceparent=spec.traceparent,
     )
 
@@ -231,6 +296,7 @@ def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
     ids = token_ids(message.token_ids, "token_ids", high=MAX_SEQUENCE_LEN)
     if not ids:
         fail("token_ids must not be empty")
+    asked = message.top_logprobs if message.HasField("top_logprobs") else None
     return SessionSpec(
         session_id=SessionId(text(message.session_id, "session_id")),
         epoch=message.epoch,
@@ -245,5 +311,9 @@ def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
         plan=plan_from_pb(message.plan),
         drafter_id=_drafter_id(message),
         priority=number(message.priority, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY),
+        top_logprobs=(
+            None if asked is None else number(asked, "top_logprobs", high=MAX_TOP_LOGPROBS)
+        ),
+        structured_output=structured_from_pb(message),
         traceparent=traceparent(message.traceparent),
     )

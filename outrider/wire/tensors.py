@@ -29,6 +29,7 @@ DTYPES_FROM_PB: dict[int, TensorDtype] = {
     int(value): dtype for dtype, value in DTYPES_TO_PB.items()
 }
 
+FLOAT32 = np.dtype("<f4")
 INT32 = np.dtype("<i4")
 UINT8 = np.dtype("u1")
 UINT16 = np.dtype("<u2")

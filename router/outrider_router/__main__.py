@@ -1,7 +1,8 @@
 """Command line of the router process.
 
-Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout when it serves; logs go to
-stderr. Heavy imports follow the parsing of the flags, so that --help and mistakes answer at once.
+Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout when it serves, with `http`,
+`metrics` and `pool` where these are served; logs go to stderr. Heavy imports follow the parsing of
+the flags, so that --help and mistakes answer at once.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outrider.config import load_config
+from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
-from outrider.process import run
+from outrider.process import add_tls_arguments, run
 from outrider.spans import add_tracing_flags, exporting
 from outrider_router.config import RouterConfig
 
 if TYPE_CHECKING:
-    from outrider_router.metrics import RouterMetrics
+    from outrider_router.http import HttpServer
+    from outrider_router.service import RouterService
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +34,18 @@ _EXIT_MISUSE = 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
-    """Configuration from --config FILE.toml, overridden by flags. Raises InvalidRequestError."""
+    """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
+    return parse_config(RouterConfig, make_parser(), argv, "router").config
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; flags are stored by the keys that they set."""
     parser = argparse.ArgumentParser(
         prog="outrider-router", description="Serve clients; place sessions on verifiers."
     )
     parser.add_argument("--config", metavar="FILE.toml", help="configuration file")
     parser.add_argument("--listen", metavar="HOST:PORT", help="address of the client API")
+    parser.add_argument("--http", metavar="HOST:PORT", help="address of OpenAI's API over HTTP")
     parser.add_argument("--model", metavar="DIR", help="model directory; its tokenizer is read")
     parser.add_argument("--model-name", metavar="NAME", help="name that clients ask for")
     parser.add_argument(
@@ -85,22 +93,33 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
         choices=("none", "vllm"),
         help="export metrics under these names too, for tools that read them",
     )
+    parser.add_argument("--api-keys", metavar="FILE.toml", help="keys that clients must have")
+    add_tls_arguments(parser)
+    parser.add_argument(
+        "--tls-client-auth",
+        dest="tls.client_auth",
+        action=argparse.BooleanOptionalAction,
+        help="clients must show a certificate of the role client, too",
+    )
+    parser.add_argument(
+        "--front-tls-cert", metavar="FILE.pem", dest="front_tls.cert", help="another for clients"
+    )
+    parser.add_argument(
+        "--front-tls-key", metavar="FILE.pem", dest="front_tls.key", help="private key of it"
+    )
     add_tracing_flags(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
-    flags = vars(parser.parse_args(argv))
-    path = flags.pop("config")
-    return load_config(RouterConfig, path, flags)
+    return parser
 
 
 async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     from outrider.models import resolve
     from outrider.text.tokenizer import Tokenizer
-    from outrider.transport.grpc import GrpcDialer, GrpcServer
+    from outrider.transport.grpc import GrpcDialer
     from outrider_router.exporting import export_state
-    from outrider_router.grpc_api import inference_service
     from outrider_router.metrics import RouterMetrics
-    from outrider_router.pool_api import pool_service
+    from outrider_router.ports import client_server, pool_server, serve_router_metrics
     from outrider_router.service import RouterService
 
     # A folder that holds no more than a tokenizer is enough for a router.
@@ -108,28 +127,29 @@ async def serve(config: RouterConfig) -> None:
     if not path.is_dir():
         path = await asyncio.to_thread(resolve, str(config.model))
     tokenizer = await asyncio.to_thread(Tokenizer.load, path)
-    dialer = GrpcDialer()
+    dialer = GrpcDialer(tls=config.tls)
     metrics = RouterMetrics()
     service = RouterService(
         config=config, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
     export_state(service)
-    server = GrpcServer(config.listen, [inference_service(service)])
-    pool = GrpcServer(config.pool_listen, [pool_service(service)]) if config.pool_listen else None
+    server, pool = client_server(service), pool_server(service)
+    http = _http_server(config, service)
     service.on_readiness = server.set_serving
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    service.discovery.on_forgotten = dialer.hang_up
+    stop = _told_to_stop()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
     try:
         service.restore()
         address = await server.start(serving=False)
         ready = {"event": "ready", "address": address}
         if config.metrics_port >= 0:
-            ready["metrics"] = _serve_metrics(config, metrics)
+            ready["metrics"] = serve_router_metrics(service)
         if pool is not None:
             ready["pool"] = await pool.start()
         await service.start()
+        if http is not None:
+            ready["http"] = await http.start()
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         await stop.wait()
@@ -140,17 +160,27 @@ async def serve(config: RouterConfig) -> None:
         await service.close()
         if pool is not None:
             await pool.stop(0.0)
+        if http is not None:
+            await http.stop()
         await server.stop(1.0)
         await dialer.close()
 
 
-def _serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> str:
-    from prometheus_client import start_http_server
+def _told_to_stop() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
 
-    server, _thread = start_http_server(
-        config.metrics_port, addr=config.metrics_host, registry=metrics.registry
-    )
-    return f"{config.metrics_host}:{server.server_port}"
+
+def _http_server(config: RouterConfig, service: RouterService) -> HttpServer | None:
+    if not config.http:
+        return None
+    from outrider_router.http import HttpServer
+
+    return HttpServer(config.http, service)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
+from outrider.config import OneOf
+from outrider.logs import LEVELS, check_level
 from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
+from outrider.transport.tls import TlsConfig
+from outrider_router.names import split
 from outrider_router.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
 
 
@@ -47,11 +52,11 @@ class SpeculationDefaults:
     fan_out: int = 0
     """Outcomes that are pre-drafted a round; 0 lets the drafter choose."""
     patience_ms: int = 1000
-    """Longest wait of a row for its proposal."""
+    """Longest wait of a row for its proposal; within it the verifier follows what it measures."""
     ngram_patience_ms: int = 20
     """The same for n-gram drafts: a lookup either answers at once or has found nothing."""
     max_draft_tokens: int = 64
-    """Requests for more are cut to this."""
+    """Requests for more are cut to this; at most the verifiers' `max_tree_nodes`."""
 
     def __post_init__(self) -> None:
         for name in ("patience_ms", "ngram_patience_ms"):
@@ -107,14 +112,19 @@ class RouterConfig:
 
     listen: str = "127.0.0.1:50050"
     """HOST:PORT of the client API; port 0 takes a free one."""
+    http: str = ""
+    """HOST:PORT of OpenAI's API over HTTP; port 0 takes a free one, "" serves none."""
     model: Path
     """Model directory or a pulled model's name; only its tokenizer files are read."""
     model_name: str = ""
     """Name that clients ask for; "" takes the verifier's."""
     verifiers: tuple[str, ...] = ()
-    """Addresses of the verifiers, as the drafters reach them too."""
+    """Addresses of the verifiers, as the drafters reach them too; dns:///HOST:PORT stands for all
+    that HOST has."""
     drafters: tuple[str, ...] = ()
-    """Addresses of the drafters."""
+    """Addresses of the drafters, likewise."""
+    discovery_s: float = 5.0
+    """Time between two looks at what a dns:/// name stands for."""
     pool_listen: str = ""
     """HOST:PORT where operators add and remove drafters; port 0 takes a free one, "" serves none.
     """
@@ -144,15 +154,23 @@ class RouterConfig:
     resume_grace_s: float = 30.0
     """Time that a resumable request goes on, or that its end is kept, without its client."""
     journal: Path | None = None
-    """File of the log that resumable requests survive this process by; None keeps none."""
+    """File of the log that resumable requests survive this process by, one router a file; unset
+    keeps none."""
     journal_fsync: Fsync = Fsync.INTERVAL
     """When that file is forced to the disk: off, interval (every second) or always."""
     tracing: TracingConfig = field(default_factory=TracingConfig)
     """Spans of requests, for OpenTelemetry."""
-    log_level: str = "INFO"
+    log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
     """Least severe level that is logged."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)
     """Speculation defaults."""
+    api_keys: Path | None = None
+    """File of the API keys that clients must have; None asks for none."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """This process's certificate, for its own ports and for verifiers and drafters."""
+    front_tls: TlsConfig = field(default_factory=TlsConfig)
+    """Another certificate for clients, of an authority that they know; without one, that of `tls`.
+    """
     overload: OverloadConfig = field(default_factory=OverloadConfig)
     """Admission, tenants and slow readers."""
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
@@ -161,6 +179,9 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not self.verifiers:
             raise ValueError("at least one verifier address is needed (--verifier)")
+        split((*self.verifiers, *self.drafters))
+        if self.discovery_s <= 0:
+            raise ValueError(f"discovery_s must be positive, got {self.discovery_s}")
         if self.queue_limit < 0:
             raise ValueError(f"queue_limit must be >= 0, got {self.queue_limit}")
         if self.default_max_tokens < 1:
@@ -176,5 +197,12 @@ class RouterConfig:
         for name in self.tenants:
             if not name or len(name) > MAX_TENANT_CHARS:
                 raise ValueError(f"names of tenants have 1 to {MAX_TENANT_CHARS} characters")
+        self.tls.for_fleet()
+        check_level(self.log_level)
         if self.drain_s < 0:
             raise ValueError(f"drain_s must be >= 0, got {self.drain_s}")
+
+    @property
+    def client_tls(self) -> TlsConfig:
+        """What clients of both fronts are served with."""
+        return self.front_tls if self.front_tls.cert is not None else self.tls

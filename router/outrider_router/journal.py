@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,6 +12,8 @@ from outrider.errors import AlreadyExistsError, OutriderError
 from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
 from outrider.spans import NO_SPAN, Span
 from outrider.spec.plan import DraftMethod
+from outrider.wire.logprobs import TokenLogprobs
+from outrider_router.keys import ANYBODY, Caller
 from outrider_router.tally import Tally
 
 MadeT = TypeVar("MadeT")
@@ -24,10 +26,16 @@ class Entry:
     request_id: RequestId
     started: float
     """Clock time of arrival, seconds."""
+    caller: Caller = ANYBODY
+    """Who asked; others of its tenant may go on with it and abort it, nobody else."""
     deadline: float | None = None
     """Clock time at which it ends with an error, seconds."""
     emitted: list[int] = field(default_factory=list)
     """Ids that the verifier committed, in order; appended to where they arrive."""
+    top_logprobs: int | None = None
+    """Most probable ids that come with each of them; None: they come without log-probabilities."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each of `emitted`, where they are asked for."""
     number: int = 0
     """Its number in the durable log; 0: it is not in there."""
     epoch: int = 0
@@ -63,6 +71,13 @@ class Entry:
     """Wakes the request, wherever it waits."""
     on_ended: Callable[[OutriderError], None] | None = None
     """Hears of the same; has the request wait no more for a client that takes nothing."""
+
+    def fits(self, logprobs: Sequence[TokenLogprobs], count: int) -> bool:
+        """Whether these are what is asked for beside `count` ids."""
+        top = self.top_logprobs
+        if top is None:
+            return not logprobs
+        return len(logprobs) == count and all(len(entry.top) == top for entry in logprobs)
 
     @property
     def log_ids(self) -> dict[str, str]:
@@ -112,13 +127,13 @@ class Journal:
         entry = self._entries.get(request_id)
         return len(entry.emitted) if entry is not None else 0
 
-    def open(self, request_id: RequestId, now: float) -> Entry:
+    def open(self, request_id: RequestId, now: float, caller: Caller = ANYBODY) -> Entry:
         """Start an entry; AlreadyExistsError while another request has this id."""
         if request_id in self._entries:
             raise AlreadyExistsError(
                 f"request {request_id!r} is running already", reason="REQUEST_EXISTS"
             )
-        entry = Entry(request_id=request_id, started=now)
+        entry = Entry(request_id=request_id, started=now, caller=caller)
         self._entries[request_id] = entry
         return entry
 

@@ -55,6 +55,7 @@ class RouterMetrics:
         self._requests()
         self._surviving()
         self._overload()
+        self._access()
         self._speculation()
         self._fleet()
         self._begin_at_zero()
@@ -130,7 +131,7 @@ class RouterMetrics:
         self.refusals = self._counter(
             "refusals_total",
             "Requests that were refused or ended because of overload: RATE_LIMITED, QUEUE_FULL, "
-            "DISPLACED, SLOW_READER.",
+            "DISPLACED, SLOW_READER, KEY_RATE_LIMITED, KEY_BUSY.",
             "reason",
         )
         self.preempting_placements = self._counter(
@@ -145,6 +146,22 @@ class RouterMetrics:
         )
         self.tenant_tokens = self._counter(
             "tenant_tokens_total", "Tokens of prompts and answers of requests that ended.", "tenant"
+        )
+
+    def _access(self) -> None:
+        self.access_refusals = self._counter(
+            "access_refusals_total",
+            "Calls of both fronts and the pool that were turned away: NO_KEY, WRONG_KEY, "
+            "NOT_OPERATOR, WRONG_ROLE.",
+            "reason",
+        )
+        self.tls_handshakes = self._counter(
+            "tls_handshakes_total",
+            "TLS handshakes that began on gRPC ports; one without a good certificate leads to no "
+            "call.",
+        )
+        self.keys_failing = self._gauge(
+            "api_keys_failing", "1 while the file of API keys is no good; the ones before count."
         )
 
     def _speculation(self) -> None:

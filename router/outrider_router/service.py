@@ -11,6 +11,7 @@ from contextlib import aclosing
 from functools import partial
 
 from outrider.errors import (
+    AlreadyExistsError,
     CancelledRequestError,
     DeadlineExceededError,
     InternalError,
@@ -19,7 +20,7 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.ids import RequestId, TenantId, VerifierId
+from outrider.ids import RequestId, VerifierId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.base import Dialer
 from outrider.wire.inference import (
@@ -30,22 +31,27 @@ from outrider.wire.inference import (
     PromptInfo,
     StreamEvent,
     StreamPosition,
+    TokenLogprobs,
 )
 from outrider.wire.messages import VerifierInfo
 from outrider_router.admission import no_verifier
 from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.answers import Answer, Write
 from outrider_router.config import RouterConfig
+from outrider_router.discovery import Discovery
 from outrider_router.fleet import TokenizerIdentity
+from outrider_router.forms import Forms
+from outrider_router.gate import Gate
 from outrider_router.journal import Entry, Journal, unless_ended
+from outrider_router.keys import ANYBODY, Caller
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
+from outrider_router.names import split
 from outrider_router.registry import Registry
 from outrider_router.request import Job, make_job, tokenize
 from outrider_router.request_spans import describe, end, request_span
 from outrider_router.resumables import Make, Resumables
 from outrider_router.serving import Serving
-from outrider_router.tenants import SHARED
 
 logger = logging.getLogger(__name__)
 
@@ -65,17 +71,19 @@ class RouterService:
         metrics: RouterMetrics,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` is monotonic, in seconds."""
+        """`clock` is monotonic, in seconds. Raises NotFoundError or InvalidRequestError for a file
+        of API keys that is no good."""
         self.config = config
         self.metrics = metrics
+        self.gate = Gate(config, metrics, clock=clock)
         self.journal = Journal()
         self.admission = AdmissionQueue(
             config, metrics, clock=clock, emitted=self.journal.num_emitted
         )
         self.registry = Registry(
             dialer=dialer,
-            verifiers=config.verifiers,
-            drafters=config.drafters,
+            verifiers=split(config.verifiers)[0],
+            drafters=split(config.drafters)[0],
             tokenizer=TokenizerIdentity(hash=tokenizer.hash, num_ids=tokenizer.num_ids),
             metrics=metrics,
             clock=clock,
@@ -86,10 +94,17 @@ class RouterService:
             on_verifier_lost=self._on_verifier_lost,
             on_drafters_changed=lambda: self.mover.wake(),
         )
+        self.discovery = Discovery(
+            self.registry,
+            verifiers=config.verifiers,
+            drafters=config.drafters,
+            interval_s=config.discovery_s,
+        )
         self.mover = Mover(
             self.journal, self.registry, metrics, clock=clock, interval_s=config.poll_interval_s
         )
         self.tokenizer = tokenizer
+        self._forms = Forms(tokenizer.file, vocab_size=tokenizer.num_ids)
         self._clock = clock
         self.resumables = Resumables(
             config,
@@ -118,6 +133,11 @@ class RouterService:
         self.on_readiness: Callable[[bool], None] = lambda ready: None
         """Hears whether requests can be served: a verifier is healthy, and no drain began."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served: a verifier is healthy, and no drain began."""
+        return self._ready
+
     def restore(self) -> None:
         """Take up what the journal holds: from now on its streams can be resumed. Idempotent.
 
@@ -131,6 +151,7 @@ class RouterService:
         """Begin to look for verifiers and drafters."""
         self.restore()
         self.registry.start()
+        self.discovery.start()
         self.mover.start()
 
     async def close(self) -> None:
@@ -141,6 +162,7 @@ class RouterService:
             entry.fail(_stopping())
         await self.resumables.close()
         await self.mover.stop()
+        await self.discovery.stop()
         await self.registry.stop()
         await self.serving.close()
 
@@ -158,19 +180,20 @@ class RouterService:
         request: GenerateRequest,
         *,
         timeout_s: float | None = None,
-        tenant: TenantId = SHARED,
+        caller: Caller = ANYBODY,
         traceparent: str = "",
     ) -> GenerateResult:
         """Serve a request and answer once, at the end; a resumable one outlives the call."""
         if request.resumable:
-            answer = self._begin(request, timeout_s, tenant, traceparent)
+            answer = self._begin(request, timeout_s, caller, traceparent)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), _nobody)
             return answer.result()
         text: list[str] = []
         token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         info: PromptInfo | None = None
         finish: FinishInfo | None = None
-        stream = self.stream(request, timeout_s=timeout_s, tenant=tenant, traceparent=traceparent)
+        stream = self.stream(request, timeout_s=timeout_s, caller=caller, traceparent=traceparent)
         async with aclosing(stream) as events:
             async for event in events:
                 match event:
@@ -179,6 +202,7 @@ class RouterService:
                     case Delta():
                         text.append(event.text)
                         token_ids.extend(event.token_ids)
+                        logprobs.extend(event.logprobs)
                     case FinishInfo():
                         finish = event
         assert info is not None and finish is not None, "a stream without an error has both"
@@ -188,6 +212,7 @@ class RouterService:
             text="".join(text),
             token_ids=tuple(token_ids),
             finish=finish,
+            logprobs=tuple(logprobs),
         )
 
     async def stream(
@@ -195,15 +220,15 @@ class RouterService:
         request: GenerateRequest,
         *,
         timeout_s: float | None = None,
-        tenant: TenantId = SHARED,
+        caller: Caller = ANYBODY,
         traceparent: str = "",
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Serve a tenant's request as a stream; close the generator to cancel it, resumable or not.
+        """Serve a caller's request as a stream; close the generator to cancel it, resumable or not.
         `traceparent`: the client's W3C Trace Context, if it has one.
 
         Raises any error of `outrider.errors`; each is counted and logged with the request's id.
         """
-        async with aclosing(self._run(request, timeout_s, tenant, traceparent)) as events:
+        async with aclosing(self._run(request, timeout_s, caller, traceparent)) as events:
             async for event in events:
                 yield event
 
@@ -213,21 +238,27 @@ class RouterService:
         write: Write,
         *,
         timeout_s: float | None = None,
-        tenant: TenantId = SHARED,
+        caller: Caller = ANYBODY,
         traceparent: str = "",
+        own_id: RequestId | None = None,
     ) -> None:
         """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
-        is resumable: then it goes on for a while without a client. Raises as `stream` does."""
+        is resumable: then it goes on for a while without a client. Raises as `stream` does.
+
+        `own_id` names a request whose client chose no id; by default one is made.
+        """
         if request.resumable:
-            answer = self._begin(request, timeout_s, tenant, traceparent)
+            answer = self._begin(request, timeout_s, caller, traceparent)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
             return
-        async with aclosing(self._run(request, timeout_s, tenant, traceparent)) as events:
+        async with aclosing(self._run(request, timeout_s, caller, traceparent, own_id)) as events:
             async for event in events:
                 await write(event)
 
-    async def resume(self, position: StreamPosition, write: Write) -> None:
-        """Tell a client the rest of a resumable request.
+    async def resume(
+        self, position: StreamPosition, write: Write, caller: Caller = ANYBODY
+    ) -> None:
+        """Tell a client the rest of a resumable request of its tenant.
 
         Raises NotFoundError without such a request, InvalidRequestError for a position that it has
         not come to, and the request's own error. Whoever was told before hears AbortedError.
@@ -235,7 +266,8 @@ class RouterService:
         answer = self.resumables.get(position.request_id)
         if self._draining:
             raise _stopping()
-        if answer is None:
+        if answer is None or answer.entry.caller.tenant != caller.tenant:
+            # Not a word of whether somebody else has one of this id.
             raise NotFoundError(
                 f"no resumable request {position.request_id!r} runs here or has ended of late",
                 reason="NO_STREAM",
@@ -243,12 +275,15 @@ class RouterService:
         self.metrics.resumed_streams.inc()
         await answer.follow(position, write)
 
-    def abort(self, request_ids: Iterable[RequestId]) -> tuple[RequestId, ...]:
-        """Cancel requests by id; those that were queued or running."""
+    def abort(
+        self, request_ids: Iterable[RequestId], caller: Caller = ANYBODY
+    ) -> tuple[RequestId, ...]:
+        """Cancel requests of the caller's tenant by id; those that were queued or running."""
         aborted: list[RequestId] = []
         for request_id in dict.fromkeys(request_ids):
             entry = self.journal.get(request_id)
-            if entry is not None and entry.ended is None:
+            own = entry is not None and entry.caller.tenant == caller.tenant
+            if entry is not None and own and entry.ended is None:
                 entry.fail(
                     CancelledRequestError(f"request {request_id!r} was aborted", reason="ABORTED")
                 )
@@ -278,41 +313,55 @@ class RouterService:
             if timer is not None:
                 timer.cancel()
             self.journal.close(entry)
+            self.gate.leave(entry.caller)
             self._log_end(entry, outcome, problem)
 
     def _run(
         self,
         request: GenerateRequest,
         timeout_s: float | None,
-        tenant: TenantId,
+        caller: Caller,
         traceparent: str,
+        own_id: RequestId | None = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a request that ends with whoever reads them."""
-        entry = self._open(request.request_id, timeout_s, traceparent)
-        return self._events(entry, partial(self._make_job, request, tenant))
+        entry, allowed = self._open(request, timeout_s, caller, traceparent, own_id)
+        return self._events(entry, partial(self._make_job, allowed, caller))
 
     def _begin(
+        self, request: GenerateRequest, timeout_s: float | None, caller: Caller, traceparent: str
+    ) -> Answer:
+        entry, allowed = self._open(request, timeout_s, caller, traceparent)
+        return self.resumables.begin(entry, partial(self._make_job, allowed, caller))
+
+    def _open(
         self,
         request: GenerateRequest,
         timeout_s: float | None,
-        tenant: TenantId,
+        caller: Caller,
         traceparent: str,
-    ) -> Answer:
-        entry = self._open(request.request_id, timeout_s, traceparent)
-        return self.resumables.begin(entry, partial(self._make_job, request, tenant))
-
-    def _open(
-        self, request_id: RequestId | None, timeout_s: float | None, traceparent: str
-    ) -> Entry:
+        own_id: RequestId | None = None,
+    ) -> tuple[Entry, GenerateRequest]:
+        """The entry of a new request, and the request as its caller may have it."""
         if self._draining:
             raise _stopping()
-        if request_id == "":
+        if request.request_id == "":
             raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
-        new_id = request_id or RequestId(f"req-{secrets.token_hex(8)}")
-        entry = self.journal.open(new_id, self._clock())
+        new_id = request.request_id or own_id or RequestId(f"req-{secrets.token_hex(8)}")
+        answer = self.resumables.get(new_id)
+        if answer is not None and answer.entry.caller.tenant != caller.tenant:
+            raise AlreadyExistsError(
+                f"request {new_id!r} is there already", reason="REQUEST_EXISTS"
+            )
+        entry = self.journal.open(new_id, self._clock(), caller)
+        try:
+            allowed = self.gate.enter(caller, request)
+        except OutriderError:
+            self.journal.close(entry)
+            raise
         entry.deadline = None if timeout_s is None else entry.started + timeout_s
         entry.span = request_span(new_id, traceparent)
-        return entry
+        return entry, allowed
 
     def _arm(self, entry: Entry) -> asyncio.TimerHandle | None:
         if entry.deadline is None:
@@ -321,10 +370,11 @@ class RouterService:
         left_s = max(0.0, entry.deadline - self._clock())
         return asyncio.get_running_loop().call_later(left_s, entry.fail, error)
 
-    async def _make_job(self, request: GenerateRequest, tenant: TenantId) -> Job:
+    async def _make_job(self, request: GenerateRequest, caller: Caller) -> Job:
         info = self.registry.any_info()
         if info is None:
             raise no_verifier()
+        await self._forms.check(request.structured_output)
         job = make_job(
             request,
             await tokenize(request.prompt, self.tokenizer),
@@ -332,7 +382,7 @@ class RouterService:
             tokenizer=self.tokenizer,
             config=self.config,
             seed=secrets.randbits(63),
-            tenant=tenant,
+            tenant=caller.tenant,
         )
         if self.registry.any_info() is not None and not self.admission.could_fit(job.kv_tokens):
             raise InvalidRequestError(

@@ -43,8 +43,9 @@ from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.output import OutputAssembler
 from outrider_router.pacing import Pacer
+from outrider_router.peers import VerifierPeer
 from outrider_router.planner import drafts_itself, plan_on
-from outrider_router.registry import Registry, VerifierPeer
+from outrider_router.registry import Registry
 from outrider_router.request import Job
 from outrider_router.request_spans import queue_span, traced
 from outrider_router.streaming import EventSink, Feed, Reply, lost_error, session_messages
@@ -133,6 +134,7 @@ class Serving:
 
     def _course(self, entry: Entry, job: Job, deadline: float | None) -> Course:
         number = next(self._numbers)
+        entry.top_logprobs = job.top_logprobs
         return Course(
             entry=entry,
             job=job,

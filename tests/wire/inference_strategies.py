@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from outrider.ids import DrafterId, RequestId, VerifierId
@@ -16,6 +18,7 @@ from tests.wire.strategies import (
     METHODS,
     NAMES,
     STATS,
+    STRUCTURED,
     TIMES,
     UINT32,
     UINT64,
@@ -69,6 +72,8 @@ REQUESTS = st.builds(
     ),
     priority=st.integers(-100, 100),
     resumable=st.booleans(),
+    top_logprobs=st.none() | st.integers(0, 20),
+    structured_output=STRUCTURED,
 )
 POSITIONS = st.builds(
     inference.StreamPosition,
@@ -88,6 +93,23 @@ FINISHES = st.one_of(
         for match in ({"stop_string": st.none() | TEXTS}, {"stop_token_id": UINT32})
     )
 )
+LOGPROBS = st.floats(-9999, 0, width=32)
+TOKEN_LOGPROBS = st.builds(
+    inference.TokenLogprobs,
+    LOGPROBS,
+    st.lists(st.tuples(IDS, LOGPROBS), max_size=20).map(tuple),
+)
+
+
+@st.composite
+def with_logprobs(draw: st.DrawFn, kind: type[Any], **fields: st.SearchStrategy[Any]) -> Any:
+    """Something with ids, and logprobs for all of them or none."""
+    ids = draw(id_lists(8))
+    entries = st.lists(TOKEN_LOGPROBS, min_size=len(ids), max_size=len(ids)).map(tuple)
+    values = {name: draw(strategy) for name, strategy in fields.items()}
+    return kind(token_ids=ids, logprobs=draw(st.just(()) | entries), **values)
+
+
 EVENTS: st.SearchStrategy[inference.StreamEvent] = st.one_of(
     st.builds(
         inference.PromptInfo,
@@ -95,15 +117,14 @@ EVENTS: st.SearchStrategy[inference.StreamEvent] = st.one_of(
         prompt_tokens=UINT32,
         model=MAYBE_NAMES,
     ),
-    st.builds(inference.Delta, text=MAYBE_NAMES, token_ids=id_lists()),
+    with_logprobs(inference.Delta, text=MAYBE_NAMES),
     FINISHES,
 )
-RESULTS = st.builds(
+RESULTS = with_logprobs(
     inference.GenerateResult,
     request_id=NAMES.map(RequestId),
     model=MAYBE_NAMES,
     text=MAYBE_NAMES,
-    token_ids=id_lists(),
     finish=FINISHES,
 )
 SERVER_INFOS = st.builds(

@@ -12,6 +12,7 @@ from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
 from outrider.spec.law import DraftLaw
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.spec.tree import DraftTree
 from outrider.wire import inference as api
 from outrider.wire import messages as m
@@ -168,6 +169,20 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             traceparent=TRACEPARENT,
         ),
     ),
+    "structured_start": (
+        "verifier",
+        m.SessionStart(
+            handle=3,
+            session_id=SESSION,
+            epoch=1,
+            plan=PLAN,
+            sampling=SAMPLING.for_drafter(),
+            max_len=612,
+            prompt_len=100,
+            structured_output=StructuredOutput(StructuredKind.JSON_SCHEMA, '{"type": "object"}'),
+            stop_token_ids=(2, 49151),
+        ),
+    ),
     "plan_change": ("verifier", m.PlanChange(handle=70000, plan=Plan())),
     "session_end": ("verifier", m.SessionEnd(handle=2**20 - 1)),
     "verifier_heartbeat": ("verifier", m.Heartbeat(2**64 - 1)),
@@ -187,6 +202,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
                 plan=PLAN,
                 drafter_id=DrafterId("drafter-a"),
                 priority=-5,
+                structured_output=StructuredOutput(StructuredKind.REGEX, "[0-9]+"),
                 traceparent=TRACEPARENT,
             ),
         ),
@@ -336,6 +352,20 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         ),
     ),
     "text_request": ("request", api.GenerateRequest(prompt=api.TextPrompt("Once upon"))),
+    "json_request": (
+        "request",
+        api.GenerateRequest(
+            prompt=api.TextPrompt("Once upon"),
+            structured_output=StructuredOutput(StructuredKind.JSON_OBJECT),
+        ),
+    ),
+    "grammar_request": (
+        "request",
+        api.GenerateRequest(
+            prompt=api.TextPrompt("Once upon"),
+            structured_output=StructuredOutput(StructuredKind.GRAMMAR, 'start: "a" | "b"'),
+        ),
+    ),
     "token_request": (
         "request",
         api.GenerateRequest(prompt=api.TokenPrompt((1, 2, 3)), priority=7, resumable=True),
@@ -374,6 +404,44 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         ),
     ),
 }
+LOGPROBS = (
+    api.TokenLogprobs(-0.25, ((400, -0.25), (7, -2.5))),
+    api.TokenLogprobs(-9999.0),
+)
+SAMPLES["logprobs_request"] = (
+    "request",
+    api.GenerateRequest(prompt=api.TokenPrompt((1, 2, 3)), top_logprobs=0),
+)
+SAMPLES["logprobs_open"] = (
+    "sessions_request",
+    m.SessionOpen(7, replace(SAMPLES["session_open"][1].spec, top_logprobs=20)),
+)
+SAMPLES["logprobs_delta"] = (
+    "event",
+    api.Delta(text="\u65e5\u672c", token_ids=(400, 401), logprobs=LOGPROBS),
+)
+SAMPLES["logprobs_result"] = (
+    "result",
+    replace(SAMPLES["result"][1], token_ids=(9, 8), logprobs=LOGPROBS),
+)
+SAMPLES["logprobs_events"] = (
+    "sessions_message",
+    m.SessionEvents(
+        handles=np.array([7, 8, 9], np.uint32),
+        round_ids=np.array([9, 3, 0], np.uint32),
+        counts=np.array([2, 3, 1], np.uint32),
+        tokens=np.array([11, 7, 5, 6, 7, 8], np.int32),
+        finish_reasons=np.array([0, 0, 0], np.uint8),
+        flags=np.array([0, 0, 0], np.uint8),
+        proposed=np.array([1, 2, 0], np.uint16),
+        accepted=np.array([1, 2, 0], np.uint16),
+        logprobs=m.EventLogprobs(
+            widths=np.array([3, 0, 1], np.uint8),
+            values=np.array([-1.5, -0.5, -1.5, -0.25, -0.25, -2.0, -9999.0], np.float32),
+            top_ids=np.array([12, 11, 7, 49151], np.int32),
+        ),
+    ),
+)
 SAMPLES["add_drafter"] = ("add_drafter", "10.0.0.3:7001")
 SAMPLES["remove_drafter"] = ("remove_drafter", "10.0.0.3:7001")
 SAMPLES["removed"] = ("removed", Removed(moved=12, left=1))

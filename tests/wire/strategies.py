@@ -11,6 +11,7 @@ from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.law import DraftLaw, make_law
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.spec.tree import DraftTree, children
 from outrider.wire import messages
 from outrider.wire.pool_codec import Removed
@@ -46,6 +47,14 @@ SAMPLING = st.builds(
     logit_bias=BIASES,
     seed=UINT64,
     rule=st.sampled_from(Rule),
+)
+STRUCTURED = st.none() | st.one_of(
+    st.just(StructuredOutput(StructuredKind.JSON_OBJECT)),
+    st.builds(
+        StructuredOutput,
+        st.sampled_from([kind for kind in StructuredKind if kind != "json_object"]),
+        NAMES,
+    ),
 )
 PLANS = st.builds(
     Plan,
@@ -197,6 +206,8 @@ VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
         sampling=SAMPLING.map(SamplingParams.for_drafter),
         max_len=LENGTHS,
         prompt_len=LENGTHS,
+        structured_output=STRUCTURED,
+        stop_token_ids=id_lists(8),
         traceparent=TRACEPARENTS,
     ),
     st.builds(messages.PlanChange, handle=HANDLES, plan=PLANS),
@@ -219,6 +230,8 @@ def session_specs(draw: st.DrawFn) -> messages.SessionSpec:
         plan=draw(PLANS),
         drafter_id=draw(st.none() | NAMES.map(DrafterId)),
         priority=draw(st.integers(-100, 100)),
+        top_logprobs=draw(st.none() | st.integers(0, 20)),
+        structured_output=draw(STRUCTURED),
         traceparent=draw(TRACEPARENTS),
     )
 
@@ -229,6 +242,22 @@ SESSIONS_REQUESTS: st.SearchStrategy[messages.SessionsRequest] = (
     | st.builds(messages.SessionLeave, handle=UINT32)
     | st.builds(messages.SessionMove, handle=UINT32, drafter_id=st.none() | NAMES.map(DrafterId))
 )
+
+
+@st.composite
+def event_logprobs(draw: st.DrawFn, counts: Any) -> messages.EventLogprobs | None:
+    if draw(st.booleans()) or not len(counts):
+        return None
+    rows = len(counts)
+    widths = np.array(draw(st.lists(st.integers(0, 21), min_size=rows, max_size=rows)), np.uint8)
+    values = int((counts * widths).sum())
+    top_ids = values - int(counts[widths > 0].sum())
+    some = st.floats(-9999, 0, width=32)
+    return messages.EventLogprobs(
+        widths=widths,
+        values=np.array(draw(st.lists(some, min_size=values, max_size=values)), np.float32),
+        top_ids=np.array(draw(st.lists(IDS, min_size=top_ids, max_size=top_ids)), np.int32),
+    )
 
 
 @st.composite
@@ -250,6 +279,7 @@ def session_events(draw: st.DrawFn) -> messages.SessionEvents:
         flags=column(st.integers(0, 7), np.uint8),
         proposed=proposed,
         accepted=proposed // 2,
+        logprobs=draw(event_logprobs(counts)),
     )
 
 

@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from outrider.engine.logprobs import PathLogprobs
 from outrider.errors import (
     AlreadyExistsError,
+    InternalError,
     InvalidMessageError,
     OutriderError,
     ResourceExhaustedError,
@@ -29,6 +31,7 @@ from outrider.transport.base import ServingConnection
 from outrider.transport.outgoing import Outgoing
 from outrider.transport.sessions import failure_of
 from outrider.wire.messages import (
+    EventLogprobs,
     Heartbeat,
     MalformedOpen,
     SessionEvents,
@@ -43,6 +46,7 @@ from outrider.wire.messages import (
 )
 from outrider_verifier.commands import Close, Command, Open, SetDrafter
 from outrider_verifier.effects import Emits
+from outrider_verifier.forms import Forms
 from outrider_verifier.session_spans import SessionSpans
 
 logger = logging.getLogger(__name__)
@@ -56,7 +60,9 @@ _MESSAGE_BYTES = 256
 
 def _size(message: SessionsMessage) -> int:
     if isinstance(message, SessionEvents):
-        return _MESSAGE_BYTES + message.tokens.nbytes + 20 * len(message.handles)
+        told = message.logprobs
+        extra = 0 if told is None else told.values.nbytes + told.top_ids.nbytes
+        return _MESSAGE_BYTES + message.tokens.nbytes + 20 * len(message.handles) + extra
     return _MESSAGE_BYTES
 
 
@@ -91,8 +97,13 @@ class RouterHub:
         post: Callable[[Command], None],
         admit: Callable[[], None],
         on_change: Callable[[int], None],
+        forms: Forms,
     ) -> None:
-        """`admit` raises while no session may be opened; `on_change` hears how many there are."""
+        """`admit` raises while no session may be opened; `on_change` hears how many there are;
+        `forms` compiles structured outputs."""
+        self._forms = forms
+        self._compiling: dict[int, asyncio.Task[None]] = {}
+        """Sessions that the engine has not been told of, by ticket."""
         self._post = post
         self._admit = admit
         self._on_change = on_change
@@ -230,7 +241,36 @@ class RouterHub:
         self._on_change(len(self._served))
         self._spans.opened(ticket, spec)
         answer.add_done_callback(partial(self._answered, router, ticket))
-        self._post(Open(ticket, spec, answer))
+        known = self._forms.known(spec)
+        if known is not None:
+            self._post(Open(ticket, spec, answer, *known))
+            return
+        # Nobody else's rounds wait for it.
+        task = asyncio.ensure_future(self._compile(ticket, spec, answer))
+        self._compiling[ticket] = task
+        task.add_done_callback(lambda _: self._compiling.pop(ticket, None))
+
+    async def _compile(self, ticket: int, spec: SessionSpec, answer: asyncio.Future[None]) -> None:
+        """Compile a session's grammar, then tell the engine of the session."""
+        try:
+            grammar = await self._forms.compile(spec)
+        except OutriderError as error:
+            answer.set_exception(error)
+            return
+        except Exception as bug:
+            logger.exception("a grammar could not be compiled")
+            answer.set_exception(InternalError(f"{type(bug).__name__}: {bug}", reason="GRAMMAR"))
+            return
+        served = self._served.get(ticket)
+        if served is None:
+            # Its router has left it.
+            answer.set_result(None)
+            return
+        self._post(Open(ticket, spec, answer, grammar))
+        del self._compiling[ticket]
+        wish = self._moving.pop(ticket, None)
+        if wish is not None:
+            self._move(served.router, served.handle, *wish)
 
     def _answered(self, router: _Router, ticket: int, answer: asyncio.Future[None]) -> None:
         router.opening -= 1
@@ -242,7 +282,7 @@ class RouterHub:
         ticket = router.tickets.get(handle)
         if ticket is None:
             return
-        if ticket in self._moving:
+        if ticket in self._moving or ticket in self._compiling:
             # One at a time for the engine; of several wishes the last one counts.
             self._moving[ticket] = (drafter_id,)
             return
@@ -301,6 +341,20 @@ def _events(batch: Emits, rows: list[int], handles: list[int]) -> SessionEvents:
         flags=column(batch.flags, np.uint8),
         proposed=column(batch.proposed, np.uint16),
         accepted=column(batch.accepted, np.uint16),
+        logprobs=_event_logprobs(batch.logprobs, rows),
+    )
+
+
+def _event_logprobs(told: dict[int, PathLogprobs], rows: list[int]) -> EventLogprobs | None:
+    """The columns of these rows; None where none of them has any."""
+    mine = [told.get(row) for row in rows] if told else []
+    entries = [entry for entry in mine if entry is not None]
+    if not entries:
+        return None
+    return EventLogprobs(
+        widths=np.array([0 if e is None else e.values.shape[1] for e in mine], np.uint8),
+        values=np.concatenate([entry.values.ravel() for entry in entries]),
+        top_ids=np.concatenate([entry.top_ids.ravel() for entry in entries]),
     )
 
 

@@ -13,6 +13,7 @@ from outrider_router.config import RouterConfig
 from outrider_router.exporting import export_state
 from outrider_router.fleet import PeerState
 from outrider_router.grpc_api import inference_service
+from outrider_router.http import HttpServer
 from outrider_router.metrics import RouterMetrics
 from outrider_router.service import RouterService
 
@@ -36,6 +37,8 @@ class Front:
     service: RouterService
     address: str
     """HOST:PORT of the client API."""
+    http: str
+    """HOST:PORT of OpenAI's API over HTTP, "" if there is none."""
     metrics: str
     """HOST:PORT of the Prometheus endpoint, "" if there is none."""
 
@@ -52,6 +55,7 @@ async def serve_front(config: LaunchConfig) -> AsyncGenerator[Front]:
     )
     export_state(service)
     server = GrpcServer(router.listen, [inference_service(service)])
+    http = HttpServer(router.http, service) if router.http else None
     service.on_readiness = server.set_serving
     try:
         service.restore()
@@ -59,9 +63,16 @@ async def serve_front(config: LaunchConfig) -> AsyncGenerator[Front]:
         metrics_address = _serve_metrics(router, metrics)
         await service.start()
         await _gathered(service)
-        yield Front(service=service, address=address, metrics=metrics_address)
+        yield Front(
+            service=service,
+            address=address,
+            http=await http.start() if http is not None else "",
+            metrics=metrics_address,
+        )
     finally:
         await service.close()
+        if http is not None:
+            await http.stop()
         await server.stop(1.0)
         await dialer.close()
 

@@ -100,7 +100,7 @@ class AttachedDrafter(_message.Message):
     def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ..., same_host: bool = ..., answers: _Optional[int] = ..., missed: _Optional[int] = ..., invalid: _Optional[int] = ..., silent_ms: _Optional[float] = ...) -> None: ...
 
 class SessionSpec(_message.Message):
-    __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id", "priority", "traceparent")
+    __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id", "priority", "top_logprobs", "structured_output", "traceparent")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,8 @@ class SessionSpec(_message.Message):
     PLAN_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
@@ -124,8 +126,10 @@ class SessionSpec(_message.Message):
     plan: _common_pb2.Plan
     drafter_id: str
     priority: int
+    top_logprobs: int
+    structured_output: _common_pb2.StructuredOutput
     traceparent: str
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., drafter_id: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., drafter_id: _Optional[str] = ..., priority: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutput, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class SessionsRequest(_message.Message):
     __slots__ = ("open", "leave", "heartbeat", "move")
@@ -190,7 +194,7 @@ class SessionMoved(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., drafter_id: _Optional[str] = ...) -> None: ...
 
 class SessionEvents(_message.Message):
-    __slots__ = ("handles", "round_ids", "counts", "tokens", "finish_reasons", "flags", "proposed", "accepted")
+    __slots__ = ("handles", "round_ids", "counts", "tokens", "finish_reasons", "flags", "proposed", "accepted", "logprob_widths", "logprobs", "top_ids")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     ROUND_IDS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +203,9 @@ class SessionEvents(_message.Message):
     FLAGS_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_WIDTHS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
     handles: bytes
     round_ids: bytes
     counts: bytes
@@ -207,7 +214,10 @@ class SessionEvents(_message.Message):
     flags: bytes
     proposed: bytes
     accepted: bytes
-    def __init__(self, handles: _Optional[bytes] = ..., round_ids: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., proposed: _Optional[bytes] = ..., accepted: _Optional[bytes] = ...) -> None: ...
+    logprob_widths: bytes
+    logprobs: bytes
+    top_ids: bytes
+    def __init__(self, handles: _Optional[bytes] = ..., round_ids: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., proposed: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., logprob_widths: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ...) -> None: ...
 
 class SessionFailure(_message.Message):
     __slots__ = ("handle", "code", "kind", "message", "reason", "retry_after_s")

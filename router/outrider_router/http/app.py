@@ -1,0 +1,66 @@
+"""The ASGI application: routes, errors, the published OpenAPI."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import Depends, FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+import outrider
+from outrider.errors import OutriderError
+from outrider_router.http import generating, telling
+from outrider_router.http.callers import operator
+from outrider_router.http.errors import on_http, on_mistakes, on_typed
+from outrider_router.http.guard import Guard
+from outrider_router.service import RouterService
+from outrider_router.status_page import status_router
+
+DESCRIPTION = "OpenAI's API, served by speculative decoding."
+
+
+def make_app(service: RouterService) -> ASGIApp:
+    """Everything that the router serves over HTTP."""
+    return Guard(make_api(service), service.gate)
+
+
+def make_api(service: RouterService) -> FastAPI:
+    """The routes alone."""
+    app = FastAPI(
+        title="Outrider",
+        version=outrider.__version__,
+        description=DESCRIPTION,
+        # Their pages load scripts from elsewhere.
+        docs_url=None,
+        redoc_url=None,
+        generate_unique_id_function=_operation_id,
+    )
+    app.state.service = service
+    app.state.created = int(time.time())
+    app.include_router(generating.router)
+    app.include_router(telling.router)
+    app.include_router(status_router(service), dependencies=[Depends(operator)])
+    app.add_exception_handler(OutriderError, on_typed)
+    app.add_exception_handler(RequestValidationError, on_mistakes)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(Exception, on_typed)
+    _publish(app)
+    return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name if route.path != "/ping" else "ping"
+
+
+def _publish(app: FastAPI) -> None:
+    """Take the framework's own form of errors out of the OpenAPI: ours is another one."""
+    schema: dict[str, Any] = app.openapi()
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)

@@ -1,0 +1,230 @@
+"""The two forms of an answer, completion and chat, whole and in chunks. Pure.
+
+A chunk's JSON is put together by hand from parts that are made once a stream: only its text has to
+be quoted, which is most of what a token costs here.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from outrider.wire.inference import FinishInfo, TokenLogprobs
+from outrider.wire.messages import FinishReason
+from outrider_router.http.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from outrider_router.http.usage import added_up, metrics, total_usage
+
+quote = json.JSONEncoder(ensure_ascii=False).encode
+"""A text as JSON."""
+_REASONS = {FinishReason.LENGTH: "length"}
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """One answer as far as it has come."""
+
+    index: int
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishInfo | None = None
+    begun: bool = False
+    """Whether a chunk of it was sent."""
+    tokens: int = 0
+    """Token ids so far."""
+    token_chars: int = 0
+    """Characters of its tokens so far, where logprobs were asked for."""
+
+
+class Form(ABC):
+    """How an answer is written down."""
+
+    prefix = ""
+    whole_object = ""
+    chunk_object = ""
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        model: str,
+        created: int,
+        n: int,
+        texts: TokenTexts,
+        stop_token_ids: Collection[int] = (),
+        with_logprobs: bool = False,
+    ) -> None:
+        """`created`: seconds since 1970; `n`: choices of each prompt, side by side;
+        `stop_token_ids`: those that the client asked for."""
+        self._common = {"id": f"{self.prefix}-{request_id}", "created": created, "model": model}
+        self._n = n
+        self._texts = texts
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._with_logprobs = with_logprobs
+        told = {**self._common, "object": self.chunk_object}
+        self._head = f'data: {quote(told)[:-1]}, "choices": ['
+
+    # ---- chunks --------------------------------------------------------------------------------
+
+    def delta(
+        self,
+        choice: Choice,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        usage: dict[str, object] | None,
+    ) -> str:
+        """A chunk with newly emitted text; before the first one what precedes it."""
+        told = "null"
+        if self._with_logprobs:
+            told = quote(self._logprobs(token_ids, logprobs, choice.token_chars))
+            choice.token_chars += sum(len(self._texts(id_)) for id_ in token_ids)
+        opening = "" if choice.begun else self._opening(choice, usage)
+        choice.begun = True
+        body = self._delta(choice.index, quote(text), told)
+        return f"{opening}{self._head}{body}]{self._tail(usage)}"
+
+    def end(self, choice: Choice, usage: dict[str, object] | None) -> str:
+        """The last chunk of a choice."""
+        assert choice.finish is not None, "it has ended"
+        opening = "" if choice.begun else self._opening(choice, usage)
+        reason = quote(self._reason(choice.finish))
+        stop_reason = quote(self._stop_reason(choice.finish))
+        body = self._end(choice.index, reason, stop_reason)
+        return f"{opening}{self._head}{body}]{self._tail(usage)}"
+
+    def total(self, choices: Sequence[Choice]) -> str:
+        """The chunk without a choice that tells what was used."""
+        finishes = _finishes(choices)
+        told = quote(total_usage(finishes, self._n))
+        speculation = quote(metrics(added_up([finish.stats for finish in finishes])))
+        return f'{self._head}], "usage": {told}, "metrics": {speculation}}}\n\n'
+
+    def _tail(self, usage: dict[str, object] | None) -> str:
+        return "}\n\n" if usage is None else f', "usage": {quote(usage)}}}\n\n'
+
+    def _opening(self, choice: Choice, usage: dict[str, object] | None) -> str:
+        return ""
+
+    @abstractmethod
+    def _delta(self, index: int, text: str, logprobs: str) -> str:
+        """A choice with new text; all but the index is JSON already."""
+
+    @abstractmethod
+    def _end(self, index: int, reason: str, stop_reason: str) -> str:
+        """A choice that has ended."""
+
+    # ---- whole ---------------------------------------------------------------------------------
+
+    def whole(self, choices: Sequence[Choice]) -> str:
+        """The answer at once."""
+        finishes = _finishes(choices)
+        told = {
+            **self._common,
+            "object": self.whole_object,
+            "choices": [self._choice(choice) for choice in choices],
+            "usage": total_usage(finishes, self._n),
+            "metrics": metrics(added_up([finish.stats for finish in finishes])),
+        }
+        return quote(told)
+
+    def _choice(self, choice: Choice) -> dict[str, object]:
+        assert choice.finish is not None, "it has ended"
+        logprobs = None
+        if self._with_logprobs:
+            logprobs = self._logprobs(choice.token_ids, choice.logprobs, 0)
+        return {
+            "index": choice.index,
+            **self._content("".join(choice.text)),
+            "logprobs": logprobs,
+            "finish_reason": self._reason(choice.finish),
+            "stop_reason": self._stop_reason(choice.finish),
+        }
+
+    @abstractmethod
+    def _content(self, text: str) -> dict[str, object]:
+        """What holds the text."""
+
+    @abstractmethod
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+    ) -> dict[str, object]:
+        """Logprobs of some tokens of a choice."""
+
+    # ---- both ----------------------------------------------------------------------------------
+
+    def _reason(self, finish: FinishInfo) -> str:
+        return _REASONS.get(finish.reason, "stop")
+
+    def _stop_reason(self, finish: FinishInfo) -> str | int | None:
+        """What of the client's stops ended it, as vLLM tells it; None: the model did."""
+        if finish.stop_string is not None:
+            return finish.stop_string
+        return finish.stop_token_id if finish.stop_token_id in self._stop_token_ids else None
+
+
+def _finishes(choices: Sequence[Choice]) -> list[FinishInfo]:
+    return [choice.finish for choice in choices if choice.finish is not None]
+
+
+class CompletionForm(Form):
+    """POST /v1/completions."""
+
+    prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def _delta(self, index: int, text: str, logprobs: str) -> str:
+        return (
+            f'{{"index": {index}, "text": {text}, "logprobs": {logprobs}, "finish_reason": null}}'
+        )
+
+    def _end(self, index: int, reason: str, stop_reason: str) -> str:
+        return (
+            f'{{"index": {index}, "text": "", "logprobs": null, "finish_reason": {reason}, '
+            f'"stop_reason": {stop_reason}}}'
+        )
+
+    def _content(self, text: str) -> dict[str, object]:
+        return {"text": text}
+
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+    ) -> dict[str, object]:
+        return completion_logprobs(token_ids, logprobs, self._texts, offset)
+
+
+class ChatForm(Form):
+    """POST /v1/chat/completions."""
+
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _opening(self, choice: Choice, usage: dict[str, object] | None) -> str:
+        delta = '{"role": "assistant", "content": ""}'
+        return (
+            f'{self._head}{{"index": {choice.index}, "delta": {delta}, "logprobs": null, '
+            f'"finish_reason": null}}]{self._tail(usage)}'
+        )
+
+    def _delta(self, index: int, text: str, logprobs: str) -> str:
+        return (
+            f'{{"index": {index}, "delta": {{"content": {text}}}, "logprobs": {logprobs}, '
+            f'"finish_reason": null}}'
+        )
+
+    def _end(self, index: int, reason: str, stop_reason: str) -> str:
+        return (
+            f'{{"index": {index}, "delta": {{}}, "logprobs": null, "finish_reason": {reason}, '
+            f'"stop_reason": {stop_reason}}}'
+        )
+
+    def _content(self, text: str) -> dict[str, object]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+    ) -> dict[str, object]:
+        return chat_logprobs(token_ids, logprobs, self._texts)

@@ -1,0 +1,86 @@
+"""POST /v1/completions and POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from outrider.wire.inference import GenerateRequest
+from outrider_router.admission import no_verifier
+from outrider_router.http.answering import Answering, Asked
+from outrider_router.http.bodies import JsonRoute
+from outrider_router.http.callers import Caller, Service
+from outrider_router.http.forms import ChatForm, CompletionForm, Form
+from outrider_router.http.guard import CLIENT_ID, OWN_ID
+from outrider_router.http.logprobs import TokenTexts
+from outrider_router.http.request_models import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+)
+from outrider_router.http.response_models import (
+    SERVED,
+    STREAMED,
+    ChatAnswer,
+    CompletionAnswer,
+)
+from outrider_router.http.translate import chat_requests, completion_requests
+from outrider_router.request import model_name
+from outrider_router.service import RouterService
+
+router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+
+
+@router.post("/v1/completions", responses={**SERVED, 200: {"model": CompletionAnswer, **STREAMED}})
+async def completions(
+    body: CompletionRequest, request: Request, service: Service, caller: Caller
+) -> Response:
+    """Continue one prompt or several: texts, or token ids."""
+    requests = completion_requests(body, request.scope[CLIENT_ID])
+    return _answer(CompletionForm, requests, body, request, service, caller)
+
+
+@router.post("/v1/chat/completions", responses={**SERVED, 200: {"model": ChatAnswer, **STREAMED}})
+async def chat_completions(
+    body: ChatCompletionRequest, request: Request, service: Service, caller: Caller
+) -> Response:
+    """Answer a conversation."""
+    requests = chat_requests(body, request.scope[CLIENT_ID])
+    return _answer(ChatForm, requests, body, request, service, caller)
+
+
+def _answer(
+    form: type[Form],
+    requests: Sequence[GenerateRequest],
+    body: GenerationRequest,
+    request: Request,
+    service: RouterService,
+    caller: Caller,
+) -> Response:
+    info = service.registry.any_info()
+    if info is None:
+        raise no_verifier()
+    own_id = request.scope[OWN_ID]
+    options = body.stream_options or StreamOptions()
+    asked = Asked(
+        requests=requests,
+        form=form(
+            request_id=own_id,
+            model=model_name(service.config, info),
+            created=int(time.time()),
+            n=body.n or 1,
+            texts=TokenTexts(service.tokenizer),
+            stop_token_ids=body.stop_token_ids or (),
+            with_logprobs=requests[0].top_logprobs is not None,
+        ),
+        request_id=own_id,
+        caller=caller,
+        traceparent=request.headers.get("traceparent", ""),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
+    )
+    return Answering(service, asked, stream=bool(body.stream))

@@ -1,0 +1,66 @@
+"""Logprobs of tokens, in the two forms that OpenAI has for them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.text.tokenizer import Tokenizer
+from outrider.wire.inference import TokenLogprobs
+
+
+class TokenTexts:
+    """What ids are called: the text of what they add to an answer, or their name in the vocabulary
+    if they add nothing."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def raw(self, token_id: int) -> bytes:
+        """Bytes that an id adds to the text."""
+        return self._tokenizer.pieces[token_id]
+
+    def __call__(self, token_id: int) -> str:
+        raw = self.raw(token_id)
+        return raw.decode("utf-8", "replace") if raw else self._tokenizer.name(token_id)
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], texts: TokenTexts
+) -> dict[str, object]:
+    """`logprobs` of a chat's choice."""
+    content = [
+        {
+            **_chat_token(id_, found.logprob, texts),
+            "top_logprobs": [_chat_token(other, value, texts) for other, value in found.top],
+        }
+        for id_, found in zip(token_ids, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, object]:
+    return {"token": texts(token_id), "logprob": logprob, "bytes": list(texts.raw(token_id))}
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], texts: TokenTexts, offset: int
+) -> dict[str, object]:
+    """`logprobs` of a completion's choice; `offset`: characters of tokens before these.
+
+    The token's own logprob is among the alternatives, as OpenAI has it.
+    """
+    tokens = [texts(id_) for id_ in token_ids]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    top: list[dict[str, float]] = []
+    for token, found in zip(tokens, logprobs, strict=True):
+        others = {texts(id_): value for id_, value in reversed(found.top)}
+        top.append({**dict(reversed(others.items())), token: found.logprob})
+    return {
+        "tokens": tokens,
+        "token_logprobs": [found.logprob for found in logprobs],
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }

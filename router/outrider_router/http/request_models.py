@@ -1,0 +1,211 @@
+"""What clients may send, as OpenAI and vLLM name it.
+
+Types are taken strictly ("5" is no number). Fields that are not here are ignored, as clients of
+many servers expect, but for those in `outrider_router.http.unsupported`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le, Len
+from pydantic import Discriminator, Field, Tag
+from pydantic.fields import FieldInfo
+
+from outrider.spec.plan import MAX_DRAFT_TOKENS, MAX_DRAFT_TOP_K, MAX_FAN_OUT, MAX_LOOK_AHEAD
+from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIAS, MAX_BIASED_IDS, MAX_TEMPERATURE
+from outrider.wire.inference import (
+    MAX_CHAT_MESSAGES,
+    MAX_NAME_BYTES,
+    MAX_PROMPT_BYTES,
+    MAX_PROMPT_TOKENS,
+    MAX_STOP_STRING_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+)
+from outrider.wire.limits import MAX_PRIORITY, MAX_SEQUENCE_LEN, MAX_VOCAB_SIZE
+from outrider_router.http.structure import Strict, StructureFields
+
+MAX_CHOICES = 128
+"""Answers of one HTTP request: prompts times n."""
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's own default of max_tokens in completions."""
+
+
+def _size(low: int, high: int) -> FieldInfo:
+    """Bounds of a list, whose first mistake is enough."""
+    info: FieldInfo = Field(min_length=low, max_length=high, fail_fast=True)
+    return info
+
+
+TokenIdNumber = Annotated[int, Ge(0), Le(MAX_VOCAB_SIZE - 1)]
+Text = Annotated[str, Len(1, MAX_PROMPT_BYTES)]
+Tokens = Annotated[list[TokenIdNumber], _size(1, MAX_PROMPT_TOKENS)]
+StopString = Annotated[str, Len(1, MAX_STOP_STRING_BYTES)]
+Name = Annotated[str, Len(1, MAX_NAME_BYTES)]
+
+
+def _prompt_kind(value: object) -> str:
+    """By its first item: a prompt of a million ids is looked at as one kind of list only."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else 0
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "tokens"
+
+
+Prompts = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[
+        Annotated[list[Text], _size(1, MAX_CHOICES)],
+        Tag("texts"),
+    ]
+    | Annotated[Tokens, Tag("tokens")]
+    | Annotated[
+        Annotated[list[Tokens], _size(1, MAX_CHOICES)],
+        Tag("lists"),
+    ],
+    Discriminator(_prompt_kind),
+]
+
+
+def _text_kind(value: object) -> str:
+    return "list" if isinstance(value, list) else "text"
+
+
+Stop = Annotated[
+    Annotated[StopString, Tag("text")]
+    | Annotated[
+        Annotated[list[StopString], _size(0, MAX_STOP_STRINGS)],
+        Tag("list"),
+    ],
+    Discriminator(_text_kind),
+]
+
+
+class StreamOptions(Strict):
+    """How a stream tells what was used."""
+
+    include_usage: bool | None = Field(
+        default=None, description="One more chunk at the end, with `usage`."
+    )
+    continuous_usage_stats: bool | None = Field(default=None, description="`usage` in every chunk.")
+
+
+class GenerationRequest(StructureFields):
+    """What completions and chat have in common."""
+
+    model: Name | None = Field(
+        default=None, description="A served model; without it the one there is."
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Ge(1), Le(MAX_CHOICES)] | None = Field(
+        default=None, description="Answers to each prompt. Answer i has the seed `seed + i`."
+    )
+    temperature: Annotated[float, Ge(0), Le(MAX_TEMPERATURE)] | None = Field(
+        default=None, description="0 decodes greedily; default 1."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Ge(-1), Le(MAX_VOCAB_SIZE)] | None = Field(
+        default=None, description="-1 and 0 keep all ids."
+    )
+    min_p: Annotated[float, Ge(0), Le(1)] | None = None
+    presence_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
+    frequency_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern=r"^[0-9]{1,8}$")],
+                Annotated[float, Ge(-MAX_BIAS), Le(MAX_BIAS)],
+            ],
+            Len(0, MAX_BIASED_IDS),
+        ]
+        | None
+    ) = Field(default=None, description="By token id, as text.")
+    seed: Annotated[int, Ge(MIN_SEED), Le(MAX_SEED)] | None = Field(
+        default=None, description="64 bits; a negative one stands for itself plus 2^64."
+    )
+    stop: Stop | None = None
+    max_tokens: Annotated[int, Ge(1), Le(MAX_SEQUENCE_LEN)] | None = None
+    min_tokens: Annotated[int, Ge(0), Le(MAX_SEQUENCE_LEN)] | None = None
+    stop_token_ids: Annotated[list[TokenIdNumber], _size(0, MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    banned_token_ids: Annotated[list[TokenIdNumber], _size(0, MAX_BANNED_IDS)] | None = None
+    priority: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] | None = Field(
+        default=None, description="Greater goes first (vLLM: lesser)."
+    )
+    rule: Literal["greedy", "coupled", "rejection", "target-only"] | None = Field(
+        default=None, description="Acceptance rule at temperature > 0; default coupled."
+    )
+    speculate: bool | None = Field(default=None, description="False decodes plainly.")
+    drafter: Literal["none", "eagle3", "eagle", "ngram", "model"] | None = None
+    draft_tokens: Annotated[int, Ge(0), Le(MAX_DRAFT_TOKENS)] | None = None
+    draft_top_k: Annotated[int, Ge(1), Le(MAX_DRAFT_TOP_K)] | None = None
+    look_ahead: Annotated[int, Ge(0), Le(MAX_LOOK_AHEAD)] | None = None
+    fan_out: Annotated[int, Ge(0), Le(MAX_FAN_OUT)] | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = Field(
+        default=None,
+        description="So many alternatives beside each token; 0: the token's own alone.",
+    )
+
+
+class TextPart(Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Annotated[str, Len(0, MAX_PROMPT_BYTES)]
+
+
+class Message(Strict):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        Annotated[Annotated[str, Len(0, MAX_PROMPT_BYTES)], Tag("text")]
+        | Annotated[
+            Annotated[list[TextPart], _size(1, 1024)],
+            Tag("list"),
+        ],
+        Discriminator(_text_kind),
+    ]
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], _size(1, MAX_CHAT_MESSAGES)]
+    max_completion_tokens: Annotated[int, Ge(1), Le(MAX_SEQUENCE_LEN)] | None = Field(
+        default=None, description="The newer name of max_tokens, and stronger."
+    )
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = Field(
+        default=None, description="So many alternatives beside each token; needs `logprobs`."
+    )
+
+
+class TokenizeRequest(Strict):
+    """Body of POST /tokenize: a text, or a conversation."""
+
+    model: Name | None = None
+    prompt: Annotated[str, Len(0, MAX_PROMPT_BYTES)] | None = None
+    messages: Annotated[list[Message], _size(1, MAX_CHAT_MESSAGES)] | None = None
+    add_special_tokens: bool = Field(
+        default=True, description="Of a text: whether a BOS is put first."
+    )
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """Body of POST /detokenize."""
+
+    model: Name | None = None
+    tokens: Annotated[list[TokenIdNumber], _size(0, MAX_PROMPT_TOKENS)]

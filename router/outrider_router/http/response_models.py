@@ -1,0 +1,222 @@
+"""What clients hear, for the published OpenAPI; the answers themselves are written by hand."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
+from pydantic import BaseModel, Field
+
+Count = Annotated[int, Ge(0)]
+FinishReason = Literal["stop", "length"]
+
+
+class ErrorBody(BaseModel):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str = Field(description="A stable name of the reason, for machines.")
+
+
+class ErrorAnswer(BaseModel):
+    """Every error, before an answer has begun or as an event of a stream."""
+
+    error: ErrorBody
+
+
+class PredictionDetails(BaseModel):
+    """Draft tokens that stood and that did not."""
+
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
+
+
+class UsageBody(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    completion_tokens_details: PredictionDetails | None = None
+
+
+class SpeculationBody(BaseModel):
+    """What speculation did for this request."""
+
+    mean_acceptance_length: float = Field(description="1 + accepted / rounds with a proposal.")
+    draft_acceptance_rate: float = Field(description="Accepted of all draft tokens.")
+    num_spec_steps: Count = Field(description="Rounds with a proposal.")
+    num_draft_tokens: Count
+    num_accepted_draft_tokens: Count
+    accepted_per_position: list[Count]
+    rounds: Count = Field(description="All verify rounds that emitted tokens.")
+    tokens_per_round: float
+    fallback_rounds: Count = Field(description="Rounds without the proposal that was wanted.")
+    paused_rounds: Count = Field(description="Rounds that the planner had decoded plainly.")
+
+
+class MetricsBody(BaseModel):
+    """What a request took beside tokens."""
+
+    speculative_decoding: SpeculationBody
+
+
+class AnswerBody(BaseModel):
+    """What completions and chat have in common."""
+
+    id: str
+    created: int
+    model: str
+    usage: UsageBody
+    metrics: MetricsBody
+
+
+class CompletionLogprobs(BaseModel):
+    """Logprobs of a completion."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[Count]
+
+
+class CompletionChoice(BaseModel):
+    """One answer to one prompt."""
+
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None = Field(description="The client's stop that ended it.")
+
+
+class CompletionAnswer(AnswerBody):
+    """Answer of POST /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class ChatToken(BaseModel):
+    """A token and its logprob."""
+
+    token: str
+    logprob: float
+    bytes: list[Count]
+
+
+class ChatTokenWithTop(ChatToken):
+    """An emitted token, and what else was likely in its place."""
+
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(BaseModel):
+    """Logprobs of a chat's answer."""
+
+    content: list[ChatTokenWithTop]
+    refusal: None
+
+
+class ChatMessageBody(BaseModel):
+    """The assistant's turn."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    """One answer to the conversation."""
+
+    index: Count
+    message: ChatMessageBody
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None = Field(description="The client's stop that ended it.")
+
+
+class ChatAnswer(AnswerBody):
+    """Answer of POST /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class ModelBody(BaseModel):
+    """A served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "outrider"
+    root: str
+    parent: str | None = None
+    max_model_len: Count = Field(description="Most tokens of prompt and answer.")
+
+
+class ModelList(BaseModel):
+    """Answer of GET /v1/models; empty while no verifier is healthy."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelBody]
+
+
+class Health(BaseModel):
+    """Whether requests can be served now."""
+
+    status: Literal["ok", "unavailable"]
+
+
+class Version(BaseModel):
+    """Answer of GET /version."""
+
+    version: str
+
+
+class Tokenized(BaseModel):
+    """Answer of POST /tokenize."""
+
+    count: Count
+    max_model_len: Count
+    tokens: list[Count]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+_SAYS = {
+    400: "The request is malformed, or asks for what is not supported.",
+    401: "No valid key.",
+    404: "The model is not served here.",
+    405: "The method is not allowed.",
+    409: "A request of this X-Request-Id is running.",
+    413: "The body is too large.",
+    429: "A bound was reached; Retry-After says when to come back.",
+    499: "The request was aborted by its id.",
+    500: "A bug, or peers that do not fit together.",
+    503: "No verifier can serve it now, or the router is about to stop.",
+    504: "The deadline passed.",
+}
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors of an operation, for the OpenAPI."""
+    return {
+        status: {"model": ErrorAnswer, "description": _SAYS[status]}
+        for status in (400, 401, 405, 413, 429, 500, *statuses)
+    }
+
+
+SERVED = refusals(404, 409, 499, 503, 504)
+"""Errors of what generates."""
+STREAMED: dict[str, Any] = {
+    "description": "The answer; with `stream`, server-sent events that end with `[DONE]`.",
+    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+}

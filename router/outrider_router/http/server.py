@@ -1,0 +1,111 @@
+"""uvicorn in the router's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+
+import uvicorn
+
+from outrider.errors import FailedPreconditionError
+from outrider.transport.tls import uvicorn_tls
+from outrider_router.http.app import make_app
+from outrider_router.service import RouterService
+
+BACKLOG = 2048
+MAX_CONNECTIONS = 4096
+"""Beyond them the answer is 503, whatever is asked for."""
+GRACE_S = 2
+"""Time that connections get to end when the server stops; requests have ended before."""
+_LOOK_S = 0.005
+_MAX_PORT = 65535
+
+
+class _Server(uvicorn.Server):
+    """Signals are the router's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class HttpServer:
+    """Serves a router over HTTP until it is stopped."""
+
+    def __init__(self, address: str, service: RouterService) -> None:
+        """address: host:port; port 0 takes a free one."""
+        self._address = address
+        self._service = service
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Bind and serve; the address. FailedPreconditionError if it cannot be bound, or its
+        certificate is no good."""
+        listener = bind(self._address, slow_reader_s=self._service.config.overload.slow_reader_s)
+        host, port = listener.getsockname()[:2]
+        server = _Server(
+            uvicorn.Config(
+                make_app(self._service),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=GRACE_S,
+                limit_concurrency=MAX_CONNECTIONS,
+                **uvicorn_tls(self._service.config.client_tls),
+            )
+        )
+        self._server = server
+        self._task = asyncio.create_task(server.serve([listener]), name="http")
+        while not server.started and not self._task.done():
+            await asyncio.sleep(_LOOK_S)
+        if self._task.done():
+            await self._task
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def stop(self) -> None:
+        """Close every connection; idempotent. The router's requests are ended before."""
+        server, task = self._server, self._task
+        self._server = self._task = None
+        if server is not None and task is not None:
+            server.should_exit = True
+            await task
+
+
+def bind(address: str, *, slow_reader_s: float) -> socket.socket:
+    """A listening socket for host:port. Raises FailedPreconditionError.
+
+    A connection whose peer takes nothing for longer than a slow reader may is closed by the kernel,
+    where that can be told: the buffers of one that was given up do not stay.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        if not 0 <= int(port) <= _MAX_PORT:
+            raise ValueError(f"ports are in [0, {_MAX_PORT}]")
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, ValueError) as error:
+        raise FailedPreconditionError(
+            f"cannot listen on {address!r}: {error}", reason="BAD_ADDRESS"
+        ) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            patience_ms = min(round(slow_reader_s * 1000), 2**31 - 1)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
+        listener.bind(where)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise FailedPreconditionError(
+            f"cannot listen on {address}: {error.strerror}", reason="ADDRESS_IN_USE"
+        ) from error
+    return listener

@@ -1,0 +1,131 @@
+"""What does not generate: models, health, version, metrics, tokens of texts and texts of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from prometheus_client.exposition import choose_encoder
+from starlette.responses import Response
+
+import outrider
+from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.wire.inference import ModelInfo, TextPrompt
+from outrider_router.admission import no_verifier
+from outrider_router.http.bodies import JsonRoute
+from outrider_router.http.callers import Caller, Operator, Service
+from outrider_router.http.request_models import DetokenizeRequest, TokenizeRequest
+from outrider_router.http.response_models import (
+    Detokenized,
+    Health,
+    ModelBody,
+    ModelList,
+    Tokenized,
+    Version,
+    refusals,
+)
+from outrider_router.http.translate import chat_prompt
+from outrider_router.planner import check_ids
+from outrider_router.request import tokenize as tokenize_prompt
+from outrider_router.service import RouterService
+from outrider_router.status import models
+
+router = APIRouter(route_class=JsonRoute)
+_UNAVAILABLE: dict[int | str, dict[str, Any]] = {
+    503: {"model": Health, "description": "No verifier is healthy, or it drains."}
+}
+
+
+@router.get("/health", responses=_UNAVAILABLE, response_model=Health, tags=["operations"])
+@router.get("/ping", responses=_UNAVAILABLE, response_model=Health, tags=["operations"])
+async def health(service: Service) -> Response:
+    """Whether requests can be served now."""
+    told = Health(status="ok" if service.ready else "unavailable")
+    return JSONResponse(told.model_dump(), status_code=200 if service.ready else 503)
+
+
+@router.get("/version", tags=["operations"])
+async def version() -> Version:
+    """Outrider's version."""
+    return Version(version=outrider.__version__)
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
+    tags=["operations"],
+)
+async def metrics(request: Request, service: Service, _operator: Operator) -> Response:
+    """Prometheus metrics: those of the metrics port."""
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(service.metrics.registry), headers={"content-type": content_type})
+
+
+@router.get("/v1/models", responses=refusals(), tags=["OpenAI"])
+async def list_models(service: Service, request: Request, _caller: Caller) -> ModelList:
+    """The served models; none while no verifier is healthy."""
+    return ModelList(data=[_model(info, request) for info in models(service)])
+
+
+@router.get("/v1/models/{model:path}", responses=refusals(404), tags=["OpenAI"])
+async def get_model(model: str, service: Service, request: Request, _caller: Caller) -> ModelBody:
+    """One of them."""
+    return _model(_known(service, model), request)
+
+
+@router.post("/tokenize", responses=refusals(404, 503), tags=["tokens"])
+async def tokenize(body: TokenizeRequest, service: Service, _caller: Caller) -> Tokenized:
+    """Token ids of a text, or of a conversation in the model's chat template."""
+    info = _known(service, body.model)
+    ids = await _ids(body, service)
+    return Tokenized(
+        count=len(ids),
+        max_model_len=info.max_context_len,
+        tokens=list(ids),
+        token_strs=[service.tokenizer.name(id_) for id_ in ids] if body.return_token_strs else None,
+    )
+
+
+async def _ids(body: TokenizeRequest, service: RouterService) -> tuple[int, ...]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError(
+            "one of prompt and messages must be given", reason="INVALID_REQUEST"
+        )
+    if body.prompt == "":
+        return service.tokenizer.encode("", add_special_tokens=body.add_special_tokens)
+    prompt = chat_prompt(body.messages or ()) if body.prompt is None else TextPrompt(body.prompt)
+    return await tokenize_prompt(
+        prompt, service.tokenizer, add_special_tokens=body.add_special_tokens
+    )
+
+
+@router.post("/detokenize", responses=refusals(404, 503), tags=["tokens"])
+async def detokenize(body: DetokenizeRequest, service: Service, _caller: Caller) -> Detokenized:
+    """The text of token ids, special ones included."""
+    info = _known(service, body.model)
+    check_ids(tuple(body.tokens), info.vocab_size, "tokens")
+    return Detokenized(prompt=service.tokenizer.decode(body.tokens, with_special=True))
+
+
+def _known(service: RouterService, name: str | None) -> ModelInfo:
+    """The served model of this name. Raises NotFoundError, UnavailableError."""
+    known = models(service)
+    if not known:
+        raise no_verifier()
+    found = next((info for info in known if name in (None, info.name)), None)
+    if found is None:
+        raise NotFoundError(
+            f"model {name!r} is not served here; {known[0].name!r} is", reason="NO_MODEL"
+        )
+    return found
+
+
+def _model(info: ModelInfo, request: Request) -> ModelBody:
+    return ModelBody(
+        id=info.name,
+        created=request.app.state.created,
+        root=info.name,
+        max_model_len=info.max_context_len,
+    )

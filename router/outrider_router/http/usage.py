@@ -1,0 +1,77 @@
+"""What an answer took, as OpenAI and vLLM tell it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from outrider.wire.inference import FinishInfo
+from outrider.wire.stats import SpecStats
+
+
+def usage(
+    prompt_tokens: int, completion_tokens: int, stats: SpecStats | None = None
+) -> dict[str, object]:
+    """OpenAI's `usage`; draft tokens are told as the predicted ones, once `stats` are known."""
+    told: dict[str, object] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    if stats is not None:
+        told["completion_tokens_details"] = {
+            "accepted_prediction_tokens": stats.accepted,
+            "rejected_prediction_tokens": stats.proposed - stats.accepted,
+        }
+    return told
+
+
+def total_usage(finishes: Sequence[FinishInfo], n: int) -> dict[str, object]:
+    """Of all choices; a prompt of `n` of them, which stand side by side, counts once."""
+    return usage(
+        sum(finish.usage.prompt_tokens for finish in finishes[::n]),
+        sum(finish.usage.completion_tokens for finish in finishes),
+        added_up([finish.stats for finish in finishes]),
+    )
+
+
+def added_up(stats: Sequence[SpecStats]) -> SpecStats:
+    """The counters of several sessions."""
+    depths = zip_longest(*(each.accepted_per_depth for each in stats), fillvalue=0)
+    return SpecStats(
+        rounds=sum(each.rounds for each in stats),
+        emitted=sum(each.emitted for each in stats),
+        proposed=sum(each.proposed for each in stats),
+        accepted=sum(each.accepted for each in stats),
+        fallback_rounds=sum(each.fallback_rounds for each in stats),
+        paused_rounds=sum(each.paused_rounds for each in stats),
+        accepted_per_depth=tuple(map(sum, depths)),
+    )
+
+
+def metrics(stats: SpecStats) -> dict[str, object]:
+    """The object `metrics`: vLLM's names where the meaning is vLLM's, then Outrider's own.
+
+    `num_spec_steps` are the rounds that had a proposal; `mean_acceptance_length` counts the token
+    that each of them adds to what it accepts, as vLLM does; `tokens_per_round` is over all rounds.
+    """
+    drafted = stats.rounds - stats.fallback_rounds - stats.paused_rounds if stats.proposed else 0
+    length = 1.0 + stats.accepted / drafted if drafted else 1.0
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": round(length, 4),
+            "draft_acceptance_rate": _share(stats.accepted, stats.proposed),
+            "num_spec_steps": drafted,
+            "num_draft_tokens": stats.proposed,
+            "num_accepted_draft_tokens": stats.accepted,
+            "accepted_per_position": list(stats.accepted_per_depth),
+            "rounds": stats.rounds,
+            "tokens_per_round": _share(stats.emitted, stats.rounds),
+            "fallback_rounds": stats.fallback_rounds,
+            "paused_rounds": stats.paused_rounds,
+        }
+    }
+
+
+def _share(part: int, whole: int) -> float:
+    return round(part / whole, 4) if whole else 0.0

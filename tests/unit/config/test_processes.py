@@ -1,0 +1,146 @@
+"""The configurations of the processes: documented, reachable in every way, committed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from outrider.config import Environment, load
+from outrider.config.__main__ import main
+from outrider.config.describing import Field, describe, keys_of
+from outrider.config.environment import variable_of
+from outrider.config.processes import PROCESSES
+from outrider.config.schema import json_schema
+from outrider.config.toml import toml_value
+from outrider.errors import InvalidRequestError
+from tests.unit.config.samples import Outer, another_value
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "deploy" / "configs"
+ROLES = sorted(PROCESSES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of a process."""
+
+    role: str
+    name: str
+    field: Field
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.name}"
+
+
+KEYS = [Key(role, *found) for role in ROLES for found in keys_of(PROCESSES[role].table)]
+
+
+def toml_of(key: Key) -> str:
+    name = key.name.replace("NAME", "blue")
+    return f"{name} = {toml_value(another_value(key.field))}\n"
+
+
+def sources(role: str, file: Path, environment: Environment) -> dict[str, str]:
+    """Where values come from, though they may not go together."""
+    from outrider.config import loading
+
+    seen: dict[str, Any] = {}
+
+    def build(_: type, values: dict[str, Any]) -> object:
+        seen.update(values)
+        return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "from_plain", build)
+        return dict(load(PROCESSES[role].config, file, environment=environment).sources)
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_every_key_says_what_it_means(key: Key) -> None:
+    assert key.field.text.endswith(".")
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_every_key_can_be_given_by_file_and_environment(key: Key, tmp_path: Path) -> None:
+    value = another_value(key.field)
+    file = tmp_path / "some.toml"
+    file.write_text(toml_of(key))
+    variable = variable_of(key.role, key.name.replace("NAME", "blue"))
+    text = ",".join(map(str, value)) if isinstance(value, list) else toml_value(value).strip('"')
+    environment = Environment(f"OUTRIDER_{key.role.upper()}_", {variable: text})
+    [setting] = environment.settings(PROCESSES[key.role].config)
+    assert setting.value == value
+    name = key.name.replace("NAME", "blue")
+    assert sources(key.role, file, Environment("", {})) == {name: str(file)}
+    schema = json_schema(PROCESSES[key.role].table, "")
+    jsonschema.validate(tomllib.loads(file.read_text()), schema)
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.field.kind.choices], ids=str)
+def test_what_the_schema_does_not_offer_is_refused(key: Key, tmp_path: Path) -> None:
+    file = tmp_path / "some.toml"
+    needed = {"router": 'model = "m"\nverifiers = ["v:1"]\n', "ray": 'model = "m"\n'}
+    needed |= {"drafter": 'model = "m"\nmethods = ["ngram"]\n'}
+    file.write_text(f'{needed.get(key.role, "")}{key.name} = "no such choice"\n')
+    last = key.name.rpartition(".")[2]
+    with pytest.raises(InvalidRequestError, match=last):
+        load(PROCESSES[key.role].config, file)
+    with pytest.raises(jsonschema.ValidationError, match="no such choice"):
+        schema = json_schema(PROCESSES[key.role].table, "")
+        jsonschema.validate(tomllib.loads(file.read_text()), schema)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_flags_are_named_like_the_keys_that_they_set(role: str) -> None:
+    keys = {key.name for key in KEYS if key.role == role}
+    # Flags that say it the other way round or one item at a time.
+    for action in PROCESSES[role].parser._actions:
+        if action.dest in ("help", "config"):
+            continue
+        assert action.dest in keys, action.option_strings
+        last = action.dest.rpartition(".")[2].replace("_", "-")
+        item = last.removesuffix("s") if type(action).__name__ == "_AppendAction" else last
+        assert action.option_strings[0] in (f"--{item}", f"--no-{item}")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_committed_schema_is_that_of_the_code(
+    role: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["schema", role]) == 0
+    text = capsys.readouterr().out
+    assert (CONFIGS / f"{role}.schema.json").read_text() == text, "run `make generated`"
+    jsonschema.Draft7Validator.check_schema(json.loads(text))
+
+
+def test_the_reference_page_is_that_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reference"]) == 0
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == capsys.readouterr().out, "run `make generated`"
+    assert all(f"`{key.name}`" in page for key in KEYS)
+
+
+def test_a_schema_refuses_what_is_unknown_or_of_another_type() -> None:
+    schema = json_schema(describe(Outer), "Outer")
+    jsonschema.validate({"named": {"any": {"size": 3}}, "hosts": ["a"], "mode": "b"}, schema)
+    for wrong in (
+        {"limt": 3},
+        {"inner": {"sise": 3}},
+        {"named": {"any": {"sise": 3}}},
+        {"limit": "3"},
+        {"mode": "c"},
+        {"colours": ["green"]},
+        {"hosts": "a"},
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    assert properties["ratio"]["description"] == "A share, at most 1; unset is not for it."
+    assert properties["ratio"]["default"] == 0.5 and "default" not in properties["limit"]
