@@ -176,7 +176,7 @@ def test_a_stopped_fleet_leaves_the_cluster_as_it_was(fleet: DetachedFleet) -> N
 
 def connect(address: str) -> Client:
     """A client that tries once."""
-    return Client(address, timeout_s=60.0, retry=RetryPolicy(max_attempts=1))
+    return Client(address, timeout_s=200.0, retry=RetryPolicy(max_attempts=1))
 
 
 def answer(client: Client, max_tokens: int, drafter: str = "eagle3") -> Answer:
