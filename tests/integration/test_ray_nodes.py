@@ -174,6 +174,21 @@ def test_a_stopped_fleet_leaves_the_cluster_as_it_was(fleet: DetachedFleet) -> N
         fleet.status()
 
 
+def test_a_serve_application_answers_over_http_and_takes_its_fleet_with_it(
+    nodes: Nodes, tiny_target: Path
+) -> None:
+    made = [sys.executable, "-m", "tests.integration.ray_serving"]
+    made += [nodes.address, str(free_port()), str(tiny_target)]
+    said = subprocess.run(
+        made, stdout=subprocess.PIPE, text=True, timeout=2 * COMMAND_S, check=True
+    )
+    found = json.loads(said.stdout.splitlines()[-1])
+    assert found["members"] == ["drafter-0", "verifier-0"]
+    assert "".join(found["streamed"]) == found["whole"] != ""
+    assert len(found["streamed"]) > 1
+    assert found["left"] == []
+
+
 def connect(address: str) -> Client:
     """A client that tries once."""
     return Client(address, timeout_s=200.0, retry=RetryPolicy(max_attempts=1))
