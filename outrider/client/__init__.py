@@ -8,11 +8,13 @@
 
 A prompt is a text (used as it stands), a sequence of token ids, or a conversation of
 `ChatMessage`s (rendered with the model's chat template). Every error is an `OutriderError`.
+docs/sdk.md has an example for everything else.
 """
 
 from outrider.client.aio import AsyncClient, AsyncStream
 from outrider.client.options import GenerateOptions, PromptLike, assistant, system, user
 from outrider.client.retry import RetryPolicy
+from outrider.client.structures import grammar, json_object, json_schema, regex
 from outrider.client.sync import Client, Stream
 from outrider.errors import (
     AbortedError,
@@ -32,6 +34,8 @@ from outrider.errors import (
 )
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.spec.structured import StructuredOutput
+from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import (
     ChatMessage,
     Delta,
@@ -41,6 +45,7 @@ from outrider.wire.inference import (
     ModelInfo,
     PromptInfo,
     ServerInfo,
+    TokenLogprobs,
     Usage,
     VerifierSummary,
 )
@@ -78,11 +83,18 @@ __all__ = [
     "ServerInfo",
     "SpecStats",
     "Stream",
+    "StructuredOutput",
+    "TlsConfig",
+    "TokenLogprobs",
     "UnauthenticatedError",
     "UnavailableError",
     "Usage",
     "VerifierSummary",
     "assistant",
+    "grammar",
+    "json_object",
+    "json_schema",
+    "regex",
     "system",
     "user",
 ]

@@ -11,6 +11,7 @@ from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.spec.structured import StructuredOutput
 from outrider.wire.inference import (
     ChatMessage,
     ChatPrompt,
@@ -68,6 +69,11 @@ class GenerateOptions(TypedDict, total=False):
     """0 drafts in lock-step; 1 lets the verifier's planner have drafts made ahead of verdicts."""
     fan_out: int
     """Outcomes drafted ahead a round, at most 64; 0 leaves them to the drafter."""
+    top_logprobs: int
+    """Log-probabilities of the emitted tokens, and of so many of the most probable ids in their
+    places; in [0, 20], 0 gives the emitted tokens' alone."""
+    structured_output: StructuredOutput
+    """The form that the answer must have: `json_schema`, `json_object`, `regex`, `grammar`."""
     model: str
     """Name of a served model."""
     request_id: str
@@ -150,6 +156,8 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
         ),
         priority=options.get("priority", 0),
         resumable=resume,
+        top_logprobs=options.get("top_logprobs"),
+        structured_output=options.get("structured_output"),
     )
 
 
