@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import re
-import socket
 import ssl
 import threading
 from collections.abc import Iterator
@@ -25,47 +25,63 @@ SILENT = {"5.", "6.", "9.", "18.", "21."}
 
 
 class TlsFront:
-    """Takes TLS connections to plain ones; good for one router."""
+    """Takes TLS connections to plain ones, in a thread of its own."""
 
     def __init__(self, to: str, directory: Path) -> None:
         authority = trustme.CA()
-        authority.cert_pem.write_to_path(directory / "ca.pem")
+        authority.cert_pem.write_to_path(str(directory / "ca.pem"))
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.set_alpn_protocols(["h2"])
         authority.issue_cert("localhost").configure_cert(self._context)
-        self._to = to.rsplit(":", 1)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"localhost:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._host, _, self._port = to.rpartition(":")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        starting = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
+        self.address = f"localhost:{starting.result(30)}"
 
     def close(self) -> None:
-        self._listener.close()
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
 
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                raw, _ = self._listener.accept()
-                there = socket.create_connection((self._to[0], int(self._to[1])))
-                here = self._context.wrap_socket(raw, server_side=True)
-                for pair in ((here, there), (there, here)):
-                    threading.Thread(target=_pass_on, args=pair, daemon=True).start()
+    async def _start(self) -> int:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._context)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def _stop(self) -> None:
+        self._server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(self._host, int(self._port))
+        try:
+            await asyncio.gather(_pass_on(reader, back), _pass_on(there, writer))
+        finally:
+            back.close()
+            writer.close()
 
 
-def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+async def _pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            sink.sendall(data)
-    with contextlib.suppress(OSError):
-        sink.shutdown(socket.SHUT_RDWR)
+        while data := await source.read(1 << 16):
+            sink.write(data)
+            await sink.drain()
+    sink.close()
 
 
-@pytest.fixture
-def addresses(
-    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dict[str, str]]:
-    monkeypatch.chdir(tmp_path)
-    front = TlsFront(stack.router.address, tmp_path)
-    yield {"127.0.0.1:50050": stack.router.address, "localhost:50443": front.address}
+@pytest.fixture(scope="module")
+def addresses(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What the page says, and what stands for it here."""
+    directory = tmp_path_factory.mktemp("page")
+    front = TlsFront(stack.router.address, directory)
+    with contextlib.chdir(directory):
+        yield {"127.0.0.1:50050": stack.router.address, "localhost:50443": front.address}
     front.close()
 
 
