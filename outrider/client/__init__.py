@@ -14,7 +14,6 @@ docs/sdk.md has an example for everything else.
 from outrider.client.aio import AsyncClient, AsyncStream
 from outrider.client.options import GenerateOptions, PromptLike, assistant, system, user
 from outrider.client.retry import RetryPolicy
-from outrider.client.structures import grammar, json_object, json_schema, regex
 from outrider.client.sync import Client, Stream
 from outrider.errors import (
     AbortedError,
@@ -34,7 +33,6 @@ from outrider.errors import (
 )
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
-from outrider.spec.structured import StructuredOutput
 from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import (
     ChatMessage,
@@ -83,7 +81,6 @@ __all__ = [
     "ServerInfo",
     "SpecStats",
     "Stream",
-    "StructuredOutput",
     "TlsConfig",
     "TokenLogprobs",
     "UnauthenticatedError",
@@ -91,10 +88,6 @@ __all__ = [
     "Usage",
     "VerifierSummary",
     "assistant",
-    "grammar",
-    "json_object",
-    "json_schema",
-    "regex",
     "system",
     "user",
 ]

@@ -12,6 +12,7 @@ import torch
 from outrider.awake import AwakeCores
 from outrider.engine.config import ModelConfig
 from outrider.engine.device.current import make_current
+from outrider.engine.device.legal_rows import legal_bytes
 from outrider.engine.device.warp_slots import warp_bytes
 from outrider.engine.heads import (
     DraftHead,
@@ -142,7 +143,8 @@ def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
             head_bytes=head_bytes,
             # The head's vocabulary is no larger.
             warp_bytes=(2 if config.drafts_itself else 1)
-            * warp_bytes(config.max_sessions, model.vocab_size),
+            * warp_bytes(config.max_sessions, model.vocab_size)
+            + legal_bytes(config.max_sessions, config.max_tree_nodes + 1, model.vocab_size),
         ),
         bytes_per_token=per_token,
         most_tokens=config.max_sessions * (longest + config.max_tree_nodes),

@@ -15,7 +15,7 @@ from outrider.engine.device.rounds import Launched
 from outrider.engine.device.shapes import Drafts, Judge
 from outrider.wire.messages import Proposals
 from outrider_verifier.device_seats import Seat
-from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.packing import PrefillRow, VerifyRow, legal_masks
 
 _NO_ROWS: Final = RoundRows.of([])
 
@@ -105,7 +105,7 @@ def group_rows(
         for places in [alike] if own else _fitting(alike, verify, most_rows):
             rows = [verify[place] for place in places]
             group = Group(places, rows, [seats[place] for place in places])
-            group.inputs = round_rows(rows, group.seats)
+            group.inputs = _masked(round_rows(rows, group.seats), rows)
             group.drafts = Drafts.OWN if own else group.inputs.drafts
             group.judge = _judge(group.seats)
             groups.append(group)
@@ -150,6 +150,13 @@ def round_rows(rows: Sequence[VerifyRow], seats: Sequence[Seat]) -> RoundRows:
     return RoundRows(slots, counts, drafts.tokens, drafts.parents)
 
 
+def _masked(inputs: RoundRows, rows: Sequence[VerifyRow]) -> RoundRows:
+    """The same with what the sessions' grammars allow, where any is in one."""
+    if not any([row.session.constraint is not None for row in rows]):
+        return inputs
+    return inputs._replace(legal=[legal_masks(row.session, row.draft) for row in rows])
+
+
 def _message(rows: Sequence[VerifyRow]) -> Proposals | None:
     """The message without laws that all drafts of these rows came in as they are; None if there is
     none."""
@@ -186,6 +193,8 @@ def add_prompts(
         # Of a session that goes on the root is known, so no token is sampled before it.
         known = row.session.tokens[: row.session.length]
         chunk = Chunk(place, row, first, cut(seat.slot, known, row.start, row.end))
+        if row.last and row.session.constraint is not None:
+            chunk.pieces[-1] = chunk.pieces[-1]._replace(legal=legal_masks(row.session, None))
         group.chunks.append(chunk)
         first += len(chunk.pieces)
 

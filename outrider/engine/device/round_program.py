@@ -182,7 +182,13 @@ class RoundProgram:
         state, positions = self._slots.sampling, pieces.next_positions()
         if shape.judge is Judge.SAMPLED:
             warp_logits(
-                logits, self._slots.warp.state, state, pieces.slots, positions, rows_per_slot=1
+                logits,
+                self._slots.warp.state,
+                state,
+                pieces.slots,
+                positions,
+                rows_per_slot=1,
+                legal=self._slots.legal.pieces,
             )
         first = choose_tokens(
             logits, state, pieces.slots, positions, rows_per_slot=1, side="target", ids=None
@@ -206,6 +212,7 @@ class RoundProgram:
             layout.positions + 1,
             rows_per_slot=nodes,
             path=path,
+            legal=self._slots.legal.decoding,
         )
 
     def _count(self, tokens: Tensor, counts: Tensor, slots: Tensor) -> None:

@@ -115,6 +115,9 @@ class DeviceRounds:
                 inputs.laws.fill(rows.laws or (), shape.rows, shape.nodes)
         if added is not None:
             added.fill(pieces)
+        endings = [piece.legal for piece in pieces]
+        if rows.legal is not None or any(masks is not None for masks in endings):
+            self._slots.legal.fill(rows.legal or (), shape.nodes, endings)
         verified = self._run(shape, inputs, added)
         if self.brake is not None:
             self.brake.hold(shape)

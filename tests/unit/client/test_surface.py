@@ -41,7 +41,6 @@ SURFACE = [
     "ServerInfo",
     "SpecStats",
     "Stream",
-    "StructuredOutput",
     "TlsConfig",
     "TokenLogprobs",
     "UnauthenticatedError",
@@ -49,10 +48,6 @@ SURFACE = [
     "Usage",
     "VerifierSummary",
     "assistant",
-    "grammar",
-    "json_object",
-    "json_schema",
-    "regex",
     "system",
     "user",
 ]
