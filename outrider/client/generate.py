@@ -20,10 +20,7 @@ from outrider.client.flags import (
     priority,
     seed,
     tls_of,
-<<<<<<< HEAD
-=======
     top_logprobs,
->>>>>>> w-logprobs
 )
 from outrider.client.local import CPU, LocalCluster, LocalConfig, say
 from outrider.client.modelfiles import DEFAULT_MODEL, ModelFiles, find_model
@@ -241,10 +238,6 @@ async def _answer_all(
 ) -> int:
     options = options_of(args)
     started = time.monotonic()
-<<<<<<< HEAD
-=======
-    tls = None if args.router is None else tls_of(args)
->>>>>>> w-logprobs
     async with AsyncClient(address, tls=tls) as client:
         note = simulation_note(await client.server_info())
         if note:
