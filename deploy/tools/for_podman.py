@@ -2,9 +2,9 @@
 
     kubectl kustomize deploy/k8s/overlays/cpu-demo | python deploy/tools/for_podman.py > demo.yaml
 
-A Deployment or StatefulSet becomes its first pod, under the name that a StatefulSet gives it; what
-podman has no notion of (Services, budgets, accounts, gRPC probes, spreading) is left out; a claim is a
-volume of its name, made before. Names of Services go into the pods' hosts files: --host NAME=ADDRESS.
+A Deployment or StatefulSet becomes its first pod, under the name that a StatefulSet gives it. What
+podman has no notion of is left out: Services, budgets, accounts, gRPC probes, spreading. A claim is
+a volume of its name, made before. Names of Services go into hosts files: --host NAME=ADDRESS.
 """
 
 from __future__ import annotations
