@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,9 +17,10 @@ from outrider.engine.linear import make_linear
 from outrider.engine.loading import load_embedding, load_lm_head, load_target
 from outrider.engine.products import set_threads
 from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.grammar.grammars import Grammars
 from outrider.models import resolve
 from outrider.spec.plan import DraftMethod
-from outrider.text.tokenizer import tokenizer_hash
+from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
 from outrider.transport.base import Dialer
 from outrider.transport.lane import JoinLane, join_lane
 from outrider_drafter.config import DrafterConfig
@@ -48,7 +50,10 @@ def build_service(
     identity = load_identity(config)
     loaded = (_load_source(method, config, identity) for method in config.methods)
     sources = [slowed(source, config.bench_slowdown) for source in loaded]
-    return DrafterService(config, sources, dialer, identity=identity, awake=awake, join=join)
+    grammars = partial(Grammars.load, tokenizer_file(config.model), vocab_size=identity.vocab_size)
+    return DrafterService(
+        config, sources, dialer, identity=identity, awake=awake, join=join, grammars=grammars
+    )
 
 
 def with_paths(config: DrafterConfig) -> DrafterConfig:

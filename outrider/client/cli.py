@@ -26,6 +26,7 @@ EXIT_INTERRUPTED = 130
 BENCH_MODULE = "outrider_bench"
 CHAOS_MODULE = "outrider_chaos"
 CONFIG_MODULE = "outrider.config"
+RAY_MODULE = "outrider_ray"
 TRAINING_MODULE = "outrider.engine.training"
 
 
@@ -56,6 +57,8 @@ def _dispatch(arguments: list[str]) -> int:
         return run_module(CHAOS_MODULE, arguments[1:])
     if arguments[:1] == ["config"]:
         return run_module(CONFIG_MODULE, arguments[1:])
+    if arguments[:1] == ["ray"]:
+        return run_module(RAY_MODULE, arguments[1:])
     args = make_parser().parse_args(arguments)
     match args.command:
         case "generate":
@@ -106,6 +109,9 @@ def make_parser() -> argparse.ArgumentParser:
     commands.add_parser("config", help="show, check and describe configurations", add_help=False)
     commands.add_parser("train-head", help="train a draft head for a model", add_help=False)
     commands.add_parser("bench", help="run a benchmark of this checkout", add_help=False)
+    commands.add_parser(
+        "ray", help="run a fleet on a Ray cluster, look at it, stop it", add_help=False
+    )
     commands.add_parser("chaos", help="cause faults and check what they change", add_help=False)
     return parser
 

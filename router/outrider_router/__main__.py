@@ -21,6 +21,7 @@ from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import add_tls_arguments, run
+from outrider.spans import add_tracing_flags, exporting
 from outrider_router.config import RouterConfig
 
 if TYPE_CHECKING:
@@ -87,6 +88,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="a client that takes nothing for so long is not waited for",
     )
     parser.add_argument("--metrics-port", type=int, metavar="P", help="0 takes a free port")
+    parser.add_argument(
+        "--metrics-compat",
+        choices=("none", "vllm"),
+        help="export metrics under these names too, for tools that read them",
+    )
     parser.add_argument("--api-keys", metavar="FILE.toml", help="keys that clients must have")
     add_tls_arguments(parser)
     parser.add_argument(
@@ -101,6 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--front-tls-key", metavar="FILE.pem", dest="front_tls.key", help="private key of it"
     )
+    add_tracing_flags(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     return parser
 
@@ -110,6 +117,7 @@ async def serve(config: RouterConfig) -> None:
     from outrider.models import resolve
     from outrider.text.tokenizer import Tokenizer
     from outrider.transport.grpc import GrpcDialer
+    from outrider_router.exporting import export_state
     from outrider_router.metrics import RouterMetrics
     from outrider_router.ports import client_server, pool_server, serve_router_metrics
     from outrider_router.service import RouterService
@@ -124,6 +132,7 @@ async def serve(config: RouterConfig) -> None:
     service = RouterService(
         config=config, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
+    export_state(service)
     server, pool = client_server(service), pool_server(service)
     http = _http_server(config, service)
     service.on_readiness = server.set_serving
@@ -179,7 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        run(serve(config))
+        with exporting(config.tracing, "outrider-router", config.listen):
+            run(serve(config))
     except (OutriderError, OSError) as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": str(error)}) + "\n")
         return _EXIT_MISUSE

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from outrider.config import OneOf
 from outrider.logs import LEVELS, check_level
+from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
 from outrider.transport.tls import TlsConfig
 from outrider_router.names import split
@@ -27,6 +28,15 @@ class Fsync(StrEnum):
     """Before a client is told of a round; every round waits for the disk."""
 
 
+class MetricsCompat(StrEnum):
+    """Whose metrics are exported beside the router's own."""
+
+    NONE = "none"
+    """Nobody's."""
+    VLLM = "vllm"
+    """vLLM's names (`vllm:...`), for tools that read those."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationDefaults:
     """Speculation of sessions whose request does not say otherwise."""
@@ -42,11 +52,11 @@ class SpeculationDefaults:
     fan_out: int = 0
     """Outcomes that are pre-drafted a round; 0 lets the drafter choose."""
     patience_ms: int = 1000
-    """Longest wait of a row for its proposal."""
+    """Longest wait of a row for its proposal; within it the verifier follows what it measures."""
     ngram_patience_ms: int = 20
     """The same for n-gram drafts: a lookup either answers at once or has found nothing."""
     max_draft_tokens: int = 64
-    """Requests for more are cut to this."""
+    """Requests for more are cut to this; at most the verifiers' `max_tree_nodes`."""
 
     def __post_init__(self) -> None:
         for name in ("patience_ms", "ngram_patience_ms"):
@@ -126,6 +136,8 @@ class RouterConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"
     """Address that the Prometheus endpoint listens on."""
+    metrics_compat: MetricsCompat = MetricsCompat.NONE
+    """Whose names its metrics have as well: none, vllm."""
     poll_interval_s: float = 0.5
     """Time between two looks at a verifier or drafter."""
     silence_s: float = 3.0
@@ -142,9 +154,12 @@ class RouterConfig:
     resume_grace_s: float = 30.0
     """Time that a resumable request goes on, or that its end is kept, without its client."""
     journal: Path | None = None
-    """File of the log that resumable requests survive this process by; unset keeps none."""
+    """File of the log that resumable requests survive this process by, one router a file; unset
+    keeps none."""
     journal_fsync: Fsync = Fsync.INTERVAL
     """When that file is forced to the disk: off, interval (every second) or always."""
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    """Spans of requests, for OpenTelemetry."""
     log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
     """Least severe level that is logged."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)

@@ -99,6 +99,8 @@ class Registry:
     async def forget_verifier(self, peer: VerifierPeer) -> None:
         """Look no more at a verifier that is gone, and have the drafters dial it no more."""
         await self._stop(peer)
+        if peer.state is PeerState.HEALTHY and peer.info is not None:
+            self._lose_verifier(peer, peer.info, "it was removed")
         for drafter in list(self.drafters.values()):
             if drafter.control is not None and drafter.state is PeerState.HEALTHY:
                 gone = (peer.address,)
@@ -244,6 +246,7 @@ class Registry:
         came_up = self._seen(peer)
         if came_up:
             self._metrics.verifier_up.labels(info.verifier_id).set(1)
+            self._metrics.verifier_losses.labels(info.verifier_id)
         self._on_verifier_up(info)
         self.judge.look(info, {d.info.drafter_id for d in self.drafters.values() if d.info})
 
@@ -351,6 +354,7 @@ class Registry:
             if serving and not peer.serving:
                 logger.info("drafter serves", extra={"drafter_id": peer.info.drafter_id})
             peer.serving = serving
+            self._metrics.drafter_losses.labels(peer.info.drafter_id)
             self._metrics.drafter_up.labels(peer.info.drafter_id).set(serving)
 
     def _is_serving(self, peer: DrafterPeer, info: DrafterInfo) -> bool:

@@ -122,7 +122,7 @@ class Resumables:
             deadline=None if left is None else self._wall() + left,
             tokenizer_hash=self._tokenizer.hash,
         )
-        entry.number = self._log.opened(opened, entry.emitted)
+        entry.number = self._log.opened(opened, entry.emitted, entry.logprobs)
 
     def emitted(self, rows: Sequence[Row]) -> None:
         """Ids that were appended to entries with a number; nobody has been told of them yet."""
@@ -227,10 +227,15 @@ class Resumables:
                 request_id=entry.request_id, prompt_tokens=len(job.prompt_ids), model=job.model
             )
         )
-        answer.remember(Delta(text=piece.text + assembler.finish(), token_ids=piece.token_ids))
+        text = piece.text + assembler.finish()
+        # Its log-probabilities are the entry's.
+        answer.remember(Delta(text=text, token_ids=piece.token_ids))
         answer.remember(finish)
         answer.end(None)
         self._answers.keep(answer, left_s)
 
     def _fill(self, entry: Entry, logged: Logged) -> None:
         entry.number, entry.emitted = logged.number, logged.emitted
+        entry.logprobs, entry.top_logprobs = logged.logprobs, logged.opened.job.top_logprobs
+        # A record may lack its end.
+        del entry.logprobs[len(entry.emitted) :]

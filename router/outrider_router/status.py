@@ -26,8 +26,8 @@ def server_info(service: RouterService) -> ServerInfo:
         queued=service.admission.waiting,
         queue_bound=service.config.queue_limit,
         running=service.admission.running,
-        verifiers=tuple(_verifier(v, service) for v in service.registry.verifiers.values()),
-        drafters=tuple(_drafter(d, service) for d in service.registry.drafters.values()),
+        verifiers=tuple(_verifier(v, service) for v in list(service.registry.verifiers.values())),
+        drafters=tuple(_drafter(d, service) for d in list(service.registry.drafters.values())),
     )
 
 

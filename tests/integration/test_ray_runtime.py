@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from outrider_ray.cluster import LocalProcess, descendants
 from outrider_ray.config import LaunchConfig, drafter_config, verifier_config
-from outrider_ray.fleet import FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S, next_pause
+from outrider_ray.keeper import FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S, next_pause
 
 from outrider.client import (
     CancelledRequestError,

@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 STOP_RAY_S = 10.0
 """Time that Ray gets to stop itself; then its local processes are killed."""
-_ACTORS = 2
 _OBJECT_STORE_BYTES = 256 << 20
 """Shared memory of a local Ray: only bulk frames in flight go through it."""
 _PROC = Path("/proc")
@@ -64,17 +63,17 @@ def init_options(config: LaunchConfig) -> dict[str, Any]:
     }
     if config.ray_address:
         return options | {"address": config.ray_address}
-    needed = math.ceil(_ACTORS * config.cpus_per_actor)
+    most = config.most
+    actors = sum(most)
+    named = ((config.resource_of(role), float(most[role])) for role in config.roles)
     return options | {
         # Never one that happens to run here, whatever the environment says.
         "address": "local",
         # Ray starts as many workers in advance; each actor takes one.
-        "num_cpus": max(_ACTORS, needed),
+        "num_cpus": max(actors, math.ceil(actors * config.cpus_per_actor)),
         "include_dashboard": False,
         "object_store_memory": _OBJECT_STORE_BYTES,
-        "resources": {
-            name: 1.0 for name in (config.verifier_resource, config.drafter_resource) if name
-        },
+        "resources": {name: count for name, count in named if name},
     }
 
 

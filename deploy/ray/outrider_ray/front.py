@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from outrider_router.config import RouterConfig
+from outrider_router.exporting import export_state
 from outrider_router.fleet import PeerState
 from outrider_router.grpc_api import inference_service
 from outrider_router.http import HttpServer
@@ -52,6 +53,7 @@ async def serve_front(config: LaunchConfig) -> AsyncGenerator[Front]:
     service = RouterService(
         config=router, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
+    export_state(service)
     server = GrpcServer(router.listen, [inference_service(service)])
     http = HttpServer(router.http, service) if router.http else None
     service.on_readiness = server.set_serving

@@ -20,6 +20,7 @@ MAX_CONNECTIONS = 4096
 GRACE_S = 2
 """Time that connections get to end when the server stops; requests have ended before."""
 _LOOK_S = 0.005
+_MAX_PORT = 65535
 
 
 class _Server(uvicorn.Server):
@@ -49,6 +50,7 @@ class HttpServer:
             uvicorn.Config(
                 make_app(self._service),
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 server_header=False,
                 lifespan="off",
@@ -84,6 +86,8 @@ def bind(address: str, *, slow_reader_s: float) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     try:
+        if not 0 <= int(port) <= _MAX_PORT:
+            raise ValueError(f"ports are in [0, {_MAX_PORT}]")
         family, kind, protocol, _, where = socket.getaddrinfo(
             host or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]

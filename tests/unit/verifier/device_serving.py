@@ -165,6 +165,13 @@ async def run_proposed(
     service: VerifierService, propose: ProposeFn, plan: Plan, sampling: SamplingParams
 ) -> list[tuple[list[int], SpecStats]]:
     """Serve all prompts with a drafter that proposes so."""
+    async with attached(service, propose):
+        return await run_all(service, plan, sampling, DRAFTER)
+
+
+@asynccontextmanager
+async def attached(service: VerifierService, propose: ProposeFn) -> AsyncIterator[None]:
+    """A service with a drafter that proposes so."""
     network = InprocNetwork()
     network.serve_verifier(ADDRESS, service)
     service.start()
@@ -178,7 +185,6 @@ async def run_proposed(
     )
     await drafter.attach()
     await until(lambda: service._core.counters["attached"] > 0)
-    results = await run_all(service, plan, sampling, DRAFTER)
+    yield
     await drafter.detach()
     await network.withdraw(ADDRESS)
-    return results
