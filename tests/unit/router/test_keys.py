@@ -71,6 +71,21 @@ def test_a_wrong_key_is_nobodys_and_is_not_repeated(header: str) -> None:
     assert ALICE not in refused.value.message
 
 
+ODD = st.text(st.characters(codec=None)) | st.text("Bearsic =:+/\t", max_size=40)
+
+
+@given(scheme=st.sampled_from(["Bearer ", "Basic ", "", "\x00"]), rest=ODD)
+def test_no_header_whatever_is_anything_but_refused(scheme: str, rest: str) -> None:
+    with pytest.raises(UnauthenticatedError):
+        find_key(KEYS, scheme + rest)
+
+
+@given(st.binary())
+def test_no_password_whatever_is_anything_but_refused(data: bytes) -> None:
+    with pytest.raises(UnauthenticatedError):
+        find_key(KEYS, "Basic " + base64.b64encode(data).decode())
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
