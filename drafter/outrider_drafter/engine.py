@@ -91,6 +91,7 @@ class DraftEngine:
         convert = self._fed[0].held_features if self._fed else _as_they_are
         self._table = SessionTable(max_sessions, limits, convert)
         self.metrics = metrics
+        metrics.begin_at_zero(self._sources)
         self._now = now
         self._on_sessions = on_sessions
         self._lost: list[SessionKey] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
@@ -16,20 +17,47 @@ from outrider.transport.tls import TlsConfig, TlsFiles
 API_KEY_VARIABLE: Final = "OUTRIDER_API_KEY"
 """Environment variable with the key of clients that are given none."""
 
+TENANT_KEY: Final = "x-outrider-tenant"
+"""Metadata that says whose a call is, to routers that take the caller's word for it."""
+_KEY: Final = re.compile(r"[a-z0-9_.-]+")
+
 Options: TypeAlias = "Sequence[tuple[str, int | str]]"
 
 
-def call_metadata(metadata: Metadata, api_key: str | None) -> Metadata:
+def call_metadata(
+    metadata: Metadata, *, api_key: str | None = None, tenant: str | None = None
+) -> Metadata:
     """What goes with each call. Without a key the environment may name one.
 
-    Raises InvalidRequestError for a key that no header can carry.
+    Raises InvalidRequestError for what no header can carry.
     """
+    found = list(check_metadata(metadata))
+    if tenant is not None:
+        found.append((TENANT_KEY, _printable(tenant, "a tenant", "INVALID_TENANT")))
     key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
-    if not key:
-        return metadata
-    if not (key.isascii() and key.isprintable()):
-        raise InvalidRequestError("an API key is printable ASCII", reason="INVALID_API_KEY")
-    return (*metadata, ("authorization", f"Bearer {key}"))
+    if key:
+        key = _printable(key, "an API key", "INVALID_API_KEY")
+        found.append(("authorization", f"Bearer {key}"))
+    return tuple(found)
+
+
+def check_metadata(metadata: Metadata) -> Metadata:
+    """The same; InvalidRequestError for what no header can carry."""
+    for key, value in metadata:
+        if not _KEY.fullmatch(key):
+            raise InvalidRequestError(
+                f"a key of metadata has lower-case letters, digits, '-', '_' and '.', got {key!r}",
+                reason="INVALID_METADATA",
+            )
+        _printable(value, f"metadata {key}", "INVALID_METADATA")
+    return metadata
+
+
+def _printable(value: str, what: str, reason: str) -> str:
+    # Not shown: it may be a secret.
+    if not (value and value.isascii() and value.isprintable()):
+        raise InvalidRequestError(f"{what} is printable ASCII, and not empty", reason=reason)
+    return value
 
 
 class Door:

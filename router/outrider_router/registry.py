@@ -246,6 +246,7 @@ class Registry:
         came_up = self._seen(peer)
         if came_up:
             self._metrics.verifier_up.labels(info.verifier_id).set(1)
+            self._metrics.verifier_losses.labels(info.verifier_id)
         self._on_verifier_up(info)
         self.judge.look(info, {d.info.drafter_id for d in self.drafters.values() if d.info})
 
@@ -353,6 +354,7 @@ class Registry:
             if serving and not peer.serving:
                 logger.info("drafter serves", extra={"drafter_id": peer.info.drafter_id})
             peer.serving = serving
+            self._metrics.drafter_losses.labels(peer.info.drafter_id)
             self._metrics.drafter_up.labels(peer.info.drafter_id).set(serving)
 
     def _is_serving(self, peer: DrafterPeer, info: DrafterInfo) -> bool:

@@ -24,6 +24,8 @@ START_TIMEOUT_S = 60.0
 class Process:
     """One child process that prints a JSON line with its address once it serves."""
 
+    start_timeout_s = START_TIMEOUT_S
+
     def __init__(self, name: str, module: str, arguments: list[str], log: Path) -> None:
         self.name, self._module, self._arguments, self._log_path = name, module, arguments, log
         self.address = ""
@@ -56,7 +58,7 @@ class Process:
     def wait_ready(self) -> Process:
         """Block until the ready line came; fails with the log's tail if the process died."""
         assert self._popen is not None and self._popen.stdout is not None
-        timer = threading.Timer(START_TIMEOUT_S, self._popen.kill)
+        timer = threading.Timer(self.start_timeout_s, self._popen.kill)
         timer.start()
         line = self._popen.stdout.readline()
         timer.cancel()

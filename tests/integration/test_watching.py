@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.wire.inference import GenerateRequest, StoppingOptions, TextPrompt
 from outrider.wire.inference_codec import request_to_pb
 from outrider.wire.v1 import inference_pb2_grpc
 from tests.fakes.collector import Collector, collecting
 from tests.integration.stack import Stack
+from tests.unit.monitoring.expressions import metric_names, ready_for_prometheus, selectors
+from tests.unit.monitoring.test_rules import RECORDED, TARGETS, rules
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SECRET, PROMPT = "sk-never-in-a-log", "Marmalade and thunder: 0 1 2 3 4 5 6 7 8 9"
@@ -38,7 +42,7 @@ def watched(
     tiny_target: Path, tiny_head: Path, collector: Collector, directory: Path
 ) -> Iterator[Stack]:
     """A stack that exports spans, having served one request whose client traces it."""
-    flags = ["--otlp-endpoint", collector.address, "--trace-ratio", "0"]
+    flags = ["--otlp-endpoint", collector.address, "--trace-ratio", "0", "--metrics-port", "0"]
     model = {"model": str(tiny_target), "head": str(tiny_head)}
     stack = Stack(directory, **model, router=flags, verifier=flags, drafter=flags)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as ending:
@@ -65,6 +69,31 @@ def lines(directory: Path) -> list[dict[str, object]]:
     for file in directory.glob("*.log"):
         found += [json.loads(line) for line in file.read_text().splitlines()]
     return found
+
+
+def scraped(stack: Stack) -> dict[str, set[str]]:
+    """Names of the labels of every sample that the three processes export, by its name."""
+    found: dict[str, set[str]] = {}
+    for process in (stack.router, stack.verifier, stack.drafter):
+        address = f"http://{process.ready['metrics']}/metrics"
+        with urllib.request.urlopen(address, timeout=30) as response:
+            page = response.read().decode()
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def test_a_running_stack_exports_all_that_rules_alerts_and_board_ask_for(watched: Stack) -> None:
+    samples = scraped(watched)
+    expressions = [rule["expr"] for rule in rules()]
+    expressions += [ready_for_prometheus(expression) for _, expression in TARGETS]
+    missing = {name for text in expressions for name in metric_names(text)}
+    assert missing - samples.keys() - RECORDED == {"up"}, "not exported"
+    for text in expressions:
+        for name, labels in selectors(text):
+            known = samples.get(name, {"job"}) | {"job", "instance"}
+            assert labels <= known, f"{name} has no such labels"
 
 
 def test_one_trace_goes_through_router_verifier_and_drafter(

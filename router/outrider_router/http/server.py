@@ -55,6 +55,7 @@ class HttpServer:
             uvicorn.Config(
                 make_app(self._service),
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 server_header=False,
                 lifespan="off",

@@ -95,3 +95,27 @@ def test_helm_is_fetched_on_one_system_only_and_says_so(
     monkeypatch.setattr(module.platform, "machine", lambda: "riscv64")
     with pytest.raises(module.UnavailableError, match="x86-64"):
         module.fetch(tmp_path / "helm")
+
+
+def test_manifests_are_put_into_pods_for_podman() -> None:
+    template = {
+        "metadata": {"labels": {"a": "b"}},
+        "spec": {
+            "serviceAccountName": "s",
+            "containers": [
+                {"image": "i:1", "args": ["--id", "$(POD_NAME)"], "livenessProbe": {}, "name": "c"}
+            ],
+        },
+    }
+    documents = [
+        {"kind": "ConfigMap", "metadata": {"name": "c", "namespace": "n"}},
+        {"kind": "Service", "metadata": {"name": "s"}},
+        {"kind": "StatefulSet", "metadata": {"name": "v"}, "spec": {"template": template}},
+    ]
+    config, pod = load("for_podman").convert(documents, {"peer": "10.0.0.1"}, "localhost/")
+    assert config == {"kind": "ConfigMap", "metadata": {"name": "c"}}
+    assert pod["metadata"] == {"name": "v-0", "labels": {"a": "b"}}
+    assert pod["spec"]["hostAliases"] == [{"ip": "10.0.0.1", "hostnames": ["peer"]}]
+    assert pod["spec"]["containers"] == [
+        {"image": "localhost/i:1", "args": ["--id", "v-0"], "name": "c"}
+    ]

@@ -6,6 +6,8 @@ import base64
 import hashlib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from outrider_router.keys import ApiKey, KeysFile, find_key
 
 from outrider.config import from_plain
