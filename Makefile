@@ -3,35 +3,54 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+TORCH := $(VENV)/.torch
 STAMP := $(VENV)/.installed
+SERVES := $(VENV)/.serves
 PYTEST := $(BIN)/python -m pytest -q
 # Tests that compute: two processes of one thread each, files in order, the long ones first.
 PYTEST_X2 := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 # Tests that start processes and look at the clock: one after another.
 SERIAL := tests/integration tests/chaos
 
-.PHONY: setup demo test test-fast test-ray test-real check format proto bench clean
+.PHONY: setup setup-serve demo test test-fast test-ray test-real check format proto generated helm docs bench clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# What serving on a CPU needs and no more.
+setup-serve: $(SERVES)
+
+$(TORCH): pyproject.toml constraints.txt
 	@echo "[1/4] creating the virtual environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version)'
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check "pip>=24"
+	@$(PIP) "pip>=24"
 	@echo "[2/4] installing torch (a few hundred MB, or more where only CUDA builds are offered)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) $(PIP_ARGS) "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+$(STAMP): $(TORCH)
 	@echo "[3/4] installing outrider and its development tools"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@$(PIP) $(PIP_ARGS) -c constraints.txt -e ".[dev]"
 	@echo "[4/4] ready"
+	@touch $@ $(SERVES)
+
+$(SERVES): $(TORCH)
+	@echo "[3/4] installing outrider"
+	@$(PIP) $(PIP_ARGS) -c constraints.txt -e ".[cpu]"
+	@echo "[4/4] ready: $(BIN)/outrider serve"
 	@touch $@
 
 demo: setup
 	@$(BIN)/outrider models pull smollm2-135m
 	@$(BIN)/outrider generate --prompts deploy/demo-prompts.jsonl --max-tokens 96
 
+# For the tests of the chart, which are skipped where it cannot be had.
+helm: setup
+	@$(BIN)/python deploy/tools/fetch_helm.py || true
+
 # All test layers but `gpu`: unit, statistical, wire, integration, chaos; then the transports over Ray.
-test: setup
+test: setup helm
 	@$(BIN)/outrider models pull smollm2-135m
 	$(PYTEST_X2) -m "not gpu" tests $(addprefix --ignore=,$(SERIAL))
 	$(PYTEST) -m "not gpu" $(SERIAL)
@@ -46,7 +65,7 @@ test-ray: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy outrider drafter/outrider_drafter verifier/outrider_verifier router/outrider_router
+	$(BIN)/mypy outrider drafter/outrider_drafter verifier/outrider_verifier router/outrider_router tools
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/buf lint proto
@@ -57,6 +76,19 @@ format: setup
 
 proto: setup
 	PYTHON=$(BIN)/python sh proto/generate.sh
+
+# What is written by the code and committed: a test says when it is out of date.
+generated: setup
+	for process in router verifier drafter ray; do \
+	  $(BIN)/outrider config schema $$process > deploy/configs/$$process.schema.json || exit 1; done
+	$(BIN)/outrider config reference > docs/configuration.md
+	$(BIN)/python deploy/tools/values_schema.py > deploy/helm/outrider/values.schema.json
+	$(BIN)/python tools/decisions.py > docs/decisions/README.md
+	$(BIN)/python tools/licences.py > docs/licences.md
+
+# The documentation, into build/site; a test builds it too.
+docs: setup
+	$(BIN)/mkdocs build --strict
 
 bench: setup
 	$(BIN)/outrider bench local

@@ -3,6 +3,8 @@
 OutriderError
 +-- InvalidRequestError        bad input: says what was wrong and what is allowed
 |   +-- InvalidMessageError    a peer's message failed validation; costs that message only
++-- UnauthenticatedError       no API key, or one that is not known
++-- PermissionDeniedError      who calls is known and may not do this
 +-- NotFoundError              unknown session, request, model or file
 +-- AlreadyExistsError         id already in use
 +-- ResourceExhaustedError     queue, KV budget or rate bound reached; carries `retry_after_s`
@@ -41,6 +43,18 @@ class InvalidRequestError(OutriderError):
 
 class InvalidMessageError(InvalidRequestError):
     """A peer's message failed validation; it is dropped and nothing else happens."""
+
+
+class UnauthenticatedError(OutriderError):
+    """The caller has not shown an API key that is known here."""
+
+    code = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(OutriderError):
+    """The caller is known, by certificate or API key, and may not do this."""
+
+    code = "PERMISSION_DENIED"
 
 
 class NotFoundError(OutriderError):

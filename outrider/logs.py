@@ -8,6 +8,7 @@ import sys
 import time
 from typing import TextIO
 
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -29,10 +30,16 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
+def check_level(level: str) -> None:
+    """Raise ValueError for what is no level."""
+    if level not in LEVELS:
+        raise ValueError(f"log_level must be one of {', '.join(LEVELS)}, got {level!r}")
+
+
 def setup_logging(level: str = "INFO", stream: TextIO | None = None) -> None:
     """Send every log record of this process to `stream` (stderr) as JSON lines."""
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    root.setLevel(level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import sys
@@ -22,6 +23,14 @@ def run(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     except ImportError:
         return asyncio.run(main)
     return uvloop.run(main)
+
+
+def add_tls_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of a process's `tls` table."""
+    add = parser.add_argument_group("certificates").add_argument
+    add("--tls-cert", metavar="FILE.pem", dest="tls.cert", help="certificate; its name is a role")
+    add("--tls-key", metavar="FILE.pem", dest="tls.key", help="private key of it")
+    add("--tls-ca", metavar="FILE.pem", dest="tls.ca", help="authority of the other processes")
 
 
 def tune_interpreter() -> None:

@@ -16,10 +16,12 @@ from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.awake import AwakeCores
-from outrider.config import load_config
+from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
-from outrider.process import run, tune_interpreter
+from outrider.metrics_port import PortMetrics, serve_metrics
+from outrider.process import add_tls_arguments, run, tune_interpreter
+from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
 from outrider_drafter.config import DTYPES, DrafterConfig
 
@@ -33,7 +35,12 @@ _EXIT_MISUSE = 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
-    """Configuration from --config FILE.toml, overridden by flags. Raises InvalidRequestError."""
+    """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
+    return parse_config(DrafterConfig, make_parser(), argv, "drafter").config
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; flags are stored by the keys that they set."""
     parser = argparse.ArgumentParser(
         prog="outrider-drafter", description="Propose draft trees for a verifier's sessions."
     )
@@ -42,7 +49,9 @@ def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
     parser.add_argument("--model", metavar="DIR|NAME", help="the target: vocabulary and embedding")
     parser.add_argument("--head", metavar="DIR", help="EAGLE head")
     parser.add_argument("--draft-model", metavar="DIR|NAME", help="small model, same tokenizer")
-    parser.add_argument("--methods", metavar="A,B", help="eagle3, eagle, ngram, model")
+    parser.add_argument(
+        "--methods", type=comma_list, metavar="A,B", help="eagle3, eagle, ngram, model"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="element type of the draft models")
     parser.add_argument("--device", help="torch device")
     parser.add_argument(
@@ -70,12 +79,10 @@ def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
     parser.add_argument(
         "--bench-slowdown", type=float, metavar="F", help="benchmarks: drafts take F times as long"
     )
+    add_tls_arguments(parser)
+    add_tracing_flags(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
-    flags = vars(parser.parse_args(argv))
-    path = flags.pop("config")
-    if flags["methods"] is not None:
-        flags["methods"] = [name for name in flags["methods"].split(",") if name]
-    return load_config(DrafterConfig, path, flags)
+    return parser
 
 
 async def serve(config: DrafterConfig) -> int:
@@ -86,12 +93,12 @@ async def serve(config: DrafterConfig) -> int:
 
 
 async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
-    from outrider.transport.grpc import GrpcDialer, GrpcServer, drafter_services
+    from outrider.transport.grpc import Access, GrpcDialer, GrpcServer, drafter_services
     from outrider.transport.lane import join_lane
     from outrider_drafter.build import build_service
     from outrider_drafter.slow_link import SlowDialer
 
-    dialer: GrpcDialer | SlowDialer = GrpcDialer()
+    dialer: GrpcDialer | SlowDialer = GrpcDialer(tls=config.tls)
     join = join_lane
     if config.bench_exchange_delay_ms:
         dialer = SlowDialer(dialer, config.bench_exchange_delay_ms)
@@ -100,7 +107,9 @@ async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
     tune_interpreter()
     awake.adopt_thread()
     metrics_address = _serve_metrics(config, service.metrics.registry)
-    server = GrpcServer(config.listen, drafter_services(service))
+    ports = PortMetrics(service.metrics.registry)
+    access = Access(tls=config.tls, on_refused=ports.refused, on_handshake=ports.handshake)
+    server = GrpcServer(config.listen, drafter_services(service), access=access)
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -140,11 +149,7 @@ def _serve_metrics(config: DrafterConfig, registry: CollectorRegistry) -> str:
     """Start the Prometheus endpoint; its address, or ""."""
     if config.metrics_port < 0:
         return ""
-    from prometheus_client import start_http_server
-
-    host = config.metrics_host
-    server, _ = start_http_server(config.metrics_port, addr=host, registry=registry)
-    return f"{host}:{server.server_port}"
+    return serve_metrics(registry, config.metrics_host, config.metrics_port, tls=config.tls)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        with recording(config.trace_file, "drafter"):
+        spans = exporting(config.tracing, "outrider-drafter", config.drafter_id)
+        with recording(config.trace_file, "drafter"), spans:
             return run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")

@@ -19,6 +19,7 @@ from outrider.engine.warper import EMPTY_HISTORY, TokenHistory
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import ROOT, DraftTree, depths, path
 from outrider_drafter.forest import Forest, Saplings
+from outrider_drafter.forms import masks_of
 from outrider_drafter.grow import Job, grow, history_of, make_job
 from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_scores
 
@@ -150,6 +151,9 @@ def _candidates(
         params, position, history = known[live]
         if history is not EMPTY_HISTORY:
             history = replace(history, path_ids=_tokens_to(lives[live].tree, node))
+        masks = masks_of(lives[live].session, [_tokens_to(lives[live].tree, node)])
+        if masks is not None:
+            history = replace(history, legal=masks[0])
         sampling.append(params)
         positions.append(position)
         histories.append(history)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from outrider.awake import AwakeCores
 from outrider.engine.checkpoint import load_model_config
-from outrider.engine.device.current import make_current
+from outrider.engine.device.current import check_device, make_current
 from outrider.engine.device.head_weights import can_extract
 from outrider.engine.heads import DraftHead, load_head, load_head_config
 from outrider.engine.linear import make_linear
 from outrider.engine.loading import load_embedding, load_lm_head, load_target
 from outrider.engine.products import set_threads
 from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.grammar.grammars import Grammars
 from outrider.models import resolve
 from outrider.spec.plan import DraftMethod
-from outrider.text.tokenizer import tokenizer_hash
+from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
 from outrider.transport.base import Dialer
 from outrider.transport.lane import JoinLane, join_lane
 from outrider_drafter.config import DrafterConfig
@@ -42,13 +44,17 @@ def build_service(
     Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
     together.
     """
+    check_device(config.device)
     set_threads(config.threads, config.device)
     make_current(config.device)
     config = with_paths(config)
     identity = load_identity(config)
     loaded = (_load_source(method, config, identity) for method in config.methods)
     sources = [slowed(source, config.bench_slowdown) for source in loaded]
-    return DrafterService(config, sources, dialer, identity=identity, awake=awake, join=join)
+    grammars = partial(Grammars.load, tokenizer_file(config.model), vocab_size=identity.vocab_size)
+    return DrafterService(
+        config, sources, dialer, identity=identity, awake=awake, join=join, grammars=grammars
+    )
 
 
 def with_paths(config: DrafterConfig) -> DrafterConfig:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from outrider.awake import check_request
+from outrider.config import OneOf
+from outrider.logs import LEVELS, check_level
+from outrider.spans import TracingConfig
 from outrider.spec.plan import DraftMethod
+from outrider.transport.tls import TlsConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_DELAY_MS = 400.0
@@ -65,7 +70,7 @@ class DrafterConfig:
     """A small model (directory or name) with the target's tokenizer; needed by the method model."""
     methods: tuple[DraftMethod, ...] = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
     """Ways of drafting to offer."""
-    dtype: str = "float32"
+    dtype: Annotated[str, OneOf(DTYPES)] = "float32"
     """Element type of the draft models: float32, bfloat16 or float16."""
     device: str = "cpu"
     """torch device of the draft models."""
@@ -85,7 +90,10 @@ class DrafterConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint."""
-    log_level: str = "INFO"
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    """Spans of requests, for OpenTelemetry."""
+    log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
+    """Level of the log on stderr."""
     drain_s: float = 10.0
     """After SIGTERM, how long routers may take to give its sessions to others."""
     max_sessions: int = 1024
@@ -103,6 +111,8 @@ class DrafterConfig:
     """Messages of a verifier that may wait for the drafting thread before it is read no further."""
     max_outbox: int = 1024
     """Draft batches that may wait for a slow connection; beyond it the oldest are dropped."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """This process's certificate, for its own ports and for those that it connects to."""
     trace_file: str = ""
     """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
     bench_exchange_delay_ms: float = 0.0
@@ -110,7 +120,9 @@ class DrafterConfig:
     bench_slowdown: float = 1.0
     """For benchmarks: drafts take so many times as long, by waiting."""
     ngram: NgramConfig = NgramConfig()
+    """Prompt lookup."""
     reconnect: ReconnectConfig = ReconnectConfig()
+    """How a lost verifier is dialled again."""
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}")
@@ -136,6 +148,8 @@ class DrafterConfig:
             _require(getattr(self, name) > 0, f"{name} must be positive")
         _require(self.threads >= 0, "threads must not be negative")
         _require(self.drain_s >= 0.0, "drain_s must not be negative")
+        check_level(self.log_level)
+        self.tls.for_fleet()
         check_request(self.awake_cores, self.device)
         _require(self.head_max_context >= 0, "head_max_context must not be negative")
         _require(

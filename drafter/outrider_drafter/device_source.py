@@ -3,8 +3,8 @@
 A batch of sessions costs one upload, one graph (catch-up, all levels, all choices) and one
 download; the host waits for the device once (twice where laws come along: how much of them is to be
 fetched is known after the first time). Look-ahead costs one of each to score proposals and one
-of each for all branches of a shape. What the device does not cover (trees of the rejection rule)
-goes to a `HeadSource` over the same weights.
+of each for all branches of a shape. What the device does not cover (trees of the rejection rule,
+structured output) goes to a `HeadSource` over the same weights.
 
 X session slots; B rows of a bucket, R new rows a session, H hidden size, K chain length, n tree
 nodes. A *seat* is a session's slot on the device.
@@ -255,7 +255,9 @@ class DeviceHeadSource(DeviceFollower):
         """A session stays where it began: its K/V is there."""
         if session.key in self._known:
             return False
-        if session.key not in self._on_host and not covers(session.sampling, session.plan):
+        masked = session.structured_output is not None
+        covered = not masked and covers(session.sampling, session.plan)
+        if session.key not in self._on_host and not covered:
             self._on_host.add(session.key)
         return session.key in self._on_host
 

@@ -14,6 +14,7 @@ from outrider.engine.warper import EMPTY_HISTORY, TokenHistory, has_penalties
 from outrider.spec.digest import extend_digest
 from outrider.spec.noise import Stream, prefix_keys
 from outrider.spec.sampling import Rule, SamplingParams
+from outrider_drafter.forms import masks_of
 from outrider_drafter.growth import Children, Draft, Frontier, Growth, make_growth
 from outrider_drafter.sessions import Session
 
@@ -51,6 +52,10 @@ class Job:
     prefix_len: int
     history: TokenHistory | None
     """Prompt and output so far; None unless a penalty is set."""
+    session: Session | None = None
+    """Whose form masks the draft, if it has one."""
+    suffix: tuple[int, ...] = ()
+    """Tokens between the session's and the draft."""
 
 
 def make_job(slot: int, session: Session, suffix: Sequence[int] = ()) -> Job | None:
@@ -67,6 +72,8 @@ def make_job(slot: int, session: Session, suffix: Sequence[int] = ()) -> Job | N
         sampling=_draft_sampling(session, suffix),
         prefix_len=len(session.tokens) + len(suffix),
         history=history_of(session, suffix),
+        session=session,
+        suffix=tuple(suffix),
     )
 
 
@@ -163,8 +170,18 @@ def _propose(
 
 
 def _histories(job: Job, rows: int, level: int) -> list[TokenHistory]:
-    if job.history is None:
+    session = job.session
+    masked = session is not None and session.constraint is not None
+    if job.history is None and not masked:
         return [EMPTY_HISTORY] * rows
-    if level == 0:
-        return [job.history]
-    return [replace(job.history, path_ids=job.growth.path(row)) for row in range(rows)]
+    paths = [job.growth.path(row) if level else () for row in range(rows)]
+    if job.history is None:
+        histories = [EMPTY_HISTORY] * rows
+    else:
+        histories = [replace(job.history, path_ids=path) for path in paths]
+    masks = None
+    if session is not None:
+        masks = masks_of(session, [(*job.suffix, *path) for path in paths])
+    if masks is None:
+        return histories
+    return [replace(each, legal=mask) for each, mask in zip(histories, masks, strict=True)]

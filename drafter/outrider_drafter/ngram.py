@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import DraftTree, path
 from outrider.wire.messages import FeatureLayout, WireTensor
+from outrider_drafter.forms import constraint_of
 from outrider_drafter.growth import Draft
 from outrider_drafter.sessions import Session
 from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_scores
@@ -76,7 +77,7 @@ class NgramSource:
         drafted: list[tuple[Session, Draft]] = []
         for session in sessions:
             count = min(session.plan.draft_tokens, session.room)
-            found = self._continued(session.tokens.view, count)
+            found = _legal(session, self._continued(session.tokens.view, count))
             if len(found):
                 drafted.append((session, Draft(tree=DraftTree.chain(found))))
         yield Drafted.of(drafted)
@@ -99,7 +100,7 @@ class NgramSource:
             suffix = np.append(tree.tokens[list(path(tree.parents, outcome.node))], outcome.token)
             count = min(session.plan.draft_tokens, session.room - len(suffix))
             tokens = np.concatenate((session.tokens.view, suffix.astype(np.int32)))
-            found = self._continued(tokens, count)
+            found = _legal(session, self._continued(tokens, count), suffix.tolist())
             if len(found):
                 made.append(index)
                 drafted.append((session, Draft(tree=DraftTree.chain(found))))
@@ -111,3 +112,14 @@ class NgramSource:
 
     def release(self, session: Session) -> None:
         """Nothing is held."""
+
+
+def _legal(
+    session: Session, found: NDArray[np.int32], suffix: Sequence[int] = ()
+) -> NDArray[np.int32]:
+    """The part of a continuation behind the session's tokens and `suffix` that its form allows."""
+    constraint = constraint_of(session)
+    if constraint is None or not len(found):
+        return found
+    legal = constraint.legal_prefix([*suffix, *found.tolist()])
+    return found[: max(0, legal - len(suffix))]

@@ -9,7 +9,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.awake import AwakeCores
@@ -21,6 +21,7 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
+from outrider.grammar.grammars import Grammars
 from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
 from outrider.transport.base import Dialer, DrafterConnection
@@ -47,8 +48,7 @@ from outrider_drafter.worker import DraftWorker
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG_POLL_S = 0.002
-_DRAIN_POLL_S = 0.02
+_BACKLOG_POLL_S, _DRAIN_POLL_S = 0.002, 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,7 @@ class DrafterService:
         metrics: Metrics | None = None,
         awake: AwakeCores | None = None,
         join: JoinLane = join_lane,
+        grammars: Callable[[], Grammars | None] = lambda: None,
     ) -> None:
         """`awake` is kept while there are sessions; `join` is called on a thread of its own."""
         kept = awake or AwakeCores.claim(0)
@@ -111,6 +112,7 @@ class DrafterService:
             max_sessions=config.max_sessions,
             metrics=self.metrics,
             on_sessions=lambda count: kept.keep(count > 0),
+            grammars=grammars,
         )
         self._worker = DraftWorker(
             engine,

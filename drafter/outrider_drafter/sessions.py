@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.grammar.constraint import Constraint
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
+from outrider.spec.structured import StructuredOutput
 from outrider.wire.messages import SessionStart
 
 if TYPE_CHECKING:
@@ -72,6 +74,12 @@ class Session:
     max_len: int
     prompt_len: int
     tokens: TokenRow
+    structured_output: StructuredOutput | None = None
+    """The form that its output must have; None: any."""
+    stop_token_ids: tuple[int, ...] = ()
+    """What ends such an output."""
+    constraint: Constraint | None = None
+    """Where its output is in that form; None while that is not known: drafts are not masked."""
     lost: str = ""
     """Why the session is no longer drafted; empty while it is."""
 

@@ -128,6 +128,8 @@ class SessionTable:
             sampling=start.sampling,
             max_len=start.max_len,
             prompt_len=start.prompt_len,
+            structured_output=start.structured_output,
+            stop_token_ids=start.stop_token_ids,
             tokens=TokenRow(self, slot),
         )
         self._sessions[slot] = session

@@ -7,7 +7,10 @@ import sys
 
 import grpc
 
-from outrider.client.calls import INFO_TIMEOUT_S, client_options, typed
+from outrider.client.calls import INFO_TIMEOUT_S, typed
+from outrider.client.connecting import Door, call_metadata
+from outrider.client.flags import add_connecting_arguments, tls_of
+from outrider.transport.tls import TlsConfig
 from outrider.wire.pool_codec import (
     Removed,
     add_drafter_to_pb,
@@ -28,15 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pool", metavar="HOST:PORT", required=True, help="the router's --pool-listen"
     )
+    add_connecting_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status. Raises OutriderError."""
     if args.action == "add":
-        add_drafter(args.pool, args.address)
+        add_drafter(args.pool, args.address, tls_of(args))
         sys.stdout.write(f"{args.address} is looked for; `outrider status` tells when it serves\n")
         return 0
-    removed = remove_drafter(args.pool, args.address)
+    removed = remove_drafter(args.pool, args.address, tls_of(args))
     sys.stdout.write(
         f"{args.address} is removed and may end: {removed.moved} sessions went to other drafters, "
         f"{removed.left} decode plainly\n"
@@ -44,23 +48,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_drafter(pool: str, address: str) -> None:
+def add_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> None:
     """Have the router whose PoolService is at `pool` look for a drafter. Raises OutriderError."""
     request = add_drafter_to_pb(address).SerializeToString()
-    _call(pool, "AddDrafter", request, INFO_TIMEOUT_S)
+    _call(pool, "AddDrafter", request, INFO_TIMEOUT_S, tls)
 
 
-def remove_drafter(pool: str, address: str) -> Removed:
+def remove_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> Removed:
     """Have the router give a drafter's sessions to others and forget it. Raises OutriderError."""
     request = remove_drafter_to_pb(address).SerializeToString()
-    answer = _call(pool, "RemoveDrafter", request, REMOVE_TIMEOUT_S)
+    answer = _call(pool, "RemoveDrafter", request, REMOVE_TIMEOUT_S, tls)
     return removed_from_pb(pb.RemoveDrafterResponse.FromString(answer))
 
 
-def _call(pool: str, method: str, request: bytes, timeout_s: float) -> bytes:
-    with grpc.insecure_channel(pool, options=client_options()) as channel:
+def _call(pool: str, method: str, request: bytes, timeout_s: float, tls: TlsConfig | None) -> bytes:
+    metadata = call_metadata(())
+    with Door(pool, tls).channel() as channel:
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_SERVICE + method)
         try:
-            return call(request, timeout=timeout_s)
+            return call(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
             raise typed(error, pool) from error

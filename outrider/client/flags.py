@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 
+from outrider.errors import InvalidRequestError
 from outrider.spec.plan import MAX_FAN_OUT
 from outrider.spec.sampling import UINT64_MAX
-from outrider.wire.limits import MAX_PRIORITY
+from outrider.transport.tls import TlsConfig
+from outrider.wire.limits import MAX_PRIORITY, MAX_TOP_LOGPROBS
 
 AUTO = "auto"
 """A choice that is left to the server."""
@@ -93,9 +96,35 @@ def priority(text: str) -> int:
     return value
 
 
+def top_logprobs(text: str) -> int:
+    """How many of the most probable ids to give with each token."""
+    value = at_least(0)(text)
+    if value > MAX_TOP_LOGPROBS:
+        raise argparse.ArgumentTypeError(f"must be in [0, {MAX_TOP_LOGPROBS}]")
+    return value
+
+
 def seed(text: str) -> int:
     """An integer that fits in 64 bits."""
     value = at_least(0)(text)
     if value > UINT64_MAX:
         raise argparse.ArgumentTypeError("must fit in 64 bits")
     return value
+
+
+def add_connecting_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare how a command connects to a router: by TLS, mutually if it has a certificate. An API
+    key comes from the variable OUTRIDER_API_KEY: the command line is no place for secrets."""
+    add = parser.add_argument_group("connection").add_argument
+    add("--tls-ca", metavar="FILE.pem", type=Path, help="authority of the router's certificate")
+    add("--tls-cert", metavar="FILE.pem", type=Path, help="our own certificate")
+    add("--tls-key", metavar="FILE.pem", type=Path, help="private key of it")
+
+
+def tls_of(args: argparse.Namespace) -> TlsConfig | None:
+    """What these flags say; None: plain text. Raises InvalidRequestError."""
+    try:
+        tls = TlsConfig(ca=args.tls_ca, cert=args.tls_cert, key=args.tls_key)
+    except ValueError as error:
+        raise InvalidRequestError(str(error), reason="INVALID_FLAG") from None
+    return tls if tls.enabled else None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.wire.inference import (
     ChatMessage,
     ChatPrompt,
@@ -56,6 +58,14 @@ class GenerateOptions(TypedDict, total=False):
     """Ids that are never emitted."""
     logit_bias: Mapping[int, float]
     """What is added to the logits of ids; amounts in [-100, 100]."""
+    json_schema: Mapping[str, Any] | str
+    """The answer is a JSON value that fits this schema. Of this and the next three one at most."""
+    json_object: bool
+    """True: the answer is a JSON object."""
+    regex: str
+    """The whole answer matches this regular expression."""
+    grammar: str
+    """The answer is a text of this grammar, in Lark's syntax."""
     speculate: bool
     """False decodes plainly."""
     drafter: DraftMethod | str
@@ -68,6 +78,9 @@ class GenerateOptions(TypedDict, total=False):
     """0 drafts in lock-step; 1 lets the verifier's planner have drafts made ahead of verdicts."""
     fan_out: int
     """Outcomes drafted ahead a round, at most 64; 0 leaves them to the drafter."""
+    top_logprobs: int
+    """Log-probabilities of the emitted tokens, and of so many of the most probable ids in their
+    places; in [0, 20], 0 gives the emitted tokens' alone."""
     model: str
     """Name of a served model."""
     request_id: str
@@ -150,6 +163,8 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
         ),
         priority=options.get("priority", 0),
         resumable=resume,
+        top_logprobs=options.get("top_logprobs"),
+        structured_output=_structured(options),
     )
 
 
@@ -169,6 +184,26 @@ def make_prompt(prompt: PromptLike) -> Prompt:
         "a prompt is a text, a non-empty sequence of token ids or one of ChatMessages",
         reason="INVALID_PROMPT",
     )
+
+
+def _structured(options: GenerateOptions) -> StructuredOutput | None:
+    """The form that is asked for, if one is."""
+    found: list[StructuredOutput] = []
+    if (schema := options.get("json_schema")) is not None:
+        written = schema if isinstance(schema, str) else json.dumps(schema)
+        found.append(StructuredOutput(StructuredKind.JSON_SCHEMA, written))
+    if options.get("json_object"):
+        found.append(StructuredOutput(StructuredKind.JSON_OBJECT))
+    if (regex := options.get("regex")) is not None:
+        found.append(StructuredOutput(StructuredKind.REGEX, regex))
+    if (grammar := options.get("grammar")) is not None:
+        found.append(StructuredOutput(StructuredKind.GRAMMAR, grammar))
+    if len(found) > 1:
+        raise InvalidRequestError(
+            "only one of json_schema, json_object, regex and grammar can be asked for",
+            reason="INVALID_STRUCTURE",
+        )
+    return found[0] if found else None
 
 
 def _strings(stop: Sequence[str]) -> tuple[str, ...]:

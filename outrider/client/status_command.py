@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 
+from outrider.client.flags import add_connecting_arguments, tls_of
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync import Client
 from outrider.wire.inference import DrafterLink, DrafterSummary, ServerInfo, VerifierSummary
@@ -19,12 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
     add("--router", metavar="HOST:PORT", default=DEFAULT_ROUTER, help=f"default: {DEFAULT_ROUTER}")
+    add_connecting_arguments(parser)
     add("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status. Raises OutriderError."""
-    with Client(args.router, retry=RetryPolicy(max_attempts=1)) as client:
+    retry = RetryPolicy(max_attempts=1)
+    with Client(args.router, retry=retry, tls=tls_of(args)) as client:
         info = client.server_info()
     if args.json:
         sys.stdout.write(json.dumps(dataclasses.asdict(info)) + "\n")

@@ -68,6 +68,9 @@ class AcceptRow:
     banned_now: tuple[int, ...] = ()
     """Ids banned at positions below `banned_until` (stop tokens before min_new_tokens)."""
     banned_until: int = sys.maxsize
+    legal: NDArray[np.uint32] | None = None
+    """uint32 [1 + N, W]: what a grammar allows after the root, and after each node; None: there is
+    none (`outrider.engine.warper.TokenHistory`)."""
 
 
 class Acceptance(NamedTuple):
@@ -120,6 +123,7 @@ class _Walk:
             output_ids=row.output_ids,
             path_ids=tuple(self.tokens),
             banned_now=row.banned_now if self.position < row.banned_until else (),
+            legal=None if row.legal is None else row.legal[1 + self.node],
         )
 
     def descend(self, node: int, token: int) -> None:

@@ -11,6 +11,7 @@ which differs in the last bits as attention does.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Protocol
 
@@ -24,6 +25,10 @@ from outrider.errors import FailedPreconditionError
 MIN_ROWS: Final = 4
 """What a packed product of fewer rows is padded to, where that is faster."""
 _PACK_ROWS_HINT: Final = 16
+_KEPT_PRODUCTS: Final = 256
+"""oneDNN compiles a product for every number of rows (.5 ms, half a megabyte to a whole one) and
+keeps 1,024 of them, once by itself and once in torch: a server whose batches have all sizes grew by
+tens of megabytes a minute. Both limits are read at the first product."""
 
 
 class Linear(Protocol):
@@ -135,6 +140,8 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def _cpu_packs(dtype: torch.dtype) -> bool:
     if dtype not in (torch.float32, torch.bfloat16) or not torch._C._has_mkldnn:
         return False
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(cache, str(_KEPT_PRODUCTS))
     try:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False

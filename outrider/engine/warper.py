@@ -1,11 +1,12 @@
 """The warper: from raw logits to the law that is sampled, in one place for both sides.
 
-Order: penalties, logit bias, banned ids, division by the temperature, top-k, top-p, min-p; what
-is cut is -inf. The verifier warps target logits, the drafter warps its own with the same
-parameters; at a tree node the draft tokens on its path count as output. At temperature 0 only
-penalties, biases and bans apply. A row's result depends on that row only, bit for bit, and its
-arithmetic is defined to the bit (`penalties_of`, `outrider.engine.nucleus`), so that
-`outrider.engine.kernels.warp.logits` can do the same on a device.
+Order: penalties, logit bias, banned ids, what a grammar does not allow, division by the
+temperature, top-k, top-p, min-p; what is cut is -inf. The verifier warps target logits, the drafter
+warps its own with the same parameters; at a tree node the draft tokens on its path count as output.
+At temperature 0 only penalties, biases, bans and grammars apply. A row's result depends on that row
+only, bit for bit, and its arithmetic is defined to the bit (`penalties_of`,
+`outrider.engine.nucleus`), so that `outrider.engine.kernels.warp.logits` can do the same on a
+device.
 
 Ties at a boundary of top-k, top-p or min-p are all kept: the kept set is then a function of the
 values alone and not of a sorting order, so all devices and both sides agree on it.
@@ -49,6 +50,9 @@ class TokenHistory:
     """Draft tokens between the root and the node, the node's own included."""
     banned_now: tuple[int, ...] = ()
     """Ids banned at this position only (stop tokens before the minimum length)."""
+    legal: NDArray[np.uint32] | None = None
+    """uint32 [W]: target ids that a grammar allows at this position, id i is bit i % 32 of word
+    i // 32; ids beyond the words are not allowed. None: all are."""
 
     def output_and_path(self) -> NDArray[np.int32]:
         """Output ids with the path appended, int32."""
@@ -71,7 +75,8 @@ def warp(
 
     Every row of the result has at least one finite entry: a row without any (all NaN, everything
     banned) keeps its first column that is not banned. The input is returned itself when there is
-    nothing to do, so the caller must not write to either.
+    nothing to do, so the caller must not write to either. Where bans leave nothing of what a
+    grammar allows, the first column that it allows is kept: the grammar wins.
     """
     warped = logits_RV
     if any(needs_edits(p, h) for p, h in zip(params, histories, strict=True)):
@@ -107,9 +112,14 @@ def plain_argmax(logits_RV: Tensor) -> Tensor:
 
 
 def needs_edits(params: SamplingParams, history: TokenHistory) -> bool:
-    """Whether penalties, biases or bans touch the row: if not, greedy rows are a bare argmax."""
+    """Whether penalties, biases, bans or a grammar touch the row: if not, greedy rows are a bare
+    argmax."""
     return bool(
-        params.banned_ids or params.logit_bias or history.banned_now or has_penalties(params)
+        params.banned_ids
+        or params.logit_bias
+        or history.banned_now
+        or history.legal is not None
+        or has_penalties(params)
     )
 
 
@@ -148,7 +158,7 @@ def _columns(ids: NDArray[np.integer], logits_V: Tensor, target_ids: Tensor | No
 def _edit_(
     logits_V: Tensor, params: SamplingParams, history: TokenHistory, target_ids: Tensor | None
 ) -> None:
-    """Apply penalties, biases and bans to one row in place."""
+    """Apply penalties, biases, bans and the grammar to one row in place."""
     output = history.output_and_path()
     if params.repetition_penalty != 1.0:
         # Repeated columns are written with one and the same value: no need to make them unique.
@@ -170,6 +180,25 @@ def _edit_(
     banned = _banned(params, history)
     if banned.size:
         logits_V[_columns(banned, logits_V, target_ids)] = -math.inf
+    if history.legal is not None:
+        logits_V[~_legal_columns(history.legal, logits_V, target_ids)] = -math.inf
+
+
+def _legal_columns(
+    legal: NDArray[np.uint32], logits_V: Tensor, target_ids: Tensor | None
+) -> Tensor:
+    """bool [V]: columns that a grammar allows."""
+    bits = np.unpackbits(legal.astype("<u4", copy=False).view(np.uint8), bitorder="little")
+    allowed = torch.from_numpy(bits).to(logits_V.device, torch.bool)
+    if target_ids is not None:
+        missing = int(target_ids.max()) + 1 - allowed.shape[0]
+        if missing > 0:
+            allowed = torch.nn.functional.pad(allowed, (0, missing))
+        return allowed[target_ids]
+    missing = logits_V.shape[0] - allowed.shape[0]
+    if missing > 0:
+        return torch.nn.functional.pad(allowed, (0, missing))
+    return allowed[: logits_V.shape[0]]
 
 
 def penalties_of(counts: NDArray[np.int64], params: SamplingParams) -> NDArray[np.float32]:
@@ -200,9 +229,12 @@ def _tamed(
     tamed = logits_RV.nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
     tamed.clamp_(max=MAX_LOGIT)
     for row in (tamed.amax(dim=-1) == -math.inf).nonzero()[:, 0].tolist():
-        allowed = torch.ones(tamed.shape[1], dtype=torch.bool, device=tamed.device)
+        legal = torch.ones(tamed.shape[1], dtype=torch.bool, device=tamed.device)
+        if (bits := histories[row].legal) is not None:
+            legal = _legal_columns(bits, tamed[row], target_ids)
+        allowed = legal.clone()
         allowed[_columns(_banned(params[row], histories[row]), tamed[row], target_ids)] = False
-        tamed[row, allowed.int().argmax()] = 0.0
+        tamed[row, (allowed if bool(allowed.any()) else legal).int().argmax()] = 0.0
     return tamed
 
 

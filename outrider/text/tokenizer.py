@@ -52,6 +52,7 @@ class Tokenizer:
         hash_hex: str,
         template: ChatTemplate | None,
         eos_ids: tuple[int, ...],
+        file: Path | None = None,
     ) -> None:
         self._fast = fast
         self._template = template
@@ -59,6 +60,8 @@ class Tokenizer:
         """sha256 of tokenizer.json, hexadecimal."""
         self.eos_ids = eos_ids
         """Ids that end the model's turn, ascending."""
+        self.file = file
+        """The tokenizer.json that it was read from; None: it was not."""
         self.num_ids = 1 + max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
         """One more than the largest id; the vocabulary of a target may be padded beyond it."""
         self.pieces = PieceTable.from_tokenizer(fast)
@@ -91,6 +94,7 @@ class Tokenizer:
             hash_hex=hashlib.sha256(raw).hexdigest(),
             template=_load_template(file.parent, settings),
             eos_ids=_eos_ids(fast, file.parent, settings),
+            file=file,
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from outrider.errors import (
@@ -352,14 +352,17 @@ class SessionIterators:
 
 def _deliver(events: SessionEvents, listeners: Mapping[int, _Followed]) -> None:
     start = 0
-    for row, (handle, count) in enumerate(
-        zip(events.handles.tolist(), events.counts.tolist(), strict=True)
-    ):
+    counts = events.counts.tolist()
+    told = [] if events.logprobs is None else list(events.logprobs.rows(counts))
+    for row, (handle, count) in enumerate(zip(events.handles.tolist(), counts, strict=True)):
         end = start + count
         followed = listeners.get(handle)
         if followed is not None and events.finish_reasons[row] != MALFORMED_ROW:
             tokens = tuple(events.tokens[start:end].tolist())
-            if not followed.events.offer(_event(events, row, tokens, followed)):
+            event = _event(events, row, tokens, followed)
+            if told:
+                event = replace(event, logprobs=tuple(told[row]))
+            if not followed.events.offer(event):
                 followed.fail(InternalError("more events than tokens", reason="INVALID_EVENTS"))
         start = end
 

@@ -18,6 +18,8 @@ _TYPES: dict[str, type[OutriderError]] = {
     for kind in (
         errors.InvalidRequestError,
         errors.InvalidMessageError,
+        errors.UnauthenticatedError,
+        errors.PermissionDeniedError,
         errors.NotFoundError,
         errors.AlreadyExistsError,
         errors.ResourceExhaustedError,
@@ -33,6 +35,8 @@ _TYPES: dict[str, type[OutriderError]] = {
 _BY_CODE: dict[str, type[OutriderError]] = {
     "INVALID_ARGUMENT": errors.InvalidRequestError,
     "OUT_OF_RANGE": errors.InvalidRequestError,
+    "UNAUTHENTICATED": errors.UnauthenticatedError,
+    "PERMISSION_DENIED": errors.PermissionDeniedError,
     "NOT_FOUND": errors.NotFoundError,
     "ALREADY_EXISTS": errors.AlreadyExistsError,
     "RESOURCE_EXHAUSTED": errors.ResourceExhaustedError,

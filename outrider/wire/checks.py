@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Generator, Sized
 from contextlib import contextmanager
 from typing import NoReturn, TypeVar
@@ -18,6 +19,8 @@ from outrider.wire.limits import (
 )
 
 MessageT = TypeVar("MessageT", bound=Message)
+
+_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def fail(message: str) -> NoReturn:
@@ -54,6 +57,13 @@ def text(value: str, name: str, *, limit: int = MAX_NAME_BYTES, empty: bool = Fa
         fail(f"{name} must not be empty")
     if len(value) > limit or (not value.isascii() and len(value.encode()) > limit):
         fail(f"{name} must be at most {limit} bytes, got {len(value)} characters")
+    return value
+
+
+def traceparent(value: str) -> str:
+    """A W3C Trace Context of version 00, or ""."""
+    if value and not _TRACEPARENT.fullmatch(value):
+        fail(f"traceparent must be 00-TRACE-SPAN-FLAGS in lower-case hex, got {value[:64]!r}")
     return value
 
 

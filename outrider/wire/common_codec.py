@@ -6,8 +6,11 @@ from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import TypeVar
 
+from google.protobuf.message import Message
+
 from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
 from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIASED_IDS, Rule, SamplingParams
+from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.wire.checks import count, fail, reading, text, token_ids
 from outrider.wire.limits import MAX_DECISION_BYTES, MAX_METHODS
 from outrider.wire.messages import FeatureLayout, FinishReason, SpecStats
@@ -134,6 +137,34 @@ def drafter_sampling_from_pb(message: pb.Sampling) -> SamplingParams:
     if not message.HasField("draft_key"):
         fail("sampling must bring a drafter's key")
     return sampling_from_pb(message)
+
+
+def structured_to_pb(structured: StructuredOutput | None) -> pb.StructuredOutput | None:
+    """Encode the form of an answer."""
+    match structured:
+        case None:
+            return None
+        case StructuredOutput(kind=StructuredKind.JSON_OBJECT):
+            return pb.StructuredOutput(json_object=True)
+        case StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=found):
+            return pb.StructuredOutput(json_schema=found)
+        case StructuredOutput(kind=StructuredKind.REGEX, text=found):
+            return pb.StructuredOutput(regex=found)
+        case StructuredOutput(text=found):
+            return pb.StructuredOutput(grammar=found)
+
+
+def structured_from_pb(holder: Message) -> StructuredOutput | None:
+    """Decode the form of an answer, of the message that has it as `structured_output`."""
+    if not holder.HasField("structured_output"):
+        return None
+    message: pb.StructuredOutput = getattr(holder, "structured_output")  # noqa: B009
+    which = message.WhichOneof("kind")
+    if which is None or (which == "json_object" and not message.json_object):
+        fail("structured_output must be one of json_schema, json_object, regex and grammar")
+    found = "" if which == "json_object" else getattr(message, which)
+    with reading("structured_output"):
+        return StructuredOutput(StructuredKind(which), found)
 
 
 def plan_to_pb(plan: Plan) -> pb.Plan:

@@ -14,7 +14,7 @@ from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.wire.bundles import Encoded as EncodedFrame
 from outrider.wire.bundles import join, refuse_bundle, split
-from outrider.wire.checks import fail, number, parse, text
+from outrider.wire.checks import fail, number, parse, text, token_ids, traceparent
 from outrider.wire.common_codec import (
     LAYOUTS,
     LAYOUTS_FROM_PB,
@@ -25,12 +25,15 @@ from outrider.wire.common_codec import (
     plan_from_pb,
     plan_to_pb,
     sampling_to_pb,
+    structured_from_pb,
+    structured_to_pb,
 )
 from outrider.wire.limits import (
     MAX_BUNDLE_BYTES,
     MAX_HANDLES,
     MAX_ROUND_SESSIONS,
     MAX_SEQUENCE_LEN,
+    MAX_STOP_TOKEN_IDS,
     MAX_VOCAB_SIZE,
 )
 from outrider.wire.messages import (
@@ -284,6 +287,9 @@ def _session_start_to_pb(start: SessionStart) -> pb.SessionStart:
         sampling=sampling_to_pb(start.sampling.for_drafter()),
         max_len=start.max_len,
         prompt_len=start.prompt_len,
+        structured_output=structured_to_pb(start.structured_output),
+        stop_token_ids=start.stop_token_ids,
+        traceparent=start.traceparent,
     )
 
 
@@ -296,4 +302,7 @@ def _session_start_from_pb(message: pb.SessionStart) -> SessionStart:
         sampling=drafter_sampling_from_pb(message.sampling),
         max_len=number(message.max_len, "max_len", high=MAX_SEQUENCE_LEN),
         prompt_len=number(message.prompt_len, "prompt_len", high=MAX_SEQUENCE_LEN),
+        structured_output=structured_from_pb(message),
+        stop_token_ids=token_ids(message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS),
+        traceparent=traceparent(message.traceparent),
     )

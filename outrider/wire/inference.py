@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.spec.structured import StructuredOutput
 from outrider.wire.limits import MAX_TOP_LOGPROBS as MAX_TOP_LOGPROBS
+from outrider.wire.logprobs import TokenLogprobs as TokenLogprobs
 from outrider.wire.messages import FinishReason, SpecStats
 
 MAX_PROMPT_TOKENS = 1 << 20
@@ -130,6 +132,8 @@ class GenerateRequest:
     top_logprobs: int | None = None
     """Most probable ids to give with each emitted token, in [0, MAX_TOP_LOGPROBS]; 0 gives the
     emitted tokens' log-probabilities alone, None gives none."""
+    structured_output: StructuredOutput | None = None
+    """The form that the answer must have; None: any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,18 +155,6 @@ class PromptInfo:
     request_id: RequestId
     prompt_tokens: int
     model: str
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """What the target thought of an emitted token: natural logarithms of the softmax of its logits,
-    before temperature, penalties, biases and masks; in [LOWEST_LOGPROB, 0]."""
-
-    logprob: float
-    """Of the emitted token."""
-    top: tuple[tuple[int, float], ...] = ()
-    """(id, its logarithm) of the most probable ids in the token's place, the most probable first;
-    the emitted one may be among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,8 @@ from outrider.wire.common_codec import (
     maybe,
     stats_from_pb,
     stats_to_pb,
+    structured_from_pb,
+    structured_to_pb,
 )
 from outrider.wire.inference import (
     MAX_CHAT_MESSAGES,
@@ -85,6 +87,7 @@ def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
             priority=request.priority,
             resumable=request.resumable,
             top_logprobs=request.top_logprobs,
+            structured_output=structured_to_pb(request.structured_output),
         )
         match request.prompt:
             case TextPrompt(text=value):
@@ -122,6 +125,7 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
         top_logprobs=(
             None if asked is None else number(asked, "top_logprobs", high=MAX_TOP_LOGPROBS)
         ),
+        structured_output=structured_from_pb(message),
     )
 
 

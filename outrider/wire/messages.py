@@ -17,9 +17,12 @@ from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
+from outrider.spec.structured import StructuredOutput
 from outrider.wire.arrays import FeatureRows as FeatureRows
 from outrider.wire.arrays import TensorDtype as TensorDtype
 from outrider.wire.arrays import WireTensor as WireTensor
+from outrider.wire.logprobs import EventLogprobs as EventLogprobs
+from outrider.wire.logprobs import TokenLogprobs
 from outrider.wire.rounds import Laws as Laws
 from outrider.wire.rounds import Proposal as Proposal
 from outrider.wire.rounds import Proposals as Proposals
@@ -132,6 +135,12 @@ class SessionStart:
     """Upper bound of the session's length in tokens (prompt + output)."""
     prompt_len: int
     """Tokens of the prefix that are prompt (penalties treat prompt and output differently)."""
+    structured_output: StructuredOutput | None = None
+    """The form that the output must have; None: any."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Said beside a structured output: ids that end the session, legal where that is complete."""
+    traceparent: str = ""
+    """As in `SessionSpec`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +197,10 @@ class SessionSpec:
     top_logprobs: int | None = None
     """Most probable ids to report with each emitted token, in [0, MAX_TOP_LOGPROBS]; 0 reports the
     emitted tokens' log-probabilities alone, None reports none."""
+    structured_output: StructuredOutput | None = None
+    """The form that the answer must have; None: any."""
+    traceparent: str = ""
+    """W3C Trace Context of the span that the session's belong to; "": it is not traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,19 +269,6 @@ REASONS = (None, *REASON_CODES)
 """The inverse of `REASON_CODES`."""
 MALFORMED_ROW = 255
 """Finish reason that decoding gives to a row which makes no sense; it ends its session."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EventLogprobs:
-    """Log-probabilities of the ids of `SessionEvents`, in columns for its n rows."""
-
-    widths: NDArray[np.uint8]
-    """[n] values with each id of a row: 0 none, else its own and those of the most probable."""
-    values: NDArray[np.float32]
-    """[sum(counts * widths)], each in [LOWEST_LOGPROB, 0]: row after row, id after id, an id's own
-    first, then the most probable first."""
-    top_ids: NDArray[np.int32]
-    """[sum(counts * (widths - 1))] over rows with any: whose the others are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -344,3 +344,5 @@ class SessionEvent:
     """Cumulative."""
     drafter_attached: bool = False
     """Whether the session's drafter is alive at this moment."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `tokens` where the session asked for them, else none."""

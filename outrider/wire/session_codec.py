@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 
 from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId
-from outrider.wire.checks import fail, finite, number, parse, text, token_ids
+from outrider.wire.checks import fail, finite, number, parse, text, token_ids, traceparent
 from outrider.wire.common_codec import (
     FINISH_REASONS_FROM_PB,
     plan_from_pb,
     plan_to_pb,
     sampling_to_pb,
     seeded_sampling_from_pb,
+    structured_from_pb,
+    structured_to_pb,
 )
 from outrider.wire.limits import (
     LOWEST_LOGPROB,
@@ -279,6 +281,8 @@ def _spec_to_pb(spec: SessionSpec) -> pb.SessionSpec:
         drafter_id=spec.drafter_id,
         priority=spec.priority,
         top_logprobs=spec.top_logprobs,
+        structured_output=structured_to_pb(spec.structured_output),
+        traceparent=spec.traceparent,
     )
 
 
@@ -310,4 +314,6 @@ def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
         top_logprobs=(
             None if asked is None else number(asked, "top_logprobs", high=MAX_TOP_LOGPROBS)
         ),
+        structured_output=structured_from_pb(message),
+        traceparent=traceparent(message.traceparent),
     )

@@ -17,15 +17,15 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outrider.config import load_config
+from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
-from outrider.process import run
+from outrider.process import add_tls_arguments, run
+from outrider.spans import add_tracing_flags, exporting
 from outrider_router.config import RouterConfig
 
 if TYPE_CHECKING:
     from outrider_router.http import HttpServer
-    from outrider_router.metrics import RouterMetrics
     from outrider_router.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,12 @@ _EXIT_MISUSE = 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
-    """Configuration from --config FILE.toml, overridden by flags. Raises InvalidRequestError."""
+    """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
+    return parse_config(RouterConfig, make_parser(), argv, "router").config
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; flags are stored by the keys that they set."""
     parser = argparse.ArgumentParser(
         prog="outrider-router", description="Serve clients; place sessions on verifiers."
     )
@@ -83,20 +88,38 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
         help="a client that takes nothing for so long is not waited for",
     )
     parser.add_argument("--metrics-port", type=int, metavar="P", help="0 takes a free port")
+    parser.add_argument(
+        "--metrics-compat",
+        choices=("none", "vllm"),
+        help="export metrics under these names too, for tools that read them",
+    )
+    parser.add_argument("--api-keys", metavar="FILE.toml", help="keys that clients must have")
+    add_tls_arguments(parser)
+    parser.add_argument(
+        "--tls-client-auth",
+        dest="tls.client_auth",
+        action=argparse.BooleanOptionalAction,
+        help="clients must show a certificate of the role client, too",
+    )
+    parser.add_argument(
+        "--front-tls-cert", metavar="FILE.pem", dest="front_tls.cert", help="another for clients"
+    )
+    parser.add_argument(
+        "--front-tls-key", metavar="FILE.pem", dest="front_tls.key", help="private key of it"
+    )
+    add_tracing_flags(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
-    flags = vars(parser.parse_args(argv))
-    path = flags.pop("config")
-    return load_config(RouterConfig, path, flags)
+    return parser
 
 
 async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     from outrider.models import resolve
     from outrider.text.tokenizer import Tokenizer
-    from outrider.transport.grpc import GrpcDialer, GrpcServer
-    from outrider_router.grpc_api import inference_service
+    from outrider.transport.grpc import GrpcDialer
+    from outrider_router.exporting import export_state
     from outrider_router.metrics import RouterMetrics
-    from outrider_router.pool_api import pool_service
+    from outrider_router.ports import client_server, pool_server, serve_router_metrics
     from outrider_router.service import RouterService
 
     # A folder that holds no more than a tokenizer is enough for a router.
@@ -104,22 +127,24 @@ async def serve(config: RouterConfig) -> None:
     if not path.is_dir():
         path = await asyncio.to_thread(resolve, str(config.model))
     tokenizer = await asyncio.to_thread(Tokenizer.load, path)
-    dialer = GrpcDialer()
+    dialer = GrpcDialer(tls=config.tls)
     metrics = RouterMetrics()
     service = RouterService(
         config=config, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
-    server = GrpcServer(config.listen, [inference_service(service)])
-    pool = GrpcServer(config.pool_listen, [pool_service(service)]) if config.pool_listen else None
+    export_state(service)
+    server, pool = client_server(service), pool_server(service)
     http = _http_server(config, service)
     service.on_readiness = server.set_serving
+    service.discovery.on_forgotten = dialer.hang_up
     stop = _told_to_stop()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
     try:
         service.restore()
         address = await server.start(serving=False)
         ready = {"event": "ready", "address": address}
         if config.metrics_port >= 0:
-            ready["metrics"] = _serve_metrics(config, metrics)
+            ready["metrics"] = serve_router_metrics(service)
         if pool is not None:
             ready["pool"] = await pool.start()
         await service.start()
@@ -158,21 +183,13 @@ def _http_server(config: RouterConfig, service: RouterService) -> HttpServer | N
     return HttpServer(config.http, service)
 
 
-def _serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> str:
-    from prometheus_client import start_http_server
-
-    server, _thread = start_http_server(
-        config.metrics_port, addr=config.metrics_host, registry=metrics.registry
-    )
-    return f"{config.metrics_host}:{server.server_port}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; the exit status."""
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        run(serve(config))
+        with exporting(config.tracing, "outrider-router", config.listen):
+            run(serve(config))
     except (OutriderError, OSError) as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": str(error)}) + "\n")
         return _EXIT_MISUSE

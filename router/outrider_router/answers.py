@@ -40,7 +40,9 @@ PAUSE_S = 0.02
 MAX_KEPT = 4096
 """Ended answers that are kept for their clients."""
 MAX_KEPT_BYTES = 64 << 20
-"""Of their texts and ids, about."""
+"""Of their texts, ids and log-probabilities, about."""
+_LOGPROB_BYTES = 100
+"""Of one number, its id and what holds the two."""
 
 
 class _Listener:
@@ -97,7 +99,8 @@ class Answer:
     @property
     def size_bytes(self) -> int:
         """About what it holds."""
-        return 8 * len(self.entry.emitted) + self.characters
+        told = len(self.entry.logprobs) * (1 + (self.entry.top_logprobs or 0))
+        return 8 * len(self.entry.emitted) + self.characters + _LOGPROB_BYTES * told
 
     def result(self) -> GenerateResult:
         """All of it, once it has finished."""
@@ -108,6 +111,7 @@ class Answer:
             text=self.text,
             token_ids=tuple(self.entry.emitted[: self.tokens]),
             finish=self.finish,
+            logprobs=tuple(self.entry.logprobs[: self.tokens]),
         )
 
     async def take(self, event: StreamEvent) -> None:
@@ -197,6 +201,7 @@ class Answer:
             delta = Delta(
                 text=self.text[characters:],
                 token_ids=tuple(self.entry.emitted[tokens : self.tokens]),
+                logprobs=tuple(self.entry.logprobs[tokens : self.tokens]),
             )
             tokens, characters = self.tokens, self.characters
             await listener.write(delta)

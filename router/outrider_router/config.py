@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
+from outrider.config import OneOf
+from outrider.logs import LEVELS, check_level
+from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
+from outrider.transport.tls import TlsConfig
+from outrider_router.names import split
 from outrider_router.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
 
 
@@ -20,6 +26,15 @@ class Fsync(StrEnum):
     """Every second, beside the rounds: a machine that fails may lose the last of it."""
     ALWAYS = "always"
     """Before a client is told of a round; every round waits for the disk."""
+
+
+class MetricsCompat(StrEnum):
+    """Whose metrics are exported beside the router's own."""
+
+    NONE = "none"
+    """Nobody's."""
+    VLLM = "vllm"
+    """vLLM's names (`vllm:...`), for tools that read those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +52,11 @@ class SpeculationDefaults:
     fan_out: int = 0
     """Outcomes that are pre-drafted a round; 0 lets the drafter choose."""
     patience_ms: int = 1000
-    """Longest wait of a row for its proposal."""
+    """Longest wait of a row for its proposal; within it the verifier follows what it measures."""
     ngram_patience_ms: int = 20
     """The same for n-gram drafts: a lookup either answers at once or has found nothing."""
     max_draft_tokens: int = 64
-    """Requests for more are cut to this."""
+    """Requests for more are cut to this; at most the verifiers' `max_tree_nodes`."""
 
     def __post_init__(self) -> None:
         for name in ("patience_ms", "ngram_patience_ms"):
@@ -104,9 +119,12 @@ class RouterConfig:
     model_name: str = ""
     """Name that clients ask for; "" takes the verifier's."""
     verifiers: tuple[str, ...] = ()
-    """Addresses of the verifiers, as the drafters reach them too."""
+    """Addresses of the verifiers, as the drafters reach them too; dns:///HOST:PORT stands for all
+    that HOST has."""
     drafters: tuple[str, ...] = ()
-    """Addresses of the drafters."""
+    """Addresses of the drafters, likewise."""
+    discovery_s: float = 5.0
+    """Time between two looks at what a dns:/// name stands for."""
     pool_listen: str = ""
     """HOST:PORT where operators add and remove drafters; port 0 takes a free one, "" serves none.
     """
@@ -118,6 +136,8 @@ class RouterConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"
     """Address that the Prometheus endpoint listens on."""
+    metrics_compat: MetricsCompat = MetricsCompat.NONE
+    """Whose names its metrics have as well: none, vllm."""
     poll_interval_s: float = 0.5
     """Time between two looks at a verifier or drafter."""
     silence_s: float = 3.0
@@ -134,13 +154,23 @@ class RouterConfig:
     resume_grace_s: float = 30.0
     """Time that a resumable request goes on, or that its end is kept, without its client."""
     journal: Path | None = None
-    """File of the log that resumable requests survive this process by; None keeps none."""
+    """File of the log that resumable requests survive this process by, one router a file; unset
+    keeps none."""
     journal_fsync: Fsync = Fsync.INTERVAL
     """When that file is forced to the disk: off, interval (every second) or always."""
-    log_level: str = "INFO"
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    """Spans of requests, for OpenTelemetry."""
+    log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
     """Least severe level that is logged."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)
     """Speculation defaults."""
+    api_keys: Path | None = None
+    """File of the API keys that clients must have; None asks for none."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """This process's certificate, for its own ports and for verifiers and drafters."""
+    front_tls: TlsConfig = field(default_factory=TlsConfig)
+    """Another certificate for clients, of an authority that they know; without one, that of `tls`.
+    """
     overload: OverloadConfig = field(default_factory=OverloadConfig)
     """Admission, tenants and slow readers."""
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
@@ -149,6 +179,9 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not self.verifiers:
             raise ValueError("at least one verifier address is needed (--verifier)")
+        split((*self.verifiers, *self.drafters))
+        if self.discovery_s <= 0:
+            raise ValueError(f"discovery_s must be positive, got {self.discovery_s}")
         if self.queue_limit < 0:
             raise ValueError(f"queue_limit must be >= 0, got {self.queue_limit}")
         if self.default_max_tokens < 1:
@@ -164,5 +197,12 @@ class RouterConfig:
         for name in self.tenants:
             if not name or len(name) > MAX_TENANT_CHARS:
                 raise ValueError(f"names of tenants have 1 to {MAX_TENANT_CHARS} characters")
+        self.tls.for_fleet()
+        check_level(self.log_level)
         if self.drain_s < 0:
             raise ValueError(f"drain_s must be >= 0, got {self.drain_s}")
+
+    @property
+    def client_tls(self) -> TlsConfig:
+        """What clients of both fronts are served with."""
+        return self.front_tls if self.front_tls.cert is not None else self.tls

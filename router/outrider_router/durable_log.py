@@ -19,6 +19,7 @@ from pathlib import Path
 
 from outrider.errors import FailedPreconditionError
 from outrider.wire.inference import FinishInfo
+from outrider.wire.logprobs import TokenLogprobs
 from outrider_router.config import Fsync
 from outrider_router.log_records import (
     HEADER,
@@ -51,6 +52,8 @@ class _Live:
     opened: bytes
     emitted: list[int]
     """The journal's own list, which grows."""
+    logprobs: list[TokenLogprobs]
+    """The same."""
     ended: bytes = b""
 
 
@@ -122,16 +125,16 @@ class DurableLog:
 
     def adopt(self, logged: Logged) -> None:
         """Keep a request of `contents`; its list of ids is the one that will grow."""
-        live = _Live(opened_record(logged.number, logged.opened), logged.emitted)
+        live = _Live(opened_record(logged.number, logged.opened), logged.emitted, logged.logprobs)
         if logged.finish is not None:
             live.ended = ended_record(logged.number, logged.ended_at, logged.finish)
         self._live[logged.number] = live
 
-    def opened(self, opened: Opened, emitted: list[int]) -> int:
-        """A request begins; its number. `emitted` is the list that will grow."""
+    def opened(self, opened: Opened, emitted: list[int], logprobs: list[TokenLogprobs]) -> int:
+        """A request begins; its number. `emitted` and `logprobs` are the lists that will grow."""
         self._last_number += 1
         live = self._live[self._last_number] = _Live(
-            opened_record(self._last_number, opened), emitted
+            opened_record(self._last_number, opened), emitted, logprobs
         )
         self._write(live.opened)
         return self._last_number
@@ -213,7 +216,8 @@ class DurableLog:
     def _snapshot(self) -> bytes:
         records = [tick_record(self._wall())]
         for number, live in self._live.items():
-            records += (live.opened, emitted_record([(number, 0, live.emitted)]), live.ended)
+            said = emitted_record([Row(number, 0, live.emitted, live.logprobs)])
+            records += (live.opened, said, live.ended)
         return whole_file(records)
 
     def _write_new(self, data: bytes) -> int:

@@ -9,9 +9,9 @@ from functools import partial
 from google.protobuf.message import Message
 
 from outrider.errors import ResourceExhaustedError
-from outrider.ids import TenantId
 from outrider.transport.grpc import Service
 from outrider.transport.grpc.status import Context
+from outrider.transport.tls import Role
 from outrider.wire.inference import StreamEvent
 from outrider.wire.inference_codec import (
     event_to_pb,
@@ -31,9 +31,9 @@ from outrider.wire.v1 import inference_pb2 as pb
 from outrider.wire.v1 import inference_pb2_grpc as pb_grpc
 from outrider_router import status
 from outrider_router.answers import Write
+from outrider_router.keys import Caller
 from outrider_router.service import RouterService
 from outrider_router.slow_readers import SLOW_READER, timely
-from outrider_router.tenants import tenant_of
 
 INFERENCE_SERVICE = "outrider.wire.v1.InferenceService"
 
@@ -44,6 +44,7 @@ def inference_service(service: RouterService) -> Service:
     return Service(
         name=INFERENCE_SERVICE,
         register=partial(pb_grpc.add_InferenceServiceServicer_to_server, servicer),
+        roles=(Role.CLIENT, Role.OPERATOR),
     )
 
 
@@ -58,7 +59,8 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
         result = await self._service.generate(
             request_from_pb(request),
             timeout_s=context.time_remaining(),
-            tenant=self._tenant(context),
+            caller=self._caller(context),
+            traceparent=_traceparent(context),
         )
         return result_to_pb(result)
 
@@ -73,17 +75,17 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
                 stream_request_from_pb(request),
                 write,
                 timeout_s=context.time_remaining(),
-                tenant=self._tenant(context),
+                caller=self._caller(context),
+                traceparent=_traceparent(context),
             )
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
         """Go on with a stream, likewise."""
         async with self._timely(context, resumed_event_to_pb) as write:
-            await self._service.resume(position_from_pb(request), write)
+            await self._service.resume(position_from_pb(request), write, self._caller(context))
 
-    def _tenant(self, context: Context) -> TenantId:
-        source = self._service.config.overload.tenant_from
-        return tenant_of(source, context.invocation_metadata() or ())
+    def _caller(self, context: Context) -> Caller:
+        return self._service.gate.caller(context.invocation_metadata() or ())
 
     @asynccontextmanager
     async def _timely(
@@ -107,7 +109,8 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Cancel requests by id."""
-        return abort_response_to_pb(self._service.abort(abort_request_from_pb(request)))
+        ids = abort_request_from_pb(request)
+        return abort_response_to_pb(self._service.abort(ids, self._caller(context)))
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
@@ -120,3 +123,10 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
     ) -> pb.ListModelsResponse:
         """Served models."""
         return models_to_pb(status.models(self._service))
+
+
+def _traceparent(context: Context) -> str:
+    """The caller's W3C Trace Context; "" without one."""
+    metadata = context.invocation_metadata() or ()
+    found = next((value for key, value in metadata if key == "traceparent"), "")
+    return found if isinstance(found, str) else ""

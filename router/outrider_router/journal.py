@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from outrider.errors import AlreadyExistsError, OutriderError
-from outrider.ids import DrafterId, RequestId, VerifierId
+from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
+from outrider.spans import NO_SPAN, Span
 from outrider.spec.plan import DraftMethod
+from outrider.wire.logprobs import TokenLogprobs
+from outrider_router.keys import ANYBODY, Caller
 from outrider_router.tally import Tally
+
+MadeT = TypeVar("MadeT")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -19,10 +26,16 @@ class Entry:
     request_id: RequestId
     started: float
     """Clock time of arrival, seconds."""
+    caller: Caller = ANYBODY
+    """Who asked; others of its tenant may go on with it and abort it, nobody else."""
     deadline: float | None = None
     """Clock time at which it ends with an error, seconds."""
     emitted: list[int] = field(default_factory=list)
     """Ids that the verifier committed, in order; appended to where they arrive."""
+    top_logprobs: int | None = None
+    """Most probable ids that come with each of them; None: they come without log-probabilities."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each of `emitted`, where they are asked for."""
     number: int = 0
     """Its number in the durable log; 0: it is not in there."""
     epoch: int = 0
@@ -48,12 +61,33 @@ class Entry:
     """What the session's newest event said."""
     tally: Tally = field(default_factory=Tally)
     """Speculation counters."""
+    span: Span = NO_SPAN
+    """What is traced of it."""
+    session_id: SessionId | None = None
+    """Its newest session."""
     ended: OutriderError | None = None
     """Why the request must end although its verifier said nothing of the kind."""
     on_fail: Callable[[OutriderError], None] | None = None
     """Wakes the request, wherever it waits."""
     on_ended: Callable[[OutriderError], None] | None = None
     """Hears of the same; has the request wait no more for a client that takes nothing."""
+
+    def fits(self, logprobs: Sequence[TokenLogprobs], count: int) -> bool:
+        """Whether these are what is asked for beside `count` ids."""
+        top = self.top_logprobs
+        if top is None:
+            return not logprobs
+        return len(logprobs) == count and all(len(entry.top) == top for entry in logprobs)
+
+    @property
+    def log_ids(self) -> dict[str, str]:
+        """What its lines in the log are found by, here and in the other processes."""
+        ids = {"request_id": str(self.request_id)}
+        if self.session_id is not None:
+            ids["session_id"] = self.session_id
+        if self.span.sampled:
+            ids["trace_id"] = self.span.trace_id
+        return ids
 
     def leave(self) -> None:
         """Its session is over, or has not begun."""
@@ -93,13 +127,13 @@ class Journal:
         entry = self._entries.get(request_id)
         return len(entry.emitted) if entry is not None else 0
 
-    def open(self, request_id: RequestId, now: float) -> Entry:
+    def open(self, request_id: RequestId, now: float, caller: Caller = ANYBODY) -> Entry:
         """Start an entry; AlreadyExistsError while another request has this id."""
         if request_id in self._entries:
             raise AlreadyExistsError(
                 f"request {request_id!r} is running already", reason="REQUEST_EXISTS"
             )
-        entry = Entry(request_id=request_id, started=now)
+        entry = Entry(request_id=request_id, started=now, caller=caller)
         self._entries[request_id] = entry
         return entry
 
@@ -116,3 +150,22 @@ class Journal:
             if drafter_id is not None:
                 counts[drafter_id] = counts.get(drafter_id, 0) + 1
         return counts
+
+
+async def unless_ended(entry: Entry, making: Awaitable[MadeT]) -> MadeT:
+    """What is made for a request; raises its error as soon as it ends. A long prompt takes long."""
+    task = asyncio.ensure_future(making)
+
+    def stop(_error: OutriderError) -> None:
+        task.cancel()
+
+    entry.on_fail = stop
+    try:
+        return await task
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if entry.ended is None or (current is not None and current.cancelling()):
+            raise
+        raise entry.ended from None
+    finally:
+        entry.on_fail = None

@@ -4,7 +4,8 @@
     record = MARK, body length (u32), CRC-32 of kind and body (u32), kind (u8), body
 
 A record that is damaged is found by its checksum, the next one by its mark. All numbers are little
-endian. Requests are named by numbers of their own, so that a round's record is four arrays.
+endian. Requests are named by numbers of their own, so that a round's record is four arrays. Those
+of log-probabilities stand before the record of their ids: what ids come without counts as lost.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from outrider.config import from_plain
 from outrider.errors import OutriderError
 from outrider.ids import RequestId
 from outrider.wire.inference import FinishInfo
+from outrider.wire.logprobs import TokenLogprobs, pack_logprobs, unpack_logprobs
 from outrider_router.request import Job
 
 HEADER = b"outrider journal 1\n"
@@ -29,10 +31,18 @@ MARK = b"\xf7\x0dJ\x01"
 _HEAD = struct.Struct("<4sIIB")
 _NUMBER = struct.Struct("<I")
 _TIME = struct.Struct("<d")
-OPENED, EMITTED, ENDED, TICK = 1, 2, 3, 4
+OPENED, EMITTED, ENDED, TICK, LOGPROBS = 1, 2, 3, 4, 5
 
-Row = tuple[int, int, Sequence[int]]
-"""A request's number, how many ids came before, and its new ids."""
+
+class Row(NamedTuple):
+    """New ids of a request."""
+
+    number: int
+    start: int
+    """How many ids came before."""
+    ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] = ()
+    """One for each id, all of one width, or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +64,8 @@ class Logged:
     number: int
     opened: Opened
     emitted: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each of `emitted`, where the request wants them; there may be more."""
     finish: FinishInfo | None = None
     ended_at: float = 0.0
     """Wall-clock time of the finish, seconds."""
@@ -88,13 +100,21 @@ def opened_record(number: int, opened: Opened) -> bytes:
 
 
 def emitted_record(rows: Sequence[Row]) -> bytes:
-    """New ids of any number of requests."""
+    """New ids of any number of requests, and what comes with them."""
     values = [len(rows)]
-    for column in zip(*((number, start, len(ids)) for number, start, ids in rows), strict=True):
+    for column in zip(*((row.number, row.start, len(row.ids)) for row in rows), strict=True):
         values += column
-    for _number, _start, ids in rows:
-        values += ids
-    return _record(EMITTED, np.array(values, dtype="<u4").tobytes())
+    for row in rows:
+        values += row.ids
+    record = _record(EMITTED, np.array(values, dtype="<u4").tobytes())
+    return b"".join([*(_logprobs_record(row) for row in rows if row.logprobs), record])
+
+
+def _logprobs_record(row: Row) -> bytes:
+    values, top_ids = pack_logprobs(row.logprobs)
+    width = len(values) // len(row.logprobs)
+    head = np.array([row.number, row.start, len(row.logprobs), width, *top_ids], dtype="<u4")
+    return _record(LOGPROBS, head.tobytes() + np.array(values, dtype="<f4").tobytes())
 
 
 def ended_record(number: int, at: float, finish: FinishInfo | None) -> bytes:
@@ -189,7 +209,21 @@ def _fold_emitted(contents: Contents, body: bytes) -> None:
         logged = contents.requests.get(number)
         # Behind a gap (a damaged record) nothing is known; a checkpoint may repeat what came last.
         if logged is not None and start <= len(logged.emitted):
+            if logged.opened.job.top_logprobs is not None:
+                del tokens[max(0, len(logged.logprobs) - start) :]
             logged.emitted[start:] = tokens
+
+
+def _fold_logprobs(contents: Contents, body: bytes) -> None:
+    number, start, count, width = np.frombuffer(body, dtype="<u4", count=4).tolist()
+    ids, total = count * (width - 1), count * width
+    if width < 1 or len(body) != 4 * (4 + ids + total):
+        raise ValueError("a record of log-probabilities is not as long as it says")
+    top_ids = np.frombuffer(body, dtype="<u4", count=ids, offset=16).tolist()
+    values = np.frombuffer(body, dtype="<f4", offset=4 * (4 + ids)).tolist()
+    logged = contents.requests.get(number)
+    if logged is not None and start <= len(logged.logprobs):
+        logged.logprobs[start:] = unpack_logprobs(width, values, top_ids)
 
 
 def _fold_ended(contents: Contents, body: bytes) -> None:
@@ -214,4 +248,5 @@ _FOLDS: dict[int, Callable[[Contents, bytes], None]] = {
     EMITTED: _fold_emitted,
     ENDED: _fold_ended,
     TICK: _fold_tick,
+    LOGPROBS: _fold_logprobs,
 }

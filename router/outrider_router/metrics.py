@@ -5,15 +5,46 @@ Speculation counters are sums over the columns of each message of events.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, TARGET_ONLY, SessionEvents
+from outrider.errors import (
+    CancelledRequestError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    OutriderError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from outrider.wire.messages import (
+    FALLBACK,
+    HIT,
+    LOOKED_AHEAD,
+    TARGET_ONLY,
+    FinishReason,
+    SessionEvents,
+)
+from outrider_router.failover import Cause
 from outrider_router.histogram import BatchHistogram
+from outrider_router.pool import Why
+from outrider_router.quarantine import Reason
+from outrider_router.slow_readers import SLOW_READER
 
+_ERRORS: tuple[type[OutriderError], ...] = (
+    CancelledRequestError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
 class RouterMetrics:
@@ -24,8 +55,10 @@ class RouterMetrics:
         self._requests()
         self._surviving()
         self._overload()
+        self._access()
         self._speculation()
         self._fleet()
+        self._begin_at_zero()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"outrider_{name}", text, labels, registry=self.registry)
@@ -64,6 +97,19 @@ class RouterMetrics:
         self.request_duration = self._histogram(
             "e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS
         )
+        self.time_per_output_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "First token to last, divided by the tokens after the first, of each request.",
+            TOKEN_BUCKETS,
+        )
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens",
+            "Prompt tokens of each request placed.",
+            LENGTH_BUCKETS,
+        )
+        self.request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens of each answer that ended.", LENGTH_BUCKETS
+        )
 
     def _surviving(self) -> None:
         self.resumed_streams = self._counter(
@@ -85,7 +131,7 @@ class RouterMetrics:
         self.refusals = self._counter(
             "refusals_total",
             "Requests that were refused or ended because of overload: RATE_LIMITED, QUEUE_FULL, "
-            "DISPLACED, SLOW_READER.",
+            "DISPLACED, SLOW_READER, KEY_RATE_LIMITED, KEY_BUSY.",
             "reason",
         )
         self.preempting_placements = self._counter(
@@ -102,11 +148,30 @@ class RouterMetrics:
             "tenant_tokens_total", "Tokens of prompts and answers of requests that ended.", "tenant"
         )
 
+    def _access(self) -> None:
+        self.access_refusals = self._counter(
+            "access_refusals_total",
+            "Calls of both fronts and the pool that were turned away: NO_KEY, WRONG_KEY, "
+            "NOT_OPERATOR, WRONG_ROLE.",
+            "reason",
+        )
+        self.tls_handshakes = self._counter(
+            "tls_handshakes_total",
+            "TLS handshakes that began on gRPC ports; one without a good certificate leads to no "
+            "call.",
+        )
+        self.keys_failing = self._gauge(
+            "api_keys_failing", "1 while the file of API keys is no good; the ones before count."
+        )
+
     def _speculation(self) -> None:
         self.rounds = self._counter(
             "rounds_total", "Verify rounds that emitted tokens, summed over sessions."
         )
-        self.round_tokens = self._counter("round_tokens_total", "Tokens emitted by those rounds.")
+        self.round_tokens = self._counter("round_tokens_total", "Tokens emitted by verify rounds.")
+        self.drafts = self._counter(
+            "spec_decode_num_drafts_total", "Verify rounds of a proposal, over sessions."
+        )
         self.draft_tokens = self._counter(
             "spec_decode_num_draft_tokens_total", "Draft nodes verified."
         )
@@ -130,12 +195,14 @@ class RouterMetrics:
         )
         self.look_ahead_drafted_rounds = self._counter(
             "look_ahead_drafted_rounds_total",
-            "Of these, rounds by whether their proposal came before its prefix (hit) or after it "
-            "(fresh).",
+            "Rounds of plans with look-ahead, by whether their proposal came before its prefix "
+            "(hit) or after it (fresh).",
             "kind",
         )
         self.look_ahead_accepted = self._counter(
-            "look_ahead_accepted_tokens_total", "Draft nodes accepted in them.", "kind"
+            "look_ahead_accepted_tokens_total",
+            "Draft nodes accepted in rounds of plans with look-ahead: in hits, in fresh ones.",
+            "kind",
         )
 
     def _fleet(self) -> None:
@@ -176,6 +243,25 @@ class RouterMetrics:
             "reason",
         )
 
+    def _begin_at_zero(self) -> None:
+        """Series whose labels are known are there from the start: a rate sees the first event."""
+        codes = (error.code for error in _ERRORS)
+        known: dict[Counter | Gauge, Iterable[str]] = {
+            self.requests: (*FinishReason, *codes),
+            self.queue_depth: ("0",),
+            self.restored_requests: ("running", "ended", "dropped"),
+            self.refusals: ("RATE_LIMITED", "QUEUE_FULL", "DISPLACED", SLOW_READER),
+            self.accepted_per_position: ("0",),
+            self.look_ahead_drafted_rounds: ("hit", "fresh"),
+            self.look_ahead_accepted: ("hit", "fresh"),
+            self.resumed_sessions: Cause,
+            self.session_moves: Why,
+            self.drafter_quarantines: Reason,
+        }
+        for metric, values in known.items():
+            for value in values:
+                metric.labels(value)
+
     def _add_ahead(self, flags: NDArray[np.uint8], accepted: NDArray[np.uint16]) -> None:
         ahead = flags & LOOKED_AHEAD > 0
         hit = ahead & (flags & HIT > 0)
@@ -185,6 +271,16 @@ class RouterMetrics:
             self.look_ahead_drafted_rounds.labels(kind).inc(int(np.count_nonzero(rows)))
             self.look_ahead_accepted.labels(kind).inc(int(accepted[rows].sum()))
 
+    def add_ended(
+        self, outcome: str, first: float | None, last: float, tokens: int, duration_s: float
+    ) -> None:
+        """Count a request that ended; `first` and `last` are clock times of its tokens, seconds."""
+        self.requests.labels(outcome).inc()
+        self.request_duration.observe(duration_s)
+        self.request_generation_tokens.observe(tokens)
+        if first is not None and tokens > 1:
+            self.time_per_output_token.observe((last - first) / (tokens - 1))
+
     def add_events(self, events: SessionEvents) -> None:
         """Count the rounds of a message of events."""
         rounds = (events.round_ids > 0) & (events.counts > 0)
@@ -193,6 +289,7 @@ class RouterMetrics:
         flags = events.flags[rounds]
         self.fallback_rounds.inc(int(np.count_nonzero(flags & FALLBACK)))
         self.target_only_rounds.inc(int(np.count_nonzero(flags & TARGET_ONLY)))
+        self.drafts.inc(int(np.count_nonzero(events.proposed[rounds])))
         self.draft_tokens.inc(int(events.proposed[rounds].sum()))
         accepted = events.accepted[rounds]
         if (flags & LOOKED_AHEAD).any():

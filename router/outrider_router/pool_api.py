@@ -11,6 +11,7 @@ from functools import partial
 from outrider.errors import NotFoundError
 from outrider.transport.grpc import Service
 from outrider.transport.grpc.status import Context
+from outrider.transport.tls import Role
 from outrider.wire.pool_codec import address_from_pb, removed_to_pb
 from outrider.wire.v1 import pool_pb2 as pb
 from outrider.wire.v1 import pool_pb2_grpc as pb_grpc
@@ -25,7 +26,9 @@ def pool_service(service: RouterService) -> Service:
     """PoolService of a router."""
     servicer = _Servicer(service)
     return Service(
-        name=POOL_SERVICE, register=partial(pb_grpc.add_PoolServiceServicer_to_server, servicer)
+        name=POOL_SERVICE,
+        register=partial(pb_grpc.add_PoolServiceServicer_to_server, servicer),
+        roles=(Role.OPERATOR,),
     )
 
 

@@ -31,7 +31,8 @@ from outrider_router.fleet import (
 )
 from outrider_router.judging import DrafterJudge
 from outrider_router.metrics import RouterMetrics
-from outrider_router.polling import DrafterPeer, Peer, VerifierPeer, in_time, rest
+from outrider_router.peers import DrafterPeer, VerifierPeer
+from outrider_router.polling import Peer, in_time, rest
 from outrider_router.pool import Candidate, candidates_of
 
 logger = logging.getLogger(__name__)
@@ -87,10 +88,31 @@ class Registry:
             task.cancel()
         await asyncio.gather(*polls.values(), return_exceptions=True)
 
-    def add_drafter(self, address: str) -> None:
+    def add_verifier(self, address: str) -> None:
+        """Look for one more verifier from now on; idempotent. Raises ResourceExhaustedError."""
+        if address not in self.verifiers:
+            _check_room("verifiers", len(self.verifiers))
+            peer = self.verifiers[address] = VerifierPeer(address=address)
+            self._start(peer, partial(self._look_at_verifier, peer))
+            logger.info("verifier added", extra={"address": address})
+
+    async def forget_verifier(self, peer: VerifierPeer) -> None:
+        """Look no more at a verifier that is gone, and have the drafters dial it no more."""
+        await self._stop(peer)
+        if peer.state is PeerState.HEALTHY and peer.info is not None:
+            self._lose_verifier(peer, peer.info, "it was removed")
+        for drafter in list(self.drafters.values()):
+            if drafter.control is not None and drafter.state is PeerState.HEALTHY:
+                gone = (peer.address,)
+                await orders.detach(drafter.control, drafter.address, gone, self._silence_s)
+        self.verifiers.pop(peer.address, None)
+        logger.info("verifier removed", extra={"address": peer.address})
+
+    def add_drafter(self, address: str, *, recall: bool = True) -> None:
         """Look for one more drafter from now on; idempotent.
 
-        Raises ResourceExhaustedError; FailedPreconditionError while it is being removed.
+        `recall`: it is told that it stays, even if it was about to leave. Raises
+        ResourceExhaustedError; FailedPreconditionError while it is being removed.
         """
         peer = self.drafters.get(address)
         if peer is not None and peer.draining:
@@ -99,10 +121,10 @@ class Registry:
             )
         if peer is not None:
             # Somebody else may have removed it.
-            peer.recalled = True
+            peer.recalled = peer.recalled or recall
             return
-        _check_room(self.drafters)
-        peer = self.drafters[address] = DrafterPeer(address=address, recalled=True)
+        _check_room("drafters", len(self.drafters))
+        peer = self.drafters[address] = DrafterPeer(address=address, recalled=recall)
         self._start(peer, partial(self._look_at_drafter, peer))
         logger.info("drafter added", extra={"address": address})
 
@@ -112,27 +134,9 @@ class Registry:
         if peer.control is not None:
             await orders.drain(peer.control, peer.address, self._silence_s)
 
-    def add_verifier(self, address: str) -> None:
-        """Look for one more verifier from now on; idempotent. Raises ResourceExhaustedError."""
-        if address not in self.verifiers:
-            _check_room(self.verifiers)
-            peer = self.verifiers[address] = VerifierPeer(address=address)
-            self._start(peer, partial(self._look_at_verifier, peer))
-            logger.info("verifier added", extra={"address": address})
-
-    async def forget_verifier(self, address: str) -> None:
-        """Look at a verifier no more; it has said that it stops, and is gone. Idempotent."""
-        peer = self.verifiers.pop(address, None)
-        if peer is None:
-            return
-        await self._stop_polling(peer)
-        if peer.state is PeerState.HEALTHY and peer.info is not None:
-            self._lose_verifier(peer, peer.info, "it was removed")
-        logger.info("verifier removed", extra={"address": address})
-
     async def forget_drafter(self, peer: DrafterPeer) -> None:
         """Look at a drafter no more and have it leave the verifiers."""
-        await self._stop_polling(peer)
+        await self._stop(peer)
         if peer.control is not None:
             # It is among the drafters until it has left: nobody may add it anew meanwhile.
             await orders.detach(peer.control, peer.address, self.verifiers, self._silence_s)
@@ -204,7 +208,7 @@ class Registry:
     def _start(self, peer: Peer, look: Callable[[], Awaitable[None]]) -> None:
         self._polls[peer] = asyncio.create_task(self._poll(peer, look))
 
-    async def _stop_polling(self, peer: Peer) -> None:
+    async def _stop(self, peer: Peer) -> None:
         poll = self._polls.pop(peer, None)
         if poll is not None:
             poll.cancel()
@@ -242,6 +246,7 @@ class Registry:
         came_up = self._seen(peer)
         if came_up:
             self._metrics.verifier_up.labels(info.verifier_id).set(1)
+            self._metrics.verifier_losses.labels(info.verifier_id)
         self._on_verifier_up(info)
         self.judge.look(info, {d.info.drafter_id for d in self.drafters.values() if d.info})
 
@@ -349,6 +354,7 @@ class Registry:
             if serving and not peer.serving:
                 logger.info("drafter serves", extra={"drafter_id": peer.info.drafter_id})
             peer.serving = serving
+            self._metrics.drafter_losses.labels(peer.info.drafter_id)
             self._metrics.drafter_up.labels(peer.info.drafter_id).set(serving)
 
     def _is_serving(self, peer: DrafterPeer, info: DrafterInfo) -> bool:
@@ -371,6 +377,6 @@ class Registry:
         )
 
 
-def _check_room(peers: Mapping[str, Peer]) -> None:
-    if len(peers) >= MAX_PEERS:
-        raise ResourceExhaustedError(f"there are {MAX_PEERS} of them", reason="TOO_MANY_PEERS")
+def _check_room(kind: str, count: int) -> None:
+    if count >= MAX_PEERS:
+        raise ResourceExhaustedError(f"there are {MAX_PEERS} {kind}", reason="TOO_MANY_PEERS")

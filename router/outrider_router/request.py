@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -12,8 +12,10 @@ from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.ids import DrafterId, SessionId, TenantId
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
+from outrider.spec.structured import StructuredOutput
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import (
+    MAX_TOP_LOGPROBS,
     ChatPrompt,
     GenerateRequest,
     Prompt,
@@ -46,9 +48,13 @@ class Job:
     """KV tokens that it may need at most."""
     priority: int
     tenant: TenantId
+    structured_output: StructuredOutput | None = None
+    """The form of the answer; None: any."""
     returns: bool
     """Whether its client chose its id, and so is known when it comes back."""
     model: str
+    top_logprobs: int | None = None
+    """Most probable ids to give with each emitted token; None gives no log-probabilities."""
 
     def spec(
         self,
@@ -72,6 +78,8 @@ class Job:
             plan=plan,
             drafter_id=drafter_id,
             priority=self.priority,
+            top_logprobs=self.top_logprobs,
+            structured_output=self.structured_output,
         )
 
 
@@ -136,15 +144,17 @@ def make_job(
         prompt_ids=prompt_ids,
         sampling=make_sampling(request.sampling, seed=seed, vocab_size=info.vocab_size),
         plan=make_plan(request.speculation, config.speculation),
-        stop_ids=stop_ids(request.stopping, tokenizer.eos_ids, info.vocab_size),
+        stop_ids=_stop_ids(request, tokenizer, info.vocab_size),
         stop_strings=request.stopping.stop,
         max_new_tokens=budget,
         min_new_tokens=request.stopping.min_tokens or 0,
         kv_tokens=len(prompt_ids) + budget + config.session_slack_tokens,
         priority=request.priority,
         tenant=tenant,
+        structured_output=request.structured_output,
         returns=request.request_id is not None,
         model=name,
+        top_logprobs=_top_logprobs(request.top_logprobs, info.vocab_size),
     )
 
 
@@ -159,6 +169,30 @@ def max_session_len(config: RouterConfig, info: VerifierInfo) -> int:
     return min(info.max_context_len, max(0, kv_tokens - config.session_slack_tokens))
 
 
+def _top_logprobs(asked: int | None, vocab_size: int) -> int | None:
+    if asked is None:
+        return None
+    if not 0 <= asked <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(
+            f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {asked}",
+            reason="INVALID_LOGPROBS",
+        )
+    return min(asked, vocab_size)
+
+
 def _check_stop_strings(stops: tuple[str, ...]) -> None:
     if not all(stops):
         raise InvalidRequestError("stop strings must not be empty", reason="INVALID_STOPPING")
+
+
+def _stop_ids(request: GenerateRequest, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """What ends the session. An answer that is to have a form ends where that is complete, whatever
+    was said of end-of-turn ids."""
+    if request.structured_output is None:
+        return stop_ids(request.stopping, tokenizer.eos_ids, vocab_size)
+    if not tokenizer.eos_ids:
+        raise InvalidRequestError(
+            "structured output needs a model with an end-of-turn id", reason="INVALID_STRUCTURE"
+        )
+    stopping = replace(request.stopping, ignore_eos=False)
+    return stop_ids(stopping, tokenizer.eos_ids, vocab_size)

@@ -21,6 +21,7 @@ from outrider_router.answers import Answer, Answers
 from outrider_router.config import RouterConfig
 from outrider_router.durable_log import DurableLog
 from outrider_router.journal import Entry, Journal
+from outrider_router.keys import Caller
 from outrider_router.log_records import Logged, Opened, Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.output import OutputAssembler
@@ -121,7 +122,7 @@ class Resumables:
             deadline=None if left is None else self._wall() + left,
             tokenizer_hash=self._tokenizer.hash,
         )
-        entry.number = self._log.opened(opened, entry.emitted)
+        entry.number = self._log.opened(opened, entry.emitted, entry.logprobs)
 
     def emitted(self, rows: Sequence[Row]) -> None:
         """Ids that were appended to entries with a number; nobody has been told of them yet."""
@@ -194,7 +195,8 @@ class Resumables:
     def _go_on(self, logged: Logged, left_s: float | None) -> None:
         """Run a restored request behind what it has emitted; `left_s` until its deadline."""
         job = logged.opened.job
-        entry = self._journal.open(logged.opened.request_id, self._clock())
+        caller = Caller(tenant=job.tenant)
+        entry = self._journal.open(logged.opened.request_id, self._clock(), caller)
         self._fill(entry, logged)
         entry.epoch = 1
         if left_s is not None:
@@ -210,7 +212,11 @@ class Resumables:
 
     def _keep_ended(self, logged: Logged, finish: FinishInfo, left_s: float) -> None:
         job = logged.opened.job
-        entry = Entry(request_id=logged.opened.request_id, started=self._clock())
+        entry = Entry(
+            request_id=logged.opened.request_id,
+            started=self._clock(),
+            caller=Caller(tenant=job.tenant),
+        )
         self._fill(entry, logged)
         assembler = OutputAssembler(self._tokenizer.pieces, job.stop_strings)
         stopped = finish.reason is FinishReason.STOP_TOKEN
@@ -221,10 +227,15 @@ class Resumables:
                 request_id=entry.request_id, prompt_tokens=len(job.prompt_ids), model=job.model
             )
         )
-        answer.remember(Delta(text=piece.text + assembler.finish(), token_ids=piece.token_ids))
+        text = piece.text + assembler.finish()
+        # Its log-probabilities are the entry's.
+        answer.remember(Delta(text=text, token_ids=piece.token_ids))
         answer.remember(finish)
         answer.end(None)
         self._answers.keep(answer, left_s)
 
     def _fill(self, entry: Entry, logged: Logged) -> None:
         entry.number, entry.emitted = logged.number, logged.emitted
+        entry.logprobs, entry.top_logprobs = logged.logprobs, logged.opened.job.top_logprobs
+        # A record may lack its end.
+        del entry.logprobs[len(entry.emitted) :]

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 
 from outrider.errors import (
+    AlreadyExistsError,
     CancelledRequestError,
     DeadlineExceededError,
     InternalError,
@@ -19,7 +20,7 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.ids import RequestId, TenantId, VerifierId
+from outrider.ids import RequestId, VerifierId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.base import Dialer
 from outrider.wire.inference import (
@@ -30,21 +31,27 @@ from outrider.wire.inference import (
     PromptInfo,
     StreamEvent,
     StreamPosition,
+    TokenLogprobs,
 )
 from outrider.wire.messages import VerifierInfo
 from outrider_router.admission import no_verifier
 from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.answers import Answer, Write
 from outrider_router.config import RouterConfig
+from outrider_router.discovery import Discovery
 from outrider_router.fleet import TokenizerIdentity
-from outrider_router.journal import Entry, Journal
+from outrider_router.forms import Forms
+from outrider_router.gate import Gate
+from outrider_router.journal import Entry, Journal, unless_ended
+from outrider_router.keys import ANYBODY, Caller
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
+from outrider_router.names import split
 from outrider_router.registry import Registry
 from outrider_router.request import Job, make_job, tokenize
+from outrider_router.request_spans import describe, end, request_span
 from outrider_router.resumables import Make, Resumables
 from outrider_router.serving import Serving
-from outrider_router.tenants import SHARED
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +71,19 @@ class RouterService:
         metrics: RouterMetrics,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` is monotonic, in seconds."""
+        """`clock` is monotonic, in seconds. Raises NotFoundError or InvalidRequestError for a file
+        of API keys that is no good."""
         self.config = config
         self.metrics = metrics
+        self.gate = Gate(config, metrics, clock=clock)
         self.journal = Journal()
         self.admission = AdmissionQueue(
             config, metrics, clock=clock, emitted=self.journal.num_emitted
         )
         self.registry = Registry(
             dialer=dialer,
-            verifiers=config.verifiers,
-            drafters=config.drafters,
+            verifiers=split(config.verifiers)[0],
+            drafters=split(config.drafters)[0],
             tokenizer=TokenizerIdentity(hash=tokenizer.hash, num_ids=tokenizer.num_ids),
             metrics=metrics,
             clock=clock,
@@ -85,10 +94,17 @@ class RouterService:
             on_verifier_lost=self._on_verifier_lost,
             on_drafters_changed=lambda: self.mover.wake(),
         )
+        self.discovery = Discovery(
+            self.registry,
+            verifiers=config.verifiers,
+            drafters=config.drafters,
+            interval_s=config.discovery_s,
+        )
         self.mover = Mover(
             self.journal, self.registry, metrics, clock=clock, interval_s=config.poll_interval_s
         )
         self.tokenizer = tokenizer
+        self._forms = Forms(tokenizer.file, vocab_size=tokenizer.num_ids)
         self._clock = clock
         self.resumables = Resumables(
             config,
@@ -135,6 +151,7 @@ class RouterService:
         """Begin to look for verifiers and drafters."""
         self.restore()
         self.registry.start()
+        self.discovery.start()
         self.mover.start()
 
     async def close(self) -> None:
@@ -145,6 +162,7 @@ class RouterService:
             entry.fail(_stopping())
         await self.resumables.close()
         await self.mover.stop()
+        await self.discovery.stop()
         await self.registry.stop()
         await self.serving.close()
 
@@ -162,18 +180,20 @@ class RouterService:
         request: GenerateRequest,
         *,
         timeout_s: float | None = None,
-        tenant: TenantId = SHARED,
+        caller: Caller = ANYBODY,
+        traceparent: str = "",
     ) -> GenerateResult:
         """Serve a request and answer once, at the end; a resumable one outlives the call."""
         if request.resumable:
-            answer = self._begin(request, timeout_s, tenant)
+            answer = self._begin(request, timeout_s, caller, traceparent)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), _nobody)
             return answer.result()
         text: list[str] = []
         token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         info: PromptInfo | None = None
         finish: FinishInfo | None = None
-        stream = self.stream(request, timeout_s=timeout_s, tenant=tenant)
+        stream = self.stream(request, timeout_s=timeout_s, caller=caller, traceparent=traceparent)
         async with aclosing(stream) as events:
             async for event in events:
                 match event:
@@ -182,6 +202,7 @@ class RouterService:
                     case Delta():
                         text.append(event.text)
                         token_ids.extend(event.token_ids)
+                        logprobs.extend(event.logprobs)
                     case FinishInfo():
                         finish = event
         assert info is not None and finish is not None, "a stream without an error has both"
@@ -191,6 +212,7 @@ class RouterService:
             text="".join(text),
             token_ids=tuple(token_ids),
             finish=finish,
+            logprobs=tuple(logprobs),
         )
 
     async def stream(
@@ -198,13 +220,15 @@ class RouterService:
         request: GenerateRequest,
         *,
         timeout_s: float | None = None,
-        tenant: TenantId = SHARED,
+        caller: Caller = ANYBODY,
+        traceparent: str = "",
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Serve a tenant's request as a stream; close the generator to cancel it, resumable or not.
+        """Serve a caller's request as a stream; close the generator to cancel it, resumable or not.
+        `traceparent`: the client's W3C Trace Context, if it has one.
 
         Raises any error of `outrider.errors`; each is counted and logged with the request's id.
         """
-        async with aclosing(self._run(request, timeout_s, tenant)) as events:
+        async with aclosing(self._run(request, timeout_s, caller, traceparent)) as events:
             async for event in events:
                 yield event
 
@@ -214,7 +238,8 @@ class RouterService:
         write: Write,
         *,
         timeout_s: float | None = None,
-        tenant: TenantId = SHARED,
+        caller: Caller = ANYBODY,
+        traceparent: str = "",
         own_id: RequestId | None = None,
     ) -> None:
         """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
@@ -223,15 +248,17 @@ class RouterService:
         `own_id` names a request whose client chose no id; by default one is made.
         """
         if request.resumable:
-            answer = self._begin(request, timeout_s, tenant)
+            answer = self._begin(request, timeout_s, caller, traceparent)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
             return
-        async with aclosing(self._run(request, timeout_s, tenant, own_id)) as events:
+        async with aclosing(self._run(request, timeout_s, caller, traceparent, own_id)) as events:
             async for event in events:
                 await write(event)
 
-    async def resume(self, position: StreamPosition, write: Write) -> None:
-        """Tell a client the rest of a resumable request.
+    async def resume(
+        self, position: StreamPosition, write: Write, caller: Caller = ANYBODY
+    ) -> None:
+        """Tell a client the rest of a resumable request of its tenant.
 
         Raises NotFoundError without such a request, InvalidRequestError for a position that it has
         not come to, and the request's own error. Whoever was told before hears AbortedError.
@@ -239,7 +266,8 @@ class RouterService:
         answer = self.resumables.get(position.request_id)
         if self._draining:
             raise _stopping()
-        if answer is None:
+        if answer is None or answer.entry.caller.tenant != caller.tenant:
+            # Not a word of whether somebody else has one of this id.
             raise NotFoundError(
                 f"no resumable request {position.request_id!r} runs here or has ended of late",
                 reason="NO_STREAM",
@@ -247,12 +275,15 @@ class RouterService:
         self.metrics.resumed_streams.inc()
         await answer.follow(position, write)
 
-    def abort(self, request_ids: Iterable[RequestId]) -> tuple[RequestId, ...]:
-        """Cancel requests by id; those that were queued or running."""
+    def abort(
+        self, request_ids: Iterable[RequestId], caller: Caller = ANYBODY
+    ) -> tuple[RequestId, ...]:
+        """Cancel requests of the caller's tenant by id; those that were queued or running."""
         aborted: list[RequestId] = []
         for request_id in dict.fromkeys(request_ids):
             entry = self.journal.get(request_id)
-            if entry is not None and entry.ended is None:
+            own = entry is not None and entry.caller.tenant == caller.tenant
+            if entry is not None and own and entry.ended is None:
                 entry.fail(
                     CancelledRequestError(f"request {request_id!r} was aborted", reason="ABORTED")
                 )
@@ -262,9 +293,11 @@ class RouterService:
     async def _events(self, entry: Entry, make: Make) -> AsyncGenerator[StreamEvent, None]:
         """What a request says; however it ends, everything is freed."""
         timer = self._arm(entry)
-        outcome = CancelledRequestError.code
+        outcome: str = CancelledRequestError.code
+        problem: Exception | None = None
         try:
-            job = await _unless_ended(entry, make())
+            job = await unless_ended(entry, make())
+            describe(entry.span, job)
             self.resumables.opened(entry, job)
             async with aclosing(self.serving.events(entry, job, entry.deadline)) as events:
                 async for event in events:
@@ -274,37 +307,61 @@ class RouterService:
                     yield event
         except Exception as error:
             outcome = error.code if isinstance(error, OutriderError) else InternalError.code
+            problem = error
             raise
         finally:
             if timer is not None:
                 timer.cancel()
             self.journal.close(entry)
-            self._log_end(entry, outcome)
+            self.gate.leave(entry.caller)
+            self._log_end(entry, outcome, problem)
 
     def _run(
         self,
         request: GenerateRequest,
         timeout_s: float | None,
-        tenant: TenantId,
+        caller: Caller,
+        traceparent: str,
         own_id: RequestId | None = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a request that ends with whoever reads them."""
-        entry = self._open(own_id if request.request_id is None else request.request_id, timeout_s)
-        return self._events(entry, partial(self._make_job, request, tenant))
+        entry, allowed = self._open(request, timeout_s, caller, traceparent, own_id)
+        return self._events(entry, partial(self._make_job, allowed, caller))
 
-    def _begin(self, request: GenerateRequest, timeout_s: float | None, tenant: TenantId) -> Answer:
-        entry = self._open(request.request_id, timeout_s)
-        return self.resumables.begin(entry, partial(self._make_job, request, tenant))
+    def _begin(
+        self, request: GenerateRequest, timeout_s: float | None, caller: Caller, traceparent: str
+    ) -> Answer:
+        entry, allowed = self._open(request, timeout_s, caller, traceparent)
+        return self.resumables.begin(entry, partial(self._make_job, allowed, caller))
 
-    def _open(self, request_id: RequestId | None, timeout_s: float | None) -> Entry:
+    def _open(
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None,
+        caller: Caller,
+        traceparent: str,
+        own_id: RequestId | None = None,
+    ) -> tuple[Entry, GenerateRequest]:
+        """The entry of a new request, and the request as its caller may have it."""
         if self._draining:
             raise _stopping()
-        if request_id == "":
+        if request.request_id == "":
             raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
-        new_id = request_id or RequestId(f"req-{secrets.token_hex(8)}")
-        entry = self.journal.open(new_id, self._clock())
+        new_id = request.request_id or own_id or RequestId(f"req-{secrets.token_hex(8)}")
+        answer = self.resumables.get(new_id)
+        if answer is not None and answer.entry.caller.tenant != caller.tenant:
+            raise AlreadyExistsError(
+                f"request {new_id!r} is there already", reason="REQUEST_EXISTS"
+            )
+        entry = self.journal.open(new_id, self._clock(), caller)
+        try:
+            allowed = self.gate.enter(caller, request)
+        except OutriderError:
+            self.journal.close(entry)
+            raise
         entry.deadline = None if timeout_s is None else entry.started + timeout_s
-        return entry
+        entry.span = request_span(new_id, traceparent)
+        return entry, allowed
 
     def _arm(self, entry: Entry) -> asyncio.TimerHandle | None:
         if entry.deadline is None:
@@ -313,10 +370,11 @@ class RouterService:
         left_s = max(0.0, entry.deadline - self._clock())
         return asyncio.get_running_loop().call_later(left_s, entry.fail, error)
 
-    async def _make_job(self, request: GenerateRequest, tenant: TenantId) -> Job:
+    async def _make_job(self, request: GenerateRequest, caller: Caller) -> Job:
         info = self.registry.any_info()
         if info is None:
             raise no_verifier()
+        await self._forms.check(request.structured_output)
         job = make_job(
             request,
             await tokenize(request.prompt, self.tokenizer),
@@ -324,7 +382,7 @@ class RouterService:
             tokenizer=self.tokenizer,
             config=self.config,
             seed=secrets.randbits(63),
-            tenant=tenant,
+            tenant=caller.tenant,
         )
         if self.registry.any_info() is not None and not self.admission.could_fit(job.kv_tokens):
             raise InvalidRequestError(
@@ -348,14 +406,15 @@ class RouterService:
             self._ready = ready
             self.on_readiness(ready)
 
-    def _log_end(self, entry: Entry, outcome: str) -> None:
+    def _log_end(self, entry: Entry, outcome: str, problem: Exception | None) -> None:
         duration_s = self._clock() - entry.started
-        self.metrics.requests.labels(outcome).inc()
-        self.metrics.request_duration.observe(duration_s)
+        self.metrics.add_ended(
+            outcome, entry.first_token, entry.last_token, len(entry.emitted), duration_s
+        )
         logger.info(
             "request ended",
             extra={
-                "request_id": entry.request_id,
+                **entry.log_ids,
                 "outcome": outcome,
                 "tokens": len(entry.emitted),
                 "duration_ms": round(duration_s * 1000, 1),
@@ -363,6 +422,7 @@ class RouterService:
                 "fallback_rounds": entry.tally.fallback_rounds,
             },
         )
+        end(entry, outcome, problem)
 
 
 async def _nobody(_event: StreamEvent) -> None:
@@ -373,22 +433,3 @@ def _stopping() -> UnavailableError:
     return UnavailableError(
         "the router is shutting down", reason="SHUTDOWN", retry_after_s=RESTART_S
     )
-
-
-async def _unless_ended(entry: Entry, making: Awaitable[Job]) -> Job:
-    """A request's job; raises the request's error as soon as it ends. A long prompt takes long."""
-    task = asyncio.ensure_future(making)
-
-    def stop(_error: OutriderError) -> None:
-        task.cancel()
-
-    entry.on_fail = stop
-    try:
-        return await task
-    except asyncio.CancelledError:
-        current = asyncio.current_task()
-        if entry.ended is None or (current is not None and current.cancelling()):
-            raise
-        raise entry.ended from None
-    finally:
-        entry.on_fail = None

@@ -13,7 +13,7 @@ from outrider.wire.inference import (
 )
 from outrider.wire.messages import PROTOCOL_VERSION, AttachedDrafter, DrafterInfo, SpecStats
 from outrider_router.fleet import PeerState, is_attached
-from outrider_router.polling import DrafterPeer, VerifierPeer
+from outrider_router.peers import DrafterPeer, VerifierPeer
 from outrider_router.request import max_session_len, model_name
 from outrider_router.service import RouterService
 
@@ -26,8 +26,8 @@ def server_info(service: RouterService) -> ServerInfo:
         queued=service.admission.waiting,
         queue_bound=service.config.queue_limit,
         running=service.admission.running,
-        verifiers=tuple(_verifier(v, service) for v in service.registry.verifiers.values()),
-        drafters=tuple(_drafter(d, service) for d in service.registry.drafters.values()),
+        verifiers=tuple(_verifier(v, service) for v in list(service.registry.verifiers.values())),
+        drafters=tuple(_drafter(d, service) for d in list(service.registry.drafters.values())),
     )
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Final
 
 from outrider.errors import OutriderError, UnavailableError
 from outrider.ids import DrafterId, VerifierId
 from outrider.transport.status import copy_of
-from outrider.wire.inference import Delta, FinishInfo, Usage
+from outrider.wire.inference import Delta, FinishInfo, TokenLogprobs, Usage
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     MALFORMED_ROW,
@@ -79,6 +80,7 @@ class Feed:
         if entry.moving_to not in (None, drafter_id):
             entry.refused_moves += 1
         entry.drafter_id, entry.moving_to = drafter_id, None
+        entry.span.event("drafter_moved", {"outrider.drafter": drafter_id or ""})
 
     def leave(self) -> None:
         """Nobody reads any more."""
@@ -131,7 +133,8 @@ class EventSink:
 
     def deliver(self, events: SessionEvents, feeds: Mapping[int, Feed]) -> None:
         """Append each row to its session's feed and wake its reader: at once for a first token and
-        for an end, otherwise at the pacer's pace."""
+        for an end, otherwise at the pacer's pace. A row without the log-probabilities that its
+        request wants becomes a malformed one."""
         now = self._clock()
         self._on_events()
         self._metrics.add_events(events)
@@ -140,16 +143,20 @@ class EventSink:
         waits: list[float] = []
         gaps: list[float] = []
         logged: list[Row] = []
+        counts = events.counts.tolist()
         start = 0
-        for handle, count, round_id, reason, flags, proposed, accepted in zip(
-            events.handles.tolist(),
-            events.counts.tolist(),
-            events.round_ids.tolist(),
-            events.finish_reasons.tolist(),
-            events.flags.tolist(),
-            events.proposed.tolist(),
-            events.accepted.tolist(),
-            strict=True,
+        for row, (handle, count, round_id, reason, flags, proposed, accepted, told) in enumerate(
+            zip(
+                events.handles.tolist(),
+                counts,
+                events.round_ids.tolist(),
+                events.finish_reasons.tolist(),
+                events.flags.tolist(),
+                events.proposed.tolist(),
+                events.accepted.tolist(),
+                _logprobs(events, counts),
+                strict=True,
+            )
         ):
             end = start + count
             feed = feeds.get(handle)
@@ -157,10 +164,16 @@ class EventSink:
                 start = end
                 continue
             entry = feed.entry
+            if (told or entry.top_logprobs is not None) and not entry.fits(told, count):
+                events.finish_reasons[row] = MALFORMED_ROW
+                start = end
+                continue
             if count:
                 if entry.number:
-                    logged.append((entry.number, len(entry.emitted), tokens[start:end]))
+                    new = Row(entry.number, len(entry.emitted), tokens[start:end], told)
+                    logged.append(new)
                 entry.emitted += tokens[start:end]
+                entry.logprobs += told
                 if round_id:
                     entry.tally.add_round(
                         emitted=count, flags=flags, proposed=proposed, accepted=accepted
@@ -168,6 +181,7 @@ class EventSink:
                 if entry.first_token is None:
                     entry.first_token = now
                     waits.append(now - entry.started)
+                    entry.span.event("first_token")
                     feed.wake()
                 else:
                     gaps.append((now - entry.last_token) / count)
@@ -191,9 +205,20 @@ class EventSink:
             self._metrics.drafter_detached_sessions.inc()
             logger.warning(
                 "session lost its drafter",
-                extra={"request_id": entry.request_id, "drafter_id": entry.drafter_id},
+                extra={**entry.log_ids, "drafter_id": entry.drafter_id},
             )
+            entry.span.event("drafter_lost", {"outrider.drafter": entry.drafter_id})
             self._on_drafter_lost(entry.drafter_id)
+
+
+def _logprobs(events: SessionEvents, counts: list[int]) -> list[list[TokenLogprobs]]:
+    """What comes with the ids of each row."""
+    if events.logprobs is None:
+        return [_NO_LOGPROBS] * len(counts)
+    return list(events.logprobs.rows(counts))
+
+
+_NO_LOGPROBS: Final[list[TokenLogprobs]] = []
 
 
 class Reply:
@@ -211,10 +236,13 @@ class Reply:
     def catch_up(self, reason: FinishReason | None) -> list[Delta | FinishInfo]:
         """Messages for all ids that were not passed on; `reason` if they are the last ones."""
         ids = self._entry.emitted[self.told :]
+        logprobs = self._entry.logprobs[self.told :]
         self.told += len(ids)
-        return self._messages(ids, reason)
+        return self._messages(ids, logprobs, reason)
 
-    def _messages(self, ids: list[int], reason: FinishReason | None) -> list[Delta | FinishInfo]:
+    def _messages(
+        self, ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None
+    ) -> list[Delta | FinishInfo]:
         assembler, messages = self._assembler, list[Delta | FinishInfo]()
         piece = assembler.push(ids, last_is_stop=bool(ids) and reason is FinishReason.STOP_TOKEN)
         text = piece.text
@@ -223,7 +251,9 @@ class Reply:
         if assembler.stop_string is not None:
             reason = FinishReason.STOP_STRING
         if text or piece.token_ids:
-            messages.append(Delta(text=text, token_ids=piece.token_ids))
+            # A stop string drops what is behind it.
+            told = tuple(logprobs[: len(piece.token_ids)])
+            messages.append(Delta(text=text, token_ids=piece.token_ids, logprobs=told))
         if reason is not None:
             self.ended = True
             messages.append(self._finish(reason))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider_router.config import RouterConfig
+from outrider_router.exporting import export_state
 from outrider_router.grpc_api import inference_service
 from outrider_router.metrics import RouterMetrics
 from outrider_router.service import RouterService
@@ -72,6 +73,7 @@ async def running_router(
         metrics=RouterMetrics(),
         clock=time.monotonic,
     )
+    export_state(service)
     await service.start()
     try:
         if wait:

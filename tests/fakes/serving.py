@@ -14,6 +14,7 @@ from outrider.transport.base import RouterConnection, ServingConnection
 from outrider.transport.inproc import local_sessions
 from outrider.transport.sessions import SessionIterators, failure_of
 from outrider.wire.accounting import flags_of_round
+from outrider.wire.logprobs import EventLogprobs, TokenLogprobs, pack_logprobs
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     REASON_CODES,
@@ -96,4 +97,14 @@ def one_row(handle: int, event: SessionEvent, told: SpecStats) -> SessionEvents:
         flags=np.array([flags], np.uint8),
         proposed=np.array([stats.proposed - told.proposed], np.uint16),
         accepted=np.array([stats.accepted - told.accepted], np.uint16),
+        logprobs=_one_rows_logprobs(event.logprobs) if event.logprobs else None,
+    )
+
+
+def _one_rows_logprobs(entries: tuple[TokenLogprobs, ...]) -> EventLogprobs:
+    values, top_ids = pack_logprobs(entries)
+    return EventLogprobs(
+        widths=np.array([1 + len(entries[0].top)], np.uint8),
+        values=np.array(values, np.float32),
+        top_ids=np.array(top_ids, np.int32),
     )

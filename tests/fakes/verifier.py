@@ -24,6 +24,7 @@ from outrider.wire.messages import (
     SessionsDraining,
     SessionSpec,
     SpecStats,
+    TokenLogprobs,
     VerifierInfo,
 )
 from tests.fakes.serving import ServesGenerators
@@ -36,6 +37,19 @@ def echo(spec: SessionSpec) -> Sequence[int]:
     """Repeat the prompt for ever, as far as the budget goes, from where the prefix ends."""
     prompt, done = spec.token_ids[: spec.prompt_len], len(spec.token_ids) - spec.prompt_len
     return [prompt[(done + i) % len(prompt)] for i in range(spec.max_new_tokens)]
+
+
+def scripted_logprobs(
+    spec: SessionSpec, end: int, tokens: Sequence[int]
+) -> tuple[TokenLogprobs, ...]:
+    """What comes with tokens that end before a position: numbers that tell the position."""
+    if spec.top_logprobs is None:
+        return ()
+    values = [-(end - len(tokens) + place) / 8 for place in range(len(tokens))]
+    top = spec.top_logprobs
+    return tuple(
+        TokenLogprobs(value, tuple((rank, value - rank) for rank in range(top))) for value in values
+    )
 
 
 class FakeVerifier(ServesGenerators):
@@ -55,6 +69,7 @@ class FakeVerifier(ServesGenerators):
         max_context_len: int = 2048,
     ) -> None:
         self.script = script
+        self.logprobs = scripted_logprobs
         self.tokens_per_round = tokens_per_round
         self.round_s = round_s
         self.specs: list[SessionSpec] = []
@@ -161,6 +176,7 @@ class FakeVerifier(ServesGenerators):
                     finish_reason=reason,
                     stats=stats,
                     drafter_attached=self._drafted(spec),
+                    logprobs=self.logprobs(spec, len(spec.token_ids) + at, tokens),
                 )
                 if reason is not None:
                     return

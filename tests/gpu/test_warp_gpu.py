@@ -10,6 +10,7 @@ from outrider.engine.kernels.drafts.coupled_topk import (
     put_coupled_topk_torch,
     put_coupled_topk_triton,
 )
+from outrider.engine.kernels.state import LegalBits
 from outrider.engine.kernels.warp.logits import (
     TokenPath,
     count_tokens,
@@ -38,9 +39,11 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("vocab", [100, 8193, 49_152, 128_256, 262_144])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_kernels_keep_what_the_host_keeps(vocab: int, seed: int, device: torch.device) -> None:
-    case = warp_case(SETTINGS, vocab, seed=seed)
+@pytest.mark.parametrize(("seed", "grammars"), [(0, False), (1, False), (2, True), (3, True)])
+def test_the_kernels_keep_what_the_host_keeps(
+    vocab: int, seed: int, grammars: bool, device: torch.device
+) -> None:
+    case = warp_case(SETTINGS, vocab, seed=seed, grammars=grammars)
     logits = case.logits.to(device)
     assert case.path.mask is not None
     warp_logits(
@@ -51,6 +54,7 @@ def test_the_kernels_keep_what_the_host_keeps(vocab: int, seed: int, device: tor
         case.positions.to(device),
         rows_per_slot=NODES,
         path=TokenPath(case.path.columns.to(device), case.path.mask.to(device)),
+        legal=None if case.legal is None else LegalBits(*(t.to(device) for t in case.legal)),
     )
     scores = case.scores(logits.cpu())
     for row, expected in enumerate(case.expected):

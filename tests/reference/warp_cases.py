@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.kernels.sampling import scaled_scores
-from outrider.engine.kernels.state import SamplingState, WarpState
+from outrider.engine.kernels.state import LegalBits, SamplingState, WarpState
 from outrider.engine.kernels.warp.path import TokenPath
 from outrider.engine.warper import TokenHistory, warp
 from outrider.spec.sampling import SamplingParams
@@ -33,6 +34,7 @@ class WarpCase(NamedTuple):
     path: TokenPath
     expected: Tensor
     """What the host's warper makes of each row: scores, divided by the temperature."""
+    legal: LegalBits | None = None
 
     def scores(self, warped: Tensor) -> Tensor:
         """Warped logits as the host's warper returns them."""
@@ -56,9 +58,15 @@ def odd_rows(vocab: int, generator: torch.Generator) -> list[Tensor]:
 
 
 def warp_case(
-    params: list[SamplingParams], vocab: int, *, seed: int = 0, rows: list[Tensor] | None = None
+    params: list[SamplingParams],
+    vocab: int,
+    *,
+    seed: int = 0,
+    rows: list[Tensor] | None = None,
+    grammars: bool = False,
 ) -> WarpCase:
-    """A session for each of `params`, with random tokens on the paths of a small tree."""
+    """A session for each of `params`, with random tokens on the paths of a small tree; every other
+    one is in a grammar, if there are any."""
     generator = torch.Generator().manual_seed(seed)
     rng = np.random.default_rng(seed)
     batch = len(params)
@@ -71,6 +79,7 @@ def warp_case(
     tokens = rng.integers(-1, min(vocab, 6), (batch, NODES)).astype(np.int32)
     depth = np.array([0, 1, 1, 2])
     positions = np.zeros((batch, NODES), np.int32)
+    masks = legal_masks(rng, batch * NODES, vocab)
     expected = []
     for index, one in enumerate(params):
         prompt, output = rng.integers(0, vocab, 8), rng.integers(0, vocab, 6) % 12
@@ -84,6 +93,7 @@ def warp_case(
             output_ids=output[:2],
             banned_first=BANNED_FIRST if until else (),
             banned_until=until,
+            legal=grammars and index % 2 == 0,
         )
         held.count([slot], [output[2:]])
         positions[index] = start + depth
@@ -94,6 +104,7 @@ def warp_case(
                 output_ids=output.astype(np.int32),
                 path_ids=tuple(int(tokens[index, n]) for n in _ancestors(place)),
                 banned_now=BANNED_FIRST if at < until else (),
+                legal=masks[index * NODES + place] if grammars and index % 2 == 0 else None,
             )
             row = logits[index * NODES + place : index * NODES + place + 1]
             expected.append(warp(row, [one], [history])[0])
@@ -111,7 +122,27 @@ def warp_case(
         torch.from_numpy(positions).flatten(),
         path,
         torch.stack(expected),
+        _shuffled(masks, generator) if grammars else None,
     )
+
+
+def legal_masks(rng: np.random.Generator, count: int, vocab: int) -> NDArray[np.uint32]:
+    """uint32 [count, W]: masks that allow nearly all, some, two, one or none of the ids."""
+    allowed = np.zeros((count, -(-vocab // 32) * 32), dtype=np.uint8)
+    for row in allowed:
+        share = rng.choice([0.0, 0.1, 0.5, 0.99])
+        row[:vocab] = rng.random(vocab) < share
+        if not share:
+            row[rng.integers(0, vocab, int(rng.integers(0, 3)))] = 1
+    return np.packbits(allowed, axis=1, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _shuffled(masks: NDArray[np.uint32], generator: torch.Generator) -> LegalBits:
+    """Rows of bits lie in any order."""
+    order = torch.randperm(len(masks), generator=generator)
+    bits = torch.empty(masks.shape, dtype=torch.int32)
+    bits[order] = torch.from_numpy(masks.view(np.int32))
+    return LegalBits(bits, order.to(torch.int32))
 
 
 def _ancestors(place: int) -> list[int]:

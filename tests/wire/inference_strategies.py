@@ -18,6 +18,7 @@ from tests.wire.strategies import (
     METHODS,
     NAMES,
     STATS,
+    STRUCTURED,
     TIMES,
     UINT32,
     UINT64,
@@ -72,6 +73,7 @@ REQUESTS = st.builds(
     priority=st.integers(-100, 100),
     resumable=st.booleans(),
     top_logprobs=st.none() | st.integers(0, 20),
+    structured_output=STRUCTURED,
 )
 POSITIONS = st.builds(
     inference.StreamPosition,

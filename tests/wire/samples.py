@@ -12,6 +12,7 @@ from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
 from outrider.spec.law import DraftLaw
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.spec.tree import DraftTree
 from outrider.wire import inference as api
 from outrider.wire import messages as m
@@ -19,6 +20,7 @@ from outrider.wire.pool_codec import Removed
 from tests.wire.kinds import KINDS
 
 SESSION = SessionId("router-1/42")
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SAMPLING = SamplingParams(
     temperature=0.75,
     top_k=50,
@@ -164,6 +166,21 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             sampling=SAMPLING.for_drafter(),
             max_len=612,
             prompt_len=100,
+            traceparent=TRACEPARENT,
+        ),
+    ),
+    "structured_start": (
+        "verifier",
+        m.SessionStart(
+            handle=3,
+            session_id=SESSION,
+            epoch=1,
+            plan=PLAN,
+            sampling=SAMPLING.for_drafter(),
+            max_len=612,
+            prompt_len=100,
+            structured_output=StructuredOutput(StructuredKind.JSON_SCHEMA, '{"type": "object"}'),
+            stop_token_ids=(2, 49151),
         ),
     ),
     "plan_change": ("verifier", m.PlanChange(handle=70000, plan=Plan())),
@@ -185,6 +202,8 @@ SAMPLES: dict[str, tuple[str, Any]] = {
                 plan=PLAN,
                 drafter_id=DrafterId("drafter-a"),
                 priority=-5,
+                structured_output=StructuredOutput(StructuredKind.REGEX, "[0-9]+"),
+                traceparent=TRACEPARENT,
             ),
         ),
     ),
@@ -333,6 +352,20 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         ),
     ),
     "text_request": ("request", api.GenerateRequest(prompt=api.TextPrompt("Once upon"))),
+    "json_request": (
+        "request",
+        api.GenerateRequest(
+            prompt=api.TextPrompt("Once upon"),
+            structured_output=StructuredOutput(StructuredKind.JSON_OBJECT),
+        ),
+    ),
+    "grammar_request": (
+        "request",
+        api.GenerateRequest(
+            prompt=api.TextPrompt("Once upon"),
+            structured_output=StructuredOutput(StructuredKind.GRAMMAR, 'start: "a" | "b"'),
+        ),
+    ),
     "token_request": (
         "request",
         api.GenerateRequest(prompt=api.TokenPrompt((1, 2, 3)), priority=7, resumable=True),

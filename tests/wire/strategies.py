@@ -11,6 +11,7 @@ from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.law import DraftLaw, make_law
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.spec.tree import DraftTree, children
 from outrider.wire import messages
 from outrider.wire.pool_codec import Removed
@@ -22,6 +23,7 @@ IDS = st.integers(0, 2**24 - 1)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30)
 MAYBE_NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 SESSION_IDS = NAMES.map(SessionId)
+TRACEPARENTS = st.just("") | st.from_regex(r"\A00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]\Z")
 METHODS = st.lists(st.sampled_from(DraftMethod), max_size=5).map(tuple)
 HANDLES = st.integers(0, 2**20 - 1)
 TIMES = st.floats(0, 1e9)
@@ -45,6 +47,14 @@ SAMPLING = st.builds(
     logit_bias=BIASES,
     seed=UINT64,
     rule=st.sampled_from(Rule),
+)
+STRUCTURED = st.none() | st.one_of(
+    st.just(StructuredOutput(StructuredKind.JSON_OBJECT)),
+    st.builds(
+        StructuredOutput,
+        st.sampled_from([kind for kind in StructuredKind if kind != "json_object"]),
+        NAMES,
+    ),
 )
 PLANS = st.builds(
     Plan,
@@ -196,6 +206,9 @@ VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
         sampling=SAMPLING.map(SamplingParams.for_drafter),
         max_len=LENGTHS,
         prompt_len=LENGTHS,
+        structured_output=STRUCTURED,
+        stop_token_ids=id_lists(8),
+        traceparent=TRACEPARENTS,
     ),
     st.builds(messages.PlanChange, handle=HANDLES, plan=PLANS),
     st.builds(messages.SessionEnd, handle=HANDLES),
@@ -218,6 +231,8 @@ def session_specs(draw: st.DrawFn) -> messages.SessionSpec:
         drafter_id=draw(st.none() | NAMES.map(DrafterId)),
         priority=draw(st.integers(-100, 100)),
         top_logprobs=draw(st.none() | st.integers(0, 20)),
+        structured_output=draw(STRUCTURED),
+        traceparent=draw(TRACEPARENTS),
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.errors import InvalidMessageError, InvalidRequestError
+from outrider.spec.structured import MAX_STRUCTURE_BYTES
 from outrider.wire import codec
 from outrider.wire.inference import GenerateRequest, SamplingOptions, TextPrompt
 from outrider.wire.inference_codec import event_from_pb, request_from_pb, request_to_pb
@@ -25,7 +26,12 @@ from outrider.wire.messages import (
 from outrider.wire.pool_codec import address_from_pb
 from outrider.wire.rounds import sound_proposals
 from outrider.wire.v1 import common_pb2, control_pb2, exchange_pb2, inference_pb2, pool_pb2
-from tests.wire.samples import PLAN, SAMPLES, SAMPLING, SESSION, TREE
+from tests.wire.samples import PLAN, SAMPLES, SAMPLING, SESSION, TREE, encoder
+
+
+def logprob_events_pb() -> control_pb2.SessionsResponse:
+    encoded = codec.encode_sessions_message(SAMPLES["logprobs_events"][1])
+    return control_pb2.SessionsResponse.FromString(encoded)
 
 
 def int32(*values: int) -> bytes:
@@ -187,6 +193,7 @@ BAD_SPECS: dict[str, tuple[Change, str]] = {
     "rule": (lambda s: setattr(s.sampling, "rule", 77), "rule must be one of"),
     "plan": (lambda s: setattr(s.plan, "draft_tokens", 257), "draft_tokens must be in"),
     "method": (lambda s: setattr(s.plan, "method", 50), "method must be one of"),
+    "logprobs": (lambda s: setattr(s, "top_logprobs", 21), r"top_logprobs must be in \[0, 20\]"),
     "drafter": (lambda s: setattr(s, "drafter_id", ""), "drafter_id must not be empty"),
 }
 
@@ -241,6 +248,74 @@ def test_a_row_that_makes_no_sense_costs_its_own_session(name: str) -> None:
     assert events.finish_reasons.tolist() == [MALFORMED_ROW, 0]
 
 
+BAD_LOGPROBS: dict[str, tuple[Change, str]] = {
+    "widths of whom": (
+        lambda e: setattr(e, "logprob_widths", b"\3"),
+        "logprob_widths must have 3 rows, got 1",
+    ),
+    "none said": (lambda e: e.ClearField("logprob_widths"), "logprob_widths must have 3 rows"),
+    "wide": (lambda e: setattr(e, "logprob_widths", b"\x16\0\1"), "at most 21, got 22"),
+    "values": (lambda e: setattr(e, "logprobs", float32(-1)), "logprobs must have 7 entries"),
+    "ids": (lambda e: setattr(e, "top_ids", int32(1)), "top_ids must have 4 entries, got 1"),
+    "odd bytes": (lambda e: setattr(e, "logprobs", b"\0" * 5), "not a multiple of 4"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LOGPROBS)
+def test_columns_of_logprobs_that_do_not_fit_are_refused(name: str) -> None:
+    change, reason = BAD_LOGPROBS[name]
+    message = logprob_events_pb()
+    change(message.events)
+    with pytest.raises(InvalidMessageError, match=reason):
+        codec.decode_sessions_message(message.SerializeToString())
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.1, math.inf, -math.inf, -10000.0])
+def test_what_is_no_logarithm_of_a_probability_costs_its_own_session(value: float) -> None:
+    message = logprob_events_pb()
+    message.events.logprobs = float32(-1, -1, -1, -1, value, -1, -1)
+    events = codec.decode_sessions_message(message.SerializeToString())
+    assert isinstance(events, SessionEvents)
+    assert events.finish_reasons.tolist() == [MALFORMED_ROW, 0, 0]
+
+
+@pytest.mark.parametrize("id_", [-1, 2**24])
+def test_a_probable_id_that_is_none_costs_its_own_session(id_: int) -> None:
+    message = logprob_events_pb()
+    message.events.top_ids = int32(12, 11, id_, 49151)
+    events = codec.decode_sessions_message(message.SerializeToString())
+    assert isinstance(events, SessionEvents)
+    assert events.finish_reasons.tolist() == [MALFORMED_ROW, 0, 0]
+
+
+BAD_DELTAS: dict[str, tuple[Change, str]] = {
+    "too few": (lambda d: d.logprobs.pop(), "logprobs must have 2 entries or none, got 1"),
+    "ids alone": (
+        lambda d: d.logprobs[1].top_token_ids.append(1),
+        "top_logprobs must have 1 entries, got 0",
+    ),
+    "many": (
+        lambda d: d.logprobs[0].top_token_ids.extend(range(20)),
+        "top_token_ids must have at most 20 entries, got 22",
+    ),
+    "nan": (lambda d: setattr(d.logprobs[0], "logprob", math.nan), r"logprob must be in \[-9999"),
+    "positive": (
+        lambda d: d.logprobs[0].top_logprobs.__setitem__(0, 0.5),
+        r"top_logprobs must be in \[-9999.0, 0\], got 0.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DELTAS)
+def test_logprobs_of_a_delta_that_make_no_sense_are_refused(name: str) -> None:
+    change, reason = BAD_DELTAS[name]
+    encoded = encoder("logprobs_delta")(SAMPLES["logprobs_delta"][1])
+    message = inference_pb2.GenerateStreamResponse.FromString(encoded)
+    change(message.delta)
+    with pytest.raises(InvalidMessageError, match=reason):
+        event_from_pb(message)
+
+
 BAD_REQUESTS: dict[str, tuple[inference_pb2.GenerateRequest, str]] = {
     "no prompt": (inference_pb2.GenerateRequest(), "one of text, token_ids and chat"),
     "empty text": (inference_pb2.GenerateRequest(text=""), "text must not be empty"),
@@ -256,6 +331,10 @@ BAD_REQUESTS: dict[str, tuple[inference_pb2.GenerateRequest, str]] = {
     "empty stop": (
         inference_pb2.GenerateRequest(text="x", stopping={"stop": [""]}),
         "stop must not be empty",
+    ),
+    "many logprobs": (
+        inference_pb2.GenerateRequest(text="x", top_logprobs=21),
+        r"top_logprobs must be in \[0, 20\], got 21",
     ),
     "many stops": (
         inference_pb2.GenerateRequest(text="x", stopping={"stop": ["a"] * 65}),
@@ -358,3 +437,18 @@ def test_a_verifier_is_told_the_seed_itself() -> None:
     refused = codec.decode_sessions_request(message.SerializeToString())
     assert isinstance(refused, MalformedOpen)
     assert "must bring a seed" in refused.error.message
+
+
+def test_the_form_of_an_answer_must_be_one_that_the_contract_knows() -> None:
+    for empty in (common_pb2.StructuredOutput(), common_pb2.StructuredOutput(json_object=False)):
+        request = inference_pb2.GenerateRequest(text="x", structured_output=empty)
+        with pytest.raises(InvalidMessageError, match="must be one of json_schema"):
+            request_from_pb(request)
+    too_long = common_pb2.StructuredOutput(regex="é" * (MAX_STRUCTURE_BYTES // 2 + 1))
+    with pytest.raises(InvalidMessageError, match="at most 262144 bytes, got 262146"):
+        request_from_pb(inference_pb2.GenerateRequest(text="x", structured_output=too_long))
+    bad = open_pb()
+    bad.open.spec.structured_output.grammar = ""
+    opened = codec.decode_sessions_request(bad.SerializeToString())
+    assert isinstance(opened, MalformedOpen)
+    assert "needs a text" in opened.error.message

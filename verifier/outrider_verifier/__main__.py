@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from outrider.awake import AwakeCores
-from outrider.config import load_config
+from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
-from outrider.process import run, tune_interpreter
+from outrider.metrics_port import PortMetrics, serve_metrics
+from outrider.process import add_tls_arguments, run, tune_interpreter
+from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
 from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
 
@@ -33,7 +35,12 @@ _EXIT_MISUSE = 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
-    """Configuration from --config FILE.toml, overridden by flags. Raises InvalidRequestError."""
+    """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
+    return parse_config(VerifierConfig, make_parser(), argv, "verifier").config
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; flags are stored by the keys that they set."""
     parser = argparse.ArgumentParser(
         prog="outrider-verifier", description="Host the target model and verify drafts."
     )
@@ -75,9 +82,10 @@ def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
     parser.add_argument("--bench-round-ms", type=float, help="benchmarks only: as a larger model")
     parser.add_argument("--bench-row-us", type=float, help="benchmarks only: of each further row")
     parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
+    add_tls_arguments(parser)
+    add_tracing_flags(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
-    flags = vars(parser.parse_args(argv))
-    return load_config(VerifierConfig, flags.pop("config"), flags)
+    return parser
 
 
 async def serve(config: VerifierConfig) -> int:
@@ -87,7 +95,7 @@ async def serve(config: VerifierConfig) -> int:
 
 
 async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
-    from outrider.transport.grpc import GrpcConfig, GrpcServer, verifier_services
+    from outrider.transport.grpc import Access, GrpcConfig, GrpcServer, verifier_services
     from outrider.transport.heartbeat import HeartbeatConfig
     from outrider_verifier.build import build_service
 
@@ -101,7 +109,10 @@ async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
     grpc_config = GrpcConfig(heartbeat=heartbeat)
     service = await asyncio.to_thread(build_service, config, awake)
     tune_interpreter()
-    server = GrpcServer(config.listen, verifier_services(service, grpc_config), config=grpc_config)
+    ports = PortMetrics(service.metrics.registry)
+    access = Access(tls=config.tls, on_refused=ports.refused, on_handshake=ports.handshake)
+    services = verifier_services(service, grpc_config)
+    server = GrpcServer(config.listen, services, config=grpc_config, access=access)
     try:
         awake.adopt_thread()
         service.start()
@@ -129,12 +140,9 @@ def _serve_metrics(config: VerifierConfig, service: VerifierService) -> str:
     """Start the Prometheus endpoint; its address, "" if none is wanted."""
     if config.metrics_port < 0:
         return ""
-    from prometheus_client import start_http_server
-
-    server, _thread = start_http_server(
-        config.metrics_port, addr=config.metrics_host, registry=service.metrics.registry
+    return serve_metrics(
+        service.metrics.registry, config.metrics_host, config.metrics_port, tls=config.tls
     )
-    return f"{config.metrics_host}:{server.server_port}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,7 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        with recording(config.trace_file, "verifier"):
+        spans = exporting(config.tracing, "outrider-verifier", config.verifier_id)
+        with recording(config.trace_file, "verifier"), spans:
             return run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")

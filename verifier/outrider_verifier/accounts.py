@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from outrider import trace
+from outrider.errors import InvalidRequestError
 from outrider.wire.accounting import add_round
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
@@ -29,10 +30,13 @@ class Accounts:
     def follow_up(self, settled: Settled) -> int:
         """Count, emit; finish the session if that was its end. Returns the tokens emitted."""
         session, tokens = settled.session, settled.tokens
+        if session.constraint is not None and session.constraint.failed:
+            self._core.fail(session, _structure_failed(session.constraint.failed))
+            return 0
         if settled.verified is not None:
             self._count(settled, settled.verified)
         if tokens:
-            self._core.emit(session, tokens, settled.reason)
+            self._core.emit(session, tokens, settled.reason, settled.result.logprobs)
         if settled.reason is not None:
             self._core.counters["finished"] += 1
             self._core.room.lengths.observe(session.length - session.spec.prompt_len)
@@ -118,3 +122,9 @@ class Accounts:
             looked_ahead=looked_ahead,
             hit=hit,
         )
+
+
+def _structure_failed(why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the structured output cannot go on: {why}", reason="STRUCTURE_FAILED"
+    )

@@ -11,7 +11,8 @@ import torch
 
 from outrider.awake import AwakeCores
 from outrider.engine.config import ModelConfig
-from outrider.engine.device.current import make_current
+from outrider.engine.device.current import check_device, check_kernels, make_current
+from outrider.engine.device.legal_rows import legal_bytes
 from outrider.engine.device.warp_slots import warp_bytes
 from outrider.engine.heads import (
     DraftHead,
@@ -25,8 +26,9 @@ from outrider.engine.loading import kv_bytes_per_token, load_lm_head, load_targe
 from outrider.engine.products import choices, set_threads
 from outrider.engine.target import TargetModel
 from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.grammar.grammars import Grammars
 from outrider.models import resolve
-from outrider.text.tokenizer import tokenizer_hash
+from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
 from outrider_verifier.assembly import feature_dtype
 from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
 from outrider_verifier.engine import RoundEngine
@@ -45,6 +47,9 @@ def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> Ve
     """
     if not config.model:
         raise InvalidRequestError("`model` must be given", reason="INVALID_CONFIG")
+    check_device(config.device)
+    if uses_device_engine(config):
+        check_kernels()
     set_threads(config.threads, config.device)
     make_current(config.device)
     began = time.monotonic()
@@ -76,6 +81,7 @@ def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> Ve
         max_context_len=target.config.max_position_embeddings,
         model_name=config.model,
         tokenizer_hash=tokenizer_hash(path),
+        grammars=Grammars.load(tokenizer_file(path), vocab_size=target.vocab_size),
         awake=awake,
     )
 
@@ -140,7 +146,8 @@ def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
             head_bytes=head_bytes,
             # The head's vocabulary is no larger.
             warp_bytes=(2 if config.drafts_itself else 1)
-            * warp_bytes(config.max_sessions, model.vocab_size),
+            * warp_bytes(config.max_sessions, model.vocab_size)
+            + legal_bytes(config.max_sessions, config.max_tree_nodes + 1, model.vocab_size),
         ),
         bytes_per_token=per_token,
         most_tokens=config.max_sessions * (longest + config.max_tree_nodes),

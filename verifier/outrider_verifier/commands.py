@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.grammar.grammars import Grammar
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.transport.lane import Lane
@@ -35,6 +36,8 @@ class Open:
     ticket: int
     spec: SessionSpec
     answer: asyncio.Future[None]
+    grammar: Grammar | None = None
+    """Of its structured output; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True)

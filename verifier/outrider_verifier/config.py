@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from outrider.awake import check_request
+from outrider.config import OneOf
+from outrider.logs import LEVELS, check_level
+from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_DRAFT_TOP_K
+from outrider.transport.tls import TlsConfig
 from outrider_verifier.preemption import Way
 from outrider_verifier.simulation import parse_rates
 
@@ -37,7 +42,7 @@ class VerifierConfig:
     """HOST:PORT of the gRPC server; port 0 picks a free one."""
     features_from: str = ""
     """Draft head checkpoint whose feature projection runs here; empty serves no features."""
-    placement: str = SEPARATE
+    placement: Annotated[str, OneOf(PLACEMENTS)] = SEPARATE
     """Where drafts are made: separate (by drafters that attach), colocated (by the head of
     `features_from` in this process), fused (the same, in one CUDA graph with the target)."""
     draft_length: int = 3
@@ -51,7 +56,7 @@ class VerifierConfig:
     round ("2.6"), or the conditional rate of each draft position ("0.8,0.6,0.4"); empty is off."""
     cuda_graphs: bool = True
     """Whether rounds are replayed from CUDA graphs; without, kernels are launched one by one."""
-    dtype: str = "float32"
+    dtype: Annotated[str, OneOf(DTYPES)] = "float32"
     """Compute dtype of the target, float32 or bfloat16; features cross the wire in it."""
     device: str = "cpu"
     """torch device of the target."""
@@ -59,7 +64,7 @@ class VerifierConfig:
     """Compute threads of torch; 0 measures which number is fastest, where it computes on a CPU."""
     awake_cores: int = 0
     """Cores kept from going idle while sessions are served, for threads that wake at once; with an
-    accelerator only. A process that does rounds with others over gRPC uses 3."""
+    accelerator only. One that does rounds with drafters in other processes uses 3."""
     kv_tokens: int = 0
     """KV budget: tokens of all sessions together, prompt, output and draft nodes; 0 takes what
     `memory_fraction` of a CUDA device leaves, 32768 elsewhere."""
@@ -78,11 +83,12 @@ class VerifierConfig:
     max_preemptions: int = 4
     """How often one session may be preempted; the last time it comes back only with all the blocks
     that it may ever need. 0 preempts nobody: every session is let in so."""
-    preemption: str = AUTOMATIC_PREEMPTION
+    preemption: Annotated[str, OneOf(PREEMPTIONS)] = AUTOMATIC_PREEMPTION
     """How a preempted session gets its K/V back: swap (from host memory, within swap_space_gb),
     recompute (from its tokens), or auto, whichever is measured to cost less."""
     swap_space_gb: float = 4.0
-    """Host memory for the K/V of preempted sessions, taken as it is needed; 0 never swaps."""
+    """Host memory for the K/V of preempted sessions, taken as it is needed (on a CUDA device
+    pinned, and taken at the start); 0 never swaps."""
     aging_s: float = 10.0
     """A waiting session's priority counts one more for every so many seconds that it has waited."""
     max_context_len: int = 0
@@ -100,11 +106,12 @@ class VerifierConfig:
     gather_ms: float = -1.0
     """How long a ready row waits for other rows' proposals, so that they share a forward; -1: 1 ms
     on a CPU, 5 ms on a CUDA device, where a round of more rows takes hardly longer."""
-    planner: str = AUTOMATIC_PLANNER
+    planner: Annotated[str, OneOf(PLANNERS)] = AUTOMATIC_PLANNER
     """Whether sessions speculate, how long their drafts are and how long they wait for them:
     automatic follows what is measured, within their plans; fixed carries plans out as they are."""
     inbox_per_session: int = 64
-    """Proposals kept per session for prefixes that may come about with the next round."""
+    """Proposals kept per session for prefixes that may come about with the next round; the newest
+    stay."""
     inbox_mb: int = 64
     """Memory of all proposals that are kept; past it the oldest messages go."""
     feature_budget_mb: int = 512
@@ -126,13 +133,17 @@ class VerifierConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """This process's certificate, for its own ports and for those that it connects to."""
     bench_round_ms: float = 0.0
     """Benchmarks only: rounds of one row last so long, as with a larger model; 0: as they do."""
     bench_row_us: float = 0.0
     """Of each further row of such a round."""
     trace_file: str = ""
     """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
-    log_level: str = "INFO"
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    """Spans of requests, for OpenTelemetry."""
+    log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
     """Level of the log on stderr."""
 
     def __post_init__(self) -> None:
@@ -162,7 +173,9 @@ class VerifierConfig:
             "bench_row_us",
         ):
             _require(getattr(self, name) >= 0, f"{name} must not be negative")
+        check_level(self.log_level)
         self._check_drafting()
+        self.tls.for_fleet()
         check_request(self.awake_cores, self.device)
         _require(self.gather_ms == AUTOMATIC or self.gather_ms >= 0, "gather_ms must be -1 or >= 0")
         _require(self.prompt_stretch >= 1.0, "prompt_stretch must be at least 1")

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import assert_never
 
 from outrider.engine.kvcache import KVPool
+from outrider.engine.logprobs import PathLogprobs
 from outrider.errors import (
     AlreadyExistsError,
     InternalError,
@@ -48,6 +49,7 @@ from outrider_verifier.commands import (
 from outrider_verifier.conduct import Conduct
 from outrider_verifier.effects import Answer, Effect, Emits, Fail, Moved, Post
 from outrider_verifier.features import FeatureStore
+from outrider_verifier.forms import begin_constraint
 from outrider_verifier.handover import FEATURE_FED, Handover, may_need_features
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.incoming import Incoming
@@ -181,7 +183,7 @@ class Core:
         try:
             match command:
                 case Open():
-                    self._open(command.spec, command.ticket, now)
+                    self._open(command, now)
                 case SetPlan():
                     self._set_plan(command.session_id, command.plan)
                 case Close():
@@ -194,7 +196,8 @@ class Core:
         if command.answer is not None:
             self._post(Answer(command.answer, error))
 
-    def _open(self, spec: SessionSpec, ticket: int, now: float) -> None:
+    def _open(self, command: Open, now: float) -> None:
+        spec = command.spec
         check_spec(
             spec,
             vocab_size=self._vocab_size,
@@ -208,13 +211,14 @@ class Core:
                 reason="SESSION_EXISTS",
             )
         self._check_places(old)
+        constraint = begin_constraint(spec, command.grammar)
         if old is not None:
             self._cancel(old)
         own_draft = self._own_draft(spec, spec.plan)
         keeps = self.store is not None and may_need_features(spec, own_draft)
         kv = self._pool.sequence()
-        session = Session.create(spec, ticket=ticket, kv=kv, now=now, keeps_features=keeps)
-        session.own_draft = own_draft
+        session = Session.create(spec, ticket=command.ticket, kv=kv, now=now, keeps_features=keeps)
+        session.own_draft, session.constraint = own_draft, constraint
         self.sessions[spec.session_id] = session
         try:
             self.room.enter(session)
@@ -241,8 +245,10 @@ class Core:
             )
 
     def _own_draft(self, spec: SessionSpec, plan: Plan) -> int:
-        """Length of the drafts that this process makes for a session; 0: it makes none."""
+        """Length of the drafts that this process makes for a session; 0: it makes none. Where the
+        tree is drawn on the device nobody could have masked it."""
         own = spec.drafter_id is None and plan.speculative and plan.method in OWN_METHODS
+        own = own and spec.structured_output is None
         return self._runner.drafts_itself if own else 0
 
     def _set_drafter(self, command: SetDrafter) -> None:
@@ -320,8 +326,10 @@ class Core:
         session: Session,
         tokens: tuple[int, ...],
         finish_reason: FinishReason | None,
+        logprobs: PathLogprobs | None = None,
     ) -> None:
-        """Send an event of the session; those of a round leave together."""
+        """Send an event of the session; those of a round leave together. `logprobs` may go on
+        behind the tokens."""
         if self._emits is None:
             self._emits = Emits()
             self.post(self._emits)
@@ -339,6 +347,7 @@ class Core:
             flags=flags,
             proposed=stats.proposed - told.proposed,
             accepted=stats.accepted - told.accepted,
+            logprobs=logprobs,
         )
 
     def seal(self) -> None:

@@ -38,19 +38,15 @@ from outrider.engine.device.warm_up import warm_up
 from outrider.engine.device.warp_slots import check_banned_first
 from outrider.engine.heads import DraftHead, FeatureProjection
 from outrider.engine.kvcache import KVPool
+from outrider.engine.logprobs import PathLogprobs
 from outrider.engine.swap import SwapSpace
 from outrider.engine.target import TargetModel
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.device_groups import (
-    Chunk,
-    Group,
-    add_prompts,
-    group_rows,
-)
+from outrider_verifier.device_groups import Chunk, Group, add_prompts, asked_of, group_rows
 from outrider_verifier.device_seats import Seats
 from outrider_verifier.engine import wire_array
-from outrider_verifier.judged import Judged, decoded
+from outrider_verifier.judged import Judged, decoded, read_logprobs
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.runner import Flight, RoundOutcome, RowOutcome
 from outrider_verifier.sessions import Session
@@ -97,6 +93,8 @@ class DeviceRoundEngine:
         self.slack = slack
         self._seats = Seats(slots, own_head)
         self._prompt_stretch, self._as_of = prompt_stretch, as_of
+        self._asking: set[int] = set()
+        """Tickets of sessions that ask for log-probabilities."""
         self._beside: dict[int, int] = {}
         """Prompt tokens beside so many rows, once asked for."""
         self._collected = 0.0
@@ -248,9 +246,12 @@ class DeviceRoundEngine:
         """See `RoundRunner`."""
         spec = session.spec
         check_banned_first(spec.stop_token_ids if spec.min_new_tokens else ())
+        if spec.top_logprobs is not None:
+            self._asking.add(session.ticket)
 
     def close(self, session: Session) -> None:
         """Take the slot back, or forget the copy."""
+        self._asking.discard(session.ticket)
         self._seats.close(session)
 
     def grown(self, session: Session) -> None:
@@ -292,6 +293,7 @@ class DeviceRoundEngine:
                 judge=group.judge,
                 features=group.keeps_features,
                 pieces=group.pieces,
+                asked=asked_of(group) if self._asking else None,
             )
         return DeviceFlight(prefill, verify, groups, submitted)
 
@@ -312,10 +314,14 @@ class DeviceRoundEngine:
         for group in flight.groups:
             assert group.launched is not None
             rows += len(group.rows) * group.launched.shape.nodes
+            told = read_logprobs(group.launched)
             if group.rows:
-                judged.append(self._read(group, group.launched))
+                judged.append(self._read(group, group.launched, told.rows))
             for chunk in group.chunks:
-                prompts[chunk.place] = self._read_chunk(chunk, group.launched)
+                outcome = self._read_chunk(chunk, group.launched)
+                if told.pieces and outcome.acceptance is not None:
+                    outcome = outcome._replace(logprobs=told.pieces.get(chunk.last))
+                prompts[chunk.place] = outcome
         # A round that was submitted behind another one began when that one ended.
         now = time.perf_counter()
         took = now - max(flight.submitted, self._collected)
@@ -329,7 +335,7 @@ class DeviceRoundEngine:
             project_s=0.0,
         )
 
-    def _read(self, group: Group, launched: Launched) -> Judged:
+    def _read(self, group: Group, launched: Launched, logprobs: dict[int, PathLogprobs]) -> Judged:
         """Outcomes of rows that the device judged."""
         words_of_rows, _ = launched.outcome()
         words = words_of_rows[: len(group.rows)]
@@ -338,7 +344,7 @@ class DeviceRoundEngine:
             if not row.session.ended:
                 row.session.kv.advance(count)
         drafted = self.drafts_itself if group.own else 0
-        return Judged(group, words, counts, self._wire_features(launched), drafted)
+        return Judged(group, words, counts, self._wire_features(launched), drafted, logprobs)
 
     def _read_chunk(self, chunk: Chunk, launched: Launched) -> RowOutcome:
         """The outcome of prompt tokens that ran as pieces."""

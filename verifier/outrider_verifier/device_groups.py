@@ -8,13 +8,14 @@ from typing import Final
 
 import numpy as np
 
+from outrider.engine.device.logprobs import Asked
 from outrider.engine.device.pieces import Piece, cut
 from outrider.engine.device.round_rows import RoundRows, RowInput
 from outrider.engine.device.rounds import Launched
 from outrider.engine.device.shapes import Drafts, Judge
 from outrider.wire.messages import Proposals
 from outrider_verifier.device_seats import Seat
-from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.packing import PrefillRow, VerifyRow, legal_masks
 
 _NO_ROWS: Final = RoundRows.of([])
 
@@ -69,6 +70,29 @@ class Group:
         return self.drafts is Drafts.OWN
 
 
+def asked_of(group: Group) -> Asked | None:
+    """Which of the tokens that a launch emits come with log-probabilities; None: none of them."""
+    rows: list[int] = []
+    tops: list[int] = []
+    depth = 0
+    for place, row in enumerate(group.rows):
+        top = row.session.spec.top_logprobs
+        if top is None:
+            continue
+        rows.append(place)
+        tops.append(top)
+        draft = row.draft
+        deepest = int(draft.depths.max()) if draft is not None and len(draft.tree) else 0
+        depth = max(depth, 1 + deepest, 1 + (row.own_depth if group.own else 0))
+    pieces: list[int] = []
+    for chunk in group.chunks:
+        top = chunk.row.session.spec.top_logprobs
+        if top is not None and chunk.row.last:
+            pieces.append(chunk.last)
+            tops.append(top)
+    return Asked(rows, depth, pieces, tops) if tops else None
+
+
 def group_rows(
     verify: Sequence[VerifyRow], seats: Sequence[Seat], most_rows: Callable[[int], int]
 ) -> list[Group]:
@@ -81,7 +105,7 @@ def group_rows(
         for places in [alike] if own else _fitting(alike, verify, most_rows):
             rows = [verify[place] for place in places]
             group = Group(places, rows, [seats[place] for place in places])
-            group.inputs = round_rows(rows, group.seats)
+            group.inputs = _masked(round_rows(rows, group.seats), rows)
             group.drafts = Drafts.OWN if own else group.inputs.drafts
             group.judge = _judge(group.seats)
             groups.append(group)
@@ -126,6 +150,13 @@ def round_rows(rows: Sequence[VerifyRow], seats: Sequence[Seat]) -> RoundRows:
     return RoundRows(slots, counts, drafts.tokens, drafts.parents)
 
 
+def _masked(inputs: RoundRows, rows: Sequence[VerifyRow]) -> RoundRows:
+    """The same with what the sessions' grammars allow, where any is in one."""
+    if not any([row.session.constraint is not None for row in rows]):
+        return inputs
+    return inputs._replace(legal=[legal_masks(row.session, row.draft) for row in rows])
+
+
 def _message(rows: Sequence[VerifyRow]) -> Proposals | None:
     """The message without laws that all drafts of these rows came in as they are; None if there is
     none."""
@@ -162,6 +193,8 @@ def add_prompts(
         # Of a session that goes on the root is known, so no token is sampled before it.
         known = row.session.tokens[: row.session.length]
         chunk = Chunk(place, row, first, cut(seat.slot, known, row.start, row.end))
+        if row.last and row.session.constraint is not None:
+            chunk.pieces[-1] = chunk.pieces[-1]._replace(legal=legal_masks(row.session, None))
         group.chunks.append(chunk)
         first += len(chunk.pieces)
 

@@ -72,7 +72,11 @@ class Seats:
         its own: the next round has none."""
         slot = self._slots.open(session.kv)
         kept = self._suspended.give(session)
-        warped = [_begin_warp(warps, slot, session) for warps in self._warps]
+        # The own head drafts for no session that is in a grammar.
+        warped = [
+            _begin_warp(warps, slot, session, target=warps is self._slots.warp)
+            for warps in self._warps
+        ]
         seat = self._seats[session.ticket] = Seat.of(session, slot, warped=any(warped))
         begun = session.emitted > 0
         self._slots.begin(
@@ -156,7 +160,7 @@ class Seats:
         self._slots.grow(added)
 
 
-def _begin_warp(warps: WarpSlots, slot: int, session: Session) -> bool:
+def _begin_warp(warps: WarpSlots, slot: int, session: Session, *, target: bool) -> bool:
     """What the session does to its logits, by all that it has emitted."""
     spec, known = session.spec, session.tokens[: session.length]
     warps.begin(
@@ -166,5 +170,6 @@ def _begin_warp(warps: WarpSlots, slot: int, session: Session) -> bool:
         output_ids=known[spec.prompt_len :],
         banned_first=spec.stop_token_ids if spec.min_new_tokens else (),
         banned_until=session.stops_from,
+        legal=target and session.constraint is not None,
     )
     return warps.warps(slot)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.engine.logprobs import PathLogprobs
 from outrider.errors import OutriderError
 from outrider.ids import DrafterId
 from outrider.wire.messages import VerifierMessage
@@ -27,6 +28,8 @@ class Emits:
     """DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | LOOKED_AHEAD | HIT | flags of PLANNED."""
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    logprobs: dict[int, PathLogprobs] = field(default_factory=dict)
+    """Of the tokens of rows whose sessions ask, by row."""
 
     def __len__(self) -> int:
         return len(self.tickets)
@@ -41,8 +44,11 @@ class Emits:
         flags: int,
         proposed: int,
         accepted: int,
+        logprobs: PathLogprobs | None = None,
     ) -> None:
-        """Add the event of one session."""
+        """Add the event of one session; `logprobs` may go on behind its tokens."""
+        if logprobs is not None:
+            self.logprobs[len(self.tickets)] = logprobs.first(len(tokens))
         self.tickets.append(ticket)
         self.round_ids.append(round_id)
         self.counts.append(len(tokens))

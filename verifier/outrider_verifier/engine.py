@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.acceptance import Acceptance, accept
 from outrider.engine.kvcache import KVPool
+from outrider.engine.logprobs import AskedPath, PathLogprobs, logprobs_of
 from outrider.engine.swap import SwapSpace
 from outrider.engine.target import ForwardBatch, ForwardOutput, Segment
 from outrider.wire.messages import TensorDtype
@@ -166,12 +167,13 @@ class RoundEngine:
         output = self._target.forward(batch, tap_layers=taps)
         forwarded = time.perf_counter()
         acceptances = self._accept(output.logits, packed)
+        logprobs = self._logprobs(output.logits, packed, acceptances)
         accepted = time.perf_counter()
         features = self._features(output.taps, packed)
         projected = time.perf_counter()
         outcomes = [
-            RowOutcome(acceptance=acceptance, features=rows)
-            for acceptance, rows in zip(acceptances, features, strict=True)
+            RowOutcome(acceptance=acceptance, features=rows, logprobs=logprobs.get(place))
+            for place, (acceptance, rows) in enumerate(zip(acceptances, features, strict=True))
         ]
         outcome = RoundOutcome(
             prefill=outcomes[: len(prefill)],
@@ -215,6 +217,23 @@ class RoundEngine:
             if not row.kept:
                 row.kept = [0, *(1 + node for node in result.accepted_nodes)]
         return [by_row.get(id(row)) for row in packed]
+
+    @staticmethod
+    def _logprobs(
+        logits: torch.Tensor, packed: list[Packed], acceptances: list[Acceptance | None]
+    ) -> dict[int, PathLogprobs]:
+        """What the target thought of the tokens of rows whose sessions ask, by row."""
+        wanted: list[AskedPath] = []
+        places: list[int] = []
+        for place, (row, acceptance) in enumerate(zip(packed, acceptances, strict=True)):
+            asked = row.session.spec.top_logprobs
+            if asked is None or acceptance is None or row.accept_row is None:
+                continue
+            start = row.accept_row.logits_start
+            path = [start, *(start + 1 + node for node in acceptance.accepted_nodes)]
+            wanted.append(AskedPath(path, acceptance.tokens, asked))
+            places.append(place)
+        return dict(zip(places, logprobs_of(logits, wanted), strict=True))
 
     def _features(
         self, taps: torch.Tensor | None, packed: list[Packed]

@@ -198,6 +198,9 @@ class Handover:
             sampling=session.spec.sampling.for_drafter(),
             max_len=session.max_len,
             prompt_len=session.spec.prompt_len,
+            structured_output=session.spec.structured_output,
+            stop_token_ids=session.spec.stop_token_ids if session.spec.structured_output else (),
+            traceparent=session.spec.traceparent,
         )
         yield from self._replay(session)
 

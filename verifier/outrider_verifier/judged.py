@@ -7,13 +7,15 @@ bucket stand (the root's included), flags, these rows, and the tokens that follo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.acceptance import Acceptance
+from outrider.engine.device.rounds import Launched
 from outrider.engine.kernels.acceptance.matching import FALLBACK, RESAMPLED
+from outrider.engine.logprobs import PathLogprobs
 from outrider_verifier.device_groups import Group
 from outrider_verifier.runner import Decoded, RowOutcome
 
@@ -30,6 +32,8 @@ class Judged(NamedTuple):
     """[n * N and more, H]: of each row what stands first."""
     drafted: int
     """Nodes of own drafts of each row."""
+    logprobs: dict[int, PathLogprobs]
+    """Of the tokens of rows whose sessions ask, by row."""
 
     @property
     def nodes(self) -> int:
@@ -72,11 +76,33 @@ class Judged(NamedTuple):
                 ),
                 features,
                 0 if number in blank else self.drafted,
+                self.logprobs.get(number),
             )
             for number, (words, features) in enumerate(
                 zip(self.words.tolist(), self.row_features(), strict=True)
             )
         ]
+
+
+class Told(NamedTuple):
+    """Log-probabilities of a launch, by row that decodes and by piece."""
+
+    rows: dict[int, PathLogprobs]
+    pieces: dict[int, PathLogprobs]
+
+
+def read_logprobs(launched: Launched) -> Told:
+    """What a launch was asked for; waits."""
+    if launched.logprobs is None:
+        return _NOTHING_TOLD
+    asked = launched.logprobs.asked
+    words, _ = launched.outcome()
+    paths = launched.logprobs.read([int(words[row, 0]) for row in asked.rows])
+    rows = dict(zip(asked.rows, paths, strict=False))
+    return Told(rows, dict(zip(asked.pieces, paths[len(asked.rows) :], strict=True)))
+
+
+_NOTHING_TOLD: Final = Told({}, {})
 
 
 def decoded(judged: Sequence[Judged], rows: int) -> Decoded:

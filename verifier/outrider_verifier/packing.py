@@ -163,4 +163,17 @@ def accept_row(session: Session, logits_start: int, draft: Draft | None) -> Acce
         output_ids=session.tokens[prompt_len : session.length],
         banned_now=spec.stop_token_ids if spec.min_new_tokens else (),
         banned_until=session.stops_from,
+        legal=legal_masks(session, draft),
     )
+
+
+def legal_masks(session: Session, draft: Draft | None) -> NDArray[np.uint32] | None:
+    """uint32 [1 + N, W]: what the session's grammar allows after its root and after the N nodes of
+    its draft; None if it has none."""
+    constraint = session.constraint
+    if constraint is None:
+        return None
+    constraint.follow(session.tokens[session.spec.prompt_len : session.length])
+    if draft is None:
+        return constraint.legal()[None]
+    return constraint.masks(draft.tree.tokens, draft.tree.parents)

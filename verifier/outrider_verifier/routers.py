@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from outrider.engine.logprobs import PathLogprobs
 from outrider.errors import (
     AlreadyExistsError,
+    InternalError,
     InvalidMessageError,
     OutriderError,
     ResourceExhaustedError,
@@ -29,6 +31,7 @@ from outrider.transport.base import ServingConnection
 from outrider.transport.outgoing import Outgoing
 from outrider.transport.sessions import failure_of
 from outrider.wire.messages import (
+    EventLogprobs,
     Heartbeat,
     MalformedOpen,
     SessionEvents,
@@ -43,6 +46,8 @@ from outrider.wire.messages import (
 )
 from outrider_verifier.commands import Close, Command, Open, SetDrafter
 from outrider_verifier.effects import Emits
+from outrider_verifier.forms import Forms
+from outrider_verifier.session_spans import SessionSpans
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +60,9 @@ _MESSAGE_BYTES = 256
 
 def _size(message: SessionsMessage) -> int:
     if isinstance(message, SessionEvents):
-        return _MESSAGE_BYTES + message.tokens.nbytes + 20 * len(message.handles)
+        told = message.logprobs
+        extra = 0 if told is None else told.values.nbytes + told.top_ids.nbytes
+        return _MESSAGE_BYTES + message.tokens.nbytes + 20 * len(message.handles) + extra
     return _MESSAGE_BYTES
 
 
@@ -90,8 +97,13 @@ class RouterHub:
         post: Callable[[Command], None],
         admit: Callable[[], None],
         on_change: Callable[[int], None],
+        forms: Forms,
     ) -> None:
-        """`admit` raises while no session may be opened; `on_change` hears how many there are."""
+        """`admit` raises while no session may be opened; `on_change` hears how many there are;
+        `forms` compiles structured outputs."""
+        self._forms = forms
+        self._compiling: dict[int, asyncio.Task[None]] = {}
+        """Sessions that the engine has not been told of, by ticket."""
         self._post = post
         self._admit = admit
         self._on_change = on_change
@@ -100,6 +112,7 @@ class RouterHub:
         """Sessions that the engine is moving, and where each is to go after that."""
         self._tickets = itertools.count(1)
         self._routers: set[_Router] = set()
+        self._spans = SessionSpans()
         self._drains_until: float | None = None
         """Time of the event loop at which the sessions must be gone; None: they may stay."""
         self.counters: Counter[str] = Counter()
@@ -149,6 +162,8 @@ class RouterHub:
 
     def emit(self, batch: Emits) -> None:
         """Send the events of a round: one message to each router that has sessions in it."""
+        if self._spans:  # some session is traced
+            self._spans.emitted(batch)
         rows: dict[_Router, list[int]] = {}
         handles: dict[_Router, list[int]] = {}
         for row, ticket in enumerate(batch.tickets):
@@ -165,8 +180,11 @@ class RouterHub:
 
     def fail(self, ticket: int, error: OutriderError) -> None:
         """Tell a session's router that the session was refused or failed."""
+        self._spans.ended(ticket, error)
         served = self._forget(ticket)
         if served is not None:
+            facts = {"session_id": served.session_id, "reason": error.reason}
+            logger.info("session refused or failed", extra=facts | _facts(served.router))
             self._tell(served.router, failure_of(served.handle, error))
 
     def moved(self, ticket: int, drafter_id: DrafterId | None) -> None:
@@ -221,8 +239,38 @@ class RouterHub:
         router.opening += 1
         self._served[ticket] = _Served(router, handle, spec.session_id)
         self._on_change(len(self._served))
+        self._spans.opened(ticket, spec)
         answer.add_done_callback(partial(self._answered, router, ticket))
-        self._post(Open(ticket, spec, answer))
+        known = self._forms.known(spec)
+        if known is not None:
+            self._post(Open(ticket, spec, answer, *known))
+            return
+        # Nobody else's rounds wait for it.
+        task = asyncio.ensure_future(self._compile(ticket, spec, answer))
+        self._compiling[ticket] = task
+        task.add_done_callback(lambda _: self._compiling.pop(ticket, None))
+
+    async def _compile(self, ticket: int, spec: SessionSpec, answer: asyncio.Future[None]) -> None:
+        """Compile a session's grammar, then tell the engine of the session."""
+        try:
+            grammar = await self._forms.compile(spec)
+        except OutriderError as error:
+            answer.set_exception(error)
+            return
+        except Exception as bug:
+            logger.exception("a grammar could not be compiled")
+            answer.set_exception(InternalError(f"{type(bug).__name__}: {bug}", reason="GRAMMAR"))
+            return
+        served = self._served.get(ticket)
+        if served is None:
+            # Its router has left it.
+            answer.set_result(None)
+            return
+        self._post(Open(ticket, spec, answer, grammar))
+        del self._compiling[ticket]
+        wish = self._moving.pop(ticket, None)
+        if wish is not None:
+            self._move(served.router, served.handle, *wish)
 
     def _answered(self, router: _Router, ticket: int, answer: asyncio.Future[None]) -> None:
         router.opening -= 1
@@ -234,7 +282,7 @@ class RouterHub:
         ticket = router.tickets.get(handle)
         if ticket is None:
             return
-        if ticket in self._moving:
+        if ticket in self._moving or ticket in self._compiling:
             # One at a time for the engine; of several wishes the last one counts.
             self._moving[ticket] = (drafter_id,)
             return
@@ -250,6 +298,7 @@ class RouterHub:
     def _forget(self, ticket: int) -> _Served | None:
         served = self._served.pop(ticket, None)
         self._moving.pop(ticket, None)
+        self._spans.ended(ticket)
         if served is not None:
             del served.router.tickets[served.handle]
             self._on_change(len(self._served))
@@ -292,6 +341,20 @@ def _events(batch: Emits, rows: list[int], handles: list[int]) -> SessionEvents:
         flags=column(batch.flags, np.uint8),
         proposed=column(batch.proposed, np.uint16),
         accepted=column(batch.accepted, np.uint16),
+        logprobs=_event_logprobs(batch.logprobs, rows),
+    )
+
+
+def _event_logprobs(told: dict[int, PathLogprobs], rows: list[int]) -> EventLogprobs | None:
+    """The columns of these rows; None where none of them has any."""
+    mine = [told.get(row) for row in rows] if told else []
+    entries = [entry for entry in mine if entry is not None]
+    if not entries:
+        return None
+    return EventLogprobs(
+        widths=np.array([0 if e is None else e.values.shape[1] for e in mine], np.uint8),
+        values=np.concatenate([entry.values.ravel() for entry in entries]),
+        top_ids=np.concatenate([entry.top_ids.ravel() for entry in entries]),
     )
 
 

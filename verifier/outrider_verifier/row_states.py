@@ -36,7 +36,10 @@ class RowStates:
         # What `draft_wanted` says, with the budget at hand.
         wanted = remaining > 1 and session.draft_limit > 0 and session.wishes_drafts
         if held >= 0 and left == 0 and wanted:
-            return RowState(spec.session_id, 0, held, session.since, session.proposal_at)
+            priority = spec.priority
+            return RowState(
+                spec.session_id, 0, held, session.since, session.proposal_at, priority=priority
+            )
         awaits = session.awaits_proposal
         return RowState(
             spec.session_id,
@@ -55,4 +58,5 @@ class RowStates:
         """Whether the session's next round may be submitted before the one in flight is settled."""
         # A drafter that is told of every round could never catch up with one that runs ahead.
         alone = session.link_id is None or (session.paused and self._core.policy.pauses(session))
-        return self._engine.run_ahead and alone
+        # What a grammar allows next, the host finds out from what stands.
+        return self._engine.run_ahead and alone and session.constraint is None

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.acceptance import Acceptance
 from outrider.engine.kvcache import KVPool
+from outrider.engine.logprobs import PathLogprobs
 from outrider.engine.swap import SwapSpace
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.sessions import Session
@@ -30,6 +31,8 @@ class RowOutcome(NamedTuple):
     in memory that a later round writes to: to be used before the next one is settled."""
     drafted: int = 0
     """Nodes of this process's own draft that were verified; proposals are not counted here."""
+    logprobs: PathLogprobs | None = None
+    """Of the acceptance's tokens, where the session asks for them."""
 
 
 @dataclass(slots=True, eq=False)

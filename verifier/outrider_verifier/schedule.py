@@ -26,6 +26,9 @@ class Limits:
     """Roots and nodes of all sessions in one round; one row always fits."""
     gather_s: float
     """How long the first ready row waits for rows whose proposals may still come."""
+    yield_s: float = 0.05
+    """How long a ready row stays out of rounds with prompts of a higher priority, which are the
+    shorter for it."""
 
 
 class Times(NamedTuple):
@@ -117,6 +120,7 @@ class _Ready(NamedTuple):
     row: DecodeRow
     hit: bool = False
     """Whether its proposal was there before it could be used."""
+    priority: int = 0
 
 
 def plan_drafted(
@@ -152,11 +156,15 @@ def plan_round(
     each ready while the other runs, would never share one. Few are waited for as many times
     shorter as they are fewer than those that wait for them. `most_rows`: of a half, where sessions
     take turns (`halves`); nothing is gathered beyond half of one. A row whose proposal was there
-    before it could be used, by look-ahead, gathers only as long as `worth_waiting` says.
+    before it could be used, by look-ahead, gathers only as long as `worth_waiting` says. Rows of a
+    lower priority than a prompt's give way to it, up to `yield_s`, and it waits for nobody.
     """
     prefilling, ready, deadlines = _sorted_out(rows, now)
     if not ready and not prefilling:
         return RoundPlan(wait_until=min(deadlines, default=None))
+    urgent = _not_giving_way(prefilling, ready, now, limits.yield_s)
+    if len(urgent) < len(ready):
+        return _round(prefilling, urgent, limits, most_rows)
     if deadlines and not _fill_a_half(ready, most_rows):
         first = min([entry.at for entry in ready] + [row.since for row in prefilling])
         first = max(first, idle_since)
@@ -167,6 +175,16 @@ def plan_round(
         if now < gathered:
             return RoundPlan(wait_until=min(gathered, *deadlines))
     return _round(prefilling, ready, limits, most_rows)
+
+
+def _not_giving_way(
+    prefilling: list[RowState], ready: list[_Ready], now: float, yield_s: float
+) -> list[_Ready]:
+    """The ready rows that need not, or have long enough."""
+    if not prefilling:
+        return ready
+    highest = max([row.priority for row in prefilling])
+    return [entry for entry in ready if entry.priority >= highest or now - entry.at >= yield_s]
 
 
 def worth_waiting(ready: int, awaited: int, times: Times) -> float:
@@ -212,13 +230,15 @@ def _sorted_out(
         elif row.nodes is not None:
             at = row.since if row.since > row.proposal_at else row.proposal_at
             hit = row.proposal_at < row.since
-            ready.append(_Ready(at, 1 + row.nodes, DecodeRow(row.session_id, True), hit))
+            decode = DecodeRow(row.session_id, True)
+            ready.append(_Ready(at, 1 + row.nodes, decode, hit, row.priority))
         elif not row.awaits_proposal:
             own = DecodeRow(session_id=row.session_id)
-            ready.append(_Ready(row.since, 1 + row.own_nodes, own))
+            ready.append(_Ready(row.since, 1 + row.own_nodes, own, priority=row.priority))
         elif now >= row.since + row.patience_s:
             missed = DecodeRow(session_id=row.session_id, missed=True)
-            ready.append(_Ready(row.since + row.patience_s, 1, missed))
+            at = row.since + row.patience_s
+            ready.append(_Ready(at, 1, missed, priority=row.priority))
         else:
             deadlines.append(row.since + row.patience_s)
     return prefilling, ready, deadlines

@@ -12,6 +12,7 @@ from typing import assert_never
 from outrider.awake import AwakeCores
 from outrider.engine.kvcache import KVPool
 from outrider.errors import OutriderError, ResourceExhaustedError, UnavailableError
+from outrider.grammar.grammars import Grammars
 from outrider.ids import SessionId, VerifierId
 from outrider.spec.plan import Plan
 from outrider.transport.base import RouterConnection, ServingConnection, VerifierConnection
@@ -50,6 +51,7 @@ from outrider_verifier.effects import (
     told_by_link,
 )
 from outrider_verifier.engine import Projection, RoundEngine, Target
+from outrider_verifier.forms import Forms
 from outrider_verifier.lanes import Lanes
 from outrider_verifier.loop import EngineLoop
 from outrider_verifier.metrics import Metrics, stats_of
@@ -83,12 +85,14 @@ class VerifierService(SessionIterators):
         max_context_len: int,
         model_name: str = "",
         tokenizer_hash: str = "",
+        grammars: Grammars | None = None,
         awake: AwakeCores | None = None,
     ) -> None:
         """`pool` holds the K/V of `target`; `max_context_len` is the model's own limit.
 
-        Without a `runner`, rounds are run by a `RoundEngine` of target and projection. `awake` is
-        kept while there are sessions.
+        Without `grammars` sessions with structured output are refused. Without a `runner`, rounds
+        are run by a `RoundEngine` of target and projection. `awake` is kept while there are
+        sessions.
         """
         self._config = config
         self._pool = pool
@@ -133,6 +137,7 @@ class VerifierService(SessionIterators):
             post=self._post,
             admit=self._check_draining,
             on_change=lambda sessions: self._awake.keep(sessions > 0),
+            forms=Forms(grammars),
         )
         self.metrics = Metrics(self._counts, self._gauges)
         self._loop: EngineLoop | None = None
@@ -362,8 +367,9 @@ class VerifierService(SessionIterators):
             "sessions_running": len(self._core.room.running),
             "sessions_waiting": len(self._core.room.waiting),
             "swapped_bytes": self._core.room.swapped_bytes,
-            "kv_blocks_total": self._kv_blocks,
+            "kv_blocks": self._kv_blocks,
             "kv_blocks_free": self._pool.free_blocks,
+            "kv_cache_usage_ratio": 1.0 - self._pool.free_blocks / max(1, self._kv_blocks),
             "drafters_connected": len(self._hub.links),
             "inbox_proposals": self._core.num_proposals,
             "feature_bytes": 0 if store is None else store.used_bytes,

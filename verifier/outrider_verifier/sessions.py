@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.kvcache import KVSequence
 from outrider.errors import InvalidRequestError
+from outrider.grammar.constraint import Constraint
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
 from outrider.wire.messages import SessionSpec, SpecStats
@@ -93,6 +94,9 @@ class Session:
     """When it was last resumed after a preemption, and its length then."""
     covered: int = 0
     """Length up to which its blocks suffice for its next rounds."""
+    constraint: Constraint | None = None
+    """Where its output is in its grammar; None: it has none. It follows the tokens that stand, so
+    whatever was lost or preempted, it is where they are."""
 
     @classmethod
     def create(
@@ -283,6 +287,11 @@ def check_spec(
         f"prompt ({count}) and max_new_tokens ({spec.max_new_tokens}) exceed the context of "
         f"{max_context_len} tokens",
         "CONTEXT_TOO_LONG",
+    )
+    _require(
+        spec.structured_output is None or len(spec.stop_token_ids) > 0,
+        "structured output needs a stop token id: nothing else could end it",
+        "INVALID_STRUCTURE",
     )
     check_plan(spec.plan, max_tree_nodes=max_tree_nodes)
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.config import load_config
+from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import run
@@ -31,7 +31,12 @@ _EXIT_MISUSE = 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
-    """Configuration from --config FILE.toml, overridden by flags. Raises InvalidRequestError."""
+    """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
+    return parse_config(LaunchConfig, make_parser(), argv, "ray").config
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; flags are stored by the keys that they set."""
     parser = argparse.ArgumentParser(
         prog="outrider ray",
         description="Serve a model with verifiers and drafters as Ray actors.",
@@ -43,7 +48,7 @@ def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
     add("--model-name", metavar="NAME", help="name that clients ask for")
     add("--head", metavar="DIR", help="EAGLE head")
     add("--draft-model", metavar="NAME|DIR", help="small model, same tokenizer")
-    add("--methods", metavar="A,B", help="eagle3, eagle, ngram, model; or none")
+    add("--methods", type=comma_list, metavar="A,B", help="eagle3, eagle, ngram, model; or none")
     add("--dtype", help="element type of the models")
     add("--device", help="of the models: cpu or cuda")
     add("--drafter-device", metavar="DEVICE", help="cpu or cuda; default: that of the target")
@@ -88,11 +93,7 @@ def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
     add("--start-timeout-s", type=float, metavar="S", help="longest start of an actor")
     add("--drain-s", type=float, metavar="S", help="time of running requests after SIGTERM")
     add("--log-level", help="DEBUG, INFO, WARNING or ERROR")
-    flags = vars(parser.parse_args(argv))
-    path = flags.pop("config")
-    if flags["methods"] is not None:
-        flags["methods"] = [name for name in flags["methods"].split(",") if name]
-    return load_config(LaunchConfig, path, flags)
+    return parser
 
 
 async def serve(config: LaunchConfig) -> None:

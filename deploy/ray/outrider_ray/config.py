@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from outrider_drafter.config import DrafterConfig
 from outrider_router.config import RouterConfig
@@ -11,9 +13,11 @@ from outrider_verifier.config import SEPARATE, VerifierConfig
 
 from outrider.client.local import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACTION
 from outrider.client.on_ray import PACK, STRATEGIES
-from outrider.config import load_config
+from outrider.config import KeysOf, OneOf, load_config
+from outrider.logs import LEVELS, check_level
 from outrider.spec.plan import DraftMethod
 from outrider.transport.ray import EXCHANGES, GRPC, RayConfig
+from outrider_ray import decided
 from outrider_ray.autoscale import AutoscaleConfig
 from outrider_ray.members import Cell, Member, Role, cells_of, members_of
 
@@ -41,9 +45,9 @@ class LaunchConfig:
     """Ways of drafting; `none` starts no drafter; None takes all that `head` allows."""
     dtype: str = "float32"
     """Element type of target and draft models."""
-    device: str = ""
+    device: Annotated[str, OneOf(("", *DEVICES))] = ""
     """cpu or cuda: where the models compute; "" takes cuda where `gpus_per_actor` is given."""
-    drafter_device: str = ""
+    drafter_device: Annotated[str, OneOf(("", *DEVICES))] = ""
     """The same for the drafter alone; "" takes `device`, or cpu if n-grams are all it drafts."""
     memory_fraction: float | None = None
     """Share of its GPU's memory that the verifier may use; None takes 0.7 where the drafter may
@@ -83,7 +87,7 @@ class LaunchConfig:
     """Cores that each actor keeps from going idle while it serves; with GPUs only."""
     metrics_port: int = -1
     """Port of the router's Prometheus endpoint; 0 takes a free one, -1 serves none."""
-    exchange: str = GRPC
+    exchange: Annotated[str, OneOf(EXCHANGES)] = GRPC
     """How rounds and sessions travel: grpc, from process to process and by lanes within a node; or
     refs, as actor calls with object refs for large messages, and no lanes."""
     ray_address: str = ""
@@ -97,7 +101,7 @@ class LaunchConfig:
     gpus_per_actor: float | None = None
     """GPUs that Ray reserves for each actor on cuda, which computes on its first one; None takes
     one, or an equal share where there are fewer GPUs than actors."""
-    strategy: str = PACK
+    strategy: Annotated[str, OneOf(STRATEGIES)] = PACK
     """How Ray places the actors of a cell, a verifier and the drafters next to it: pack, spread,
     strict-pack or strict-spread."""
     verifier_resource: str = ""
@@ -108,10 +112,22 @@ class LaunchConfig:
     """How long an actor may take to be placed and to load its model."""
     drain_s: float = 5.0
     """Time that running requests get after SIGTERM."""
-    log_level: str = "INFO"
+    log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
     """Least severe level that is logged."""
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     """When there are more verifiers and drafters than those, and how many at most."""
+    router: Annotated[Mapping[str, object], KeysOf(RouterConfig, decided.ROUTER)] = field(
+        default_factory=dict
+    )
+    """Further keys of the router, as in its own file."""
+    verifier: Annotated[Mapping[str, object], KeysOf(VerifierConfig, decided.VERIFIER)] = field(
+        default_factory=dict
+    )
+    """Further keys of every verifier, as in its own file."""
+    drafter: Annotated[Mapping[str, object], KeysOf(DrafterConfig, decided.DRAFTER)] = field(
+        default_factory=dict
+    )
+    """Further keys of every drafter, as in its own file."""
 
     def __post_init__(self) -> None:
         for name in ("verifiers", "drafters"):
@@ -134,6 +150,7 @@ class LaunchConfig:
                 raise ValueError(f"{name} must be one of {words}, got {getattr(self, name)!r}")
         if self.gpus_per_actor == 0 and CUDA in self.devices:
             raise ValueError("gpus_per_actor must be positive for actors on cuda")
+        check_level(self.log_level)
         if self.start_timeout_s <= 0:
             raise ValueError("start_timeout_s must be positive")
         if self.ray_address.startswith("ray://"):
@@ -241,6 +258,7 @@ def verifier_config(config: LaunchConfig, index: int = 0) -> VerifierConfig:
     return load_config(
         VerifierConfig,
         overrides={
+            **config.verifier,
             "model": _portable(config.model),
             "verifier_id": Member(Role.VERIFIER, index).name,
             "features_from": _portable(config.head) if uses_head else None,
@@ -274,6 +292,7 @@ def drafter_config(config: LaunchConfig, index: int = 0) -> DrafterConfig | None
     return load_config(
         DrafterConfig,
         overrides={
+            **config.drafter,
             "model": _portable(config.model),
             "head": _portable(config.head) if uses_head else None,
             "draft_model": _portable(config.draft_model) if uses_model else None,
@@ -296,6 +315,7 @@ def router_config(config: LaunchConfig, model: Path) -> RouterConfig:
     return load_config(
         RouterConfig,
         overrides={
+            **config.router,
             "listen": config.listen,
             "http": config.http,
             "model": model,

@@ -7,7 +7,7 @@ import logging
 import time
 
 from outrider_router.fleet import PeerState
-from outrider_router.polling import DrafterPeer, VerifierPeer
+from outrider_router.peers import DrafterPeer, VerifierPeer
 from outrider_router.service import RouterService
 
 from outrider.errors import OutriderError
@@ -136,7 +136,9 @@ class Scaler:
         registry, drain_s = self._service.registry, self._config.autoscale.drain_s
         if member.role is Role.VERIFIER:
             await self._fleet.remove(member, drain_s)
-            await registry.forget_verifier(member.name)
+            gone = registry.verifiers.get(member.name)
+            if gone is not None:
+                await registry.forget_verifier(gone)
             return
         peer = registry.drafters.get(member.name)
         if peer is not None:

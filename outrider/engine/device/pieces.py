@@ -35,6 +35,8 @@ class Piece(NamedTuple):
     tokens: NDArray[np.int32]
     following: int
     """The prompt token after them; NO_TOKEN where the prompt ends, so that one is sampled."""
+    legal: NDArray[np.uint32] | None = None
+    """[1, W]: what a grammar allows after them, where one is sampled; None: anything."""
 
 
 def cut(slot: int, prompt: NDArray[np.int32], start: int, end: int) -> list[Piece]:

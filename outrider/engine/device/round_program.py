@@ -73,14 +73,18 @@ class RoundProgram:
         projection: FeatureProjection | None,
         own_head: OwnHead | None,
         simulated_rates: Sequence[float] | None,
+        max_token_rows: int,
     ) -> None:
+        """`max_token_rows`: M at most."""
         self._slots = slots
         self._pool = target.pool
         self._projection = projection
         self._own_head = own_head
         taps = projection.tap_layers if projection is not None else ()
-        self._tapped = TargetProgram(target, taps)
-        self._plain = TargetProgram(target)
+        # One for all shapes: a round's is looked at before the next one is launched.
+        hidden = _hidden_states(target, max_token_rows)
+        self._tapped = TargetProgram(target, taps, hidden=hidden)
+        self._plain = TargetProgram(target, hidden=hidden)
         self._max_len = slots.sequence.tables.shape[1] * self._pool.block_tokens
         self._rates = None
         if simulated_rates is not None:
@@ -118,6 +122,11 @@ class RoundProgram:
         if first is not None:
             result = torch.cat((result, first))
         return Verified(result, acceptance, placed.group.context, first, features)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """The target's logits float32 [L, V], as they are, of token rows int64 [L] of the last
+        round."""
+        return self._plain.logits(rows)
 
     def _placed(self, shape: RoundShape, inputs: RoundInputs) -> _Placed:
         """The token rows of the sessions that decode."""
@@ -173,7 +182,13 @@ class RoundProgram:
         state, positions = self._slots.sampling, pieces.next_positions()
         if shape.judge is Judge.SAMPLED:
             warp_logits(
-                logits, self._slots.warp.state, state, pieces.slots, positions, rows_per_slot=1
+                logits,
+                self._slots.warp.state,
+                state,
+                pieces.slots,
+                positions,
+                rows_per_slot=1,
+                legal=self._slots.legal.pieces,
             )
         first = choose_tokens(
             logits, state, pieces.slots, positions, rows_per_slot=1, side="target", ids=None
@@ -197,6 +212,7 @@ class RoundProgram:
             layout.positions + 1,
             rows_per_slot=nodes,
             path=path,
+            legal=self._slots.legal.decoding,
         )
 
     def _count(self, tokens: Tensor, counts: Tensor, slots: Tensor) -> None:
@@ -343,3 +359,10 @@ class RoundProgram:
             counts=torch.cat((rows.counts, added.counts)),
             starts=torch.cat((rows.starts, added.starts)),
         )
+
+
+def _hidden_states(target: TargetModel, rows: int) -> Tensor:
+    """Room for the target's last hidden states [rows, H], writable in and out of inference mode."""
+    like = target.weights.embedding
+    with torch.inference_mode(False):
+        return torch.zeros((rows, like.shape[1]), dtype=like.dtype, device=like.device)

@@ -41,6 +41,9 @@ class RoundRows(NamedTuple):
     """[D], within the same draft."""
     laws: Sequence[DraftLaw | None] | None = None
     """[n]; None: no row has one."""
+    legal: Sequence[NDArray[np.uint32] | None] | None = None
+    """[n], each [1 + its nodes, W]: what grammars allow after roots and nodes; None: there are
+    none."""
 
     @classmethod
     def of(cls, rows: Sequence[RowInput]) -> RoundRows:

@@ -20,6 +20,7 @@ from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.inputs import RoundInputs
 from outrider.engine.device.law_inputs import LawInputs
+from outrider.engine.device.logprobs import Asked, AskedLogprobs, RoundLogprobs
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.pieces import Piece, PieceInputs
 from outrider.engine.device.recorder import Recorder
@@ -38,6 +39,8 @@ class Launched(NamedTuple):
     result: Readback
     features: Readback | None
     """None where none were asked for."""
+    logprobs: AskedLogprobs | None = None
+    """The same."""
 
     def outcome(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Waits: words [B, 2 + 2N] of the rows that decode, first tokens [Q] of the pieces."""
@@ -75,7 +78,9 @@ class DeviceRounds:
             projection=projection,
             own_head=own_head,
             simulated_rates=simulated_rates,
+            max_token_rows=max(shape.token_rows for shape in family.shapes()),
         )
+        self._logprobs = RoundLogprobs(self._program, max_rows=slots.padding, device=target.device)
         self._inputs: dict[tuple[int, int], RoundInputs] = {}
         self._laws = LawInputs(max_rows=slots.padding, device=target.device)
         self._pieces: dict[int, PieceInputs] = {}
@@ -91,8 +96,10 @@ class DeviceRounds:
         judge: Judge,
         features: bool,
         pieces: Sequence[Piece] = (),
+        asked: Asked | None = None,
     ) -> Launched:
-        """Start a round of rows of one kind, and of pieces; nothing waits for the device."""
+        """Start a round of rows of one kind, and of pieces; nothing waits for the device. `asked`:
+        whose log-probabilities are wanted, if anybody's."""
         shape = self.family.fit(
             rows=len(rows.slots),
             nodes=1 + rows.most_nodes,
@@ -108,13 +115,20 @@ class DeviceRounds:
                 inputs.laws.fill(rows.laws or (), shape.rows, shape.nodes)
         if added is not None:
             added.fill(pieces)
+        endings = [piece.legal for piece in pieces]
+        if rows.legal is not None or any(masks is not None for masks in endings):
+            self._slots.legal.fill(rows.legal or (), shape.nodes, endings)
         verified = self._run(shape, inputs, added)
         if self.brake is not None:
             self.brake.hold(shape)
         if not features or verified.features is None:
-            return Launched(shape, self._downloads.start(verified.result), None)
-        result, sent = self._downloads.start_all((verified.result, verified.features))
-        return Launched(shape, result, sent)
+            launched = Launched(shape, self._downloads.start(verified.result), None)
+        else:
+            result, sent = self._downloads.start_all((verified.result, verified.features))
+            launched = Launched(shape, result, sent)
+        if asked is None:
+            return launched
+        return launched._replace(logprobs=self._logprobs.start(asked, shape, verified, added))
 
     def warm_up(self, shape: RoundShape) -> None:
         """Compile and capture a shape of the family: a round of nothing but padding."""

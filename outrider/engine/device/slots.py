@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.free_slots import FreeSlots
+from outrider.engine.device.legal_rows import LegalRows
 from outrider.engine.device.uploads import upload
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.kernels.state import (
@@ -65,6 +66,10 @@ class SessionSlots:
         )
         self.warp = WarpSlots(count, vocab_size, device)
         """What the sessions do to the target's logits."""
+        self.legal = LegalRows(
+            max_sessions=max_sessions, max_nodes=max_nodes, vocab_size=vocab_size, device=device
+        )
+        """What their grammars allow, launch by launch."""
         self._pool, self._device, self._blocks = pool, device, blocks
         self._staged = zeros(_FIELDS + blocks)
         self._write(self.padding, self._padding_kv.blocks, SamplingParams(), length=1, root=0)

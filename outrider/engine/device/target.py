@@ -52,8 +52,16 @@ class TargetOutput(NamedTuple):
 class TargetProgram:
     """Runs all nodes of all rows of a bucket; K/V goes to the slots after each context."""
 
-    def __init__(self, model: TargetModel, tap_layers: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        model: TargetModel,
+        tap_layers: tuple[int, ...] = (),
+        *,
+        hidden: Tensor | None = None,
+    ) -> None:
+        """`hidden`: where the last layer's output [M, H] goes, for `logits`; [most M, H]."""
         self._model = model
+        self._hidden = hidden
         self._config = model.config
         self.tap_layers = tap_layers
         weights = model.weights
@@ -82,8 +90,10 @@ class TargetProgram:
         x, normed = embed(tokens, weights.embedding, norms[0], eps)
         place = self._place(groups, tables, max_len)
         outputs: dict[int, Tensor] = {}
+        last = None if self._hidden is None else self._hidden[: x.shape[0]]
         for index, layer in enumerate(self._layers):
-            x, normed = self._layer(index, layer, x, normed, norms[index + 1], place)
+            out = last if index == len(self._layers) - 1 else None
+            x, normed = self._layer(index, layer, x, normed, norms[index + 1], place, out)
             if index in self.tap_layers:
                 # With many rows the next layer adds to x in place.
                 outputs[index] = x if x.shape[0] <= SKINNY_ROWS else x.clone()
@@ -91,13 +101,22 @@ class TargetProgram:
             outputs[FINAL_NORM] = rms_norm(x, weights.final_norm, eps)
         if logit_rows is not None:
             normed = rms_norm(x[logit_rows], weights.final_norm, eps)
-        logits = fused_linear(
-            normed, self._lm_head.weight, bias=self._lm_head.bias, out_dtype=torch.float32
-        )
+        logits = self._to_logits(normed)
         taps = None
         if self.tap_layers:
             taps = torch.cat([outputs[tap] for tap in self.tap_layers], dim=-1)
         return TargetOutput(logits, taps)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Logits float32 [L, V] of token rows int64 [L] of the last forward; `hidden` was given."""
+        assert self._hidden is not None
+        hidden = self._hidden.index_select(0, rows)
+        weights = self._model.weights
+        return self._to_logits(rms_norm(hidden, weights.final_norm, self._config.rms_norm_eps))
+
+    def _to_logits(self, normed: Normed) -> Tensor:
+        head = self._lm_head
+        return fused_linear(normed, head.weight, bias=head.bias, out_dtype=torch.float32)
 
     def _place(self, groups: Sequence[RowGroup], tables: Tensor, max_len: int) -> _Place:
         positions = [group.layout.positions for group in groups]
@@ -146,8 +165,9 @@ class TargetProgram:
         normed: Normed,
         next_norm: Tensor,
         place: _Place,
+        out: Tensor | None,
     ) -> tuple[Tensor, Normed]:
-        """The residual stream after a layer, and its norm by `next_norm`."""
+        """The residual stream after a layer, and its norm by `next_norm`; `out`: its memory."""
         config, weights = self._config, layer.weights
         eps = config.rms_norm_eps
         query = rotary_qkv(
@@ -183,6 +203,7 @@ class TargetProgram:
             norm_weight=next_norm,
             eps=eps,
             overwrite=True,
+            out=out,
         )
 
 

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.uploads import upload
-from outrider.engine.kernels.state import WARP_CUTS, WARP_ENTRIES, WARP_PENALTIES, WarpState
+from outrider.engine.kernels.state import (
+    WARP_CUTS,
+    WARP_ENTRIES,
+    WARP_LEGAL,
+    WARP_PENALTIES,
+    WarpState,
+)
 from outrider.engine.nucleus import min_p_floor
 from outrider.engine.warper import has_penalties, truncates
 from outrider.errors import InvalidRequestError
@@ -95,8 +101,10 @@ class WarpSlots:
         output_ids: Ids = (),
         banned_first: Ids = (),
         banned_until: int = 0,
+        legal: bool = False,
     ) -> None:
-        """A slot's new session: its history so far, and ids banned at positions below one.
+        """A slot's new session: its history so far, ids banned at positions below one, and whether
+        it is in a grammar.
 
         Raises InvalidRequestError for more of these than `check_banned_first` allows.
         """
@@ -107,6 +115,8 @@ class WarpSlots:
             flags |= WARP_PENALTIES
         if sampling.temperature > 0.0 and truncates(sampling):
             flags |= WARP_CUTS
+        if legal:
+            flags |= WARP_LEGAL
         if not flags and not self._flags[slot]:
             return
         self._flags[slot] = flags

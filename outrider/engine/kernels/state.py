@@ -69,9 +69,19 @@ class WarpState(NamedTuple):
     """float32 [X]: log(min_p); -inf: off."""
 
 
+class LegalBits(NamedTuple):
+    """What grammars allow, for the rows of sessions that have WARP_LEGAL; W words of 32 ids."""
+
+    bits: Tensor
+    """int32 [C, W]: id i is bit i % 32 of word i // 32; ids beyond the words are not allowed."""
+    index: Tensor
+    """int32 [R]: the row of bits of a row of logits."""
+
+
 WARP_PENALTIES = 1
 WARP_ENTRIES = 2
 WARP_CUTS = 4
+WARP_LEGAL = 8
 
 RULE_GREEDY = 0
 RULE_COUPLED = 1

@@ -12,6 +12,7 @@ from outrider.ids import SessionId
 from outrider.spec.plan import Plan
 from outrider.transport.base import DrafterConnection, RouterConnection
 from outrider.transport.framed import drafter_end, router_end
+from outrider.transport.grpc.credentials import channel_credentials
 from outrider.transport.grpc.options import GrpcConfig, channel_options
 from outrider.transport.grpc.servicers import (
     DRAFTER_SERVICE,
@@ -22,6 +23,7 @@ from outrider.transport.grpc.servicers import (
 from outrider.transport.grpc.status import lost_stream_error, typed_error
 from outrider.transport.grpc.streams import StreamFrames
 from outrider.transport.sessions import SessionIterators
+from outrider.transport.tls import Role, TlsConfig, TlsFiles
 from outrider.wire.codec import (
     decode_drafter_info,
     decode_verifier_info,
@@ -98,17 +100,30 @@ class GrpcDrafter(_Client):
 class GrpcDialer:
     """Reaches other processes; one channel an address, shared by all its calls."""
 
-    def __init__(self, config: GrpcConfig | None = None) -> None:
+    def __init__(self, config: GrpcConfig | None = None, *, tls: TlsConfig | None = None) -> None:
+        """With `tls`, others are who their certificates say, wherever they are.
+
+        Raises FailedPreconditionError (BAD_TLS).
+        """
         self._config = config or GrpcConfig()
+        self._tls = tls if tls is not None and tls.enabled else None
+        self._files = None if self._tls is None else TlsFiles(self._tls)
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    def channel(self, address: str) -> grpc.aio.Channel:
-        """The channel to an address."""
+    def channel(self, address: str, role: Role = Role.VERIFIER) -> grpc.aio.Channel:
+        """The channel to an address, where a process of this role is to be."""
         channel = self._channels.get(address)
         if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=channel_options(self._config))
-            self._channels[address] = channel
+            channel = self._channels[address] = self._dial(address, role)
         return channel
+
+    def _dial(self, address: str, role: Role) -> grpc.aio.Channel:
+        options: list[tuple[str, int | str]] = [*channel_options(self._config)]
+        if self._tls is None or self._files is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        options.append(("grpc.ssl_target_name_override", self._tls.names_of(role)[0]))
+        credentials = channel_credentials(self._files)
+        return grpc.aio.secure_channel(address, credentials, options=options)
 
     async def exchange(self, verifier_address: str) -> DrafterConnection:
         """Open an exchange connection to a verifier. Raises UnavailableError."""
@@ -127,7 +142,7 @@ class GrpcDialer:
 
     async def drafter(self, address: str) -> GrpcDrafter:
         """A control client of the drafter at `address`."""
-        return GrpcDrafter(self.channel(address), address, self._config)
+        return GrpcDrafter(self.channel(address, Role.DRAFTER), address, self._config)
 
     async def hang_up(self, address: str) -> None:
         """Close the channel to an address, if there is one."""

@@ -7,10 +7,13 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.errors import NotFoundError
+from outrider.errors import NotFoundError, ResourceExhaustedError
 from outrider.transport.grpc.status import Context
 
 SERVICE_NAME = "grpc.health.v1.Health"
+"""Also a service whose status may be asked for: serving as long as the process answers."""
+MAX_WATCHERS = 64
+"""Streams of changes at once: they are open to everybody."""
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -19,6 +22,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self._status: dict[str, int] = {}
         self._changed = asyncio.Event()
+        self._watchers = 0
 
     def set_serving(self, services: tuple[str, ...], *, serving: bool) -> None:
         """Set the status of services and tell their watchers."""
@@ -38,6 +42,15 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Watch(self, request: Any, context: Context) -> None:
         """Status of a service now and at every change; ends with the RPC."""
+        if self._watchers >= MAX_WATCHERS:
+            raise ResourceExhaustedError("too many watch already", reason="TOO_MANY_WATCHERS")
+        self._watchers += 1
+        try:
+            await self._tell(request, context)
+        finally:
+            self._watchers -= 1
+
+    async def _tell(self, request: Any, context: Context) -> None:
         last: int | None = None
         while True:
             changed = self._changed

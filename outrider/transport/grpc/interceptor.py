@@ -1,4 +1,4 @@
-"""The server interceptor: the one place where errors become gRPC statuses."""
+"""The server interceptor: the one place where callers are judged and errors become statuses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from outrider.errors import InvalidMessageError
+from outrider.errors import InvalidMessageError, OutriderError
+from outrider.transport.grpc.access import Guard
 from outrider.transport.grpc.status import Context, abort
 
 Handler = Callable[..., Any]
 MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Deserializer = Callable[[bytes], Any]
+Check = Callable[[Context], None]
 
 
 class _Malformed:
@@ -42,12 +44,14 @@ def _check(request: Any) -> Any:
     return request
 
 
-def _guard(handler: Handler) -> Handler:
-    """The handler with its errors mapped; an async generator stays one."""
+def _guard(handler: Handler, check: Check | None) -> Handler:
+    """The handler behind a check, with the errors of both mapped; an async generator stays one."""
     if isasyncgenfunction(handler):
 
         async def stream(request: Any, context: Context) -> AsyncGenerator[Any]:
             try:
+                if check is not None:
+                    check(context)
                 async with aclosing(handler(_check(request), context)) as responses:
                     async for response in responses:
                         yield response
@@ -60,6 +64,8 @@ def _guard(handler: Handler) -> Handler:
 
     async def call(request: Any, context: Context) -> Any:
         try:
+            if check is not None:
+                check(context)
             return await handler(_check(request), context)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
@@ -69,8 +75,21 @@ def _guard(handler: Handler) -> Handler:
     return call
 
 
+def _refusal(error: OutriderError) -> MethodHandler:
+    """Answers a call of any kind with an error, and reads nothing of what it sends."""
+
+    async def refuse(_requests: object, context: Context) -> None:
+        await abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps `outrider.errors` to statuses with details; anything else to INTERNAL, logged."""
+    """Turns away who may not call. Maps `outrider.errors` to statuses with details; anything else
+    to INTERNAL, logged."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
 
     async def intercept_service(
         self,
@@ -78,16 +97,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> MethodHandler | None:
         """Wrap the handler that was found, if any."""
+        try:
+            self._guard.before(handler_call_details)
+        except OutriderError as error:
+            return _refusal(error)
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
+        check = self._guard.role_check(handler_call_details.method)
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behaviour = getattr(handler, kind)
             if behaviour is not None:
                 make = getattr(grpc, f"{kind}_rpc_method_handler")
                 deserializer = handler.request_deserializer
                 wrapped: MethodHandler = make(
-                    _guard(behaviour),
+                    _guard(behaviour, check),
                     # A streamed request is parsed message by message by its own handler.
                     deserializer if handler.request_streaming else _tolerant(deserializer),
                     handler.response_serializer,

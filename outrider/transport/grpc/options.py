@@ -10,6 +10,10 @@ from outrider.wire.limits import MAX_BUNDLE_BYTES, MAX_MESSAGE_BYTES
 ChannelOptions = list[tuple[str, int]]
 
 _MIN_PING_INTERVAL_MS = 500
+_MAX_PING_STRIKES = 32
+_MAX_METADATA_BYTES = 16 << 10
+"""Of all header fields of a call together."""
+_HANDSHAKE_MS = 10_000
 _RECONNECT_MIN_MS = 100
 _RECONNECT_MAX_MS = 500
 
@@ -28,6 +32,14 @@ class GrpcConfig:
     """Deadline of unary control calls."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
     """Bound of one message, both ways."""
+    max_receive_bytes: int = MAX_MESSAGE_BYTES
+    """Bound of one message that a server takes; at most max_message_bytes counts."""
+    max_connections: int = 1024
+    """Connections that a server takes at once; those beyond are closed."""
+    max_calls: int = 8192
+    """Calls that a server serves at once; those beyond are refused with RESOURCE_EXHAUSTED."""
+    max_streams: int = 4096
+    """Of these, calls of one connection; those beyond wait at their client."""
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     """Application heartbeats of exchanges and session streams."""
 
@@ -42,6 +54,9 @@ class GrpcConfig:
         for name in ("keepalive_timeout_s", "connect_timeout_s", "control_timeout_s"):
             if getattr(self, name) <= 0.0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("max_receive_bytes", "max_connections", "max_calls", "max_streams"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.max_message_bytes <= MAX_MESSAGE_BYTES:
             raise ValueError(
                 f"max_message_bytes must be in [1, {MAX_MESSAGE_BYTES}], "
@@ -59,7 +74,6 @@ def _common(config: GrpcConfig) -> ChannelOptions:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_send_message_length", config.max_message_bytes),
-        ("grpc.max_receive_message_length", config.max_message_bytes),
     ]
 
 
@@ -67,6 +81,7 @@ def channel_options(config: GrpcConfig) -> ChannelOptions:
     """Options of a client's channel."""
     return [
         *_common(config),
+        ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MIN_MS),
         ("grpc.min_reconnect_backoff_ms", round(config.connect_timeout_s * 1000)),
         ("grpc.max_reconnect_backoff_ms", _RECONNECT_MAX_MS),
@@ -78,7 +93,18 @@ def server_options(config: GrpcConfig) -> ChannelOptions:
     return [
         *_common(config),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
-        ("grpc.http2.max_ping_strikes", 0),
+        # A client that was stopped for a while sends late ones in a row; a flood is cut off.
+        ("grpc.http2.max_ping_strikes", _MAX_PING_STRIKES),
+        (
+            "grpc.max_receive_message_length",
+            min(config.max_receive_bytes, config.max_message_bytes),
+        ),
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", config.max_streams),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        # Otherwise somebody who connects and says nothing is waited for two minutes.
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         # Two servers on one port would share its connections at random.
         ("grpc.so_reuseport", 0),
     ]

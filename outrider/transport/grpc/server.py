@@ -11,8 +11,11 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import FailedPreconditionError
 from outrider.transport.grpc import health
+from outrider.transport.grpc.access import Access, Guard
+from outrider.transport.grpc.credentials import server_credentials
 from outrider.transport.grpc.interceptor import ErrorInterceptor
 from outrider.transport.grpc.options import GrpcConfig, server_options
+from outrider.transport.tls import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,18 +26,27 @@ class Service:
     """Full name, package included; also its health service."""
     register: Callable[[grpc.aio.Server], None]
     """Adds the handlers, e.g. a generated `add_XServicer_to_server` bound to a servicer."""
+    roles: tuple[Role, ...] = ()
+    """Whose certificates it is for, where they are asked for; empty: anybody's."""
 
 
 class GrpcServer:
     """Serves services on one address; not serving (health) until told so."""
 
     def __init__(
-        self, address: str, services: Sequence[Service], *, config: GrpcConfig | None = None
+        self,
+        address: str,
+        services: Sequence[Service],
+        *,
+        config: GrpcConfig | None = None,
+        access: Access | None = None,
     ) -> None:
-        """address: host:port; port 0 takes a free one."""
+        """address: host:port; port 0 takes a free one. Without `access` anybody may call, in plain
+        text."""
         self._address = address
         self._services = tuple(services)
         self._config = config or GrpcConfig()
+        self._access = access or Access()
         self._server: grpc.aio.Server | None = None
         self._health: health.HealthService | None = None
 
@@ -44,9 +56,13 @@ class GrpcServer:
         return self._address
 
     async def start(self, *, serving: bool = True) -> str:
-        """Bind and serve; the address. FailedPreconditionError if it cannot be bound."""
+        """Bind and serve; the address. FailedPreconditionError if it cannot be bound, or its
+        certificate is no good."""
+        guard = Guard(self._access, {each.name: each.roles for each in self._services})
         server = grpc.aio.server(
-            interceptors=(ErrorInterceptor(),), options=server_options(self._config)
+            interceptors=(ErrorInterceptor(guard),),
+            options=server_options(self._config),
+            maximum_concurrent_rpcs=self._config.max_calls,
         )
         self._health = health.HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -57,16 +73,28 @@ class GrpcServer:
             (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
         try:
-            port = server.add_insecure_port(self._address)
+            port = self._bind(server)
         except RuntimeError as error:
             raise FailedPreconditionError(
                 f"cannot listen on {self._address}", reason="ADDRESS_IN_USE"
             ) from error
         self._address = f"{self._address.rpartition(':')[0]}:{port}"
+        # Its own status says that the process answers, whatever it serves: for liveness probes.
+        self._health.set_serving((health.SERVICE_NAME,), serving=True)
         await server.start()
         self._server = server
         self.set_serving(serving)
         return self._address
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        """The port. Raises RuntimeError if it cannot be had."""
+        access = self._access
+        if access.tls.cert is None:
+            return server.add_insecure_port(self._address)
+        credentials = server_credentials(
+            access.tls, require_client=access.require_client, on_handshake=access.on_handshake
+        )
+        return server.add_secure_port(self._address, credentials)
 
     def set_serving(self, serving: bool) -> None:
         """Announce readiness of all services, and of the server as a whole."""

@@ -19,6 +19,7 @@ from outrider.transport.grpc.options import GrpcConfig
 from outrider.transport.grpc.server import Service
 from outrider.transport.grpc.status import Context
 from outrider.transport.grpc.streams import StreamFrames
+from outrider.transport.tls import Role
 from outrider.wire.codec import (
     decode_close_session,
     decode_drain,
@@ -39,9 +40,15 @@ _ENDPOINT_GRACE_S = 2.0
 UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
 
 
-def _service(name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> Service:
+def _service(
+    name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]], role: Role
+) -> Service:
     handler = grpc.method_handlers_generic_handler(name, dict(methods))
-    return Service(name=name, register=lambda server: server.add_generic_rpc_handlers((handler,)))
+    return Service(
+        name=name,
+        register=lambda server: server.add_generic_rpc_handlers((handler,)),
+        roles=(role,),
+    )
 
 
 def _unary(handler: UnaryHandler) -> grpc.RpcMethodHandler[bytes, bytes]:
@@ -62,10 +69,12 @@ def verifier_services(
                 "SetPlan": _unary(servicer.set_plan),
                 "CloseSession": _unary(servicer.close_session),
             },
+            Role.ROUTER,
         ),
         _service(
             EXCHANGE_SERVICE,
             {"Exchange": grpc.stream_stream_rpc_method_handler(servicer.exchange)},
+            Role.DRAFTER,
         ),
     )
 
@@ -82,6 +91,7 @@ def drafter_services(endpoint: DrafterEndpoint) -> tuple[Service]:
                 "Detach": _unary(servicer.detach),
                 "Drain": _unary(servicer.drain),
             },
+            Role.ROUTER,
         ),
     )
 

@@ -100,7 +100,7 @@ class AttachedDrafter(_message.Message):
     def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ..., same_host: bool = ..., answers: _Optional[int] = ..., missed: _Optional[int] = ..., invalid: _Optional[int] = ..., silent_ms: _Optional[float] = ...) -> None: ...
 
 class SessionSpec(_message.Message):
-    __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id", "priority", "top_logprobs")
+    __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id", "priority", "top_logprobs", "structured_output", "traceparent")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,8 @@ class SessionSpec(_message.Message):
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -125,7 +127,9 @@ class SessionSpec(_message.Message):
     drafter_id: str
     priority: int
     top_logprobs: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., drafter_id: _Optional[str] = ..., priority: _Optional[int] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
+    structured_output: _common_pb2.StructuredOutput
+    traceparent: str
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., drafter_id: _Optional[str] = ..., priority: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutput, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class SessionsRequest(_message.Message):
     __slots__ = ("open", "leave", "heartbeat", "move")

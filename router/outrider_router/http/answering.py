@@ -17,8 +17,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.errors import ResourceExhaustedError
-from outrider.ids import RequestId, TenantId
+from outrider.ids import RequestId
 from outrider.wire.inference import Delta, FinishInfo, GenerateRequest, StreamEvent
+from outrider_router import keys
 from outrider_router.http.errors import describe
 from outrider_router.http.forms import Choice, Form
 from outrider_router.http.usage import usage
@@ -43,7 +44,9 @@ class Asked:
     form: Form
     request_id: RequestId
     """What it is called in logs and in the answer's headers."""
-    tenant: TenantId
+    caller: keys.Caller
+    traceparent: str = ""
+    """The client's W3C Trace Context, if it has one."""
     include_usage: bool = False
     continuous_usage: bool = False
 
@@ -96,7 +99,8 @@ async def _serve_choices(
         await service.serve(
             asked.requests[choice.index],
             take,
-            tenant=asked.tenant,
+            caller=asked.caller,
+            traceparent=asked.traceparent,
             own_id=own_id if len(choices) == 1 else RequestId(f"{own_id}-{choice.index}"),
         )
 

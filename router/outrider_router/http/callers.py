@@ -1,4 +1,4 @@
-"""Whose request it is, by its headers: the one place where credentials are looked at."""
+"""Who asks, by the headers of a request: the one place where credentials are looked at."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from outrider.ids import TenantId
+from outrider_router import keys
 from outrider_router.service import RouterService
-from outrider_router.tenants import tenant_of
 
 
 def service_of(request: Request) -> RouterService:
@@ -17,11 +16,17 @@ def service_of(request: Request) -> RouterService:
     return service
 
 
-async def caller(request: Request) -> TenantId:
-    """The tenant that a request is charged to, as over gRPC. Raises InvalidRequestError."""
-    source = service_of(request).config.overload.tenant_from
-    return tenant_of(source, request.headers.items())
+async def caller(request: Request) -> keys.Caller:
+    """Whoever sends a request, as over gRPC. Raises UnauthenticatedError, InvalidRequestError."""
+    return service_of(request).gate.caller(request.headers.items())
 
 
-Caller = Annotated[TenantId, Depends(caller)]
+async def operator(request: Request) -> None:
+    """Let operators in alone, where API keys are asked for. Raises UnauthenticatedError,
+    PermissionDeniedError."""
+    service_of(request).gate.authorize_operator(request.headers.get("authorization"))
+
+
+Caller = Annotated[keys.Caller, Depends(caller)]
+Operator = Annotated[None, Depends(operator)]
 Service = Annotated[RouterService, Depends(service_of)]

@@ -21,6 +21,8 @@ INVALID, SERVER = "invalid_request_error", "server_error"
 
 STATUSES: Final[dict[type[OutriderError], tuple[int, str]]] = {
     errors.InvalidRequestError: (400, INVALID),
+    errors.UnauthenticatedError: (401, "authentication_error"),
+    errors.PermissionDeniedError: (403, "permission_error"),
     errors.NotFoundError: (404, "not_found_error"),
     errors.AlreadyExistsError: (409, "conflict_error"),
     errors.AbortedError: (409, "conflict_error"),
@@ -39,6 +41,9 @@ CODES: Final = {
     "CONTEXT_EXCEEDED": "context_length_exceeded",
     "PROMPT_TOO_LONG": "context_length_exceeded",
     "NO_MODEL": "model_not_found",
+    "NO_KEY": "missing_api_key",
+    "WRONG_KEY": "invalid_api_key",
+    "KEY_RATE_LIMITED": "rate_limit_exceeded",
     "RATE_LIMITED": "rate_limit_exceeded",
 }
 """Reasons that OpenAI's clients know by another `code`; all others are in lower case."""
@@ -73,7 +78,10 @@ class HttpError:
 
     @property
     def headers(self) -> dict[str, str]:
-        """`Retry-After` in whole seconds, and in milliseconds as OpenAI's clients read it."""
+        """`Retry-After` in whole seconds, and in milliseconds as OpenAI's clients read it; how to
+        show a key, where none was shown."""
+        if self.status == 401:
+            return {"www-authenticate": 'Bearer realm="outrider", Basic realm="outrider"'}
         hint = self.retry_after_s
         if hint is None or not math.isfinite(hint):
             return {}

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.ids import TenantId
 from outrider.wire.inference import GenerateRequest
 from outrider_router.admission import no_verifier
 from outrider_router.http.answering import Answering, Asked
@@ -38,20 +37,20 @@ router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
 @router.post("/v1/completions", responses={**SERVED, 200: {"model": CompletionAnswer, **STREAMED}})
 async def completions(
-    body: CompletionRequest, request: Request, service: Service, tenant: Caller
+    body: CompletionRequest, request: Request, service: Service, caller: Caller
 ) -> Response:
     """Continue one prompt or several: texts, or token ids."""
     requests = completion_requests(body, request.scope[CLIENT_ID])
-    return _answer(CompletionForm, requests, body, request, service, tenant)
+    return _answer(CompletionForm, requests, body, request, service, caller)
 
 
 @router.post("/v1/chat/completions", responses={**SERVED, 200: {"model": ChatAnswer, **STREAMED}})
 async def chat_completions(
-    body: ChatCompletionRequest, request: Request, service: Service, tenant: Caller
+    body: ChatCompletionRequest, request: Request, service: Service, caller: Caller
 ) -> Response:
     """Answer a conversation."""
     requests = chat_requests(body, request.scope[CLIENT_ID])
-    return _answer(ChatForm, requests, body, request, service, tenant)
+    return _answer(ChatForm, requests, body, request, service, caller)
 
 
 def _answer(
@@ -60,7 +59,7 @@ def _answer(
     body: GenerationRequest,
     request: Request,
     service: RouterService,
-    tenant: TenantId,
+    caller: Caller,
 ) -> Response:
     info = service.registry.any_info()
     if info is None:
@@ -79,7 +78,8 @@ def _answer(
             with_logprobs=requests[0].top_logprobs is not None,
         ),
         request_id=own_id,
-        tenant=tenant,
+        caller=caller,
+        traceparent=request.headers.get("traceparent", ""),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
     )

@@ -1,4 +1,4 @@
-"""What every HTTP request passes first: a bound on its body, and the id that it is known by."""
+"""What every HTTP request passes first: the gate, a bound on its body, and the id that it gets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.errors import OutriderError
 from outrider.ids import RequestId
 from outrider.wire.inference import MAX_NAME_BYTES
-from outrider_router.http.errors import INVALID, HttpError
+from outrider_router.gate import Gate
+from outrider_router.http.errors import INVALID, HttpError, describe
 from outrider_router.http.request_models import MAX_CHOICES
 
 MAX_BODY_BYTES: Final = 32 << 20
 """The largest text prompt twice: JSON may escape every other character."""
+OPEN_PATHS: Final = frozenset({"/health", "/ping"})
+"""What answers everybody, as health does over gRPC."""
 REQUEST_ID: Final = "x-request-id"
 OWN_ID: Final = "outrider.own_id"
 CLIENT_ID: Final = "outrider.client_id"
@@ -26,14 +30,16 @@ _TOO_LARGE = f"The body is larger than {MAX_BODY_BYTES} bytes."
 
 
 class Guard:
-    """ASGI middleware: refuses large bodies, names every request and tells its name.
+    """ASGI middleware: turns away callers without an API key, where keys are asked for, before
+    anything of a body is read; refuses large bodies, names every request and tells its name.
 
     An id that a client chose (`X-Request-Id`, printable ASCII) is what the router knows its request
     by; any other one is made here.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app
+        self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
@@ -51,6 +57,13 @@ class Guard:
                 MutableHeaders(scope=message)[REQUEST_ID] = own_id
             await send(message)
 
+        if scope["path"] not in OPEN_PATHS:
+            try:
+                self._gate.authorize(headers.get("authorization"))
+            except OutriderError as refused:
+                answer = describe(refused).response({"connection": "close"})
+                await answer(scope, receive, named)
+                return
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > MAX_BODY_BYTES:
             error = HttpError(status=413, type=INVALID, message=_TOO_LARGE, code="body_too_large")

@@ -14,7 +14,7 @@ from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.wire.inference import ModelInfo, TextPrompt
 from outrider_router.admission import no_verifier
 from outrider_router.http.bodies import JsonRoute
-from outrider_router.http.callers import Caller, Service
+from outrider_router.http.callers import Caller, Operator, Service
 from outrider_router.http.request_models import DetokenizeRequest, TokenizeRequest
 from outrider_router.http.response_models import (
     Detokenized,
@@ -57,26 +57,26 @@ async def version() -> Version:
     responses={200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
     tags=["operations"],
 )
-async def metrics(request: Request, service: Service) -> Response:
+async def metrics(request: Request, service: Service, _operator: Operator) -> Response:
     """Prometheus metrics: those of the metrics port."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(service.metrics.registry), headers={"content-type": content_type})
 
 
 @router.get("/v1/models", responses=refusals(), tags=["OpenAI"])
-async def list_models(service: Service, request: Request, _tenant: Caller) -> ModelList:
+async def list_models(service: Service, request: Request, _caller: Caller) -> ModelList:
     """The served models; none while no verifier is healthy."""
     return ModelList(data=[_model(info, request) for info in models(service)])
 
 
 @router.get("/v1/models/{model:path}", responses=refusals(404), tags=["OpenAI"])
-async def get_model(model: str, service: Service, request: Request, _tenant: Caller) -> ModelBody:
+async def get_model(model: str, service: Service, request: Request, _caller: Caller) -> ModelBody:
     """One of them."""
     return _model(_known(service, model), request)
 
 
 @router.post("/tokenize", responses=refusals(404, 503), tags=["tokens"])
-async def tokenize(body: TokenizeRequest, service: Service, _tenant: Caller) -> Tokenized:
+async def tokenize(body: TokenizeRequest, service: Service, _caller: Caller) -> Tokenized:
     """Token ids of a text, or of a conversation in the model's chat template."""
     info = _known(service, body.model)
     ids = await _ids(body, service)
@@ -102,7 +102,7 @@ async def _ids(body: TokenizeRequest, service: RouterService) -> tuple[int, ...]
 
 
 @router.post("/detokenize", responses=refusals(404, 503), tags=["tokens"])
-async def detokenize(body: DetokenizeRequest, service: Service, _tenant: Caller) -> Detokenized:
+async def detokenize(body: DetokenizeRequest, service: Service, _caller: Caller) -> Detokenized:
     """The text of token ids, special ones included."""
     info = _known(service, body.model)
     check_ids(tuple(body.tokens), info.vocab_size, "tokens")

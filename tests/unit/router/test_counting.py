@@ -89,6 +89,7 @@ def test_a_message_of_events_counts_what_its_rounds_count(rounds: Rounds) -> Non
 
     assert value("rounds") == stats.rounds
     assert value("round_tokens") == stats.emitted
+    assert value("spec_decode_num_drafts") == sum(r[0] > 0 for r in rounds)
     assert value("spec_decode_num_draft_tokens") == stats.proposed
     assert value("spec_decode_num_accepted_tokens") == stats.accepted
     assert value("fallback_rounds") == stats.fallback_rounds

@@ -10,6 +10,7 @@ import pytest
 from outrider_router import durable_log
 from outrider_router.config import Fsync
 from outrider_router.durable_log import DurableLog
+from outrider_router.log_records import Row
 
 from outrider.errors import FailedPreconditionError
 from tests.fakes.router import eventually
@@ -25,7 +26,7 @@ def emit(log: DurableLog, number: int, emitted: list[int], new: list[int]) -> No
     """As the sink does: log, and append."""
     start = len(emitted)
     emitted += new
-    log.emitted([(number, start, new)])
+    log.emitted([Row(number, start, new)])
 
 
 @pytest.mark.parametrize("fsync", Fsync)
@@ -34,7 +35,7 @@ async def test_what_was_told_to_the_log_is_there_after_a_kill(tmp_path: Path, fs
     log = open_log(path, fsync)
     log.begin()
     emitted: list[int] = []
-    number = log.opened(OPENED, emitted)
+    number = log.opened(OPENED, emitted, [])
     emit(log, number, emitted, [1, 2])
     emit(log, number, emitted, [3])
     # What a killed process leaves is the file as it is now.
@@ -47,7 +48,7 @@ async def test_what_was_told_to_the_log_is_there_after_a_kill(tmp_path: Path, fs
     after.adopt(logged)
     after.begin()
     emit(after, logged.number, logged.emitted, [4])
-    other = after.opened(OPENED, [])
+    other = after.opened(OPENED, [], [])
     assert other > logged.number
     after.ended(logged.number, FINISH)
     await after.close()
@@ -90,10 +91,10 @@ async def test_the_file_stays_short_and_complete_while_it_is_written_anew(
     log = open_log(tmp_path / "log", Fsync.INTERVAL)
     log.begin()
     kept: list[int] = []
-    number = log.opened(OPENED, kept)
+    number = log.opened(OPENED, kept, [])
     for turn in range(300):
         passing: list[int] = []
-        short = log.opened(OPENED, passing)
+        short = log.opened(OPENED, passing, [])
         emit(log, short, passing, [turn] * 20)
         emit(log, number, kept, [turn])
         log.ended(short, None)
@@ -116,7 +117,7 @@ async def test_a_full_disk_is_told_and_mended_without_a_gap(
     log = open_log(tmp_path / "log", Fsync.INTERVAL, states)
     log.begin()
     emitted: list[int] = []
-    number = log.opened(OPENED, emitted)
+    number = log.opened(OPENED, emitted, [])
     emit(log, number, emitted, [1])
     write, full = os.write, True
 

@@ -10,6 +10,7 @@ from outrider_router.log_records import (
     MARK,
     Contents,
     Opened,
+    Row,
     emitted_record,
     ended_record,
     opened_record,
@@ -56,12 +57,12 @@ FINISH = FinishInfo(
 )
 RECORDS = [
     opened_record(1, OPENED),
-    emitted_record([(1, 0, [10, 11])]),
+    emitted_record([Row(1, 0, [10, 11])]),
     opened_record(2, OPENED),
-    emitted_record([(1, 2, [12]), (2, 0, [20, 21, 22])]),
+    emitted_record([Row(1, 2, [12]), Row(2, 0, [20, 21, 22])]),
     tick_record(100.0),
     ended_record(1, 101.0, FINISH),
-    emitted_record([(2, 3, [23])]),
+    emitted_record([Row(2, 3, [23])]),
 ]
 
 
@@ -83,9 +84,9 @@ def test_a_request_that_ended_without_a_finish_is_gone() -> None:
 
 
 def test_ids_that_are_written_twice_are_there_once_and_ids_behind_a_gap_not_at_all() -> None:
-    records = [opened_record(1, OPENED), emitted_record([(1, 0, [1, 2, 3])])]
-    again = emitted_record([(1, 1, [2, 3, 4])])
-    gap = emitted_record([(1, 9, [10])])
+    records = [opened_record(1, OPENED), emitted_record([Row(1, 0, [1, 2, 3])])]
+    again = emitted_record([Row(1, 1, [2, 3, 4])])
+    gap = emitted_record([Row(1, 9, [10])])
     assert emitted(read(whole_file([*records, again, gap]))) == {1: [1, 2, 3, 4]}
 
 

@@ -258,3 +258,25 @@ def test_rows_that_were_ready_during_a_round_wait_for_those_that_it_held() -> No
     assert decoded(plan_round([early, late], 2.0 + LIMITS.gather_s, LIMITS, idle_since=2.0)) == [
         "a"
     ]
+
+
+def test_rows_give_way_to_a_prompt_of_a_higher_priority_but_not_for_long() -> None:
+    prompt = row("p", prefill_left=8, priority=1, since=9.9)
+    rows = [row("a", since=9.98), row("b", since=9.97, priority=1), row("c", since=9.94), prompt]
+    plan = plan_round(rows, 10.0, LIMITS)
+    assert [str(chunk.session_id) for chunk in plan.prefill] == ["p"]
+    assert decoded(plan) == ["c", "b"]
+
+
+def test_a_prompt_of_a_higher_priority_waits_for_no_proposal() -> None:
+    rows = [waiting("a", nodes=4, proposal_at=0.9995), waiting("c", since=0.9)]
+    late = row("p", prefill_left=8, since=0.9999)
+    slow = replace(LIMITS, gather_s=0.1, yield_s=2.0)
+    plan = plan_round([*rows, late._replace(priority=1)], 0.9999, slow)
+    assert plan.prefill and not plan.decode
+    assert plan_round([*rows, late], 0.9999, slow).empty
+
+
+def test_rows_do_not_give_way_to_prompts_of_their_own_priority() -> None:
+    rows = [row("a", since=9.99, priority=1), row("p", prefill_left=8, priority=1, since=9.9)]
+    assert decoded(plan_round(rows, 10.0, LIMITS)) == ["a"]

@@ -67,6 +67,7 @@ def add_linear(
     eps: float,
     bias: Tensor | None = None,
     overwrite: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Normed]:
     """`fused_linear` with a residual, and the RMSNorm of its result for the next product.
 
@@ -75,9 +76,11 @@ def add_linear(
     if halves_norms(x_MK.shape[0], x_MK):
         check_product(x_MK, weight_NK, bias, residual_MN, gated=False)
         return add_linear_triton(
-            x_MK, weight_NK, residual_MN, norm_weight=norm_weight, eps=eps, bias=bias
+            x_MK, weight_NK, residual_MN, norm_weight=norm_weight, eps=eps, bias=bias, out=out
         )
-    result = fused_linear(x_MK, weight_NK, bias=bias, residual=residual_MN, overwrite=overwrite)
+    result = fused_linear(
+        x_MK, weight_NK, bias=bias, residual=residual_MN, overwrite=overwrite, out=out
+    )
     return result, rms_norm(result, norm_weight, eps)
 
 
@@ -90,6 +93,7 @@ def add_linear_triton(
     eps: float,
     bias: Tensor | None = None,
     config: LinearConfig | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, HalfNormed]:
     """`add_linear` in one kernel; the norm is half done."""
     config = config or product_config(x_MK, weight_NK)
@@ -107,6 +111,7 @@ def add_linear_triton(
         residual=residual_MN,
         config=config,
         norm_out=NormOut(norm_weight, normed.scaled, normed.squares),
+        out=out,
     )
     return result, normed
 
@@ -122,6 +127,7 @@ def fused_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
     overwrite: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """activation(rms_norm(x) @ weight^T + bias) + residual.
 
@@ -137,9 +143,10 @@ def fused_linear(
         gated: rows 0..N/2 of the weight are gate, the others up; the result is silu(gate) * up.
         out_dtype: of the result; None: x's.
         overwrite: the residual's memory may be taken for the result, which saves a copy.
+        out: contiguous memory for the result, of its shape and dtype; None: the result's own.
 
     Returns:
-        [M, N], or [M, N/2] with `gated`; a new tensor unless `overwrite`.
+        [M, N], or [M, N/2] with `gated`; a new tensor unless `overwrite` or `out`.
 
     Raises:
         InvalidRequestError: shapes or dtypes do not fit.
@@ -150,7 +157,7 @@ def fused_linear(
     if isinstance(x_MK, HalfNormed):
         check_product(x_MK.scaled, weight_NK, bias, residual, gated)
         return fused_linear_triton(
-            x_MK, weight_NK, bias=bias, residual=residual, gated=gated, out_dtype=out_dtype
+            x_MK, weight_NK, bias=bias, residual=residual, gated=gated, out_dtype=out_dtype, out=out
         )
     check_product(x_MK, weight_NK, bias, residual, gated)
     if norm_weight is not None:
@@ -159,10 +166,11 @@ def fused_linear(
     if not x_MK.is_cuda or x_MK.dtype not in KERNEL_DTYPES:
         run = fused_linear_torch
     elif x_MK.shape[0] <= SKINNY_ROWS:
-        run = fused_linear_triton
+        run = partial(fused_linear_triton, out=out)
     else:
         run = partial(fused_linear_wide, overwrite=overwrite)
-    return run(x_MK, weight_NK, bias=bias, residual=residual, gated=gated, out_dtype=out_dtype)
+    result = run(x_MK, weight_NK, bias=bias, residual=residual, gated=gated, out_dtype=out_dtype)
+    return result if out is None or result is out else out.copy_(result)
 
 
 def fused_linear_torch(
@@ -227,6 +235,7 @@ def fused_linear_triton(
     config: LinearConfig | None = None,
     norm_out: NormOut | None = None,
     rotary: RotaryOut | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`fused_linear` by the weight-streaming kernel; M <= SKINNY_ROWS.
 
@@ -249,7 +258,8 @@ def fused_linear_triton(
     if rotary is not None:
         columns = rotary.num_heads * rotary.keys.shape[2]
     dtype = x.dtype if out_dtype is None else out_dtype
-    out = torch.empty((num_rows, columns), dtype=dtype, device=x.device)
+    if out is None:
+        out = torch.empty((num_rows, columns), dtype=dtype, device=x.device)
     if num_rows == 0 or weight_NK.shape[0] == 0:
         return out
     launch_skinny(

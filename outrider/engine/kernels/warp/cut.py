@@ -7,7 +7,7 @@
    then within 15 more around the edge. They only say where the edge must be, rounding included.
 2. gather: exact integer masses above that bracket, and the scores inside it as a short list.
 3. search: the edge among these, 16 ways at a time, over the floats' order-preserving integers.
-4. cut: what is below the edge becomes -inf.
+4. `finish.finish`: what is below the edge becomes -inf.
 
 Programs of rows with nothing to do return at once. P tiles of a row.
 """
@@ -18,14 +18,13 @@ import triton
 import triton.language as tl
 
 from outrider.engine.kernels.sampling import scaled_tile
-from outrider.engine.kernels.state import WARP_CUTS, WARP_ENTRIES
+from outrider.engine.kernels.state import WARP_CUTS
 from outrider.engine.nucleus import FARTHEST, OCTAVE, STEP_BITS, STEPS_PER_NAT
 from outrider.engine.warper import MIN_TEMPERATURE
 
 GUIDES = 16
 """Sums of a tile: within 15 distances, and of all."""
 _GUIDES = tl.constexpr(GUIDES)
-_ENTRIES = tl.constexpr(WARP_ENTRIES)
 _CUTS = tl.constexpr(WARP_CUTS)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
@@ -54,7 +53,7 @@ _NO_KEY = tl.constexpr(-(2**40))
 
 
 @triton.jit
-def _peak(maxima_ptr, row, tiles, TILES: tl.constexpr):
+def peak_of(maxima_ptr, row, tiles, TILES: tl.constexpr):
     """The largest logit of a row."""
     parts = tl.arange(0, TILES)
     maxima = tl.load(maxima_ptr + row * tiles + parts, mask=parts < tiles, other=float("-inf"))
@@ -130,7 +129,7 @@ def guide(
     top_k, top_p = tl.load(top_ks_ptr + slot), tl.load(top_ps_ptr + slot)
     if _searches(tl.load(flags_ptr + slot), top_k, top_p):
         temperature = tl.load(temperatures_ptr + slot)
-        peak = _peak(maxima_ptr, row, tiles, TILES)
+        peak = peak_of(maxima_ptr, row, tiles, TILES)
         if peak > float("-inf"):
             low = tl.full((), 0.0, tl.float32)
             high = tl.full((), 0.0, tl.float32) + _FAR
@@ -203,7 +202,7 @@ def gather(
     top_k, top_p = tl.load(top_ks_ptr + slot), tl.load(top_ps_ptr + slot)
     if _searches(tl.load(flags_ptr + slot), top_k, top_p):
         temperature = tl.load(temperatures_ptr + slot)
-        peak = _peak(maxima_ptr, row, tiles, TILES)
+        peak = peak_of(maxima_ptr, row, tiles, TILES)
         if peak > float("-inf"):
             peak = _score(peak, temperature)
             slack = tl.abs(peak) * _SCORE_ERROR
@@ -317,7 +316,7 @@ def search(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row // rows_per_slot)
     if (tl.load(flags_ptr + slot) & _CUTS) != 0:
-        peak = _score(_peak(maxima_ptr, row, tiles, TILES), tl.load(temperatures_ptr + slot))
+        peak = _score(peak_of(maxima_ptr, row, tiles, TILES), tl.load(temperatures_ptr + slot))
         top_k = tl.load(top_ks_ptr + slot)
         top_p = tl.load(top_ps_ptr + slot)
         lowest = peak + tl.load(floors_ptr + slot)
@@ -350,50 +349,3 @@ def search(
                 edge = _edge(candidates_ptr, count, need, base, peak, floor, False, BLOCK)
                 lowest = tl.maximum(lowest, _score_of(edge))
         tl.store(lowest_ptr + row, lowest)
-
-
-@triton.jit
-def cut(
-    logits_ptr,
-    logits_stride,
-    num_columns,
-    flags_ptr,
-    temperatures_ptr,
-    slots_ptr,
-    entry_counts_ptr,
-    entry_columns_ptr,
-    entry_ends_ptr,
-    entries,
-    positions_ptr,
-    maxima_ptr,
-    lowest_ptr,
-    rows_per_slot,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """-inf below the row's lowest score; a row without any gets 0 at its first allowed column."""
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    slot = tl.load(slots_ptr + row // rows_per_slot).to(tl.int64)
-    flags = tl.load(flags_ptr + slot)
-    if flags != 0:
-        logits_ptr += row * logits_stride
-        if _peak(maxima_ptr, row, tl.num_programs(1), TILES) == float("-inf"):
-            if part == 0:
-                position = tl.load(positions_ptr + row)
-                free = tl.full((), 0, tl.int32)
-                count = tl.full((), 0, tl.int32)
-                if (flags & _ENTRIES) != 0:
-                    count = tl.load(entry_counts_ptr + slot)
-                for entry in range(count):
-                    here = slot * entries + entry
-                    banned = position < tl.load(entry_ends_ptr + here)
-                    taken = banned & (tl.load(entry_columns_ptr + here) == free)
-                    free += tl.where(taken, 1, 0)
-                tl.store(logits_ptr + tl.where(free < num_columns, free, 0), 0.0)
-        elif (flags & _CUTS) != 0:
-            columns = part * TILE + tl.arange(0, TILE)
-            valid = columns < num_columns
-            scores = scaled_tile(logits_ptr, columns, valid, tl.load(temperatures_ptr + slot))
-            below = valid & (scores < tl.load(lowest_ptr + row))
-            tl.store(logits_ptr + columns, float("-inf"), mask=below)

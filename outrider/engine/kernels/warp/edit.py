@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Penalties, biases and bans on the device, and the counts that penalties look at.
+"""Penalties, biases, bans and grammars on the device, and the counts that penalties look at.
 
 The first of the warper's kernels (`outrider.engine.kernels.warp.logits`); what follows is in `cut`.
 Programs of rows with nothing to do return at once.
@@ -12,12 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider.engine.kernels.state import WARP_ENTRIES, WARP_PENALTIES
+from outrider.engine.kernels.state import WARP_ENTRIES, WARP_LEGAL, WARP_PENALTIES
+from outrider.engine.kernels.warp.legal import legal_tile
 from outrider.engine.warper import MAX_LOGIT
 
 _PENALTIES = tl.constexpr(WARP_PENALTIES)
 _ENTRIES = tl.constexpr(WARP_ENTRIES)
 _MAX_LOGIT = tl.constexpr(MAX_LOGIT)
+_LEGAL = tl.constexpr(WARP_LEGAL)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
 _ENTRY_BLOCK = tl.constexpr(256)
 
@@ -44,11 +46,15 @@ def edit(
     mask_ptr,
     mask_owner_stride,
     mask_row_stride,
+    bits_ptr,
+    words,
+    legal_index_ptr,
     maxima_ptr,
     found_ptr,
     rows_per_slot,
     HAS_PATH: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_LEGAL: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Edit one tile of one row and note its maximum."""
@@ -108,6 +114,10 @@ def edit(
                 banned = position < tl.load(entry_ends_ptr + here)
                 changed = tl.where(banned, float("-inf"), values + amount)
                 values = tl.where(columns == tl.load(entry_columns_ptr + here), changed, values)
+        if HAS_LEGAL:  # noqa: SIM102 (decided when it is compiled)
+            if (flags & _LEGAL) != 0:
+                allowed = legal_tile(bits_ptr, words, legal_index_ptr, row, columns)
+                values = tl.where(allowed, values, float("-inf"))
         values = tl.where(values == values, values, float("-inf"))
         values = tl.where(values > _MAX_LOGIT, _MAX_LOGIT, values)
         tl.store(logits_ptr + columns, values, mask=valid & ((values == old) == 0))

@@ -1,4 +1,4 @@
-"""The launches of the warper's kernels (`edit`, `cut`)."""
+"""The launches of the warper's kernels (`edit`, `cut`, `finish`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.engine.kernels.sampling import tile_columns, warps_of
-from outrider.engine.kernels.state import SamplingState, WarpState
-from outrider.engine.kernels.warp import cut, edit
+from outrider.engine.kernels.state import LegalBits, SamplingState, WarpState
+from outrider.engine.kernels.warp import cut, edit, finish
 from outrider.engine.kernels.warp.path import TokenPath
 
 
@@ -21,6 +21,7 @@ def launch_warp(
     *,
     rows_per_slot: int,
     path: TokenPath | None = None,
+    legal: LegalBits | None = None,
     tile: int | None = None,
     block: int = 512,
 ) -> None:
@@ -64,11 +65,13 @@ def launch_warp(
         mask,
         0 if mask is None else mask.stride(0),
         0 if mask is None else mask.stride(1),
+        *_legal_arguments(legal),
         maxima,
         found,
         rows_per_slot=rows_per_slot,
         HAS_PATH=path is not None,
         HAS_MASK=mask is not None,
+        HAS_LEGAL=legal is not None,
         TILE=tile,
         num_warps=warps,
     )
@@ -98,17 +101,24 @@ def launch_warp(
         BLOCK=block,
         num_warps=8,
     )
-    cut.cut[grid](
+    finish.finish[grid](
         *head,
         warp.entry_counts,
         warp.entry_columns,
         warp.entry_ends,
         entries,
         positions,
+        *_legal_arguments(legal),
         maxima,
         lowest,
+        HAS_LEGAL=legal is not None,
         **shapes,
     )
+
+
+def _legal_arguments(legal: LegalBits | None) -> tuple[Tensor | None, int, Tensor | None]:
+    """Bits, words of a row of them, index."""
+    return (None, 0, None) if legal is None else (legal.bits, legal.bits.shape[1], legal.index)
 
 
 def launch_count(

@@ -1,4 +1,4 @@
-"""The warper on the device: penalties, biases, bans, top-k, top-p and min-p, in place.
+"""The warper on the device: penalties, biases, bans, grammars, top-k, top-p and min-p, in place.
 
 What `outrider.engine.warper` does to a row, bit for bit, but for the division by the temperature,
 which the kernels that read the logits do themselves. Rows of sessions that ask for nothing cost an
@@ -18,7 +18,9 @@ from outrider.engine.kernels.sampling import scaled_scores
 from outrider.engine.kernels.state import (
     WARP_CUTS,
     WARP_ENTRIES,
+    WARP_LEGAL,
     WARP_PENALTIES,
+    LegalBits,
     SamplingState,
     WarpState,
 )
@@ -38,14 +40,17 @@ def warp_logits(
     *,
     rows_per_slot: int,
     path: TokenPath | None = None,
+    legal: LegalBits | None = None,
 ) -> None:
     """Warp rows in place; what is cut or banned becomes -inf, NaN too.
 
     logits: float32 [R, V], columns contiguous, rows of any stride; row r belongs to the session of
     slot slots[r // rows_per_slot], slots int32 [B]. positions: int32 [R], the absolute position of
     the token that is being chosen; path: drafted tokens before it, None if there are none.
+    legal: what grammars allow, None if no session of the launch can be in one.
     Every row that is warped keeps a column: one without any finite logit gets 0 at its first column
-    that is not banned. Raises InvalidRequestError for other shapes or types.
+    that is not banned; of those that its grammar allows, if it has one. Raises InvalidRequestError
+    for other shapes or types.
     """
     if logits.dtype != torch.float32 or logits.shape[0] != rows_per_slot * slots.shape[0]:
         raise InvalidRequestError(
@@ -61,7 +66,9 @@ def warp_logits(
         )
     function = launch_warp if logits.is_cuda else warp_logits_torch
     assert path is None or path.columns.shape[1] < 2 or path.columns.stride(1) == 1
-    function(logits, warp, state, slots, positions, rows_per_slot=rows_per_slot, path=path)
+    function(
+        logits, warp, state, slots, positions, rows_per_slot=rows_per_slot, path=path, legal=legal
+    )
 
 
 def warp_drafts(
@@ -89,6 +96,7 @@ def warp_logits_torch(
     *,
     rows_per_slot: int,
     path: TokenPath | None = None,
+    legal: LegalBits | None = None,
 ) -> None:
     """See `warp_logits`; row by row."""
     for row in range(logits.shape[0]):
@@ -107,10 +115,15 @@ def warp_logits_torch(
             values = values.index_add(0, columns, warp.entry_amounts[slot, :count])
             banned[columns] = positions[row] < warp.entry_ends[slot, :count]
             values = values.masked_fill(banned, -math.inf)
+        allowed = torch.ones(len(values), dtype=torch.bool)
+        if legal is not None and flags & WARP_LEGAL:
+            allowed = _allowed(legal, row, len(values))
+            values = values.masked_fill(~allowed, -math.inf)
         values = values.nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
         values = values.clamp(max=MAX_LOGIT)
         if values.amax() == -math.inf:
-            values[(~banned).int().argmax()] = 0.0
+            free = allowed & ~banned
+            values[(free if free.any() else allowed).int().argmax()] = 0.0
         if flags & WARP_CUTS:
             values = _cut(values, warp, state.temperatures[slot], slot)
         logits[row] = values
@@ -127,6 +140,16 @@ def _path_of(path: TokenPath | None, row: int, rows_per_slot: int) -> Tensor:
     else:
         columns = columns[path.mask[owner, place].bool()]
     return columns[columns >= 0].long()
+
+
+def _allowed(legal: LegalBits, row: int, columns: int) -> Tensor:
+    """bool [V]."""
+    ids = torch.arange(columns)
+    bits = legal.bits[int(legal.index[row])]
+    words = ids >> 5
+    inside = words < len(bits)
+    found = (bits[words.clamp(max=len(bits) - 1)] >> (ids & 31).int()) & 1
+    return inside & (found != 0)
 
 
 def _penalised(values: Tensor, warp: WarpState, slot: int, on_path: Tensor) -> Tensor:

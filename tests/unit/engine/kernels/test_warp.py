@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engine.device.warp_slots import MAX_BANNED_AT_FIRST, WarpSlots
+from outrider.engine.kernels.state import LegalBits
 from outrider.engine.kernels.warp.launch import launch_count, launch_warp
 from outrider.engine.kernels.warp.logits import (
     TokenPath,
@@ -58,7 +59,7 @@ def _twin(case: WarpCase) -> torch.Tensor:
     logits = case.logits.clone()
     warp_logits_torch(
         logits, case.warp, case.state, case.slots, case.positions, rows_per_slot=NODES,
-        path=case.path,
+        path=case.path, legal=case.legal,
     )  # fmt: skip
     return logits
 
@@ -69,27 +70,30 @@ def _kernel(case: WarpCase, *, tile: int = 32, block: int = 16) -> torch.Tensor:
     logits.copy_(case.logits)
     assert case.path.mask is not None
     path = TokenPath(case.path.columns.to(DEVICE), case.path.mask.to(DEVICE))
+    legal = None if case.legal is None else LegalBits(*(t.to(DEVICE) for t in case.legal))
     launch_warp(
         logits, type(case.warp)(*(t.to(DEVICE) for t in case.warp)),
         type(case.state)(*(t.to(DEVICE) for t in case.state)),
         case.slots.to(DEVICE), case.positions.to(DEVICE),
-        rows_per_slot=NODES, path=path, tile=tile, block=block,
+        rows_per_slot=NODES, path=path, legal=legal, tile=tile, block=block,
     )  # fmt: skip
     assert (wide[:, case.logits.shape[1] :] == 99.0).all(), "the padding of a row is written"
     return logits.cpu()
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(PARAMS, min_size=1, max_size=8), st.integers(0, 2**16))
-def test_the_twin_is_the_hosts_warper(params: list[SamplingParams], seed: int) -> None:
-    case = warp_case(params, VOCAB, seed=seed)
+@given(st.lists(PARAMS, min_size=1, max_size=8), st.integers(0, 2**16), st.booleans())
+def test_the_twin_is_the_hosts_warper(
+    params: list[SamplingParams], seed: int, grammars: bool
+) -> None:
+    case = warp_case(params, VOCAB, seed=seed, grammars=grammars)
     _same(case, case.scores(_twin(case)))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_kernels_are_the_twin(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "grammars"), [(0, False), (1, False), (2, True), (3, True)])
+def test_the_kernels_are_the_twin(seed: int, grammars: bool) -> None:
     """Every session meets other rows, and rows of all kinds, with each seed."""
-    case = warp_case(LISTED, VOCAB, seed=seed)
+    case = warp_case(LISTED, VOCAB, seed=seed, grammars=grammars)
     torch.testing.assert_close(_kernel(case), _twin(case), rtol=0, atol=0, equal_nan=True)
 
 

@@ -16,6 +16,8 @@ from outrider_router.tenants import TenantLimits, TenantSource
 
 import outrider
 from outrider.errors import FailedPreconditionError
+from outrider.ids import RequestId
+from outrider.spans import NO_SPAN, Span
 from tests.fakes.router import eventually, running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.http.helpers import http_client, http_router
@@ -67,11 +69,36 @@ async def test_version_and_metrics_are_those_of_the_router(router: RouterService
         assert told.text.endswith("# EOF\n")
 
 
+async def test_the_status_page_is_at_the_root_and_not_in_the_openapi(router: RouterService) -> None:
+    async with http_client(router) as client:
+        page = await client.get("/")
+        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+        assert (await client.get("/status.json")).headers["content-type"] == "application/json"
+        assert "/status.json" not in (await client.get("/openapi.json")).json()["paths"]
+
+
+async def test_the_clients_trace_is_taken_up(
+    router: RouterService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+
+    def begin(_request_id: RequestId, traceparent: str) -> Span:
+        heard.append(traceparent)
+        return NO_SPAN
+
+    monkeypatch.setattr("outrider_router.service.request_span", begin)
+    headers = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+    async with http_client(router) as client:
+        await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        await client.post("/v1/completions", json={"prompt": "a"})
+    assert heard == [headers["traceparent"], ""]
+
+
 async def test_texts_become_tokens_and_tokens_texts(router: RouterService) -> None:
     async with http_client(router) as client:
         told = (await client.post("/tokenize", json={"prompt": "h\u00e9"})).json()
         assert told["tokens"] == list(router.tokenizer.encode("h\u00e9")) and told["count"] == 3
-        assert told["max_model_len"] == 1984 or told["max_model_len"] == 2048
+        assert told["max_model_len"] == 2048
         back = await client.post("/detokenize", json={"tokens": told["tokens"]})
         assert back.json() == {"prompt": "h\u00e9"}
         turns = [{"role": "user", "content": "hi"}]

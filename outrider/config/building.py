@@ -1,81 +1,37 @@
-"""Configuration shared by the three processes: a TOML file, then flags, into a frozen dataclass.
-
-Every process declares one frozen, keyword-only dataclass. `load_config` fills it from a TOML file
-whose keys are the field names (a field that is itself a dataclass is a TOML table) and from
-overrides given on the command line. An unknown key is an error that names the known ones.
-"""
+"""Plain data, as TOML and JSON leave it, into a frozen dataclass: names and types are checked."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.config.marks import KeysOf
+from outrider.errors import InvalidRequestError
 
 ConfigT = TypeVar("ConfigT")
-
-
-def load_config(
-    cls: type[ConfigT],
-    toml_path: str | Path | None = None,
-    overrides: Mapping[str, object] | None = None,
-) -> ConfigT:
-    """Build `cls` from a TOML file and overrides; an override of None means "not given".
-
-    An override's key may be dotted (`"limits.max_queue"`) to reach into a nested table.
-    Raises NotFoundError if the file is missing, InvalidRequestError (reason INVALID_CONFIG) for
-    bad TOML, unknown keys, wrong types and values that the dataclass refuses (ValueError).
-    """
-    values = _read_toml(Path(toml_path)) if toml_path is not None else {}
-    for key, value in (overrides or {}).items():
-        if value is not None:
-            _set_dotted(values, key, value)
-    return _build(cls, values, where="")
 
 
 def from_plain(cls: type[ConfigT], values: Mapping[str, object]) -> ConfigT:
     """Build `cls` from plain data, as `dataclasses.asdict` and JSON leave it.
 
-    Raises InvalidRequestError (reason INVALID_CONFIG) like `load_config`.
+    Raises InvalidRequestError (reason INVALID_CONFIG) for unknown keys, missing ones, wrong types
+    and values that the dataclass refuses (ValueError).
     """
     return _build(cls, values, where="")
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except FileNotFoundError:
-        raise NotFoundError(f"no configuration file at {path}", reason="NO_CONFIG") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise _invalid(f"{path} is not TOML: {error}") from error
-
-
-def _set_dotted(values: dict[str, Any], key: str, value: object) -> None:
-    *tables, last = key.split(".")
-    for table in tables:
-        values = values.setdefault(table, {})
-    values[last] = value
 
 
 def _build(cls: type[ConfigT], values: Mapping[str, object], *, where: str) -> ConfigT:
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls} is not a dataclass")
     names = [field.name for field in dataclasses.fields(cls) if field.init]
-    for key in values:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            hint = f"; did you mean {where}{near[0]}?" if near else ""
-            known = ", ".join(sorted(names))
-            raise _invalid(f"unknown configuration key {where}{key}{hint} (known: {known})")
-    hints = typing.get_type_hints(cls)
+    _check_names(values, names, where)
+    hints = typing.get_type_hints(cls, include_extras=True)
     arguments = {
         key: _convert(hints[key], value, where=f"{where}{key}") for key, value in values.items()
     }
@@ -85,13 +41,26 @@ def _build(cls: type[ConfigT], values: Mapping[str, object], *, where: str) -> C
         if field.init and field.name not in arguments and _required(field)
     ]
     if missing:
-        raise _invalid(f"missing configuration keys: {', '.join(where + name for name in missing)}")
+        raise invalid(f"missing configuration keys: {', '.join(where + name for name in missing)}")
     try:
         return cls(**arguments)
     except InvalidRequestError:
         raise
     except ValueError as error:
-        raise _invalid(f"invalid configuration: {error}") from error
+        raise invalid(f"invalid configuration: {error}") from error
+
+
+def _check_names(values: Mapping[str, object], names: Sequence[str], where: str) -> None:
+    for key in values:
+        if key not in names:
+            raise invalid(f"unknown configuration key {where}{key}{nearest(key, names, where)}")
+
+
+def nearest(key: str, names: Sequence[str], where: str = "") -> str:
+    """What an error says of the known keys: the one that may be meant, and all."""
+    near = difflib.get_close_matches(key, names, n=1)
+    hint = f"; did you mean {where}{near[0]}?" if near else ""
+    return f"{hint} (known: {', '.join(sorted(names))})"
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:
@@ -101,6 +70,11 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 def _convert(hint: Any, value: object, *, where: str) -> object:
     """Check `value` against a field's type: scalars, enums, paths, tuples, maps, dataclasses."""
     origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        for mark in hint.__metadata__:
+            if isinstance(mark, KeysOf):
+                return _check_keys(mark, _expect(dict, value, where), where=f"{where}.")
+        return _convert(hint.__origin__, value, where=where)
     if origin is Union or origin is types.UnionType:
         return _convert_union(hint, value, where=where)
     if origin is tuple:
@@ -118,6 +92,19 @@ def _convert(hint: Any, value: object, *, where: str) -> object:
     return _convert_scalar(hint, value, where=where)
 
 
+def _check_keys(mark: KeysOf, values: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Some keys of another configuration, as they are: its own dataclass is built from them."""
+    hints = typing.get_type_hints(mark.config, include_extras=True)
+    for key in values:
+        if key in mark.but:
+            raise invalid(f"{where}{key} may not be given here: another key decides it")
+    fields = dataclasses.fields(mark.config)
+    _check_names(values, [f.name for f in fields if f.init and f.name not in mark.but], where)
+    for key, value in values.items():
+        _convert(hints[key], value, where=f"{where}{key}")
+    return values
+
+
 def _convert_union(hint: Any, value: object, *, where: str) -> object:
     members = typing.get_args(hint)
     if value is None and type(None) in members:
@@ -130,16 +117,16 @@ def _convert_union(hint: Any, value: object, *, where: str) -> object:
             return _convert(member, value, where=where)
         except InvalidRequestError as error:
             problem = error
-    raise problem or _invalid(f"{where} may not be set")
+    raise problem or invalid(f"{where} may not be set")
 
 
 def _convert_tuple(members: tuple[Any, ...], value: object, *, where: str) -> tuple[object, ...]:
     if not isinstance(value, (list, tuple)):
-        raise _invalid(f"{where} must be a list, got {value!r}")
+        raise invalid(f"{where} must be a list, got {value!r}")
     if len(members) == 2 and members[1] is Ellipsis:
         members = (members[0],) * len(value)
     if len(members) != len(value):
-        raise _invalid(f"{where} must have {len(members)} elements, got {len(value)}")
+        raise invalid(f"{where} must have {len(members)} elements, got {len(value)}")
     pairs = zip(members, value, strict=True)
     return tuple(_convert(m, v, where=f"{where}[{i}]") for i, (m, v) in enumerate(pairs))
 
@@ -150,7 +137,7 @@ def _convert_scalar(hint: Any, value: object, *, where: str) -> object:
             return hint(value)
         except ValueError:
             allowed = ", ".join(repr(member.value) for member in hint)
-            raise _invalid(f"{where} must be one of {allowed}, got {value!r}") from None
+            raise invalid(f"{where} must be one of {allowed}, got {value!r}") from None
     if hint is Path and isinstance(value, str):
         return Path(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
@@ -162,9 +149,10 @@ def _expect(hint: Any, value: object, where: str) -> Any:
     if not isinstance(hint, type):
         return value
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise _invalid(f"{where} must be {hint.__name__}, got {value!r}")
+        raise invalid(f"{where} must be {hint.__name__}, got {value!r}")
     return value
 
 
-def _invalid(message: str) -> InvalidRequestError:
+def invalid(message: str) -> InvalidRequestError:
+    """The error for a configuration that cannot be."""
     return InvalidRequestError(message, reason="INVALID_CONFIG")

@@ -1,0 +1,96 @@
+"""The forms of answers on a drafter: compiled on the side, followed where drafts are made.
+
+A form is known a moment after its session; until then, and where it cannot be had, drafts are not
+masked: some of them cannot stand then, and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import OutriderError
+from outrider.grammar.constraint import Constraint
+from outrider.grammar.grammars import Grammar, Grammars
+from outrider.spec.structured import StructuredOutput
+from outrider_drafter.sessions import Limits, Session
+
+logger = logging.getLogger(__name__)
+
+MOST_WAITING: Final = 64
+"""Forms that may wait to be compiled; sessions beyond that are drafted for without masks."""
+
+
+class Forms:
+    """Gives sessions their constraints; of the drafting thread."""
+
+    def __init__(self, grammars: Callable[[], Grammars | None], limits: Limits) -> None:
+        """`grammars` is called when the first form is asked for, on a thread of this object; what
+        it gives is None where there can be none."""
+        self._load, self._limits = grammars, limits
+        self._grammars: Grammars | None = None
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forms")
+        self._waiting: dict[StructuredOutput, Future[Grammar | None]] = {}
+
+    def begin(self, session: Session) -> None:
+        """A session was announced: have its form compiled, if it has one."""
+        structured = session.structured_output
+        if structured is None or structured in self._waiting or self._known(structured):
+            return
+        if len(self._waiting) < MOST_WAITING:
+            self._waiting[structured] = self._threads.submit(self._compile, structured)
+
+    def give(self, sessions: Sequence[Session]) -> None:
+        """Sessions are about to be drafted for: those whose forms have been compiled meanwhile get
+        their constraints."""
+        for session in sessions:
+            if session.structured_output is not None and session.constraint is None:
+                session.constraint = self._begun(session, session.structured_output)
+
+    def _known(self, structured: StructuredOutput) -> Grammar | None:
+        return None if self._grammars is None else self._grammars.known(structured)
+
+    def _begun(self, session: Session, structured: StructuredOutput) -> Constraint | None:
+        grammar = self._known(structured)
+        if grammar is None:
+            future = self._waiting.get(structured)
+            if future is None or not future.done():
+                return None
+            grammar = future.result()
+            if grammar is None:
+                return None
+            del self._waiting[structured]
+        ids = [i for i in session.stop_token_ids if i < self._limits.vocab_size]
+        return grammar.begin(ids)
+
+    def _compile(self, structured: StructuredOutput) -> Grammar | None:
+        """On the thread."""
+        try:
+            if self._grammars is None:
+                self._grammars = self._load()
+            return None if self._grammars is None else self._grammars.compile(structured)
+        except OutriderError as error:
+            logger.warning("drafts of a form are not masked", extra={"reason": error.message})
+        except Exception:
+            logger.exception("a form could not be compiled")
+        return None
+
+
+def constraint_of(session: Session) -> Constraint | None:
+    """Where a session's output is in its form, by its tokens; None if nothing is known of one."""
+    constraint = session.constraint
+    if constraint is None:
+        return None
+    constraint.follow(session.tokens.view[session.prompt_len :])
+    return None if constraint.failed else constraint
+
+
+def masks_of(session: Session, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32] | None:
+    """uint32 [P, W]: what may follow the tokens of a session and each path; None: anything."""
+    constraint = constraint_of(session)
+    return None if constraint is None else constraint.path_masks(paths)

@@ -1,0 +1,24 @@
+"""Configuration of the processes: defaults, a TOML file, the environment, then flags.
+
+Every process declares one frozen, keyword-only dataclass; its field names are the keys of the TOML
+file (a field that is itself a dataclass is a table), the names of environment variables and those
+of flags, and the strings under its fields are what the reference page and the JSON schema say.
+An unknown key or variable is an error that names the one that may be meant.
+"""
+
+from outrider.config.building import from_plain
+from outrider.config.environment import Environment
+from outrider.config.loading import Loaded, comma_list, load, load_config, parse_config
+from outrider.config.marks import KeysOf, OneOf
+
+__all__ = [
+    "Environment",
+    "KeysOf",
+    "Loaded",
+    "OneOf",
+    "comma_list",
+    "from_plain",
+    "load",
+    "load_config",
+    "parse_config",
+]

@@ -1,0 +1,74 @@
+"""`outrider config`: schemas, the reference page, checks, and what a process would run with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from outrider.config.loading import load_config, parse_config
+from outrider.config.processes import PROCESSES
+from outrider.config.reference import flags_of, page, section
+from outrider.config.schema import json_schema
+from outrider.config.showing import as_json, as_toml
+from outrider.errors import OutriderError
+
+_EXIT_MISUSE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status: 0, or 2 for a configuration that cannot be."""
+    args = make_parser().parse_args(argv)
+    try:
+        return _run(args)
+    except OutriderError as error:
+        sys.stderr.write(f"outrider: {error.message}\n")
+        return _EXIT_MISUSE
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `outrider config`."""
+    parser = argparse.ArgumentParser(prog="outrider config", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    schema = commands.add_parser("schema", help="print the JSON Schema of a process's file")
+    schema.add_argument("process", choices=PROCESSES)
+    commands.add_parser("reference", help="print the page of all keys, in Markdown")
+    check = commands.add_parser("check", help="read a file as a process would")
+    check.add_argument("file", metavar="FILE.toml")
+    check.add_argument("--process", choices=PROCESSES, required=True)
+    show = commands.add_parser("show", help="print effective values and where they came from")
+    show.add_argument("--process", choices=PROCESSES, required=True)
+    show.add_argument("--config", metavar="FILE.toml", help="configuration file")
+    show.add_argument("--json", action="store_true", help="one JSON object")
+    show.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of the process")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "reference":
+        sys.stdout.write(_reference())
+        return 0
+    process = PROCESSES[args.process]
+    if args.command == "schema":
+        schema = json_schema(process.table, f"Configuration: {process.title.lower()}")
+        sys.stdout.write(json.dumps(schema, indent=2) + "\n")
+    elif args.command == "check":
+        load_config(process.config, args.file)
+        sys.stdout.write(f"{args.file}: a configuration of the {process.title.lower()}\n")
+    else:
+        file = [] if args.config is None else ["--config", args.config]
+        loaded = parse_config(process.config, process.parser, [*file, *args.flags], process.role)
+        sys.stdout.write(as_json(loaded) if args.json else as_toml(loaded))
+    return 0
+
+
+def _reference() -> str:
+    return page(
+        section(process.title, process.table, flags_of(process.parser))
+        for process in PROCESSES.values()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

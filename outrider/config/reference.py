@@ -1,0 +1,92 @@
+"""The reference page of all keys, in Markdown."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+
+from outrider.config.describing import CHOSEN, NEEDED, Field, Kind, Table, keys_of
+from outrider.config.toml import toml_value
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Written by `outrider config reference` (`make generated`) from the dataclasses: edit those. -->
+
+Every process takes its values from four places; a later one wins:
+
+1. the defaults below;
+2. a TOML file: `--config FILE.toml`, or the variable `OUTRIDER_<PROCESS>_CONFIG`;
+3. environment variables: `OUTRIDER_<PROCESS>_<KEY>` in capitals, two underscores for a dot of the
+   key: `OUTRIDER_ROUTER_QUEUE_LIMIT=64`, `OUTRIDER_ROUTER_SPECULATION__TOP_K=4`,
+   `OUTRIDER_ROUTER_TENANTS__BLUE__WEIGHT=2`. Lists are separated by commas
+   (`OUTRIDER_ROUTER_VERIFIERS=a:50051,b:50051`) or written as in TOML; an empty value unsets what
+   may be unset;
+4. flags.
+
+`outrider serve` and `outrider generate` start processes that inherit the environment, so variables
+reach those too; what such a command decides itself (addresses, the model) it passes as flags. A key
+or a variable of a process that is not known is an error that names the nearest one. Variables that
+Kubernetes makes for a Service called `outrider-router` and the like
+(`OUTRIDER_ROUTER_SERVICE_HOST`, `OUTRIDER_ROUTER_PORT=tcp://...`) are not taken for keys.
+
+    outrider config check router.toml --process router
+    outrider config show --process router --config router.toml -- --queue-limit 5
+    outrider config schema router
+
+`check` reads a file as the process would, without environment and flags. `show` prints the
+effective values as TOML, each with where it came from; values of keys that are named like secrets
+are not printed. `schema` prints the JSON Schema of a file; `deploy/configs/` has those of all
+processes, and with `#:schema ./router.schema.json` as a file's first line editors check it while it
+is written. Bounds of numbers, and keys that need each other, are what `check` adds to the schema.
+"""
+
+
+def page(sections: Iterable[str]) -> str:
+    """The whole page."""
+    return "\n".join((INTRODUCTION, *sections))
+
+
+def section(title: str, table: Table, flags: Mapping[str, str]) -> str:
+    """A process's keys; `flags` has their flags, by dotted key."""
+    lines = [
+        f"## {title}",
+        "",
+        table.text,
+        "",
+        "| key | type | default | flag | meaning |",
+        "|---|---|---|---|---|",
+    ]
+    for key, field in keys_of(table):
+        flag = f"`{flags[key]}`" if key in flags else ""
+        cells = (f"`{key}`", _type(field.kind), _default(field), flag, field.text)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """The long flag of each key that has one."""
+    found = {}
+    for action in parser._actions:
+        if action.option_strings and action.dest not in ("help", "config"):
+            found[action.dest] = "/".join(action.option_strings[:2])
+    return found
+
+
+def _type(kind: Kind) -> str:
+    if kind.choices:
+        return " or ".join(f"`{choice}`" for choice in kind.choices)
+    if kind.item is not None:
+        inside = ", ".join(f"`{choice}`" for choice in kind.item.choices) or kind.item.word
+        return f"list of {inside}"
+    if kind.word == "keys":
+        return "table"
+    return kind.word
+
+
+def _default(field: Field) -> str:
+    if field.default is NEEDED:
+        return "**needed**"
+    if field.default is CHOSEN:
+        return "chosen at the start"
+    return "unset" if field.default is None else f"`{toml_value(field.default)}`"

@@ -1,0 +1,56 @@
+"""The JSON Schema of a configuration, for editors, Helm's values and checks before a start.
+
+It says of a TOML file what names, types and choices can say. Bounds, and what one key means for
+another, are the dataclass's own to check (`outrider config check`). No key is required: what a
+file leaves out may come from the environment or from flags.
+"""
+
+from __future__ import annotations
+
+from outrider.config.describing import CHOSEN, NEEDED, Kind, Table
+
+DIALECT = "http://json-schema.org/draft-07/schema#"
+"""The newest one that Helm's checker, editors and Python's jsonschema all know."""
+_TYPES = {
+    "boolean": "boolean",
+    "integer": "integer",
+    "number": "number",
+    "text": "string",
+    "path": "string",
+}
+
+
+def json_schema(table: Table, title: str) -> dict[str, object]:
+    """The schema of a process's configuration; without references, to be embedded as it is."""
+    return {"$schema": DIALECT, "title": title, **_table(table)}
+
+
+def _table(table: Table) -> dict[str, object]:
+    properties: dict[str, object] = {}
+    for field in table.fields:
+        said: dict[str, object] = {"description": field.text} if field.text else {}
+        said |= _kind(field.kind)
+        # TOML cannot say "unset", and the defaults of a table are those of its keys.
+        absent = field.default is None or field.default in (CHOSEN, NEEDED)
+        if not absent and field.kind.table is None:
+            said["default"] = field.default
+        properties[field.name] = said
+    return {
+        "description": table.text,
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
+def _kind(kind: Kind) -> dict[str, object]:
+    if kind.table is not None:
+        # What the table is for is said where it is a key.
+        return {key: value for key, value in _table(kind.table).items() if key != "description"}
+    if kind.item is not None:
+        if kind.word == "list":
+            return {"type": "array", "items": _kind(kind.item)}
+        return {"type": "object", "additionalProperties": _kind(kind.item)}
+    if kind.choices:
+        return {"type": "string", "enum": list(kind.choices)}
+    return {"type": _TYPES[kind.word]}

@@ -1,0 +1,127 @@
+"""What the target thought of the tokens that a round emitted, for the sessions that ask.
+
+It is launched behind the round, outside of its graph, and looks at nothing on the host: other
+rounds and other rows pay nothing. A round's own logits are warped in place, so those of the few
+rows that matter are made once more, from the target's last hidden states.
+
+B rows of the bucket, N nodes a row, V vocabulary, H hidden size, K most probable ids.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from outrider.engine.device.buffers import Downloader, Readback, Uploader
+from outrider.engine.device.inputs import zeros
+from outrider.engine.device.pieces import PieceInputs
+from outrider.engine.device.round_program import RoundProgram, Verified
+from outrider.engine.device.shapes import PIECE_BUCKETS, RoundShape, bucket
+from outrider.engine.kernels.runtime import next_power_of_2
+from outrider.engine.logprobs import MOST_ROWS, PathLogprobs, cut_paths, token_logprobs
+
+TOP_BUCKETS: Final = (0, 5, 20)
+"""K of a launch: few, as its lengths are, for what it brings back has buffers of its own."""
+
+
+class Asked(NamedTuple):
+    """Which tokens of a launch are asked for."""
+
+    rows: list[int]
+    """Rows that decode, by their place."""
+    depth: int
+    """Most tokens that any of these rows may emit."""
+    pieces: list[int]
+    """Pieces behind whose ends a token is sampled."""
+    tops: list[int]
+    """How many of the most probable ids: of each of the rows, then of each of the pieces."""
+
+
+class AskedLogprobs(NamedTuple):
+    """The answer on its way."""
+
+    asked: Asked
+    words: Readback
+    """int32 [more than all tokens, 1 + 2K]: bits of the values, then ids."""
+    depth: int
+    """Tokens of each row that decodes, those that were not emitted included."""
+
+    def read(self, counts: list[int]) -> list[PathLogprobs]:
+        """Waits. Of each of the rows, of which row i has emitted `counts[i]` tokens, then of each
+        of the pieces."""
+        words: NDArray[np.int32] = self.words.wait_array()  # type: ignore[assignment]
+        ids = words.shape[1] // 2
+        values, top_ids = words[:, : 1 + ids].copy().view(np.float32), words[:, 1 + ids :].copy()
+        asked = self.asked
+        whole = [self.depth] * len(asked.rows) + [1] * len(asked.pieces)
+        paths = cut_paths(values, top_ids, list(zip(whole, asked.tops, strict=True)))
+        paths[: len(counts)] = [
+            path.first(count) for path, count in zip(paths, counts, strict=False)
+        ]
+        return paths
+
+
+class RoundLogprobs:
+    """Launches what rounds are asked for beside their tokens."""
+
+    def __init__(self, program: RoundProgram, *, max_rows: int, device: torch.device) -> None:
+        """`max_rows`: most rows of a launch that decode."""
+        self._program = program
+        size = max_rows + PIECE_BUCKETS[-1]
+        self._places = zeros(size, device)
+        self._uploader = Uploader(size, device)
+        self._downloads = Downloader(device)
+
+    @torch.inference_mode()
+    def start(
+        self, asked: Asked, shape: RoundShape, verified: Verified, pieces: PieceInputs | None
+    ) -> AskedLogprobs:
+        """To be called when the round is launched and before the next one is."""
+        depth = min(asked.depth, shape.nodes)
+        places, tokens = self._tokens(asked, depth, shape, verified, pieces)
+        count, top = len(places), bucket(max(asked.tops), TOP_BUCKETS)
+        more = max(MOST_ROWS, next_power_of_2(count)) - count
+        places, tokens = F.pad(places, (0, more)), F.pad(tokens, (0, more))
+        parts = []
+        for first in range(0, count, MOST_ROWS):
+            some = slice(first, first + MOST_ROWS)
+            logits = self._program.logits(places[some])
+            values, top_ids = token_logprobs(logits, tokens[some], top)
+            parts.append(torch.cat((values.view(torch.int32), top_ids), dim=1))
+        return AskedLogprobs(asked, self._downloads.start(torch.cat(parts)), depth)
+
+    def _tokens(
+        self,
+        asked: Asked,
+        depth: int,
+        shape: RoundShape,
+        verified: Verified,
+        pieces: PieceInputs | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Token rows int64 of the forward, and the token int64 that was chosen at each."""
+        words = self._uploader.stage()
+        rows_end, end = len(asked.rows), len(asked.rows) + len(asked.pieces)
+        words[:rows_end] = asked.rows
+        words[rows_end:end] = asked.pieces
+        self._uploader.send(self._places[:end])
+        found: list[Tensor] = []
+        chosen: list[Tensor] = []
+        if asked.rows:
+            acceptance = verified.acceptance
+            assert acceptance is not None
+            rows = self._places[:rows_end].long()
+            path = acceptance.rows.index_select(0, rows)[:, :depth]
+            found.append((rows[:, None] * shape.nodes + path).flatten())
+            # Behind what was emitted there is no token; nobody looks at what stands there.
+            chosen.append(acceptance.tokens.index_select(0, rows)[:, :depth].flatten())
+        if asked.pieces:
+            assert pieces is not None and verified.first is not None
+            ends = self._places[rows_end:end].long()
+            found.append(shape.rows * shape.nodes + pieces.live_rows().index_select(0, ends))
+            chosen.append(verified.first.index_select(0, ends))
+        return torch.cat(found), torch.cat(chosen).long().clamp(min=0)

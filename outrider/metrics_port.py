@@ -1,0 +1,170 @@
+"""The Prometheus port of a process: plain text on loopback, or TLS for operators' certificates.
+
+Prometheus' own server would do, were it not for TLS: it shakes hands where it takes connections,
+so that one that says nothing keeps everybody out.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from outrider.errors import FailedPreconditionError, OutriderError, UnauthenticatedError
+from outrider.transport.tls import Role, TlsConfig, server_context
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S: Final = 10.0
+"""Time that a caller may take for its handshake, and for each part of its request."""
+MAX_SCRAPES: Final = 16
+"""Connections at once; those beyond are closed."""
+
+
+class PortMetrics:
+    """Who was turned away at a process's gRPC port."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        from prometheus_client import Counter
+
+        self._refusals = Counter(
+            "outrider_access_refusals_total",
+            "Calls that were turned away for the caller's certificate, by reason.",
+            ["reason"],
+            registry=registry,
+        )
+        self._handshakes = Counter(
+            "outrider_tls_handshakes_total",
+            "TLS handshakes that began on the gRPC port; one without a good certificate leads to "
+            "no call.",
+            registry=registry,
+        )
+
+    def refused(self, reason: str) -> None:
+        """A call was refused."""
+        self._refusals.labels(reason).inc()
+
+    def handshake(self) -> None:
+        """A handshake begins; any thread."""
+        self._handshakes.inc()
+
+
+WsgiApp = Callable[..., Iterable[bytes]]
+
+
+def serve_metrics(
+    registry: CollectorRegistry,
+    host: str,
+    port: int,
+    *,
+    tls: TlsConfig | None = None,
+    check: Callable[[str | None], object] = lambda header: None,
+) -> str:
+    """Serve /metrics on a thread of its own for the rest of the process; HOST:PORT.
+
+    With `tls` callers show a certificate of the role operator. `check` judges the `authorization`
+    header and raises OutriderError. Raises FailedPreconditionError for an address or a certificate
+    that is no good.
+    """
+    from prometheus_client import make_wsgi_app
+
+    app = _judging(make_wsgi_app(registry), check)
+    try:
+        server = _Server((host, port), _Handler)
+    except OSError as error:
+        raise FailedPreconditionError(
+            f"cannot listen on {host}:{port}: {error.strerror}", reason="ADDRESS_IN_USE"
+        ) from error
+    server.set_app(app)
+    if tls is not None and tls.cert is not None:
+        server.secure(tls)
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    return f"{host}:{server.server_port}"
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = PATIENCE_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: scrapes are no events."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._room = threading.BoundedSemaphore(MAX_SCRAPES)
+        self._tls: TlsConfig | None = None
+
+    def server_bind(self) -> None:
+        """Bind without asking who this host is, which may take seconds."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def secure(self, tls: TlsConfig) -> None:
+        """Speak TLS from now on. Raises FailedPreconditionError."""
+        server_context(tls, require_client=True)
+        self._tls = tls
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a connection a thread of its own, if there is room."""
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Shake hands, then serve; on the connection's thread."""
+        try:
+            request.settimeout(PATIENCE_S)
+            if self._tls is not None:
+                request = self._shake_hands(request, self._tls)
+            super().process_request_thread(request, client_address)
+        except (OSError, OutriderError) as error:
+            logger.debug("a scrape failed", extra={"reason": str(error)})
+            self.shutdown_request(request)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that went away is no error of ours."""
+        logger.debug("a scrape failed", exc_info=True)
+
+    def _shake_hands(self, request: socket.socket, tls: TlsConfig) -> ssl.SSLSocket:
+        # Made for each connection: files that were replaced count from now on.
+        context = server_context(tls, require_client=True)
+        secured = context.wrap_socket(request, server_side=True)
+        shown: Any = secured.getpeercert() or {}
+        try:
+            names = [str(value) for _kind, value in shown.get("subjectAltName", ())]
+            tls.check_caller(names, (Role.OPERATOR,))
+        except OutriderError:
+            secured.close()
+            raise
+        return secured
+
+
+def _judging(app: WsgiApp, check: Callable[[str | None], object]) -> WsgiApp:
+    def judge(environ: dict[str, Any], start: Callable[..., object]) -> Iterable[bytes]:
+        try:
+            check(environ.get("HTTP_AUTHORIZATION"))
+        except OutriderError as error:
+            missing = isinstance(error, UnauthenticatedError)
+            status = "401 Unauthorized" if missing else "403 Forbidden"
+            start(status, [("content-type", "text/plain"), ("www-authenticate", "Bearer")])
+            return [error.message.encode()]
+        return app(environ, start)
+
+    return judge

@@ -1,0 +1,51 @@
+"""What form a request's answer must have (torch-free; no grammar library either)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from outrider.errors import InvalidRequestError
+
+MAX_STRUCTURE_BYTES = 1 << 18
+"""Largest schema, expression or grammar, bytes of UTF-8."""
+
+
+class StructuredKind(StrEnum):
+    """The language in which an answer's form is written."""
+
+    JSON_SCHEMA = "json_schema"
+    """A JSON schema, as JSON; the answer is a JSON value that fits it."""
+    JSON_OBJECT = "json_object"
+    """Any JSON object; there is no text to it."""
+    REGEX = "regex"
+    """A regular expression that the whole answer matches."""
+    GRAMMAR = "grammar"
+    """A context-free grammar in Lark's syntax, as llguidance reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form of an answer; equal values share one compiled grammar.
+
+    Raises InvalidRequestError for a text that is missing, not wanted or too long. Whether the text
+    is a valid schema, expression or grammar is for whoever compiles it.
+    """
+
+    kind: StructuredKind
+    text: str = ""
+    """The schema, expression or grammar; empty for JSON_OBJECT."""
+
+    def __post_init__(self) -> None:
+        wanted = self.kind is not StructuredKind.JSON_OBJECT
+        if wanted != bool(self.text):
+            need = "needs a text" if wanted else "takes no text"
+            raise InvalidRequestError(
+                f"structured output of kind {self.kind} {need}", reason="INVALID_STRUCTURE"
+            )
+        size = len(self.text.encode(errors="surrogatepass"))
+        if size > MAX_STRUCTURE_BYTES:
+            raise InvalidRequestError(
+                f"structured output must be at most {MAX_STRUCTURE_BYTES} bytes, got {size}",
+                reason="INVALID_STRUCTURE",
+            )

@@ -1,0 +1,72 @@
+"""Certificates as gRPC takes them, and the names in those that callers have shown."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import cast
+
+import grpc
+
+from outrider.errors import FailedPreconditionError
+from outrider.transport.grpc.status import Context
+from outrider.transport.tls import Material, TlsConfig, TlsFiles
+
+_NAMES = "x509_subject_alternative_name"
+
+
+def server_credentials(
+    config: TlsConfig,
+    *,
+    require_client: bool,
+    on_handshake: Callable[[], None] = lambda: None,
+) -> grpc.ServerCredentials:
+    """Credentials of a server whose connections take up files that have changed.
+
+    `on_handshake` hears, on a thread of gRPC's, of each handshake that begins; how it ends is told
+    to nobody. Raises FailedPreconditionError (BAD_TLS).
+    """
+    if config.cert is None or (require_client and config.ca is None):
+        raise FailedPreconditionError(
+            "a server needs tls.cert and tls.key, and tls.ca to judge its callers by",
+            reason="BAD_TLS",
+        )
+    files = TlsFiles(config)
+    told = files.current()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:  # None: as before
+        nonlocal told
+        # What is raised here would end the connection for a reason that nobody hears of.
+        with contextlib.suppress(Exception):
+            on_handshake()
+            found = files.current()
+            if found is not told:
+                told = found
+                return _configuration(found, require_client=require_client)
+        return None
+
+    fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", changed)
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(told, require_client=require_client), fetch, require_client
+    )
+
+
+def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+    """Credentials of a client's channel, as the files are now."""
+    found = files.current()
+    return grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
+
+
+def names_of(context: Context) -> tuple[str, ...]:
+    """The names in the certificate of an RPC's caller; none where it has shown none."""
+    values = context.auth_context().get(_NAMES, ())
+    return tuple(value.decode("utf-8", "replace") for value in values)
+
+
+def _configuration(
+    material: Material, *, require_client: bool
+) -> grpc.ServerCertificateConfiguration:
+    assert material.key is not None and material.cert is not None, "checked by the caller"
+    return grpc.ssl_server_certificate_configuration(
+        [(material.key, material.cert)], root_certificates=material.ca if require_client else None
+    )

@@ -1,0 +1,228 @@
+"""Certificates: who a process is, whom it believes, and the files that say so. No gRPC in here.
+
+Every process of a fleet has a certificate of one authority, and its role is a name in it
+(`subjectAltName`): a server's caller, and a caller's server, is whoever has a name of the role that
+belongs there, wherever it runs. So addresses need not be in certificates, and a drafter's
+certificate opens no session.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.errors import FailedPreconditionError, InvalidRequestError, PermissionDeniedError
+
+logger = logging.getLogger(__name__)
+
+NAME_SUFFIX: Final = ".outrider.internal"
+SPIFFE_PREFIX: Final = "spiffe://outrider/role/"
+MAX_FILE_BYTES: Final = 1 << 20
+"""Of one file with certificates."""
+
+
+class Role(StrEnum):
+    """What a certificate's holder may be."""
+
+    ROUTER = "router"
+    VERIFIER = "verifier"
+    DRAFTER = "drafter"
+    OPERATOR = "operator"
+    """Whoever adds and removes drafters, and reads metrics."""
+    CLIENT = "client"
+    """Whoever asks for text, where the client API wants certificates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleNames:
+    """Keys of a table `[tls.names]`: names (DNS or URI) in certificates by role, in place of
+    ROLE.outrider.internal and spiffe://outrider/role/ROLE."""
+
+    router: tuple[str, ...] = ()
+    """Of routers; the first one is what clients of the SDK look for, in place of the address."""
+    verifier: tuple[str, ...] = ()
+    """Of verifiers; the first one is what routers and drafters look for."""
+    drafter: tuple[str, ...] = ()
+    """Of drafters; the first one is what routers look for."""
+    operator: tuple[str, ...] = ()
+    """Of operators."""
+    client: tuple[str, ...] = ()
+    """Of clients."""
+
+    def __post_init__(self) -> None:
+        for role in Role:
+            if not all(self.of(role)):
+                raise ValueError(f"tls.names.{role}: a name must not be empty")
+
+    def of(self, role: Role) -> tuple[str, ...]:
+        """Those of a role."""
+        names: tuple[str, ...] = getattr(self, role.value)
+        return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """Keys of a table `[tls]`. Without any file there is no TLS."""
+
+    cert: Path | None = None
+    """This process's certificate, PEM, with those between it and the authority behind it."""
+    key: Path | None = None
+    """Its private key, PEM, not encrypted."""
+    ca: Path | None = None
+    """The authorities, PEM, that other processes' certificates must come from."""
+    client_auth: bool = False
+    """Whether the client API wants a certificate, too. Other ports of a fleet always do."""
+    names: RoleNames = RoleNames()
+    """Names by role, where certificates are made by rules of their own."""
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) is not (self.key is None):
+            raise ValueError("tls.cert and tls.key go together")
+        if self.client_auth and (self.cert is None or self.ca is None):
+            raise ValueError("tls.client_auth needs tls.cert, tls.key and tls.ca")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether connections are encrypted at all."""
+        return self.cert is not None or self.ca is not None
+
+    def names_of(self, role: Role) -> tuple[str, ...]:
+        """What a certificate of this role may be named."""
+        return self.names.of(role) or (f"{role}{NAME_SUFFIX}", f"{SPIFFE_PREFIX}{role}")
+
+    def check_caller(self, names: Iterable[str], roles: Iterable[Role]) -> None:
+        """PermissionDeniedError (WRONG_ROLE) unless a certificate with these names has a role."""
+        held = set(names)
+        wanted = tuple(roles)
+        if not any(held.intersection(self.names_of(role)) for role in wanted):
+            raise PermissionDeniedError(
+                f"this is for a certificate of the role {' or '.join(wanted)}", reason="WRONG_ROLE"
+            )
+
+    def for_fleet(self) -> TlsConfig:
+        """Itself. Raises InvalidRequestError where a fleet's ports could not be served with it."""
+        if self.enabled and (self.cert is None or self.ca is None):
+            raise InvalidRequestError(
+                "between processes TLS is mutual: tls.cert, tls.key and tls.ca are needed",
+                reason="INVALID_CONFIG",
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What the files of a `TlsConfig` hold, PEM; None where there is no such file."""
+
+    cert: bytes | None
+    key: bytes | None
+    ca: bytes | None
+
+
+class TlsFiles:
+    """The files of one configuration, read again after they have changed."""
+
+    def __init__(self, config: TlsConfig) -> None:
+        """Raises FailedPreconditionError (BAD_TLS) for files that are missing or no good."""
+        self._config = config
+        self._stamp = self._look()
+        self._material = self._read()
+
+    def current(self) -> Material:
+        """What they hold. While they have changed to something that is no good (say, half of it
+        was replaced so far), what they held before."""
+        try:
+            stamp = self._look()
+            if stamp != self._stamp:
+                self._material = self._read()
+                self._stamp = stamp
+                logger.info("certificates were read again")
+        except FailedPreconditionError as error:
+            logger.warning("certificates are kept", extra={"reason": error.message})
+        return self._material
+
+    def _paths(self) -> tuple[Path | None, ...]:
+        return (self._config.cert, self._config.key, self._config.ca)
+
+    def _look(self) -> tuple[object, ...]:
+        def stamp(path: Path | None) -> object:
+            if path is None:
+                return None
+            try:
+                found = path.stat()
+            except OSError as error:
+                raise _bad(path, error) from None
+            return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+        return tuple(map(stamp, self._paths()))
+
+    def _read(self) -> Material:
+        _check(self._config)
+        cert, key, ca = map(_bytes_of, self._paths())
+        return Material(cert=cert, key=key, ca=ca)
+
+
+def server_context(config: TlsConfig, *, require_client: bool) -> ssl.SSLContext:
+    """For a server of Python's own `ssl`. Raises FailedPreconditionError (BAD_TLS)."""
+    _check(config)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if config.cert is not None:
+        context.load_cert_chain(config.cert, config.key)
+    if require_client:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(config.ca)
+    return context
+
+
+def uvicorn_tls(config: TlsConfig) -> dict[str, Any]:
+    """Keyword arguments of `uvicorn.Config`; none without TLS. Raises FailedPreconditionError."""
+    if config.cert is None:
+        return {}
+    _check(config)
+    arguments: dict[str, Any] = {
+        "ssl_certfile": str(config.cert),
+        "ssl_keyfile": str(config.key),
+    }
+    if config.client_auth:
+        arguments |= {"ssl_ca_certs": str(config.ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return arguments
+
+
+def _check(config: TlsConfig) -> None:
+    """Have OpenSSL read the files: it says more of what is wrong than gRPC does."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if config.cert is not None and config.key is not None:
+        _bytes_of(config.cert), _bytes_of(config.key)
+        try:
+            # A key that asks for its passphrase would wait for a terminal.
+            context.load_cert_chain(config.cert, config.key, password=lambda: b"")
+        except (OSError, ValueError) as error:
+            raise _bad(config.cert, f"with the key {config.key}: {error}") from None
+    if config.ca is not None:
+        _bytes_of(config.ca)
+        try:
+            context.load_verify_locations(config.ca)
+        except (OSError, ValueError) as error:
+            raise _bad(config.ca, error) from None
+
+
+def _bytes_of(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise _bad(path, error) from None
+    if len(data) > MAX_FILE_BYTES:
+        raise _bad(path, f"more than {MAX_FILE_BYTES} bytes")
+    return data
+
+
+def _bad(path: Path, problem: object) -> FailedPreconditionError:
+    return FailedPreconditionError(f"TLS cannot be set up from {path}: {problem}", reason="BAD_TLS")

@@ -1,0 +1,81 @@
+"""Log-probabilities of emitted tokens: one by one, and in the columns of a round's events.
+
+All are natural logarithms of the softmax of the target's logits, before temperature, penalties,
+biases and masks, in [LOWEST_LOGPROB, 0].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the target thought of an emitted token."""
+
+    logprob: float
+    """Of the emitted token."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(id, its logarithm) of the most probable ids in the token's place, the most probable first;
+    the emitted one may be among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EventLogprobs:
+    """Log-probabilities of the ids of `SessionEvents`, in columns for its n rows."""
+
+    widths: NDArray[np.uint8]
+    """[n] values with each id of a row: 0 none, else its own and those of the most probable."""
+    values: NDArray[np.float32]
+    """[sum(counts * widths)]: row after row, id after id, an id's own first, then the most probable
+    first."""
+    top_ids: NDArray[np.int32]
+    """[sum(counts * (widths - 1))] over rows with any: whose the others are."""
+
+    def rows(self, counts: Sequence[int]) -> Iterator[list[TokenLogprobs]]:
+        """Row by row: one for each id of the row, or none. `counts`: ids of each row."""
+        values, top_ids = self.values.tolist(), self.top_ids.tolist()
+        value = top = 0
+        for count, width in zip(counts, self.widths.tolist(), strict=True):
+            if not width:
+                yield []
+                continue
+            end, top_end = value + count * width, top + count * (width - 1)
+            yield unpack_logprobs(width, values[value:end], top_ids[top:top_end])
+            value, top = end, top_end
+
+
+def unpack_logprobs(
+    width: int, values: Sequence[float], top_ids: Sequence[int]
+) -> list[TokenLogprobs]:
+    """The entries of a row of `EventLogprobs`, of `width` values each."""
+    others = width - 1
+    return [
+        TokenLogprobs(
+            values[at],
+            tuple(
+                zip(
+                    top_ids[place * others : (place + 1) * others],
+                    values[at + 1 : at + width],
+                    strict=True,
+                )
+            ),
+        )
+        for place, at in enumerate(range(0, len(values), width))
+    ]
+
+
+def pack_logprobs(entries: Sequence[TokenLogprobs]) -> tuple[list[float], list[int]]:
+    """Values and most probable ids of entries of one width, as a row of `EventLogprobs`."""
+    values: list[float] = []
+    top_ids: list[int] = []
+    for entry in entries:
+        values.append(entry.logprob)
+        for token, value in entry.top:
+            top_ids.append(token)
+            values.append(value)
+    return values, top_ids

@@ -1,0 +1,116 @@
+"""The queue and the fleet in the router's metrics: what it knows, read when scraped.
+
+Counters among them are a verifier's own, so they begin anew when it is restarted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from outrider.wire.inference import DrafterSummary, ServerInfo, VerifierSummary
+
+_VERIFIER_GAUGES: dict[str, tuple[str, Callable[[VerifierSummary], float]]] = {
+    "sessions": ("Sessions that this verifier serves", lambda v: v.sessions),
+    "max_sessions": ("Sessions that this verifier serves at most", lambda v: v.max_sessions),
+    "waiting_sessions": (
+        "Sessions of this verifier without K/V: preempted, or not begun",
+        lambda v: v.waiting_sessions,
+    ),
+    "kv_cache_usage_ratio": ("Share of this verifier's K/V blocks in use", lambda v: kv_usage([v])),
+    "draining": ("1 while this verifier takes no new sessions", lambda v: v.draining),
+    "acceptance_ratio": (
+        "Share of the draft nodes that stood, since this verifier's start",
+        lambda v: v.stats.accepted / v.stats.proposed if v.stats.proposed else 0.0,
+    ),
+}
+
+
+def kv_usage(verifiers: list[VerifierSummary]) -> float:
+    """Share of all their K/V blocks in use; 0 without any."""
+    total = sum(v.kv_total_blocks for v in verifiers)
+    free = sum(v.kv_free_blocks for v in verifiers)
+    return 1.0 - free / total if total else 0.0
+
+
+class FleetMetrics(Collector):
+    """How many wait and serve; then `outrider_fleet_*`, a series a verifier or link."""
+
+    def __init__(self, info: Callable[[], ServerInfo]) -> None:
+        """`info` says what the router knows now; called from the thread that is scraped."""
+        self._info = info
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything at this moment; peers that are not healthy are left out."""
+        info = self._info()
+        yield from _sums(info)
+        verifiers = [v for v in info.verifiers if v.healthy]
+        for name, (text, value) in _VERIFIER_GAUGES.items():
+            family = GaugeMetricFamily(f"outrider_fleet_{name}", text, labels=["verifier"])
+            for verifier in verifiers:
+                family.add_metric([verifier.verifier_id], float(value(verifier)))
+            yield family
+        yield _preemptions(verifiers)
+        yield from _links([d for d in info.drafters if d.healthy])
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: registering must not read state that is still being built."""
+        return iter(())
+
+
+def _sums(info: ServerInfo) -> Iterator[Metric]:
+    counts = {
+        "requests_waiting": ("Requests in the router's queue", info.queued),
+        "queue_limit": ("Requests that may wait in the router's queue", info.queue_bound),
+        "fleet_verifiers": ("Verifiers that this router knows of", len(info.verifiers)),
+        "fleet_healthy_verifiers": (
+            "Verifiers that answer",
+            sum(v.healthy for v in info.verifiers),
+        ),
+        "fleet_drafters": ("Drafters that this router knows of", len(info.drafters)),
+        "fleet_healthy_drafters": (
+            "Drafters that answer and are attached to a healthy verifier",
+            sum(d.healthy for d in info.drafters),
+        ),
+    }
+    for name, (text, count) in counts.items():
+        yield GaugeMetricFamily(f"outrider_{name}", text, count)
+
+
+def _preemptions(verifiers: list[VerifierSummary]) -> Metric:
+    family = CounterMetricFamily(
+        "outrider_fleet_preemptions",
+        "Sessions that this verifier preempted, by how they get their K/V back",
+        labels=["verifier", "kind"],
+    )
+    for verifier in verifiers:
+        name = verifier.verifier_id
+        family.add_metric([name, "swap"], float(verifier.preemptions_swap))
+        family.add_metric([name, "recompute"], float(verifier.preemptions_recompute))
+    return family
+
+
+def _links(drafters: list[DrafterSummary]) -> Iterator[Metric]:
+    names = ["verifier", "drafter"]
+    sessions = GaugeMetricFamily(
+        "outrider_fleet_link_sessions", "Sessions of the verifier that it drafts for", labels=names
+    )
+    answers = GaugeMetricFamily(
+        "outrider_fleet_drafter_answer_seconds",
+        "End of a round to the drafter's proposals at the verifier, mean of late",
+        labels=names,
+    )
+    quarantine = GaugeMetricFamily(
+        "outrider_fleet_drafter_quarantined",
+        "1 while the drafter is given none of the verifier's sessions for what it did",
+        labels=names,
+    )
+    for drafter in drafters:
+        for link in drafter.links:
+            labels = [link.verifier_id, drafter.drafter_id]
+            sessions.add_metric(labels, float(link.sessions))
+            answers.add_metric(labels, link.answer_ms / 1e3)
+            quarantine.add_metric(labels, float(bool(link.quarantine)))
+    yield from (sessions, answers, quarantine)

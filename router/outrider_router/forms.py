@@ -1,0 +1,64 @@
+"""The forms of answers at the router: compiled before anything is queued, so that what cannot be
+compiled is the client's error at once."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from outrider.errors import FailedPreconditionError, ResourceExhaustedError
+from outrider.grammar.grammars import Grammars
+from outrider.spec.structured import StructuredOutput
+
+MOST_COMPILING: Final = 64
+"""Requests whose forms may wait to be compiled; more are refused."""
+RETRY_S: Final = 1.0
+
+
+class Forms:
+    """Compiles forms on one thread; asyncio thread only."""
+
+    def __init__(self, tokenizer_file: Path | None, *, vocab_size: int) -> None:
+        """`tokenizer_file`: tokenizer.json, read when the first form comes; None: there is none.
+        `vocab_size`: of the tokenizer."""
+        self._file, self._vocab_size = tokenizer_file, vocab_size
+        self._grammars: Grammars | None = None
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forms")
+        self._compiling = 0
+
+    async def check(self, structured: StructuredOutput | None) -> None:
+        """Refuse a form that no verifier could serve.
+
+        Raises InvalidRequestError with the reason for a schema, expression or grammar that cannot
+        be compiled; ResourceExhaustedError while too many are being compiled;
+        FailedPreconditionError where there is no structured output at all.
+        """
+        if structured is None:
+            return
+        if self._grammars is not None and self._grammars.known(structured) is not None:
+            return
+        if self._compiling >= MOST_COMPILING:
+            raise ResourceExhaustedError(
+                f"{MOST_COMPILING} structured outputs are being compiled",
+                reason="COMPILING_EXHAUSTED",
+                retry_after_s=RETRY_S,
+            )
+        self._compiling += 1
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._threads, self._compile, structured)
+        finally:
+            self._compiling -= 1
+
+    def _compile(self, structured: StructuredOutput) -> None:
+        """On the thread."""
+        if self._grammars is None and self._file is not None:
+            self._grammars = Grammars.load(self._file, vocab_size=self._vocab_size)
+        if self._grammars is None:
+            raise FailedPreconditionError(
+                "this router has no structured output: it needs a tokenizer.json and llguidance",
+                reason="NO_STRUCTURED_OUTPUT",
+            )
+        self._grammars.compile(structured)

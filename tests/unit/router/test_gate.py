@@ -1,0 +1,188 @@
+"""The gate: keys from a file, their limits, and what a reload changes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+from outrider_router.config import OverloadConfig, RouterConfig
+from outrider_router.gate import LOOK_S, Gate
+from outrider_router.keys import ANYBODY, Caller
+from outrider_router.metrics import RouterMetrics
+from outrider_router.tenants import TenantSource
+
+from outrider.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+)
+from outrider.wire.inference import GenerateRequest, StoppingOptions, TextPrompt
+
+REQUEST = GenerateRequest(prompt=TextPrompt("a"))
+
+
+class Bed:
+    """A gate on a clock that tests set."""
+
+    def __init__(self, path: Path | None, source: TenantSource = TenantSource.NONE) -> None:
+        self.now = 100.0
+        self.metrics = RouterMetrics()
+        config = RouterConfig(
+            model=Path("m"),
+            verifiers=("v",),
+            api_keys=path,
+            default_max_tokens=100,
+            overload=OverloadConfig(tenant_from=source),
+        )
+        self.gate = Gate(config, self.metrics, clock=lambda: self.now)
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"outrider_{name}", labels) or 0.0
+
+
+def write(path: Path, **keys: str) -> Path:
+    """A file of keys by name, each with further lines; the secret of `a` is "secret-a"."""
+    tables = (
+        f'[keys.{name}]\nsha256 = "{hashlib.sha256(f"secret-{name}".encode()).hexdigest()}"\n'
+        f"{lines}\n"
+        for name, lines in keys.items()
+    )
+    path.write_text("".join(tables))
+    # Another modification time, however coarse the clock of the file system is.
+    status = path.stat()
+    os.utime(path, (status.st_atime, status.st_mtime + len(keys) + len("".join(keys.values()))))
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.toml"
+
+
+def bearer(name: str) -> str:
+    return f"Bearer secret-{name}"
+
+
+def test_without_keys_everybody_may_come_in() -> None:
+    bed = Bed(None)
+    assert bed.gate.authorize(None) == bed.gate.authorize("Bearer x") == ANYBODY
+    bed.gate.authorize_operator(None)
+    named = Bed(None, TenantSource.METADATA)
+    assert named.gate.caller([("x-outrider-tenant", "blue")]) == Caller(tenant="blue")
+
+
+def test_a_key_says_whose_tenant_its_caller_is_and_metadata_does_not(path: Path) -> None:
+    bed = Bed(write(path, a="", b='tenant = "team"'), TenantSource.METADATA)
+    assert bed.gate.authorize(bearer("a")) == Caller(tenant="a", key="a")
+    liar = [("x-outrider-tenant", "a"), ("authorization", bearer("b").encode())]
+    assert bed.gate.caller(liar) == Caller(tenant="team", key="b")
+    with pytest.raises(UnauthenticatedError):
+        bed.gate.caller([("x-outrider-tenant", "a")])
+
+
+def test_who_is_turned_away_is_counted_by_reason(path: Path) -> None:
+    bed = Bed(write(path, a="", boss="operator = true"))
+    for header, times in ((None, 2), ("Bearer x", 3)):
+        for _ in range(times):
+            with pytest.raises(UnauthenticatedError):
+                bed.gate.authorize(header)
+    with pytest.raises(PermissionDeniedError) as refused:
+        bed.gate.authorize_operator(bearer("a"))
+    assert refused.value.reason == "NOT_OPERATOR"
+    bed.gate.authorize_operator(bearer("boss"))
+    counts = [
+        bed.count("access_refusals_total", reason=reason)
+        for reason in ("NO_KEY", "WRONG_KEY", "NOT_OPERATOR")
+    ]
+    assert counts == [2, 3, 1]
+
+
+def test_a_keys_rate_is_a_bucket_that_says_when_to_come_again(path: Path) -> None:
+    bed = Bed(write(path, a="requests_per_s = 2.0\nrequests_burst = 3.0", b=""))
+    caller = bed.gate.authorize(bearer("a"))
+    for _ in range(3):
+        bed.gate.enter(caller, REQUEST)
+    with pytest.raises(ResourceExhaustedError) as refused:
+        bed.gate.enter(caller, REQUEST)
+    assert refused.value.reason == "KEY_RATE_LIMITED"
+    assert refused.value.retry_after_s == pytest.approx(0.5)
+    bed.gate.enter(bed.gate.authorize(bearer("b")), REQUEST)
+    bed.now += 0.5
+    bed.gate.enter(caller, REQUEST)
+    assert bed.count("refusals_total", reason="KEY_RATE_LIMITED") == 1
+
+
+def test_a_key_has_so_many_requests_at_once_whoever_uses_it(path: Path) -> None:
+    bed = Bed(write(path, a="max_concurrent = 2"))
+    caller = bed.gate.authorize(bearer("a"))
+    for _ in range(2):
+        bed.gate.enter(caller, REQUEST)
+    with pytest.raises(ResourceExhaustedError) as refused:
+        bed.gate.enter(caller, REQUEST)
+    assert refused.value.reason == "KEY_BUSY" and refused.value.retry_after_s
+    bed.gate.leave(caller)
+    bed.gate.enter(caller, REQUEST)
+
+
+def test_a_key_bounds_the_length_that_may_be_asked_for(path: Path) -> None:
+    bed = Bed(write(path, a="max_tokens = 40"))
+    caller = bed.gate.authorize(bearer("a"))
+    assert bed.gate.enter(caller, REQUEST).stopping.max_tokens == 40
+    fits = GenerateRequest(prompt=TextPrompt("a"), stopping=StoppingOptions(max_tokens=40))
+    assert bed.gate.enter(caller, fits) == fits
+    long = GenerateRequest(prompt=TextPrompt("a"), stopping=StoppingOptions(max_tokens=41))
+    with pytest.raises(InvalidRequestError, match="at most 40"):
+        bed.gate.enter(caller, long)
+
+
+def test_a_key_bounds_the_priority_that_may_be_asked_for(path: Path) -> None:
+    bed = Bed(write(path, a="max_priority = 0"))
+    caller = bed.gate.authorize(bearer("a"))
+    for priority in (-100, 0):
+        bed.gate.enter(caller, GenerateRequest(prompt=TextPrompt("a"), priority=priority))
+    with pytest.raises(InvalidRequestError, match="at most 0"):
+        bed.gate.enter(caller, GenerateRequest(prompt=TextPrompt("a"), priority=1))
+
+
+def test_a_changed_file_counts_within_a_second_and_a_bad_one_not_at_all(path: Path) -> None:
+    bed = Bed(write(path, a=""))
+    write(path, b="")
+    bed.gate.authorize(bearer("a"))
+    bed.now += LOOK_S
+    with pytest.raises(UnauthenticatedError):
+        bed.gate.authorize(bearer("a"))
+    assert bed.gate.authorize(bearer("b")).key == "b"
+    path.write_text("[keys")
+    bed.now += LOOK_S
+    assert bed.gate.authorize(bearer("b")).key == "b"
+    assert bed.count("api_keys_failing") == 1
+    path.unlink()
+    bed.gate.reload()
+    assert bed.gate.authorize(bearer("b")).key == "b"
+    write(path, a="", c="")
+    bed.gate.reload()
+    assert bed.gate.authorize(bearer("c")).key == "c"
+    assert bed.count("api_keys_failing") == 0
+
+
+def test_new_limits_count_for_the_next_request(path: Path) -> None:
+    bed = Bed(write(path, a="max_concurrent = 1"))
+    caller = bed.gate.authorize(bearer("a"))
+    bed.gate.enter(caller, REQUEST)
+    write(path, a="max_concurrent = 2")
+    bed.gate.reload()
+    bed.gate.enter(caller, REQUEST)
+    with pytest.raises(ResourceExhaustedError):
+        bed.gate.enter(caller, REQUEST)
+
+
+def test_a_router_does_not_start_with_keys_that_it_cannot_read(path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        Bed(path)
+    path.write_text('[keys.a]\nsha256 = "x"\n')
+    with pytest.raises(InvalidRequestError):
+        Bed(path)

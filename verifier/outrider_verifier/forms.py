@@ -1,0 +1,58 @@
+"""The forms of answers on a verifier: who compiles them, and how a session begins in one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.grammar.constraint import Constraint
+from outrider.grammar.grammars import Grammar, Grammars
+from outrider.wire.messages import SessionSpec
+
+
+class Forms:
+    """Compiles what sessions ask for; asyncio thread only, compiling is done on another."""
+
+    def __init__(self, grammars: Grammars | None) -> None:
+        """None: this process has no tokenizer, or no grammar library."""
+        self._grammars = grammars
+
+    def known(self, spec: SessionSpec) -> tuple[Grammar | None] | None:
+        """The grammar of a session, None in it if it has none; None: it is to be compiled."""
+        if spec.structured_output is None:
+            return (None,)
+        found = None if self._grammars is None else self._grammars.known(spec.structured_output)
+        return None if found is None else (found,)
+
+    async def compile(self, spec: SessionSpec) -> Grammar | None:
+        """The grammar of a session. Raises InvalidRequestError, FailedPreconditionError."""
+        if spec.structured_output is None:
+            return None
+        if self._grammars is None:
+            raise FailedPreconditionError(
+                "this verifier has no structured output: it needs the model's tokenizer.json and "
+                "llguidance",
+                reason="NO_STRUCTURED_OUTPUT",
+            )
+        return await asyncio.to_thread(self._grammars.compile, spec.structured_output)
+
+
+def begin_constraint(spec: SessionSpec, grammar: Grammar | None) -> Constraint | None:
+    """Where a session is in its grammar, what it had emitted elsewhere included; None if it has no
+    grammar. Raises InvalidRequestError if that does not fit."""
+    if spec.structured_output is None:
+        return None
+    if grammar is None:
+        raise FailedPreconditionError(
+            "the grammar of a structured output was not compiled", reason="NO_STRUCTURED_OUTPUT"
+        )
+    constraint = grammar.begin(spec.stop_token_ids)
+    constraint.follow(np.asarray(spec.token_ids[spec.prompt_len :], dtype=np.int32))
+    if constraint.failed:
+        raise InvalidRequestError(
+            f"what was emitted does not fit the structured output: {constraint.failed}",
+            reason="INVALID_STRUCTURE",
+        )
+    return constraint
