@@ -25,7 +25,6 @@ from outrider.engine.device.shapes import PIECE_BUCKETS, RoundShape, bucket
 from outrider.engine.kernels.runtime import next_power_of_2
 from outrider.engine.logprobs import MOST_ROWS, PathLogprobs, cut_paths, token_logprobs
 
-
 TOP_BUCKETS: Final = (0, 5, 20)
 """K of a launch: few, as its lengths are, for what it brings back has buffers of its own."""
 
