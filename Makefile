@@ -13,7 +13,7 @@ PYTEST_X2 := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reo
 # Tests that start processes and look at the clock: one after another.
 SERIAL := tests/integration tests/chaos
 
-.PHONY: setup setup-serve demo test test-fast test-ray test-real check format proto generated bench clean
+.PHONY: setup setup-serve demo test test-fast test-ray test-real check format proto generated helm docs bench clean
 
 setup: $(STAMP)
 
@@ -45,8 +45,12 @@ demo: setup
 	@$(BIN)/outrider models pull smollm2-135m
 	@$(BIN)/outrider generate --prompts deploy/demo-prompts.jsonl --max-tokens 96
 
+# For the tests of the chart, which are skipped where it cannot be had.
+helm: setup
+	@$(BIN)/python deploy/tools/fetch_helm.py || true
+
 # All test layers but `gpu`: unit, statistical, wire, integration, chaos; then the transports over Ray.
-test: setup
+test: setup helm
 	@$(BIN)/outrider models pull smollm2-135m
 	$(PYTEST_X2) -m "not gpu" tests $(addprefix --ignore=,$(SERIAL))
 	$(PYTEST) -m "not gpu" $(SERIAL)
@@ -61,7 +65,7 @@ test-ray: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy outrider drafter/outrider_drafter verifier/outrider_verifier router/outrider_router
+	$(BIN)/mypy outrider drafter/outrider_drafter verifier/outrider_verifier router/outrider_router tools
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/buf lint proto
@@ -78,6 +82,13 @@ generated: setup
 	for process in router verifier drafter ray; do \
 	  $(BIN)/outrider config schema $$process > deploy/configs/$$process.schema.json || exit 1; done
 	$(BIN)/outrider config reference > docs/configuration.md
+	$(BIN)/python deploy/tools/values_schema.py > deploy/helm/outrider/values.schema.json
+	$(BIN)/python tools/decisions.py > docs/decisions/README.md
+	$(BIN)/python tools/licences.py > docs/licences.md
+
+# The documentation, into build/site; a test builds it too.
+docs: setup
+	$(BIN)/mkdocs build --strict
 
 bench: setup
 	$(BIN)/outrider bench local

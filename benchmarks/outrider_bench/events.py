@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,11 @@ from outrider.text.tokenizer import Tokenizer
 from outrider_bench.environment import describe
 from outrider_bench.report import finish, say, table
 
+FRONTS = GRPC, HTTP = ("grpc", "http")
 READY_S = 60.0
 WARM_S = 2.0
 """Time between the first streams and the measurement."""
+_TOKENS = "outrider_round_tokens_total "
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -44,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="1000,5000,20000,40000,60000",
         help="events a second that the verifier emits while all sessions are open",
     )
+    add("--fronts", default="grpc", help="how the clients ask: grpc, http or both")
     add("--seconds", type=float, default=6.0, help="time measured at each rate")
     add("--out", type=Path, help="also write the result as JSON here")
     add("--json", action="store_true", help="last line of the output is one JSON object")
@@ -56,9 +61,12 @@ def run(args: argparse.Namespace) -> None:
     model = find_model(args.model).path
     vocab_size = Tokenizer.load(model).num_ids
     cells = []
-    for rate in map(float, args.rates.split(",")):
-        say(f"{rate:g} events/s offered to {args.sessions} streams")
-        cells.append(_cell(args, str(model), vocab_size, rate))
+    fronts = args.fronts.split(",")
+    if not set(fronts) <= set(FRONTS):
+        raise InvalidRequestError(f"--fronts is of {', '.join(FRONTS)}", reason="INVALID_FLAG")
+    for rate, front in itertools.product(map(float, args.rates.split(",")), fronts):
+        say(f"{rate:g} events/s offered to {args.sessions} streams over {front}")
+        cells.append({"front": front, **_cell(args, str(model), vocab_size, rate, front)})
         say(json.dumps(cells[-1]))
     headers = list(cells[0])
     print(table(headers, [list(cell.values()) for cell in cells]))
@@ -68,7 +76,9 @@ def run(args: argparse.Namespace) -> None:
     finish(args, result)
 
 
-def _cell(args: argparse.Namespace, model: str, vocab_size: int, rate: float) -> dict[str, Any]:
+def _cell(
+    args: argparse.Namespace, model: str, vocab_size: int, rate: float, front: str
+) -> dict[str, Any]:
     verifier_args = ["--model", model, "--vocab-size", str(vocab_size)]
     verifier_args += ["--tokens", str(args.tokens), "--interval", str(args.sessions / rate)]
     with contextlib.ExitStack() as stack:
@@ -76,22 +86,33 @@ def _cell(args: argparse.Namespace, model: str, vocab_size: int, rate: float) ->
         stack.callback(verifier.close)
         verifier.start()
         router_args = ["--model", model, "--verifier", verifier.wait_ready(READY_S)]
-        router_args += ["--log-level", "WARNING"]
+        router_args += ["--log-level", "WARNING", "--http", "127.0.0.1:0"]
         router = ChildProcess("router", "outrider_router", router_args)
         stack.callback(router.close)
         router.start()
         address = router.wait_ready(READY_S)
-        clients = [stack.enter_context(_client(address, args, share)) for share in _shares(args)]
+        http = router.ready["http"]
+        target = ["--http", http] if front == HTTP else ["--router", address]
+        clients = [stack.enter_context(_client(target, args, share)) for share in _shares(args)]
         time.sleep(WARM_S)
-        before, router_s, verifier_s = _reports(clients), _cpu_s(router.pid), _cpu_s(verifier.pid)
+        before, tokens = _reports(clients), _emitted(http)
+        router_s, verifier_s = _cpu_s(router.pid), _cpu_s(verifier.pid)
         time.sleep(args.seconds)
-        after = _reports(clients)
         router_s, verifier_s = _cpu_s(router.pid) - router_s, _cpu_s(verifier.pid) - verifier_s
-    return _figures(args, rate, before, after, router_s=router_s, verifier_s=verifier_s)
+        after, tokens = _reports(clients), _emitted(http) - tokens
+    events = tokens / args.tokens
+    return _figures(events, rate, before, after, router_s=router_s, verifier_s=verifier_s)
+
+
+def _emitted(http: str) -> float:
+    """Tokens of all rounds that a router has passed on; its clients do not see tokens over HTTP."""
+    with urllib.request.urlopen(f"http://{http}/metrics", timeout=30.0) as answer:
+        lines = answer.read().decode().splitlines()
+    return float(next(line for line in lines if line.startswith(_TOKENS)).rpartition(" ")[2])
 
 
 def _figures(
-    args: argparse.Namespace,
+    events: float,
     rate: float,
     before: Sequence[dict[str, float]],
     after: Sequence[dict[str, float]],
@@ -103,7 +124,7 @@ def _figures(
         return sum(b[name] - a[name] for a, b in zip(before, after, strict=True))
 
     seconds = grown("at") / len(before)
-    events, messages = grown("tokens") / args.tokens, grown("messages")
+    messages = grown("messages")
     return {
         "offered_per_s": rate,
         "events_per_s": round(events / seconds),
@@ -125,9 +146,9 @@ def _shares(args: argparse.Namespace) -> list[int]:
 
 @contextlib.contextmanager
 def _client(
-    router: str, args: argparse.Namespace, sessions: int
+    target: Sequence[str], args: argparse.Namespace, sessions: int
 ) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "outrider_bench.events_client", "--router", router]
+    command = [sys.executable, "-m", "outrider_bench.events_client", *target]
     command += ["--sessions", str(sessions), "--max-tokens", str(args.events * args.tokens)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

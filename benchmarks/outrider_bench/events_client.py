@@ -1,7 +1,7 @@
 """A client process for `outrider bench events`: streams answers, one after the other, for a while.
 
 Prints {"event": "ready"}; then, once a line comes in on stdin, what it has received so far:
-{"tokens": N, "messages": N, "requests": N, "cpu_s": S, "at": monotonic seconds}.
+{"messages": N, "requests": N, "cpu_s": S, "at": monotonic seconds}.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import json
 import sys
 import time
+from functools import partial
 
 from outrider.client import AsyncClient, RetryPolicy
 from outrider.process import run
@@ -21,7 +22,6 @@ class Received:
     """What the streams of this process have received."""
 
     def __init__(self) -> None:
-        self.tokens = 0
         self.messages = 0
         self.requests = 0
 
@@ -29,9 +29,23 @@ class Received:
         """Stream answers for ever."""
         while True:
             async with client.stream("events", max_tokens=max_tokens, ignore_eos=True) as stream:
-                async for delta in stream:
-                    self.tokens += len(delta.token_ids)
+                async for _ in stream:
                     self.messages += 1
+            self.requests += 1
+
+    async def follow_http(self, address: str, max_tokens: int) -> None:
+        """The same over HTTP, reading no more than it takes to count."""
+        host, _, port = address.rpartition(":")
+        body = {"prompt": "events", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        content = json.dumps({**body, "temperature": 0}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        while True:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head.encode() + content)
+            while data := await reader.read(1 << 16):
+                self.messages += data.count(b"data: {")
+            writer.close()
             self.requests += 1
 
 
@@ -42,11 +56,14 @@ async def serve(args: argparse.Namespace) -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    async with AsyncClient(args.router, retry=RetryPolicy(max_attempts=5)) as client:
-        tasks = [
-            asyncio.create_task(received.follow(client, args.max_tokens))
-            for _ in range(args.sessions)
-        ]
+    async with contextlib.AsyncExitStack() as stack:
+        if args.http:
+            follow = partial(received.follow_http, args.http, args.max_tokens)
+        else:
+            client = AsyncClient(args.router, retry=RetryPolicy(max_attempts=5))
+            await stack.enter_async_context(client)
+            follow = partial(received.follow, client, args.max_tokens)
+        tasks = [asyncio.create_task(follow()) for _ in range(args.sessions)]
         print(json.dumps({"event": "ready"}), flush=True)
         while await reader.readline():
             report = vars(received) | {"cpu_s": time.process_time(), "at": time.monotonic()}
@@ -60,7 +77,9 @@ async def serve(args: argparse.Namespace) -> None:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--router", required=True)
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--router")
+    target.add_argument("--http")
     parser.add_argument("--sessions", type=int, required=True)
     parser.add_argument("--max-tokens", type=int, required=True)
     run(serve(parser.parse_args()))

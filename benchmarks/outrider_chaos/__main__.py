@@ -19,7 +19,7 @@ _TINY = "tiny"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the flags ask for; the exit status."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         if args.fuzz is not None:
             from outrider_chaos.fuzzing import run_fuzz
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="outrider chaos", description=__doc__)
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--seeds", metavar="A-B", type=_range, help="run these seeds, in processes")

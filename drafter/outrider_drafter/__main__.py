@@ -21,6 +21,7 @@ from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.metrics_port import PortMetrics, serve_metrics
 from outrider.process import add_tls_arguments, run, tune_interpreter
+from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
 from outrider_drafter.config import DTYPES, DrafterConfig
 
@@ -79,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--bench-slowdown", type=float, metavar="F", help="benchmarks: drafts take F times as long"
     )
     add_tls_arguments(parser)
+    add_tracing_flags(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     return parser
 
@@ -155,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        with recording(config.trace_file, "drafter"):
+        spans = exporting(config.tracing, "outrider-drafter", config.drafter_id)
+        with recording(config.trace_file, "drafter"), spans:
             return run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")

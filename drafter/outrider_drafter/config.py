@@ -9,6 +9,7 @@ from typing import Annotated
 from outrider.awake import check_request
 from outrider.config import OneOf
 from outrider.logs import LEVELS, check_level
+from outrider.spans import TracingConfig
 from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import TlsConfig
 
@@ -89,6 +90,8 @@ class DrafterConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint."""
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    """Spans of requests, for OpenTelemetry."""
     log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
     """Level of the log on stderr."""
     drain_s: float = 10.0

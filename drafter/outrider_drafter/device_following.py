@@ -157,7 +157,7 @@ class DeviceFollower(HeadFollower):
             except ResourceExhaustedError as error:
                 logger.info(
                     "session not drafted",
-                    extra={"session": session.session_id, "why": error.reason},
+                    extra={"session_id": session.session_id, "why": error.reason},
                 )
                 session.table.features.drop(session.slot)
         return bool(self._seats.seats[session.slot] != UNSEATED)

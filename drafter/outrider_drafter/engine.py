@@ -27,6 +27,7 @@ from outrider_drafter.forms import Forms
 from outrider_drafter.look_ahead import Answers as Answers
 from outrider_drafter.look_ahead import LookAhead
 from outrider_drafter.metrics import Metrics
+from outrider_drafter.session_spans import SessionSpans
 from outrider_drafter.sessions import Limits, Session, SessionKey, refusal
 from outrider_drafter.source import Drafted, DraftSource
 from outrider_drafter.table import SessionTable
@@ -90,6 +91,7 @@ class DraftEngine:
         convert = self._fed[0].held_features if self._fed else _as_they_are
         self._table = SessionTable(max_sessions, limits, convert)
         self.metrics = metrics
+        metrics.begin_at_zero(self._sources)
         self._now = now
         self._on_sessions = on_sessions
         self._lost: list[SessionKey] = []
@@ -110,6 +112,7 @@ class DraftEngine:
             later=lambda write: self._unbooked.append(write),
             failed=self.check_devices,
         )
+        self._spans = SessionSpans()
         self.device_lost = False
         """Whether a device was found not to work after a failure; no draft can follow."""
 
@@ -226,7 +229,7 @@ class DraftEngine:
             try:
                 source.catch_up([session])
             except Exception:
-                logger.exception("catch-up failed", extra={"session": session.session_id})
+                logger.exception("catch-up failed", extra={"session_id": session.session_id})
                 self.check_devices()
                 self._lose(session, "error")
                 return
@@ -281,6 +284,9 @@ class DraftEngine:
         sessions, table = drafted.sessions, self._table
         method = sessions[0].plan.method
         self._unbooked.append(partial(self._book_answers, method, drafted.node_counts, seconds))
+        if self._spans:
+            counts, now = drafted.node_counts, time.time()
+            self._unbooked.append(partial(self._spans.drafted, sessions, counts, seconds, now))
         if self._ahead.watched:
             self._ahead.take_up(drafted)
         address = self._address(sessions)
@@ -328,6 +334,7 @@ class DraftEngine:
         session = self._table.add(connection, message)
         self._forms.begin(session)
         self._ahead.watch(session)
+        self._spans.started(key, message)
 
     def _take_in(self, connection: int, verdicts: Verdicts) -> None:
         self._verdicts += len(verdicts)
@@ -354,7 +361,7 @@ class DraftEngine:
 
     def _lose(self, session: Session, reason: str) -> None:
         """Stop drafting a session that cannot be followed; it decodes plainly from here on."""
-        logger.warning("session lost", extra={"session": session.session_id, "reason": reason})
+        logger.warning("session lost", extra={"session_id": session.session_id, "reason": reason})
         self.metrics.lost_sessions.labels(reason).inc()
         session.lost = reason
         self._lost.append(session.key)
@@ -368,6 +375,7 @@ class DraftEngine:
 
     def _release(self, session: Session) -> None:
         self._ahead.forget(session)
+        self._spans.ended(session.key, session.lost)
         for source in self._sources.values():
             source.release(session)
 

@@ -117,7 +117,7 @@ class HeadFollower(ABC):
 
     def _shut(self, session: Session, why: str) -> None:
         """The session is not followed any more."""
-        logger.info("session not drafted", extra={"session": session.session_id, "why": why})
+        logger.info("session not drafted", extra={"session_id": session.session_id, "why": why})
         session.table.features.drop(session.slot)
         self._give_up(session)
 

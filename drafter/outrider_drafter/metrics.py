@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -118,6 +119,25 @@ class Metrics:
             buckets=_BUCKETS,
             registry=registry,
         )
+
+    def begin_at_zero(self, methods: Iterable[str]) -> None:
+        """Series whose labels are known are there from the start: a rate sees the first event."""
+        by_method = (
+            self.proposals,
+            self.draft_tokens,
+            self.no_proposal,
+            self.look_aheads,
+            self.branches,
+            self.look_ahead_failures,
+            self.draft_seconds,
+        )
+        for method in methods:
+            for metric in by_method:
+                metric.labels(method)
+        for result in ("hit", "miss"):
+            self.outcomes.labels(result)
+        for step in ("score", "branch"):
+            self.look_ahead_seconds.labels(step)
 
     def proposal(self, method: str, nodes: int, seconds: float) -> None:
         """Count one proposal."""

@@ -54,7 +54,7 @@ class Schedule:
         shape = FleetShape(
             verifiers=rng.choice((1, 2)),
             drafters=rng.choice((1, 2)),
-            kv_tokens=rng.choice((288, 320, 384)) if tight else 4096,
+            kv_tokens=rng.choice((320, 352, 384)) if tight else 4096,
             planner=rng.choice(("fixed", "fixed", "automatic")),
             preemption="swap"
             if phase is Phase.SWAPPING

@@ -26,6 +26,7 @@ EXIT_INTERRUPTED = 130
 BENCH_MODULE = "outrider_bench"
 CHAOS_MODULE = "outrider_chaos"
 CONFIG_MODULE = "outrider.config"
+RAY_MODULE = "outrider_ray"
 TRAINING_MODULE = "outrider.engine.training"
 
 
@@ -56,6 +57,8 @@ def _dispatch(arguments: list[str]) -> int:
         return run_module(CHAOS_MODULE, arguments[1:])
     if arguments[:1] == ["config"]:
         return run_module(CONFIG_MODULE, arguments[1:])
+    if arguments[:1] == ["ray"]:
+        return run_module(RAY_MODULE, arguments[1:])
     args = make_parser().parse_args(arguments)
     match args.command:
         case "generate":
@@ -70,6 +73,14 @@ def _dispatch(arguments: list[str]) -> int:
             from outrider.client import status_command
 
             return status_command.run(args)
+        case "certs":
+            from outrider.client import certs_command
+
+            return certs_command.run(args)
+        case "keys":
+            from outrider.client import keys_command
+
+            return keys_command.run(args)
         case "drafters":
             from outrider.client import drafters_command
 
@@ -83,8 +94,10 @@ def _dispatch(arguments: list[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     from outrider.client import (
+        certs_command,
         drafters_command,
         generate,
+        keys_command,
         models_command,
         serve,
         status_command,
@@ -100,12 +113,17 @@ def make_parser() -> argparse.ArgumentParser:
         ("generate", generate, "answer prompts"),
         ("status", status_command, "show a router and its fleet"),
         ("drafters", drafters_command, "add drafters to a running router, or remove them"),
+        ("certs", certs_command, "make an authority and certificates for a fleet"),
+        ("keys", keys_command, "make API keys"),
         ("models", models_command, "pull and list models"),
     ):
         module.add_arguments(commands.add_parser(name, help=text, allow_abbrev=False))
     commands.add_parser("config", help="show, check and describe configurations", add_help=False)
     commands.add_parser("train-head", help="train a draft head for a model", add_help=False)
     commands.add_parser("bench", help="run a benchmark of this checkout", add_help=False)
+    commands.add_parser(
+        "ray", help="run a fleet on a Ray cluster, look at it, stop it", add_help=False
+    )
     commands.add_parser("chaos", help="cause faults and check what they change", add_help=False)
     return parser
 

@@ -12,7 +12,7 @@ import grpc
 from outrider.client.calls import Metadata, client_options
 from outrider.errors import InvalidRequestError
 from outrider.transport.grpc.credentials import channel_credentials
-from outrider.transport.tls import Role, TlsConfig, TlsFiles
+from outrider.transport.tls import TlsConfig, TlsFiles
 
 API_KEY_VARIABLE: Final = "OUTRIDER_API_KEY"
 """Environment variable with the key of clients that are given none."""
@@ -71,7 +71,7 @@ class Door:
         """
         self._address = address
         self._files = None if tls is None else TlsFiles(tls)
-        named = () if tls is None else tls.names.get(Role.ROUTER, ())
+        named = () if tls is None else tls.names.router
         self._name = named[0] if named else ""
 
     def channel(self) -> grpc.Channel:
@@ -93,3 +93,16 @@ class Door:
         if self._name:
             options.append(("grpc.ssl_target_name_override", self._name))
         return options
+
+
+def is_serving(address: str, tls: TlsConfig | None, timeout_s: float = 5.0) -> bool:
+    """Whether a process says of itself, to everybody, that it serves."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with Door(address, tls).channel() as channel:
+        try:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -31,6 +31,7 @@ from outrider.client.status_command import simulation_note
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import ChatMessage, GenerateResult
 
 DEFAULT_MAX_TOKENS = 256
@@ -89,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
     add_placing_arguments(parser)
     add("--router", metavar="HOST:PORT", help="use this router instead of starting processes")
+    add_connecting_arguments(parser)
     add("--json", action="store_true", help="one JSON object a prompt, in input order")
     add("--concurrency", metavar="N", type=at_least(1), default=1, help="prompts at a time")
     add("--model", metavar="NAME|DIR", help=f"default: {DEFAULT_MODEL}")
@@ -106,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         ignored = [name for name in LOCAL_ONLY if getattr(args, name) not in (None, False)]
         for name in ignored:
             say(f"--{name.replace('_', '-')} is ignored: it is the router's own choice")
-        return asyncio.run(_answer_all(args, prompts, args.router))
+        return asyncio.run(_answer_all(args, prompts, args.router, tls_of(args)))
     concurrency = min(args.concurrency, len(prompts))
     files = find_model(args.model or DEFAULT_MODEL, head=args.head)
     if args.drafter is None and files.head is None:
@@ -231,10 +233,11 @@ def mean_emitted(emitted: int, rounds: int) -> float:
     return round(emitted / rounds, 4) if rounds else 0.0
 
 
-async def _answer_all(args: argparse.Namespace, prompts: Sequence[Turns], address: str) -> int:
+async def _answer_all(
+    args: argparse.Namespace, prompts: Sequence[Turns], address: str, tls: TlsConfig | None = None
+) -> int:
     options = options_of(args)
     started = time.monotonic()
-    tls = None if args.router is None else tls_of(args)
     async with AsyncClient(address, tls=tls) as client:
         note = simulation_note(await client.server_info())
         if note:

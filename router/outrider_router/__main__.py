@@ -21,6 +21,7 @@ from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import add_tls_arguments, run
+from outrider.spans import add_tracing_flags, exporting
 from outrider_router.config import RouterConfig
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--front-tls-key", metavar="FILE.pem", dest="front_tls.key", help="private key of it"
     )
+    add_tracing_flags(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     return parser
 
@@ -134,6 +136,7 @@ async def serve(config: RouterConfig) -> None:
     server, pool = client_server(service), pool_server(service)
     http = _http_server(config, service)
     service.on_readiness = server.set_serving
+    service.discovery.on_forgotten = dialer.hang_up
     stop = _told_to_stop()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
     try:
@@ -185,7 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        run(serve(config))
+        with exporting(config.tracing, "outrider-router", config.listen):
+            run(serve(config))
     except (OutriderError, OSError) as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": str(error)}) + "\n")
         return _EXIT_MISUSE

@@ -10,8 +10,10 @@ from typing import Annotated
 
 from outrider.config import OneOf
 from outrider.logs import LEVELS, check_level
+from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
 from outrider.transport.tls import TlsConfig
+from outrider_router.names import split
 from outrider_router.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
 
 
@@ -50,11 +52,11 @@ class SpeculationDefaults:
     fan_out: int = 0
     """Outcomes that are pre-drafted a round; 0 lets the drafter choose."""
     patience_ms: int = 1000
-    """Longest wait of a row for its proposal."""
+    """Longest wait of a row for its proposal; within it the verifier follows what it measures."""
     ngram_patience_ms: int = 20
     """The same for n-gram drafts: a lookup either answers at once or has found nothing."""
     max_draft_tokens: int = 64
-    """Requests for more are cut to this."""
+    """Requests for more are cut to this; at most the verifiers' `max_tree_nodes`."""
 
     def __post_init__(self) -> None:
         for name in ("patience_ms", "ngram_patience_ms"):
@@ -117,9 +119,12 @@ class RouterConfig:
     model_name: str = ""
     """Name that clients ask for; "" takes the verifier's."""
     verifiers: tuple[str, ...] = ()
-    """Addresses of the verifiers, as the drafters reach them too."""
+    """Addresses of the verifiers, as the drafters reach them too; dns:///HOST:PORT stands for all
+    that HOST has."""
     drafters: tuple[str, ...] = ()
-    """Addresses of the drafters."""
+    """Addresses of the drafters, likewise."""
+    discovery_s: float = 5.0
+    """Time between two looks at what a dns:/// name stands for."""
     pool_listen: str = ""
     """HOST:PORT where operators add and remove drafters; port 0 takes a free one, "" serves none.
     """
@@ -149,9 +154,12 @@ class RouterConfig:
     resume_grace_s: float = 30.0
     """Time that a resumable request goes on, or that its end is kept, without its client."""
     journal: Path | None = None
-    """File of the log that resumable requests survive this process by; unset keeps none."""
+    """File of the log that resumable requests survive this process by, one router a file; unset
+    keeps none."""
     journal_fsync: Fsync = Fsync.INTERVAL
     """When that file is forced to the disk: off, interval (every second) or always."""
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    """Spans of requests, for OpenTelemetry."""
     log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
     """Least severe level that is logged."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)
@@ -171,6 +179,9 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not self.verifiers:
             raise ValueError("at least one verifier address is needed (--verifier)")
+        split((*self.verifiers, *self.drafters))
+        if self.discovery_s <= 0:
+            raise ValueError(f"discovery_s must be positive, got {self.discovery_s}")
         if self.queue_limit < 0:
             raise ValueError(f"queue_limit must be >= 0, got {self.queue_limit}")
         if self.default_max_tokens < 1:

@@ -11,7 +11,7 @@ from outrider.wire.messages import FinishReason
 from outrider_router.failover import Cause, end_of
 from outrider_router.journal import Entry
 from outrider_router.ledger import Lease
-from outrider_router.registry import VerifierPeer
+from outrider_router.peers import VerifierPeer
 from outrider_router.request import Job
 from outrider_router.streaming import Feed, Reply
 from outrider_router.waiting import Ticket

@@ -1,4 +1,4 @@
-"""The fleet in the router's metrics: what its last look at every peer said, read when scraped.
+"""The queue and the fleet in the router's metrics: what it knows, read when scraped.
 
 Counters among them are a verifier's own, so they begin anew when it is restarted.
 """
@@ -13,16 +13,16 @@ from prometheus_client.registry import Collector
 from outrider.wire.inference import DrafterSummary, ServerInfo, VerifierSummary
 
 _VERIFIER_GAUGES: dict[str, tuple[str, Callable[[VerifierSummary], float]]] = {
-    "sessions": ("Sessions that it serves", lambda v: v.sessions),
-    "max_sessions": ("Sessions that it serves at most", lambda v: v.max_sessions),
+    "sessions": ("Sessions that this verifier serves", lambda v: v.sessions),
+    "max_sessions": ("Sessions that this verifier serves at most", lambda v: v.max_sessions),
     "waiting_sessions": (
-        "Of its sessions, those without K/V: preempted, or not begun",
+        "Sessions of this verifier without K/V: preempted, or not begun",
         lambda v: v.waiting_sessions,
     ),
-    "kv_cache_usage_ratio": ("Share of its K/V blocks in use", lambda v: kv_usage([v])),
-    "draining": ("1 while it takes no new sessions", lambda v: v.draining),
+    "kv_cache_usage_ratio": ("Share of this verifier's K/V blocks in use", lambda v: kv_usage([v])),
+    "draining": ("1 while this verifier takes no new sessions", lambda v: v.draining),
     "acceptance_ratio": (
-        "Share of the draft nodes verified since its start that stood",
+        "Share of the draft nodes that stood, since this verifier's start",
         lambda v: v.stats.accepted / v.stats.proposed if v.stats.proposed else 0.0,
     ),
 }
@@ -36,7 +36,7 @@ def kv_usage(verifiers: list[VerifierSummary]) -> float:
 
 
 class FleetMetrics(Collector):
-    """`outrider_fleet_*`: one series a verifier, drafter or link between the two."""
+    """How many wait and serve; then `outrider_fleet_*`, a series a verifier or link."""
 
     def __init__(self, info: Callable[[], ServerInfo]) -> None:
         """`info` says what the router knows now; called from the thread that is scraped."""
@@ -45,6 +45,7 @@ class FleetMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Everything at this moment; peers that are not healthy are left out."""
         info = self._info()
+        yield from _sums(info)
         verifiers = [v for v in info.verifiers if v.healthy]
         for name, (text, value) in _VERIFIER_GAUGES.items():
             family = GaugeMetricFamily(f"outrider_fleet_{name}", text, labels=["verifier"])
@@ -59,10 +60,29 @@ class FleetMetrics(Collector):
         return iter(())
 
 
+def _sums(info: ServerInfo) -> Iterator[Metric]:
+    counts = {
+        "requests_waiting": ("Requests in the router's queue", info.queued),
+        "queue_limit": ("Requests that may wait in the router's queue", info.queue_bound),
+        "fleet_verifiers": ("Verifiers that this router knows of", len(info.verifiers)),
+        "fleet_healthy_verifiers": (
+            "Verifiers that answer",
+            sum(v.healthy for v in info.verifiers),
+        ),
+        "fleet_drafters": ("Drafters that this router knows of", len(info.drafters)),
+        "fleet_healthy_drafters": (
+            "Drafters that answer and are attached to a healthy verifier",
+            sum(d.healthy for d in info.drafters),
+        ),
+    }
+    for name, (text, count) in counts.items():
+        yield GaugeMetricFamily(f"outrider_{name}", text, count)
+
+
 def _preemptions(verifiers: list[VerifierSummary]) -> Metric:
     family = CounterMetricFamily(
         "outrider_fleet_preemptions",
-        "Sessions that it preempted, by how they get their K/V back",
+        "Sessions that this verifier preempted, by how they get their K/V back",
         labels=["verifier", "kind"],
     )
     for verifier in verifiers:

@@ -60,6 +60,7 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
             request_from_pb(request),
             timeout_s=context.time_remaining(),
             caller=self._caller(context),
+            traceparent=_traceparent(context),
         )
         return result_to_pb(result)
 
@@ -75,6 +76,7 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
                 write,
                 timeout_s=context.time_remaining(),
                 caller=self._caller(context),
+                traceparent=_traceparent(context),
             )
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
@@ -121,3 +123,10 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
     ) -> pb.ListModelsResponse:
         """Served models."""
         return models_to_pb(status.models(self._service))
+
+
+def _traceparent(context: Context) -> str:
+    """The caller's W3C Trace Context; "" without one."""
+    metadata = context.invocation_metadata() or ()
+    found = next((value for key, value in metadata if key == "traceparent"), "")
+    return found if isinstance(found, str) else ""

@@ -22,6 +22,16 @@ class BatchHistogram(Collector):
         self._sum = 0.0
         registry.register(self)
 
+    @property
+    def count(self) -> int:
+        """Values so far."""
+        return int(self._counts.sum())
+
+    @property
+    def sum(self) -> float:
+        """Their sum."""
+        return self._sum
+
     def observe(self, *values: float) -> None:
         """Count values."""
         if not values:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from outrider.errors import AlreadyExistsError, OutriderError
-from outrider.ids import DrafterId, RequestId, VerifierId
+from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
+from outrider.spans import NO_SPAN, Span
 from outrider.spec.plan import DraftMethod
 from outrider.wire.logprobs import TokenLogprobs
 from outrider_router.keys import ANYBODY, Caller
 from outrider_router.tally import Tally
+
+MadeT = TypeVar("MadeT")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,6 +61,10 @@ class Entry:
     """What the session's newest event said."""
     tally: Tally = field(default_factory=Tally)
     """Speculation counters."""
+    span: Span = NO_SPAN
+    """What is traced of it."""
+    session_id: SessionId | None = None
+    """Its newest session."""
     ended: OutriderError | None = None
     """Why the request must end although its verifier said nothing of the kind."""
     on_fail: Callable[[OutriderError], None] | None = None
@@ -69,6 +78,16 @@ class Entry:
         if top is None:
             return not logprobs
         return len(logprobs) == count and all(len(entry.top) == top for entry in logprobs)
+
+    @property
+    def log_ids(self) -> dict[str, str]:
+        """What its lines in the log are found by, here and in the other processes."""
+        ids = {"request_id": str(self.request_id)}
+        if self.session_id is not None:
+            ids["session_id"] = self.session_id
+        if self.span.sampled:
+            ids["trace_id"] = self.span.trace_id
+        return ids
 
     def leave(self) -> None:
         """Its session is over, or has not begun."""
@@ -131,3 +150,22 @@ class Journal:
             if drafter_id is not None:
                 counts[drafter_id] = counts.get(drafter_id, 0) + 1
         return counts
+
+
+async def unless_ended(entry: Entry, making: Awaitable[MadeT]) -> MadeT:
+    """What is made for a request; raises its error as soon as it ends. A long prompt takes long."""
+    task = asyncio.ensure_future(making)
+
+    def stop(_error: OutriderError) -> None:
+        task.cancel()
+
+    entry.on_fail = stop
+    try:
+        return await task
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if entry.ended is None or (current is not None and current.cancelling()):
+            raise
+        raise entry.ended from None
+    finally:
+        entry.on_fail = None

@@ -5,13 +5,43 @@ Speculation counters are sums over the columns of each message of events.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, TARGET_ONLY, SessionEvents
+from outrider.errors import (
+    CancelledRequestError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    OutriderError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from outrider.wire.messages import (
+    FALLBACK,
+    HIT,
+    LOOKED_AHEAD,
+    TARGET_ONLY,
+    FinishReason,
+    SessionEvents,
+)
+from outrider_router.failover import Cause
 from outrider_router.histogram import BatchHistogram
+from outrider_router.pool import Why
+from outrider_router.quarantine import Reason
+from outrider_router.slow_readers import SLOW_READER
 
+_ERRORS: tuple[type[OutriderError], ...] = (
+    CancelledRequestError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -28,6 +58,7 @@ class RouterMetrics:
         self._access()
         self._speculation()
         self._fleet()
+        self._begin_at_zero()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"outrider_{name}", text, labels, registry=self.registry)
@@ -137,9 +168,9 @@ class RouterMetrics:
         self.rounds = self._counter(
             "rounds_total", "Verify rounds that emitted tokens, summed over sessions."
         )
-        self.round_tokens = self._counter("round_tokens_total", "Tokens emitted by those rounds.")
+        self.round_tokens = self._counter("round_tokens_total", "Tokens emitted by verify rounds.")
         self.drafts = self._counter(
-            "spec_decode_num_drafts_total", "Of these, rounds that verified a proposal."
+            "spec_decode_num_drafts_total", "Verify rounds of a proposal, over sessions."
         )
         self.draft_tokens = self._counter(
             "spec_decode_num_draft_tokens_total", "Draft nodes verified."
@@ -164,12 +195,14 @@ class RouterMetrics:
         )
         self.look_ahead_drafted_rounds = self._counter(
             "look_ahead_drafted_rounds_total",
-            "Of these, rounds by whether their proposal came before its prefix (hit) or after it "
-            "(fresh).",
+            "Rounds of plans with look-ahead, by whether their proposal came before its prefix "
+            "(hit) or after it (fresh).",
             "kind",
         )
         self.look_ahead_accepted = self._counter(
-            "look_ahead_accepted_tokens_total", "Draft nodes accepted in them.", "kind"
+            "look_ahead_accepted_tokens_total",
+            "Draft nodes accepted in rounds of plans with look-ahead: in hits, in fresh ones.",
+            "kind",
         )
 
     def _fleet(self) -> None:
@@ -209,6 +242,25 @@ class RouterMetrics:
             "wrong with it: slow, silent, wrong.",
             "reason",
         )
+
+    def _begin_at_zero(self) -> None:
+        """Series whose labels are known are there from the start: a rate sees the first event."""
+        codes = (error.code for error in _ERRORS)
+        known: dict[Counter | Gauge, Iterable[str]] = {
+            self.requests: (*FinishReason, *codes),
+            self.queue_depth: ("0",),
+            self.restored_requests: ("running", "ended", "dropped"),
+            self.refusals: ("RATE_LIMITED", "QUEUE_FULL", "DISPLACED", SLOW_READER),
+            self.accepted_per_position: ("0",),
+            self.look_ahead_drafted_rounds: ("hit", "fresh"),
+            self.look_ahead_accepted: ("hit", "fresh"),
+            self.resumed_sessions: Cause,
+            self.session_moves: Why,
+            self.drafter_quarantines: Reason,
+        }
+        for metric, values in known.items():
+            for value in values:
+                metric.labels(value)
 
     def _add_ahead(self, flags: NDArray[np.uint8], accepted: NDArray[np.uint16]) -> None:
         ahead = flags & LOOKED_AHEAD > 0

@@ -10,8 +10,9 @@ from outrider.ids import DrafterId
 from outrider.wire.pool_codec import Removed
 from outrider_router.journal import Entry, Journal
 from outrider_router.metrics import RouterMetrics
+from outrider_router.peers import DrafterPeer, VerifierPeer
 from outrider_router.pool import Candidates, Loads, Move, Seat, rebalance
-from outrider_router.registry import DrafterPeer, Registry, VerifierPeer
+from outrider_router.registry import Registry
 
 logger = logging.getLogger(__name__)
 

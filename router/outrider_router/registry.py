@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from outrider.errors import (
@@ -15,7 +15,7 @@ from outrider.errors import (
     ResourceExhaustedError,
 )
 from outrider.ids import DrafterId, VerifierId
-from outrider.transport.base import Dialer, DrafterControl, VerifierControl
+from outrider.transport.base import Dialer
 from outrider.wire.limits import MAX_PEERS
 from outrider.wire.messages import DrafterInfo, VerifierInfo
 from outrider_router import orders
@@ -31,51 +31,11 @@ from outrider_router.fleet import (
 )
 from outrider_router.judging import DrafterJudge
 from outrider_router.metrics import RouterMetrics
+from outrider_router.peers import DrafterPeer, VerifierPeer
 from outrider_router.polling import Peer, in_time, rest
 from outrider_router.pool import Candidate, candidates_of
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class VerifierPeer(Peer):
-    """A verifier."""
-
-    control: VerifierControl | None = None
-    info: VerifierInfo | None = None
-    detached: set[DrafterId] = field(default_factory=set)
-    """Drafters that sessions reported lost since the last look."""
-    losses: int = 0
-    """How often it was lost; tells an answer from before a loss."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class DrafterPeer(Peer):
-    """A drafter."""
-
-    control: DrafterControl | None = None
-    info: DrafterInfo | None = None
-    serving: bool = False
-    """Whether it was reachable and attached to a healthy verifier at the last look."""
-    misfits: set[str] = field(default_factory=set)
-    """Verifiers that it cannot serve, by address."""
-    draining: bool = False
-    """Whether it is being removed: it is attached to no more verifiers, and gets no sessions."""
-    recalled: bool = False
-    """Whether it is to be told that it stays: an operator has added it."""
-    unplaced: tuple[int, int] = (0, 0)
-    """Sessions beyond those that this router placed, at the last two looks."""
-
-    @property
-    def leaves(self) -> bool:
-        """Whether it is being removed, or has said that it is about to stop."""
-        return self.draining or (self.info is not None and self.info.draining)
-
-    @property
-    def others(self) -> int:
-        """Sessions that it follows for other routers; one look alone may see those of this one
-        that have just ended."""
-        return min(self.unplaced)
 
 
 class Registry:
@@ -128,10 +88,31 @@ class Registry:
             task.cancel()
         await asyncio.gather(*polls.values(), return_exceptions=True)
 
-    def add_drafter(self, address: str) -> None:
+    def add_verifier(self, address: str) -> None:
+        """Look for one more verifier from now on; idempotent. Raises ResourceExhaustedError."""
+        if address not in self.verifiers:
+            _check_room("verifiers", len(self.verifiers))
+            peer = self.verifiers[address] = VerifierPeer(address=address)
+            self._start(peer, partial(self._look_at_verifier, peer))
+            logger.info("verifier added", extra={"address": address})
+
+    async def forget_verifier(self, peer: VerifierPeer) -> None:
+        """Look no more at a verifier that is gone, and have the drafters dial it no more."""
+        await self._stop(peer)
+        if peer.state is PeerState.HEALTHY and peer.info is not None:
+            self._lose_verifier(peer, peer.info, "it was removed")
+        for drafter in list(self.drafters.values()):
+            if drafter.control is not None and drafter.state is PeerState.HEALTHY:
+                gone = (peer.address,)
+                await orders.detach(drafter.control, drafter.address, gone, self._silence_s)
+        self.verifiers.pop(peer.address, None)
+        logger.info("verifier removed", extra={"address": peer.address})
+
+    def add_drafter(self, address: str, *, recall: bool = True) -> None:
         """Look for one more drafter from now on; idempotent.
 
-        Raises ResourceExhaustedError; FailedPreconditionError while it is being removed.
+        `recall`: it is told that it stays, even if it was about to leave. Raises
+        ResourceExhaustedError; FailedPreconditionError while it is being removed.
         """
         peer = self.drafters.get(address)
         if peer is not None and peer.draining:
@@ -140,11 +121,10 @@ class Registry:
             )
         if peer is not None:
             # Somebody else may have removed it.
-            peer.recalled = True
+            peer.recalled = peer.recalled or recall
             return
-        if len(self.drafters) >= MAX_PEERS:
-            raise ResourceExhaustedError(f"there are {MAX_PEERS} drafters", reason="TOO_MANY_PEERS")
-        peer = self.drafters[address] = DrafterPeer(address=address, recalled=True)
+        _check_room("drafters", len(self.drafters))
+        peer = self.drafters[address] = DrafterPeer(address=address, recalled=recall)
         self._start(peer, partial(self._look_at_drafter, peer))
         logger.info("drafter added", extra={"address": address})
 
@@ -156,10 +136,7 @@ class Registry:
 
     async def forget_drafter(self, peer: DrafterPeer) -> None:
         """Look at a drafter no more and have it leave the verifiers."""
-        poll = self._polls.pop(peer, None)
-        if poll is not None:
-            poll.cancel()
-            await asyncio.gather(poll, return_exceptions=True)
+        await self._stop(peer)
         if peer.control is not None:
             # It is among the drafters until it has left: nobody may add it anew meanwhile.
             await orders.detach(peer.control, peer.address, self.verifiers, self._silence_s)
@@ -231,6 +208,12 @@ class Registry:
     def _start(self, peer: Peer, look: Callable[[], Awaitable[None]]) -> None:
         self._polls[peer] = asyncio.create_task(self._poll(peer, look))
 
+    async def _stop(self, peer: Peer) -> None:
+        poll = self._polls.pop(peer, None)
+        if poll is not None:
+            poll.cancel()
+            await asyncio.gather(poll, return_exceptions=True)
+
     async def _poll(self, peer: Peer, look: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
@@ -263,6 +246,7 @@ class Registry:
         came_up = self._seen(peer)
         if came_up:
             self._metrics.verifier_up.labels(info.verifier_id).set(1)
+            self._metrics.verifier_losses.labels(info.verifier_id)
         self._on_verifier_up(info)
         self.judge.look(info, {d.info.drafter_id for d in self.drafters.values() if d.info})
 
@@ -370,6 +354,7 @@ class Registry:
             if serving and not peer.serving:
                 logger.info("drafter serves", extra={"drafter_id": peer.info.drafter_id})
             peer.serving = serving
+            self._metrics.drafter_losses.labels(peer.info.drafter_id)
             self._metrics.drafter_up.labels(peer.info.drafter_id).set(serving)
 
     def _is_serving(self, peer: DrafterPeer, info: DrafterInfo) -> bool:
@@ -390,3 +375,8 @@ class Registry:
                 "problem": why,
             },
         )
+
+
+def _check_room(kind: str, count: int) -> None:
+    if count >= MAX_PEERS:
+        raise ResourceExhaustedError(f"there are {MAX_PEERS} {kind}", reason="TOO_MANY_PEERS")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from outrider.errors import InvalidRequestError, NotFoundError, OutriderError
+from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.ids import DrafterId, SessionId, TenantId
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
@@ -24,7 +24,6 @@ from outrider.wire.inference import (
 )
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.config import RouterConfig
-from outrider_router.journal import Entry
 from outrider_router.planner import check_ids, make_plan, make_sampling, output_budget, stop_ids
 from outrider_router.tenants import SHARED
 
@@ -197,22 +196,3 @@ def _stop_ids(request: GenerateRequest, tokenizer: Tokenizer, vocab_size: int) -
         )
     stopping = replace(request.stopping, ignore_eos=False)
     return stop_ids(stopping, tokenizer.eos_ids, vocab_size)
-
-
-async def unless_ended(entry: Entry, making: Awaitable[Job]) -> Job:
-    """A request's job; raises the request's error as soon as it ends. A long prompt takes long."""
-    task = asyncio.ensure_future(making)
-
-    def stop(_error: OutriderError) -> None:
-        task.cancel()
-
-    entry.on_fail = stop
-    try:
-        return await task
-    except asyncio.CancelledError:
-        current = asyncio.current_task()
-        if entry.ended is None or (current is not None and current.cancelling()):
-            raise
-        raise entry.ended from None
-    finally:
-        entry.on_fail = None

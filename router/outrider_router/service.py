@@ -38,15 +38,18 @@ from outrider_router.admission import no_verifier
 from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.answers import Answer, Write
 from outrider_router.config import RouterConfig
+from outrider_router.discovery import Discovery
 from outrider_router.fleet import TokenizerIdentity
 from outrider_router.forms import Forms
 from outrider_router.gate import Gate
-from outrider_router.journal import Entry, Journal
+from outrider_router.journal import Entry, Journal, unless_ended
 from outrider_router.keys import ANYBODY, Caller
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
+from outrider_router.names import split
 from outrider_router.registry import Registry
-from outrider_router.request import Job, make_job, tokenize, unless_ended
+from outrider_router.request import Job, make_job, tokenize
+from outrider_router.request_spans import describe, end, request_span
 from outrider_router.resumables import Make, Resumables
 from outrider_router.serving import Serving
 
@@ -79,8 +82,8 @@ class RouterService:
         )
         self.registry = Registry(
             dialer=dialer,
-            verifiers=config.verifiers,
-            drafters=config.drafters,
+            verifiers=split(config.verifiers)[0],
+            drafters=split(config.drafters)[0],
             tokenizer=TokenizerIdentity(hash=tokenizer.hash, num_ids=tokenizer.num_ids),
             metrics=metrics,
             clock=clock,
@@ -90,6 +93,12 @@ class RouterService:
             on_verifier_up=self._on_verifier_up,
             on_verifier_lost=self._on_verifier_lost,
             on_drafters_changed=lambda: self.mover.wake(),
+        )
+        self.discovery = Discovery(
+            self.registry,
+            verifiers=config.verifiers,
+            drafters=config.drafters,
+            interval_s=config.discovery_s,
         )
         self.mover = Mover(
             self.journal, self.registry, metrics, clock=clock, interval_s=config.poll_interval_s
@@ -142,6 +151,7 @@ class RouterService:
         """Begin to look for verifiers and drafters."""
         self.restore()
         self.registry.start()
+        self.discovery.start()
         self.mover.start()
 
     async def close(self) -> None:
@@ -152,6 +162,7 @@ class RouterService:
             entry.fail(_stopping())
         await self.resumables.close()
         await self.mover.stop()
+        await self.discovery.stop()
         await self.registry.stop()
         await self.serving.close()
 
@@ -170,10 +181,11 @@ class RouterService:
         *,
         timeout_s: float | None = None,
         caller: Caller = ANYBODY,
+        traceparent: str = "",
     ) -> GenerateResult:
         """Serve a request and answer once, at the end; a resumable one outlives the call."""
         if request.resumable:
-            answer = self._begin(request, timeout_s, caller)
+            answer = self._begin(request, timeout_s, caller, traceparent)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), _nobody)
             return answer.result()
         text: list[str] = []
@@ -181,7 +193,7 @@ class RouterService:
         logprobs: list[TokenLogprobs] = []
         info: PromptInfo | None = None
         finish: FinishInfo | None = None
-        stream = self.stream(request, timeout_s=timeout_s, caller=caller)
+        stream = self.stream(request, timeout_s=timeout_s, caller=caller, traceparent=traceparent)
         async with aclosing(stream) as events:
             async for event in events:
                 match event:
@@ -209,12 +221,14 @@ class RouterService:
         *,
         timeout_s: float | None = None,
         caller: Caller = ANYBODY,
+        traceparent: str = "",
     ) -> AsyncGenerator[StreamEvent, None]:
         """Serve a caller's request as a stream; close the generator to cancel it, resumable or not.
+        `traceparent`: the client's W3C Trace Context, if it has one.
 
         Raises any error of `outrider.errors`; each is counted and logged with the request's id.
         """
-        async with aclosing(self._run(request, timeout_s, caller)) as events:
+        async with aclosing(self._run(request, timeout_s, caller, traceparent)) as events:
             async for event in events:
                 yield event
 
@@ -225,6 +239,7 @@ class RouterService:
         *,
         timeout_s: float | None = None,
         caller: Caller = ANYBODY,
+        traceparent: str = "",
         own_id: RequestId | None = None,
     ) -> None:
         """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
@@ -233,10 +248,10 @@ class RouterService:
         `own_id` names a request whose client chose no id; by default one is made.
         """
         if request.resumable:
-            answer = self._begin(request, timeout_s, caller)
+            answer = self._begin(request, timeout_s, caller, traceparent)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
             return
-        async with aclosing(self._run(request, timeout_s, caller, own_id)) as events:
+        async with aclosing(self._run(request, timeout_s, caller, traceparent, own_id)) as events:
             async for event in events:
                 await write(event)
 
@@ -278,9 +293,11 @@ class RouterService:
     async def _events(self, entry: Entry, make: Make) -> AsyncGenerator[StreamEvent, None]:
         """What a request says; however it ends, everything is freed."""
         timer = self._arm(entry)
-        outcome = CancelledRequestError.code
+        outcome: str = CancelledRequestError.code
+        problem: Exception | None = None
         try:
             job = await unless_ended(entry, make())
+            describe(entry.span, job)
             self.resumables.opened(entry, job)
             async with aclosing(self.serving.events(entry, job, entry.deadline)) as events:
                 async for event in events:
@@ -290,27 +307,31 @@ class RouterService:
                     yield event
         except Exception as error:
             outcome = error.code if isinstance(error, OutriderError) else InternalError.code
+            problem = error
             raise
         finally:
             if timer is not None:
                 timer.cancel()
             self.journal.close(entry)
             self.gate.leave(entry.caller)
-            self._log_end(entry, outcome)
+            self._log_end(entry, outcome, problem)
 
     def _run(
         self,
         request: GenerateRequest,
         timeout_s: float | None,
         caller: Caller,
+        traceparent: str,
         own_id: RequestId | None = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a request that ends with whoever reads them."""
-        entry, allowed = self._open(request, timeout_s, caller, own_id)
+        entry, allowed = self._open(request, timeout_s, caller, traceparent, own_id)
         return self._events(entry, partial(self._make_job, allowed, caller))
 
-    def _begin(self, request: GenerateRequest, timeout_s: float | None, caller: Caller) -> Answer:
-        entry, allowed = self._open(request, timeout_s, caller)
+    def _begin(
+        self, request: GenerateRequest, timeout_s: float | None, caller: Caller, traceparent: str
+    ) -> Answer:
+        entry, allowed = self._open(request, timeout_s, caller, traceparent)
         return self.resumables.begin(entry, partial(self._make_job, allowed, caller))
 
     def _open(
@@ -318,6 +339,7 @@ class RouterService:
         request: GenerateRequest,
         timeout_s: float | None,
         caller: Caller,
+        traceparent: str,
         own_id: RequestId | None = None,
     ) -> tuple[Entry, GenerateRequest]:
         """The entry of a new request, and the request as its caller may have it."""
@@ -338,6 +360,7 @@ class RouterService:
             self.journal.close(entry)
             raise
         entry.deadline = None if timeout_s is None else entry.started + timeout_s
+        entry.span = request_span(new_id, traceparent)
         return entry, allowed
 
     def _arm(self, entry: Entry) -> asyncio.TimerHandle | None:
@@ -383,7 +406,7 @@ class RouterService:
             self._ready = ready
             self.on_readiness(ready)
 
-    def _log_end(self, entry: Entry, outcome: str) -> None:
+    def _log_end(self, entry: Entry, outcome: str, problem: Exception | None) -> None:
         duration_s = self._clock() - entry.started
         self.metrics.add_ended(
             outcome, entry.first_token, entry.last_token, len(entry.emitted), duration_s
@@ -391,7 +414,7 @@ class RouterService:
         logger.info(
             "request ended",
             extra={
-                "request_id": entry.request_id,
+                **entry.log_ids,
                 "outcome": outcome,
                 "tokens": len(entry.emitted),
                 "duration_ms": round(duration_s * 1000, 1),
@@ -399,6 +422,7 @@ class RouterService:
                 "fallback_rounds": entry.tally.fallback_rounds,
             },
         )
+        end(entry, outcome, problem)
 
 
 async def _nobody(_event: StreamEvent) -> None:

@@ -43,9 +43,11 @@ from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.output import OutputAssembler
 from outrider_router.pacing import Pacer
+from outrider_router.peers import VerifierPeer
 from outrider_router.planner import drafts_itself, plan_on
-from outrider_router.registry import Registry, VerifierPeer
+from outrider_router.registry import Registry
 from outrider_router.request import Job
+from outrider_router.request_spans import queue_span, traced
 from outrider_router.streaming import EventSink, Feed, Reply, lost_error, session_messages
 from outrider_router.waiting import Ticket
 
@@ -209,7 +211,10 @@ class Serving:
             raise entry.ended
         entry.on_fail = lambda error: self._admission.fail(entry.request_id, error)
         try:
-            return await self._admission.acquire(ticket)
+            with queue_span(entry, ticket.priority) as span:
+                lease = await self._admission.acquire(ticket)
+                span.set({"outrider.verifier": lease.verifier_id})
+                return lease
         finally:
             entry.on_fail = None
 
@@ -262,10 +267,11 @@ class Serving:
             raise error
         if cause is not Cause.REFUSED:
             self._metrics.failovers.inc()
+            entry.span.event("session_lost", {"outrider.cause": cause.value})
             logger.warning(
                 "request has lost its session",
                 extra={
-                    "request_id": entry.request_id,
+                    **entry.log_ids,
                     "cause": cause.value,
                     "problem": error.message,
                     "tokens": len(entry.emitted),
@@ -296,6 +302,7 @@ class Serving:
             raise lost_error(lease.verifier_id)
         feed = Feed(entry, self._pacer, partial(self._give_back, course))
         spec = self._spec(course, peer.info, partial(self._mover.choose, peer, entry))
+        span, spec = traced(entry, spec)
         opened = self._stream_to(peer).open(spec, feed)
         entry.on_fail = partial(self._interrupt, course, feed, opened)
         entry.move = opened.move
@@ -303,9 +310,10 @@ class Serving:
         self._open.add(course)
         incarnation = peer.info.incarnation
         try:
-            async with aclosing(session_messages(feed, course.reply)) as messages:
-                async for message in messages:
-                    yield message
+            with span:
+                async with aclosing(session_messages(feed, course.reply)) as messages:
+                    async for message in messages:
+                        yield message
         finally:
             # Nothing that is said of this session from here on reaches the entry.
             opened.leave()
@@ -330,6 +338,7 @@ class Serving:
         if course.cause is not None:
             entry.epoch += 1
             self._metrics.resumed_sessions.labels(course.cause.value).inc()
+        entry.session_id = course.session_id
         return job.spec(course.session_id, entry.epoch, entry.drafter_id, plan, entry.emitted)
 
     def _stream_to(self, peer: VerifierPeer) -> SessionStream[Feed]:

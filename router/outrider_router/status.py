@@ -13,7 +13,7 @@ from outrider.wire.inference import (
 )
 from outrider.wire.messages import PROTOCOL_VERSION, AttachedDrafter, DrafterInfo, SpecStats
 from outrider_router.fleet import PeerState, is_attached
-from outrider_router.registry import DrafterPeer, VerifierPeer
+from outrider_router.peers import DrafterPeer, VerifierPeer
 from outrider_router.request import max_session_len, model_name
 from outrider_router.service import RouterService
 

@@ -80,6 +80,7 @@ class Feed:
         if entry.moving_to not in (None, drafter_id):
             entry.refused_moves += 1
         entry.drafter_id, entry.moving_to = drafter_id, None
+        entry.span.event("drafter_moved", {"outrider.drafter": drafter_id or ""})
 
     def leave(self) -> None:
         """Nobody reads any more."""
@@ -180,6 +181,7 @@ class EventSink:
                 if entry.first_token is None:
                     entry.first_token = now
                     waits.append(now - entry.started)
+                    entry.span.event("first_token")
                     feed.wake()
                 else:
                     gaps.append((now - entry.last_token) / count)
@@ -203,8 +205,9 @@ class EventSink:
             self._metrics.drafter_detached_sessions.inc()
             logger.warning(
                 "session lost its drafter",
-                extra={"request_id": entry.request_id, "drafter_id": entry.drafter_id},
+                extra={**entry.log_ids, "drafter_id": entry.drafter_id},
             )
+            entry.span.event("drafter_lost", {"outrider.drafter": entry.drafter_id})
             self._on_drafter_lost(entry.drafter_id)
 
 

@@ -30,7 +30,7 @@ async def shared() -> dict[str, Any]:
     methods = (DraftMethod.EAGLE3,)
     config = with_gpu_share(LaunchConfig(model="m", head="h", methods=methods, device="cuda"))
     places = Places(config)
-    await places.reserve()
+    await places.reserve(config.cells)
     (group,) = (group for group in groups() if "GPU" in group["bundles"][0])
     await places.release()
     return group

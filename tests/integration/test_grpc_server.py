@@ -105,6 +105,9 @@ async def test_health_is_checked_by_service(fleet: Fleet) -> None:
         assert response.status == SERVING
     fleet.server.set_serving(False)
     assert (await health.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
+    # For liveness probes: a server that serves nothing for now is alive.
+    alive = health_pb2.HealthCheckRequest(service="grpc.health.v1.Health")
+    assert (await health.Check(alive)).status == SERVING
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await health.Check(health_pb2.HealthCheckRequest(service="nobody"))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND

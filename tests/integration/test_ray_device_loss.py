@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from outrider_ray.actors import end_when
-from outrider_ray.fleet import Keeper
+from outrider_ray.keeper import Keeper
 
 from outrider.errors import OutriderError
 from outrider.transport.ray import RayDialer, serve_verifier

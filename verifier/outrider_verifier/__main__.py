@@ -21,6 +21,7 @@ from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.metrics_port import PortMetrics, serve_metrics
 from outrider.process import add_tls_arguments, run, tune_interpreter
+from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
 from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
 
@@ -82,6 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bench-row-us", type=float, help="benchmarks only: of each further row")
     parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
     add_tls_arguments(parser)
+    add_tracing_flags(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     return parser
 
@@ -148,7 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        with recording(config.trace_file, "verifier"):
+        spans = exporting(config.tracing, "outrider-verifier", config.verifier_id)
+        with recording(config.trace_file, "verifier"), spans:
             return run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")

@@ -8,6 +8,7 @@ from typing import Annotated
 from outrider.awake import check_request
 from outrider.config import OneOf
 from outrider.logs import LEVELS, check_level
+from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_DRAFT_TOP_K
 from outrider.transport.tls import TlsConfig
 from outrider_verifier.preemption import Way
@@ -63,7 +64,7 @@ class VerifierConfig:
     """Compute threads of torch; 0 measures which number is fastest, where it computes on a CPU."""
     awake_cores: int = 0
     """Cores kept from going idle while sessions are served, for threads that wake at once; with an
-    accelerator only. A process that does rounds with others over gRPC uses 3."""
+    accelerator only. One that does rounds with drafters in other processes uses 3."""
     kv_tokens: int = 0
     """KV budget: tokens of all sessions together, prompt, output and draft nodes; 0 takes what
     `memory_fraction` of a CUDA device leaves, 32768 elsewhere."""
@@ -86,7 +87,8 @@ class VerifierConfig:
     """How a preempted session gets its K/V back: swap (from host memory, within swap_space_gb),
     recompute (from its tokens), or auto, whichever is measured to cost less."""
     swap_space_gb: float = 4.0
-    """Host memory for the K/V of preempted sessions, taken as it is needed; 0 never swaps."""
+    """Host memory for the K/V of preempted sessions, taken as it is needed (on a CUDA device
+    pinned, and taken at the start); 0 never swaps."""
     aging_s: float = 10.0
     """A waiting session's priority counts one more for every so many seconds that it has waited."""
     max_context_len: int = 0
@@ -108,7 +110,8 @@ class VerifierConfig:
     """Whether sessions speculate, how long their drafts are and how long they wait for them:
     automatic follows what is measured, within their plans; fixed carries plans out as they are."""
     inbox_per_session: int = 64
-    """Proposals kept per session for prefixes that may come about with the next round."""
+    """Proposals kept per session for prefixes that may come about with the next round; the newest
+    stay."""
     inbox_mb: int = 64
     """Memory of all proposals that are kept; past it the oldest messages go."""
     feature_budget_mb: int = 512
@@ -138,6 +141,8 @@ class VerifierConfig:
     """Of each further row of such a round."""
     trace_file: str = ""
     """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    """Spans of requests, for OpenTelemetry."""
     log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
     """Level of the log on stderr."""
 

@@ -47,10 +47,10 @@ _COUNTERS = {
     "patience_over": "Session rounds whose wait for a proposal ran into the patience",
     "paused_rounds": "Session rounds decoded plainly because the planner had found that faster",
     "look_ahead_rounds": "Session rounds with look-ahead that used a proposal or wanted one",
-    "hit_rounds": "Of these, rounds whose proposal had come before its prefix did",
-    "hit_accepted_tokens": "Draft nodes accepted in them",
-    "fresh_rounds": "Of these, rounds whose proposal was made for a prefix that was there",
-    "fresh_accepted_tokens": "Draft nodes accepted in them",
+    "hit_rounds": "Look-ahead rounds whose proposal had come before its prefix did",
+    "hit_accepted_tokens": "Draft nodes accepted in hit rounds",
+    "fresh_rounds": "Look-ahead rounds whose proposal was made for a prefix that was there",
+    "fresh_accepted_tokens": "Draft nodes accepted in fresh rounds",
     "speculation_paused": "Sessions whose speculation the planner paused",
     "speculation_resumed": "Sessions whose speculation the planner resumed",
     "look_ahead_begun": "Sessions that the planner had drafted for ahead of their verdicts",
@@ -63,6 +63,17 @@ _COUNTERS = {
     "drafters_overflowed": "Drafters disconnected because they did not read",
     "routers_overflowed": "Routers disconnected because they did not read",
     "commands_refused": "Requests and proposals refused because the engine thread was behind",
+}
+_GAUGES = {
+    "sessions_running": "Sessions with K/V",
+    "sessions_waiting": "Sessions without K/V: preempted, or not begun",
+    "swapped_bytes": "Host memory that the K/V of preempted sessions takes",
+    "kv_blocks": "K/V blocks that sessions can have",
+    "kv_blocks_free": "K/V blocks that nobody has",
+    "kv_cache_usage_ratio": "Share of the K/V blocks in use",
+    "drafters_connected": "Drafters attached now",
+    "inbox_proposals": "Proposals held for rounds to come",
+    "feature_bytes": "Host memory that the features of live sessions take",
 }
 
 
@@ -213,8 +224,9 @@ class Metrics(Collector):
             proposals.add_metric([outcome], float(counts.get(f"proposals_{outcome}", 0)))
         yield proposals
         yield from _preempted(counts)
-        for name, value in self._gauges().items():
-            yield GaugeMetricFamily(f"outrider_verifier_{name}", name.replace("_", " "), value)
+        gauges = self._gauges()
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"outrider_verifier_{name}", text, gauges[name])
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: registering must not read state that is still being built."""

@@ -47,6 +47,7 @@ from outrider.wire.messages import (
 from outrider_verifier.commands import Close, Command, Open, SetDrafter
 from outrider_verifier.effects import Emits
 from outrider_verifier.forms import Forms
+from outrider_verifier.session_spans import SessionSpans
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class RouterHub:
         """Sessions that the engine is moving, and where each is to go after that."""
         self._tickets = itertools.count(1)
         self._routers: set[_Router] = set()
+        self._spans = SessionSpans()
         self._drains_until: float | None = None
         """Time of the event loop at which the sessions must be gone; None: they may stay."""
         self.counters: Counter[str] = Counter()
@@ -160,6 +162,8 @@ class RouterHub:
 
     def emit(self, batch: Emits) -> None:
         """Send the events of a round: one message to each router that has sessions in it."""
+        if self._spans:  # some session is traced
+            self._spans.emitted(batch)
         rows: dict[_Router, list[int]] = {}
         handles: dict[_Router, list[int]] = {}
         for row, ticket in enumerate(batch.tickets):
@@ -176,8 +180,11 @@ class RouterHub:
 
     def fail(self, ticket: int, error: OutriderError) -> None:
         """Tell a session's router that the session was refused or failed."""
+        self._spans.ended(ticket, error)
         served = self._forget(ticket)
         if served is not None:
+            facts = {"session_id": served.session_id, "reason": error.reason}
+            logger.info("session refused or failed", extra=facts | _facts(served.router))
             self._tell(served.router, failure_of(served.handle, error))
 
     def moved(self, ticket: int, drafter_id: DrafterId | None) -> None:
@@ -232,6 +239,7 @@ class RouterHub:
         router.opening += 1
         self._served[ticket] = _Served(router, handle, spec.session_id)
         self._on_change(len(self._served))
+        self._spans.opened(ticket, spec)
         answer.add_done_callback(partial(self._answered, router, ticket))
         known = self._forms.known(spec)
         if known is not None:
@@ -290,6 +298,7 @@ class RouterHub:
     def _forget(self, ticket: int) -> _Served | None:
         served = self._served.pop(ticket, None)
         self._moving.pop(ticket, None)
+        self._spans.ended(ticket)
         if served is not None:
             del served.router.tickets[served.handle]
             self._on_change(len(self._served))

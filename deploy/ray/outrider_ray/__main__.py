@@ -1,7 +1,8 @@
-"""Command line of the launcher: `python -m outrider_ray`.
+"""Command line of the launcher: `python -m outrider_ray`, or `outrider ray`.
 
 Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout when it serves; logs go to
-stderr. Heavy imports follow the parsing of the flags, so that --help and mistakes answer at once.
+stderr. `status`, `stop` and `node` as a first argument are commands of their own. Heavy imports
+follow the parsing of the flags, so that --help and mistakes answer at once.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.process import run
+from outrider_ray.commands import NAMES, run_command
 from outrider_ray.config import LaunchConfig
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from outrider_ray.fleet import Fleet
+    from outrider_ray.front import Front
 
 _EXIT_MISUSE = 2
 
@@ -35,7 +38,9 @@ def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
 def make_parser() -> argparse.ArgumentParser:
     """The command line; flags are stored by the keys that they set."""
     parser = argparse.ArgumentParser(
-        prog="outrider_ray", description="Serve a model with verifier and drafter as Ray actors."
+        prog="outrider ray",
+        description="Serve a model with verifiers and drafters as Ray actors.",
+        epilog="status, stop and node as a first argument are commands: see `status --help`.",
     )
     add = parser.add_argument
     add("--config", metavar="FILE.toml", help="configuration file")
@@ -77,8 +82,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cpus-per-actor", type=float, metavar="N", help="CPUs that Ray reserves; default 0")
     add("--gpus-per-actor", type=float, metavar="N", help="GPUs that Ray reserves on cuda")
     add("--strategy", help="pack (default), spread, strict-pack or strict-spread")
-    add("--verifier-resource", metavar="NAME", help="custom resource that places the verifier")
-    add("--drafter-resource", metavar="NAME", help="custom resource that places the drafter")
+    add("--verifier-resource", metavar="NAME", help="custom resource that places verifiers")
+    add("--drafter-resource", metavar="NAME", help="custom resource that places drafters")
+    add("--detached", action="store_const", const=True, help="leave the fleet running, and go")
+    add("--verifiers", type=int, metavar="N", help="of the fleet; default: 1")
+    add("--drafters", type=int, metavar="N", help="of the fleet; default: 1")
+    most = "MOST, while load asks for it; default: no more than at the start"
+    add("--max-verifiers", type=int, metavar="MOST", dest="autoscale.max_verifiers", help=most)
+    add("--max-drafters", type=int, metavar="MOST", dest="autoscale.max_drafters", help=most)
     add("--start-timeout-s", type=float, metavar="S", help="longest start of an actor")
     add("--drain-s", type=float, metavar="S", help="time of running requests after SIGTERM")
     add("--log-level", help="DEBUG, INFO, WARNING or ERROR")
@@ -87,62 +98,49 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def serve(config: LaunchConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Ray must be up."""
-    from outrider_ray.fleet import Fleet
+    from outrider_ray.supervision import supervise
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    fleet = Fleet(config)
-    try:
-        if await _unless(stop, fleet.start()):
-            await _serve_clients(config, stop)
-    finally:
-        await fleet.stop()
+
+    def serving(_fleet: Fleet, front: Front) -> None:
+        _say_ready(address=front.address, http=front.http, metrics=front.metrics)
+
+    await supervise(config, stop, serving)
 
 
-async def _serve_clients(config: LaunchConfig, stop: asyncio.Event) -> None:
-    from outrider_ray.front import serve_front
+def _detach(config: LaunchConfig) -> None:
+    """Start a fleet that goes on without this process."""
+    from outrider_ray.supervisor import start_detached
 
-    async with serve_front(config) as front:
-        ready = {"event": "ready", "address": front.address}
-        if front.http:
-            ready["http"] = front.http
-        if front.metrics:
-            ready["metrics"] = front.metrics
-        sys.stdout.write(json.dumps(ready) + "\n")
-        sys.stdout.flush()
-        await stop.wait()
-        logger.info("draining", extra={"running": len(front.service.journal)})
-        done = await front.service.drain(config.drain_s)
-        logger.info("stopping", extra={"drained": done})
+    status = start_detached(config)
+    _say_ready(address=status.address, http=status.http, metrics=status.metrics)
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do the work unless `stop` is set before it is done; whether it was done."""
-    working = asyncio.create_task(work)
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            return False
-        await working
-        return True
-    finally:
-        working.cancel()
-        stopping.cancel()
-        await asyncio.wait((working, stopping))
+def _say_ready(**addresses: str) -> None:
+    """The ready line, with the addresses that there are."""
+    found = {name: address for name, address in addresses.items() if address}
+    sys.stdout.write(json.dumps({"event": "ready"} | found) + "\n")
+    sys.stdout.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        config = parse_args(argv)
+        if arguments and arguments[0] in NAMES:
+            return run_command(arguments)
+        config = parse_args(arguments)
         setup_logging(config.log_level)
         from outrider_ray.cluster import ray_cluster
 
         with ray_cluster(config):
-            run(serve(config))
+            if config.detached:
+                _detach(config)
+            else:
+                run(serve(config))
     except (OutriderError, OSError) as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": str(error)}) + "\n")
         return _EXIT_MISUSE

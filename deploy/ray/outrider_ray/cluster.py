@@ -19,9 +19,10 @@ from outrider_ray.config import LaunchConfig
 
 logger = logging.getLogger(__name__)
 
+NICENESS = "RAY_worker_niceness"
+"""Ray's own setting is 15: an actor then gets a thirtieth of a core that something else wants."""
 STOP_RAY_S = 10.0
 """Time that Ray gets to stop itself; then its local processes are killed."""
-_ACTORS = 2
 _OBJECT_STORE_BYTES = 256 << 20
 """Shared memory of a local Ray: only bulk frames in flight go through it."""
 _PROC = Path("/proc")
@@ -37,6 +38,8 @@ def ray_cluster(config: LaunchConfig) -> Generator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray would warn at the start of every process that this is going to be its default.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray's workers are nice, to the system's daemons: here they are what serves.
+    os.environ.setdefault(NICENESS, "0")
     import ray
 
     began = time.monotonic()
@@ -64,17 +67,17 @@ def init_options(config: LaunchConfig) -> dict[str, Any]:
     }
     if config.ray_address:
         return options | {"address": config.ray_address}
-    needed = math.ceil(_ACTORS * config.cpus_per_actor)
+    most = config.most
+    actors = sum(most)
+    named = ((config.resource_of(role), float(most[role])) for role in config.roles)
     return options | {
         # Never one that happens to run here, whatever the environment says.
         "address": "local",
         # Ray starts as many workers in advance; each actor takes one.
-        "num_cpus": max(_ACTORS, needed),
+        "num_cpus": max(actors, math.ceil(actors * config.cpus_per_actor)),
         "include_dashboard": False,
         "object_store_memory": _OBJECT_STORE_BYTES,
-        "resources": {
-            name: 1.0 for name in (config.verifier_resource, config.drafter_resource) if name
-        },
+        "resources": {name: count for name, count in named if name},
     }
 
 

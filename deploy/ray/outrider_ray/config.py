@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -13,24 +13,16 @@ from outrider_verifier.config import SEPARATE, VerifierConfig
 
 from outrider.client.local import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACTION
 from outrider.client.on_ray import PACK, STRATEGIES
-from outrider.config import OneOf, load_config
+from outrider.config import KeysOf, OneOf, load_config
 from outrider.logs import LEVELS, check_level
 from outrider.spec.plan import DraftMethod
 from outrider.transport.ray import EXCHANGES, GRPC, RayConfig
+from outrider_ray import decided
+from outrider_ray.autoscale import AutoscaleConfig
+from outrider_ray.members import Cell, Member, Role, cells_of, members_of
 
-VERIFIER = "verifier-0"
-"""Actor name of the verifier, which is its address and its id."""
-DRAFTER = "drafter-0"
-"""Actor name of the drafter."""
 HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
 LOCAL_HOST = "127.0.0.1"
-
-
-class Role(IntEnum):
-    """What an actor does."""
-
-    VERIFIER = 0
-    DRAFTER = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +35,10 @@ class LaunchConfig:
     """Name that clients ask for; "" takes the verifier's."""
     head: str = ""
     """Directory of an EAGLE head; needed by the methods eagle3 and eagle."""
+    verifiers: int = 1
+    """Verifiers of the fleet."""
+    drafters: int = 1
+    """Drafters of the fleet; none are started where nothing is drafted in drafters."""
     draft_model: str = ""
     """A small model (directory or name); needed by the method model."""
     methods: tuple[DraftMethod, ...] | None = None
@@ -98,25 +94,47 @@ class LaunchConfig:
     """Cluster to join: HOST:PORT of its head, or auto; "" starts a local one."""
     namespace: str = "outrider"
     """Ray namespace of the actors' names; one launcher a namespace."""
+    detached: bool = False
+    """Whether the fleet outlives the launcher: a supervisor actor keeps it and serves clients."""
     cpus_per_actor: float = 0.0
     """CPUs that Ray reserves for each actor."""
     gpus_per_actor: float | None = None
     """GPUs that Ray reserves for each actor on cuda, which computes on its first one; None takes
     one, or an equal share where there are fewer GPUs than actors."""
     strategy: Annotated[str, OneOf(STRATEGIES)] = PACK
-    """How Ray places the two: pack, spread, strict-pack or strict-spread."""
+    """How Ray places the actors of a cell, a verifier and the drafters next to it: pack, spread,
+    strict-pack or strict-spread."""
     verifier_resource: str = ""
-    """Custom resource of which the verifier takes one; places it on nodes that offer it."""
+    """Custom resource of which a verifier takes one; places it on nodes that offer it."""
     drafter_resource: str = ""
-    """The same for the drafter."""
+    """The same for a drafter."""
     start_timeout_s: float = 600.0
     """How long an actor may take to be placed and to load its model."""
     drain_s: float = 5.0
     """Time that running requests get after SIGTERM."""
     log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
     """Least severe level that is logged."""
+    autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
+    """When there are more verifiers and drafters than those, and how many at most."""
+    router: Annotated[Mapping[str, object], KeysOf(RouterConfig, decided.ROUTER)] = field(
+        default_factory=dict
+    )
+    """Further keys of the router, as in its own file."""
+    verifier: Annotated[Mapping[str, object], KeysOf(VerifierConfig, decided.VERIFIER)] = field(
+        default_factory=dict
+    )
+    """Further keys of every verifier, as in its own file."""
+    drafter: Annotated[Mapping[str, object], KeysOf(DrafterConfig, decided.DRAFTER)] = field(
+        default_factory=dict
+    )
+    """Further keys of every drafter, as in its own file."""
 
     def __post_init__(self) -> None:
+        for name in ("verifiers", "drafters"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        if self.detached and not self.ray_address:
+            raise ValueError("detached needs ray_address: a local Ray ends with the launcher")
         for name in ("threads", "cpus_per_actor", "gpus_per_actor", "drain_s"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative")
@@ -158,6 +176,29 @@ class LaunchConfig:
     def roles(self) -> tuple[Role, ...]:
         """The actors that there are."""
         return (Role.VERIFIER, Role.DRAFTER) if self.drafter_methods else (Role.VERIFIER,)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Verifiers and drafters at the start, which are the least there are."""
+        return self.verifiers, self.drafters if self.drafter_methods else 0
+
+    @property
+    def most(self) -> tuple[int, int]:
+        """Verifiers and drafters that there may come to be."""
+        return (
+            self.autoscale.most(Role.VERIFIER, self.counts[Role.VERIFIER]),
+            self.autoscale.most(Role.DRAFTER, self.counts[Role.DRAFTER]) if self.counts[1] else 0,
+        )
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The actors at the start."""
+        return members_of(*self.counts)
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Which of them are placed together."""
+        return cells_of(*self.counts)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -211,14 +252,15 @@ class LaunchConfig:
         return self.memory_fraction
 
 
-def verifier_config(config: LaunchConfig) -> VerifierConfig:
-    """Configuration of the verifier. Raises InvalidRequestError."""
+def verifier_config(config: LaunchConfig, index: int = 0) -> VerifierConfig:
+    """Configuration of the verifier with this number. Raises InvalidRequestError."""
     uses_head = bool(HEAD_METHODS & set(config.drafting))
     return load_config(
         VerifierConfig,
         overrides={
+            **config.verifier,
             "model": _portable(config.model),
-            "verifier_id": VERIFIER,
+            "verifier_id": Member(Role.VERIFIER, index).name,
             "features_from": _portable(config.head) if uses_head else None,
             "dtype": config.dtype,
             "device": config.torch_device(Role.VERIFIER),
@@ -239,8 +281,8 @@ def verifier_config(config: LaunchConfig) -> VerifierConfig:
     )
 
 
-def drafter_config(config: LaunchConfig) -> DrafterConfig | None:
-    """Configuration of the drafter; None without one. Raises InvalidRequestError."""
+def drafter_config(config: LaunchConfig, index: int = 0) -> DrafterConfig | None:
+    """Configuration of the drafter with this number; None without any. InvalidRequestError."""
     methods = config.drafter_methods
     if not methods:
         return None
@@ -250,6 +292,7 @@ def drafter_config(config: LaunchConfig) -> DrafterConfig | None:
     return load_config(
         DrafterConfig,
         overrides={
+            **config.drafter,
             "model": _portable(config.model),
             "head": _portable(config.head) if uses_head else None,
             "draft_model": _portable(config.draft_model) if uses_model else None,
@@ -261,7 +304,7 @@ def drafter_config(config: LaunchConfig) -> DrafterConfig | None:
             "threads": config.actor_threads,
             # One that computes on cores needs them for itself.
             "awake_cores": config.awake_cores if device != CPU else 0,
-            "drafter_id": DRAFTER,
+            "drafter_id": Member(Role.DRAFTER, index).name,
             "log_level": config.log_level,
         },
     )
@@ -272,12 +315,13 @@ def router_config(config: LaunchConfig, model: Path) -> RouterConfig:
     return load_config(
         RouterConfig,
         overrides={
+            **config.router,
             "listen": config.listen,
             "http": config.http,
             "model": model,
             "model_name": config.model_name,
-            "verifiers": (VERIFIER,),
-            "drafters": (DRAFTER,) if config.drafter_methods else (),
+            "verifiers": tuple(m.name for m in config.members if m.role is Role.VERIFIER),
+            "drafters": tuple(m.name for m in config.members if m.role is Role.DRAFTER),
             "queue_limit": config.queue_limit,
             "journal": config.journal,
             "speculation.look_ahead": config.look_ahead,

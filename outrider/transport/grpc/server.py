@@ -79,6 +79,8 @@ class GrpcServer:
                 f"cannot listen on {self._address}", reason="ADDRESS_IN_USE"
             ) from error
         self._address = f"{self._address.rpartition(':')[0]}:{port}"
+        # Its own status says that the process answers, whatever it serves: for liveness probes.
+        self._health.set_serving((health.SERVICE_NAME,), serving=True)
         await server.start()
         self._server = server
         self.set_serving(serving)

@@ -2,7 +2,7 @@
 
     options.py   RayConfig
     host.py      EndpointHost: the actor around an endpoint
-    serving.py   serve_verifier, serve_drafter: start an actor
+    serving.py   serve_verifier, serve_drafter: start an actor; find_endpoint: one that runs
     calls.py     HostCalls: calls to an actor with deadlines and typed errors
     dialer.py    RayDialer: control clients and exchange connections by actor name
     direct.py    streams as gRPC between the processes of two actors
@@ -21,7 +21,7 @@ from __future__ import annotations
 from outrider.transport.ray.dialer import RayDialer
 from outrider.transport.ray.host import EndpointFactory, Whereabouts
 from outrider.transport.ray.options import EXCHANGES, GRPC, REFS, RayConfig
-from outrider.transport.ray.serving import RayEndpoint, serve_drafter, serve_verifier
+from outrider.transport.ray.serving import RayEndpoint, find_endpoint, serve_drafter, serve_verifier
 
 __all__ = [
     "EXCHANGES",
@@ -32,6 +32,7 @@ __all__ = [
     "RayDialer",
     "RayEndpoint",
     "Whereabouts",
+    "find_endpoint",
     "serve_drafter",
     "serve_verifier",
 ]

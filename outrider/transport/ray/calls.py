@@ -20,7 +20,7 @@ class HostCalls:
     """An actor host by handle."""
 
     def __init__(self, actor: Any, address: str, config: RayConfig) -> None:
-        self._actor = actor
+        self.actor = actor
         self.address = address
         self.config = config
 
@@ -53,7 +53,7 @@ class HostCalls:
         from ray.exceptions import RayError
 
         try:
-            reply = await getattr(self._actor, method).remote(*args)
+            reply = await getattr(self.actor, method).remote(*args)
         except RayError as error:
             raise lost(f"lost {self.address}: {type(error).__name__}", reason="PEER_LOST") from None
         if reply.error is not None:

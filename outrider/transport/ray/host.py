@@ -145,10 +145,15 @@ class EndpointHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._endpoint: Any = None
         self._server: GrpcServer | None = None
+        self._where: Whereabouts | None = None
 
     async def start(self) -> Reply:
         """Make the endpoint; once it is ready, its `Whereabouts`."""
         return await self._answer(self._start)
+
+    async def whereabouts(self) -> Reply:
+        """The same of an endpoint that is ready; None of one that is not."""
+        return Reply(value=self._where)
 
     async def listening(self) -> Reply:
         """HOST:PORT at which this actor takes gRPC streams."""
@@ -156,6 +161,10 @@ class EndpointHost:
             refused = FailedPreconditionError("takes no gRPC streams", reason="UNIMPLEMENTED")
             return Reply(error=to_status(refused))
         return Reply(value=self._server.address)
+
+    async def drain(self, timeout_s: float) -> Reply:
+        """Have a verifier hand its sessions to others, for at most so long."""
+        return await self._answer(lambda: self._endpoint.drain(timeout_s))
 
     async def stop(self) -> Reply:
         """End exchanges and streams of sessions, then the endpoint."""
@@ -210,7 +219,8 @@ class EndpointHost:
             await server.start()
             self._server = server
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return Whereabouts(pid=os.getpid(), node=node, gpus=tuple(gpus))
+        self._where = Whereabouts(pid=os.getpid(), node=node, gpus=tuple(gpus))
+        return self._where
 
     async def _stop_listening(self) -> None:
         if self._server is not None:

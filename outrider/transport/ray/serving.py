@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import AlreadyExistsError, OutriderError, UnavailableError
-from outrider.transport.ray.calls import HostCalls
+from outrider.transport.ray.calls import HostCalls, find_host
 from outrider.transport.ray.host import EndpointFactory, EndpointHost, Whereabouts
 from outrider.transport.ray.options import RayConfig
 
@@ -31,6 +31,13 @@ class RayEndpoint:
     def pid(self) -> int:
         """Id of the actor's process on its node."""
         return self.where.pid
+
+    async def drain(self, timeout_s: float) -> None:
+        """Have a verifier hand its sessions to others; returns when it has none, or in the end."""
+        calls = HostCalls(self.actor, self.address, self.config)
+        with contextlib.suppress(OutriderError, TimeoutError):
+            async with asyncio.timeout(timeout_s + self.config.control_timeout_s):
+                await calls.stream("drain", timeout_s)
 
     async def stop(self) -> None:
         """Stop the endpoint, then the actor; idempotent."""
@@ -67,6 +74,27 @@ async def serve_drafter(
 ) -> RayEndpoint:
     """Like `serve_verifier`, for a factory of a `DrafterEndpoint`."""
     return await _serve(name, factory, config or RayConfig(), actor_options or {})
+
+
+async def find_endpoint(name: str, config: RayConfig) -> RayEndpoint | None:
+    """A running actor that another process has started; None if there is none.
+
+    One that is not ready, because whoever started it died meanwhile, is killed.
+    """
+    import ray
+
+    try:
+        host = await find_host(name, config)
+    except UnavailableError:
+        return None
+    try:
+        where: Whereabouts | None = await host.call("whereabouts")
+    except OutriderError:
+        where = None
+    if where is None:
+        ray.kill(host.actor)
+        return None
+    return RayEndpoint(name, host.actor, config, where)
 
 
 async def _serve(

@@ -45,6 +45,8 @@ class Asked:
     request_id: RequestId
     """What it is called in logs and in the answer's headers."""
     caller: keys.Caller
+    traceparent: str = ""
+    """The client's W3C Trace Context, if it has one."""
     include_usage: bool = False
     continuous_usage: bool = False
 
@@ -98,6 +100,7 @@ async def _serve_choices(
             asked.requests[choice.index],
             take,
             caller=asked.caller,
+            traceparent=asked.traceparent,
             own_id=own_id if len(choices) == 1 else RequestId(f"{own_id}-{choice.index}"),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -14,9 +14,11 @@ from starlette.types import ASGIApp
 import outrider
 from outrider.errors import OutriderError
 from outrider_router.http import generating, telling
+from outrider_router.http.callers import operator
 from outrider_router.http.errors import on_http, on_mistakes, on_typed
 from outrider_router.http.guard import Guard
 from outrider_router.service import RouterService
+from outrider_router.status_page import status_router
 
 DESCRIPTION = "OpenAI's API, served by speculative decoding."
 
@@ -41,6 +43,7 @@ def make_api(service: RouterService) -> FastAPI:
     app.state.created = int(time.time())
     app.include_router(generating.router)
     app.include_router(telling.router)
+    app.include_router(status_router(service), dependencies=[Depends(operator)])
     app.add_exception_handler(OutriderError, on_typed)
     app.add_exception_handler(RequestValidationError, on_mistakes)
     app.add_exception_handler(HTTPException, on_http)

@@ -49,6 +49,7 @@ CODES: Final = {
 """Reasons that OpenAI's clients know by another `code`; all others are in lower case."""
 
 _TYPES: Final = {400: INVALID, 404: "not_found_error", 429: "rate_limit_error"}
+_HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 _MOST_TOLD = 3
 """Mistakes of a body that one answer tells."""
 
@@ -149,6 +150,6 @@ async def on_http(_request: Request, error: Exception) -> Response:
         status=status,
         type=_TYPES.get(status, INVALID if status < 500 else SERVER),
         message=str(error.detail),
-        code=str(error.detail).lower().replace(" ", "_")[:64],
+        code=_HTTP_CODES.get(status, "invalid_request"),
     )
     return described.response(error.headers)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from outrider.wire.inference import GenerateRequest
 from outrider_router.admission import no_verifier
 from outrider_router.http.answering import Answering, Asked
+from outrider_router.http.bodies import JsonRoute
 from outrider_router.http.callers import Caller, Service
 from outrider_router.http.forms import ChatForm, CompletionForm, Form
 from outrider_router.http.guard import CLIENT_ID, OWN_ID
@@ -31,7 +32,7 @@ from outrider_router.http.translate import chat_requests, completion_requests
 from outrider_router.request import model_name
 from outrider_router.service import RouterService
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
 
 @router.post("/v1/completions", responses={**SERVED, 200: {"model": CompletionAnswer, **STREAMED}})
@@ -78,6 +79,7 @@ def _answer(
         ),
         request_id=own_id,
         caller=caller,
+        traceparent=request.headers.get("traceparent", ""),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Len
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 from pydantic.fields import FieldInfo
 
 from outrider.spec.plan import MAX_DRAFT_TOKENS, MAX_DRAFT_TOP_K, MAX_FAN_OUT, MAX_LOOK_AHEAD
@@ -25,6 +25,7 @@ from outrider.wire.inference import (
     MAX_TOP_LOGPROBS,
 )
 from outrider.wire.limits import MAX_PRIORITY, MAX_SEQUENCE_LEN, MAX_VOCAB_SIZE
+from outrider_router.http.structure import Strict, StructureFields
 
 MAX_CHOICES = 128
 """Answers of one HTTP request: prompts times n."""
@@ -83,12 +84,6 @@ Stop = Annotated[
 ]
 
 
-class Strict(BaseModel):
-    """Base of everything that clients send."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
 class StreamOptions(Strict):
     """How a stream tells what was used."""
 
@@ -98,7 +93,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = Field(default=None, description="`usage` in every chunk.")
 
 
-class GenerationRequest(Strict):
+class GenerationRequest(StructureFields):
     """What completions and chat have in common."""
 
     model: Name | None = Field(

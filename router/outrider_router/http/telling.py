@@ -13,6 +13,7 @@ import outrider
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.wire.inference import ModelInfo, TextPrompt
 from outrider_router.admission import no_verifier
+from outrider_router.http.bodies import JsonRoute
 from outrider_router.http.callers import Caller, Operator, Service
 from outrider_router.http.request_models import DetokenizeRequest, TokenizeRequest
 from outrider_router.http.response_models import (
@@ -30,7 +31,7 @@ from outrider_router.request import tokenize as tokenize_prompt
 from outrider_router.service import RouterService
 from outrider_router.status import models
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
     503: {"model": Health, "description": "No verifier is healthy, or it drains."}
 }

@@ -27,6 +27,7 @@ from outrider_router.http.request_models import (
     GenerationRequest,
     Message,
 )
+from outrider_router.http.structure import structure_of
 from outrider_router.http.unsupported import refuse_unsupported
 
 DEFAULT_TEMPERATURE = 1.0
@@ -120,6 +121,7 @@ def _choices(
             reason="TOO_MANY_CHOICES",
         )
     stopping = _stopping(body, max_tokens)
+    structure = structure_of(body)
     speculation = _speculation(body)
     return tuple(
         GenerateRequest(
@@ -131,6 +133,7 @@ def _choices(
             speculation=speculation,
             priority=body.priority or 0,
             top_logprobs=top_logprobs,
+            structured_output=structure,
         )
         for number in range(count)
     )

@@ -1,0 +1,182 @@
+"""How many verifiers and drafters a fleet should have. Pure: what is seen goes in, actions out.
+
+A pool is *hot* while requests queue or its members are nearly full, *cold* while one fewer would
+do. Only what lasts counts, one change a pool is under way at a time, and a change is given time to
+show its effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from outrider_ray.members import Member, Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscaleConfig:
+    """When pools grow and shrink; keys of the table `[autoscale]`."""
+
+    max_verifiers: int = 0
+    """Most verifiers; 0: as many as there are at the start."""
+    max_drafters: int = 0
+    """Most drafters; 0: as many as there are at the start."""
+    queue_per_verifier: float = 4.0
+    """Waiting requests a verifier from which one more is wanted."""
+    sessions_per_drafter: int = 64
+    """Sessions that count as a full drafter, where it does not say itself how many it takes."""
+    high_load: float = 0.85
+    """Share of what the members can take, from which one more is wanted."""
+    low_load: float = 0.6
+    """One is let go where the others would be loaded no more than this."""
+    up_after_s: float = 5.0
+    """How long a pool is hot before it grows."""
+    down_after_s: float = 120.0
+    """How long a pool is cold before it shrinks."""
+    cool_down_s: float = 30.0
+    """Time between two changes of a pool."""
+    drain_s: float = 60.0
+    """Time in which a member that leaves hands its sessions to others."""
+    look_s: float = 1.0
+    """Time between two looks."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_verifiers", "max_drafters", "up_after_s", "down_after_s", "cool_down_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")
+        for name in ("queue_per_verifier", "sessions_per_drafter", "drain_s", "look_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive")
+        if not 0.0 < self.low_load < self.high_load <= 1.0:
+            raise ValueError("0 < low_load < high_load <= 1 must hold")
+
+    def most(self, role: Role, least: int) -> int:
+        """Most members of a role of which `least` are there always."""
+        return max(least, (self.max_verifiers, self.max_drafters)[role])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberLoad:
+    """One member as it is seen now."""
+
+    member: Member
+    sessions: int = 0
+    load: float = 0.0
+    """Share of what it can take that is taken, 0 to 1 (more: overcommitted)."""
+    ready: bool = True
+    """Whether it serves; otherwise it is being made, or replaced."""
+    leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolState:
+    """The members of one role, and what is remembered of them between two looks."""
+
+    role: Role
+    least: int
+    """Members that are never let go: those with numbers below it."""
+    most: int
+    members: tuple[MemberLoad, ...]
+    waiting: int = 0
+    """Requests that queue for this pool."""
+    hot_since: float | None = None
+    cold_since: float | None = None
+    changed_at: float | None = None
+    """When this pool was changed last, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Make one more member."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Have a member hand its sessions to others, then let it go."""
+
+    member: Member
+
+
+Action = Create | Drain
+
+
+@dataclass(slots=True)
+class Memory:
+    """Since when a pool is hot or cold, and when it was changed; seconds of one clock."""
+
+    hot_since: float | None = None
+    cold_since: float | None = None
+    changed_at: float | None = None
+
+
+@dataclass(slots=True)
+class Memories:
+    """The memory of each pool."""
+
+    of: dict[Role, Memory] = field(default_factory=lambda: {role: Memory() for role in Role})
+
+    def note(self, pools: Mapping[Role, PoolState], config: AutoscaleConfig, now: float) -> None:
+        """Note who is hot or cold at this look."""
+        for role, pool in pools.items():
+            memory = self.of[role]
+            memory.hot_since = _since(memory.hot_since, is_hot(pool, config), now)
+            memory.cold_since = _since(memory.cold_since, is_cold(pool, config), now)
+
+    def changed(self, role: Role, now: float) -> None:
+        """A change of this pool begins: what was seen before it says nothing any more."""
+        self.of[role] = Memory(changed_at=now)
+
+
+def plan(state: PoolState, config: AutoscaleConfig, now: float) -> Action | None:
+    """The change that a pool needs now, if any; `now` is of the clock of `state`."""
+    steady = all(each.ready and not each.leaving for each in state.members)
+    cooling = state.changed_at is not None and now - state.changed_at < config.cool_down_s
+    if not steady or cooling:
+        return None
+    if _lasts(state.hot_since, config.up_after_s, now) and len(state.members) < state.most:
+        return Create(_next_member(state))
+    spare = [each for each in state.members if each.member.index >= state.least]
+    if _lasts(state.cold_since, config.down_after_s, now) and spare:
+        # Who has least to hand over; among equals the youngest.
+        idlest = min(spare, key=lambda each: (each.sessions, -each.member.index))
+        return Drain(idlest.member)
+    return None
+
+
+def is_hot(state: PoolState, config: AutoscaleConfig) -> bool:
+    """Whether one member more would be of use."""
+    ready = [each for each in state.members if each.ready and not each.leaving]
+    if not ready:
+        return False
+    queue = state.waiting / len(ready)
+    return queue >= config.queue_per_verifier or _mean_load(ready) >= config.high_load
+
+
+def is_cold(state: PoolState, config: AutoscaleConfig) -> bool:
+    """Whether one member fewer would do."""
+    ready = [each for each in state.members if each.ready and not each.leaving]
+    if state.waiting or len(ready) < 2:
+        return False
+    return _mean_load(ready) * len(ready) / (len(ready) - 1) <= config.low_load
+
+
+def _mean_load(members: list[MemberLoad]) -> float:
+    return sum(each.load for each in members) / len(members)
+
+
+def _next_member(state: PoolState) -> Member:
+    taken = {each.member.index for each in state.members}
+    free = next(index for index in range(len(taken) + 1) if index not in taken)
+    return Member(state.role, free)
+
+
+def _lasts(since: float | None, at_least_s: float, now: float) -> bool:
+    return since is not None and now - since >= at_least_s
+
+
+def _since(since: float | None, holds: bool, now: float) -> float | None:
+    if not holds:
+        return None
+    return now if since is None else since

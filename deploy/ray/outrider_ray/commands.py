@@ -1,0 +1,82 @@
+"""`status`, `stop` and `node`: what is said to a detached fleet, and a node that is kept alive."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from outrider.errors import UnavailableError
+from outrider.logs import setup_logging
+from outrider_ray.supervisor import FleetStatus, fleet_status, stop_detached
+
+NAMES = STATUS, STOP, NODE = ("status", "stop", "node")
+DEFAULT_NAMESPACE = "outrider"
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run a command by its arguments, its name first; the exit status. Raises OutriderError."""
+    name, *rest = arguments
+    if name == NODE:
+        from outrider_ray.nodes import keep_node
+
+        setup_logging("INFO")
+        return keep_node(rest)
+    args = _parser(name).parse_args(rest)
+    with joined(args.ray_address):
+        if name == STOP:
+            return 0 if stop_detached(args.namespace) else 1
+        status = fleet_status(args.namespace)
+    if args.json:
+        sys.stdout.write(json.dumps(dataclasses.asdict(status)) + "\n")
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in describe(status)))
+    return 0
+
+
+def describe(status: FleetStatus) -> Iterator[str]:
+    """A line for the fleet and one for each of its actors."""
+    parts = [f"fleet {status.state}"]
+    if status.address:
+        parts.append(f"clients at {status.address}")
+    if status.http:
+        parts.append(f"HTTP at {status.http}")
+    if status.metrics:
+        parts.append(f"metrics at {status.metrics}")
+    parts.append(f"supervisor on {status.node}{' (restarted)' if status.restarted else ''}")
+    if status.problem is not None:
+        parts.append(status.problem.message)
+    yield ", ".join(parts)
+    for member in status.members:
+        gpus = f", GPUs {', '.join(member.gpus)}" if member.gpus else ""
+        where = f"on {member.node}, pid {member.pid}{gpus}" if member.pid else "being made"
+        yield f"{member.name} {where}"
+
+
+@contextmanager
+def joined(address: str) -> Iterator[None]:
+    """A connection to a running cluster. Raises UnavailableError."""
+    import ray
+
+    try:
+        ray.init(address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, OSError, ValueError) as error:
+        raise UnavailableError(f"no Ray at {address}: {error}", reason="NO_RAY") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    texts = {STATUS: "show a detached fleet", STOP: "drain a detached fleet and stop it"}
+    parser = argparse.ArgumentParser(prog=f"outrider ray {name}", description=texts[name])
+    add = parser.add_argument
+    add("--ray-address", metavar="ADDR", default="auto", help="HOST:PORT; default: auto")
+    add("--namespace", default=DEFAULT_NAMESPACE, help=f"default: {DEFAULT_NAMESPACE}")
+    if name == STATUS:
+        add("--json", action="store_true", help="one JSON object")
+    return parser

@@ -1,0 +1,107 @@
+"""Keeps an actor of one name alive: a new one takes the place of a dead one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+from outrider.errors import OutriderError
+from outrider.transport.ray import RayEndpoint, Whereabouts
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.2
+"""Time between two looks at an actor."""
+HANG_S = 30.0
+"""An actor whose event loop answers nothing for this long is killed, and by that replaced."""
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
+STEADY_S = 60.0
+"""An actor that ran for this long is replaced after the first pause again."""
+
+
+def next_pause(pause_s: float, ran_s: float) -> float:
+    """Pause before the replacement of an actor that ran for `ran_s`, given the one before."""
+    return FIRST_PAUSE_S if ran_s > STEADY_S else min(MAX_PAUSE_S, 2.0 * pause_s)
+
+
+class Keeper:
+    """Keeps an actor of one name alive."""
+
+    def __init__(self, name: str, serve: Callable[[], Awaitable[RayEndpoint]]) -> None:
+        """`serve` starts the actor, or finds it, and waits until it is ready."""
+        self.name = name
+        self._serve = serve
+        self._endpoint: RayEndpoint | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def where(self) -> Whereabouts | None:
+        """Where the actor is; None while there is none that is ready."""
+        return None if self._endpoint is None else self._endpoint.where
+
+    async def start(self) -> None:
+        """Start the actor. Raises what its endpoint raised, or UnavailableError."""
+        began = time.monotonic()
+        self._endpoint = await self._serve()
+        seconds = round(time.monotonic() - began, 2)
+        facts = {"actor": self.name, "seconds": seconds} | asdict(self._endpoint.where)
+        logger.info("actor is ready", extra=facts)
+
+    def keep(self) -> None:
+        """Begin to replace the actor when it dies."""
+        self._task = asyncio.create_task(self._keep())
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Stop the actor, within a bounded time; `drain_s`: after its sessions went elsewhere."""
+        await self.let_be()
+        if self._endpoint is not None:
+            if drain_s:
+                await self._endpoint.drain(drain_s)
+            await self._endpoint.stop()
+
+    async def let_be(self) -> None:
+        """Keep the actor no longer; it goes on."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+
+    async def _keep(self) -> None:
+        pause_s = FIRST_PAUSE_S / 2.0
+        while True:
+            began = time.monotonic()
+            if self._endpoint is not None:
+                await _death(self._endpoint.actor, self.name)
+                self._endpoint = None
+                logger.warning("actor is gone", extra={"actor": self.name})
+            pause_s = next_pause(pause_s, time.monotonic() - began)
+            await asyncio.sleep(pause_s)
+            try:
+                await self.start()
+            except OutriderError as error:
+                # Among them that Ray has not yet freed the name.
+                problem = {"actor": self.name, "problem": error.message, "pause_s": pause_s}
+                logger.error("actor does not start", extra=problem)
+
+
+async def _death(actor: Any, name: str) -> None:
+    """Return once the actor is dead."""
+    import ray
+    from ray.exceptions import ActorDiedError, RayError
+
+    while True:
+        try:
+            async with asyncio.timeout(HANG_S):
+                await actor.__ray_ready__.remote()
+        except ActorDiedError:
+            return
+        except RayError as error:
+            logger.warning("actor is away", extra={"actor": name, "problem": type(error).__name__})
+        except TimeoutError:
+            logger.error("actor hangs; killing it", extra={"actor": name})
+            ray.kill(actor)
+        await asyncio.sleep(LOOK_S)

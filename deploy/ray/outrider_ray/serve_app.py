@@ -1,0 +1,124 @@
+"""Outrider as a Ray Serve application: `serve run outrider_ray.serve_app:app model=NAME`.
+
+One replica is what the launcher is elsewhere: it makes verifiers and drafters as actors of its own,
+keeps them alive, and its router answers OpenAI's HTTP API behind Serve's proxies. Its actors end
+with it, however that ends; Serve makes the next one. More replicas would be more fleets: load is
+answered by `max_verifiers` and `max_drafters`, not by replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, get_type_hints
+
+from outrider_router.service import RouterService
+from ray import serve
+from ray.serve import Application
+
+from outrider.config import from_plain
+from outrider.errors import AlreadyExistsError, InvalidRequestError, UnavailableError
+from outrider_ray.actors import prepare
+from outrider_ray.config import LaunchConfig
+from outrider_ray.fleet import Fleet
+from outrider_ray.front import Front
+from outrider_ray.supervision import supervise
+
+logger = logging.getLogger(__name__)
+
+MOST_ONGOING = 4096
+"""Requests that Serve hands to the router at once, which queues and refuses by rules of its own."""
+NAME_PAUSE_S = 0.5
+_DEFAULT_LISTEN = "127.0.0.1:0"
+
+
+def app(args: dict[str, Any]) -> Application:
+    """The application; `args` are keys of `LaunchConfig`, as in its TOML file or `KEY=VALUE`.
+
+    Raises InvalidRequestError for unknown keys and bad values.
+    """
+    bound: Application = _DEPLOYMENT.bind(launch_config(args))
+    return bound
+
+
+def launch_config(args: Mapping[str, Any]) -> LaunchConfig:
+    """The configuration of a fleet on Serve's cluster. Raises InvalidRequestError."""
+    hints = get_type_hints(LaunchConfig)
+    values = {name: _typed(hints.get(name), name, value) for name, value in args.items()}
+    config = from_plain(LaunchConfig, {"listen": _DEFAULT_LISTEN} | values)
+    if config.detached:
+        raise InvalidRequestError(
+            "detached: the fleet of a Serve application is Serve's", reason="INVALID_CONFIG"
+        )
+    # Serve has joined it already.
+    return replace(config, ray_address="auto")
+
+
+class Ingress:
+    """Serve's replica: a supervised fleet, and the HTTP API of its router."""
+
+    async def __init__(self, config: LaunchConfig) -> None:  # type: ignore[misc]
+        """Returns once the fleet serves. Raises what its start raised."""
+        prepare(0, config.log_level)
+        self._config = config
+        self._stop = asyncio.Event()
+        self._front: asyncio.Future[Front] = asyncio.get_running_loop().create_future()
+        self._running = asyncio.create_task(self._run())
+        await asyncio.wait((self._front, self._running), return_when=asyncio.FIRST_COMPLETED)
+        if not self._front.done():
+            await self._running
+            raise UnavailableError("the fleet ended before it served", reason="STOPPING")
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """The HTTP API; Serve asks for it behind the constructor."""
+        from outrider_router.http.app import make_app
+
+        service: RouterService = self._front.result().service
+        return make_app(service)
+
+    async def check_health(self) -> None:
+        """Serve replaces this replica when it raises: the fleet is not supervised any more."""
+        if self._running.done():
+            raise UnavailableError("the supervision of the fleet has ended", reason="STOPPING")
+
+    async def __del__(self) -> None:
+        """Drain and stop the fleet."""
+        self._stop.set()
+        with contextlib.suppress(Exception):
+            await self._running
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                return await supervise(self._config, self._stop, self._serving)
+            except AlreadyExistsError as error:
+                # Actors of the replica before this one: Ray is about to end them.
+                logger.warning("waiting for a name", extra={"problem": error.message})
+                await asyncio.sleep(NAME_PAUSE_S)
+
+    def _serving(self, _fleet: Fleet, front: Front) -> None:
+        self._front.set_result(front)
+
+
+def _typed(hint: Any, name: str, value: Any) -> Any:
+    """What `KEY=VALUE` on a command line means, where all values are text."""
+    if not isinstance(value, str) or hint is str:
+        return value
+    if name == "methods":
+        return [part for part in value.split(",") if part]
+    with contextlib.suppress(ValueError):
+        return json.loads(value)
+    return value
+
+
+_DEPLOYMENT: Any = serve.deployment(
+    name="outrider",
+    num_replicas=1,
+    max_ongoing_requests=MOST_ONGOING,
+    ray_actor_options={"num_cpus": 0},
+    health_check_period_s=5.0,
+)(serve.ingress()(Ingress))

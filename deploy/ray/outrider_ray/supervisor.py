@@ -1,0 +1,238 @@
+"""The supervisor of a detached fleet: an actor that outlives whoever started it.
+
+Ray restarts it when its process or its node dies, wherever there is room; then it finds the actors
+that are still there by their names, and goes on with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from outrider.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+    OutriderError,
+    UnavailableError,
+)
+from outrider.process import run
+from outrider.transport.status import ErrorStatus, from_status, to_status
+from outrider_ray.config import LaunchConfig
+from outrider_ray.keeper import FIRST_PAUSE_S, next_pause
+
+logger = logging.getLogger(__name__)
+
+SUPERVISOR = "supervisor"
+"""Its actor's name, in the namespace of its fleet."""
+STARTING, SERVING, FAILED, STOPPED = STATES = ("starting", "serving", "failed", "stopped")
+STOP_S = 60.0
+"""More than the end of a fleet takes, beside the time that running requests get."""
+_ASK_S = 30.0
+_LOOK_S = 0.2
+_CONCURRENCY = 8
+_MEMORY = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    """One actor of a fleet."""
+
+    name: str
+    pid: int = 0
+    """0: it is being made, or replaced."""
+    node: str = ""
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStatus:
+    """What a supervisor says of its fleet."""
+
+    state: str = STARTING
+    """starting, serving, failed or stopped."""
+    address: str = ""
+    """HOST:PORT of the client API."""
+    http: str = ""
+    """HOST:PORT of OpenAI's API over HTTP, "" if there is none."""
+    metrics: str = ""
+    """HOST:PORT of the Prometheus endpoint, "" if there is none."""
+    node: str = ""
+    """Address of the supervisor's node."""
+    pid: int = 0
+    """Id of the supervisor's process there."""
+    restarted: bool = False
+    """Whether Ray has restarted the supervisor."""
+    problem: ErrorStatus | None = None
+    """Why the fleet did not start."""
+    members: tuple[MemberStatus, ...] = field(default=())
+
+
+class SupervisorHost:
+    """The actor. The fleet lives on a thread with an event loop of its own."""
+
+    def __init__(self, config: LaunchConfig) -> None:
+        """Begins to start the fleet: Ray calls this after a restart too, and nothing else."""
+        import ray
+
+        from outrider_ray.actors import prepare
+
+        prepare(0, config.log_level)
+        self._config = config
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._fleet: Any = None
+        context = ray.get_runtime_context()
+        self._node = ray.util.get_node_ip_address()
+        self._restarted = bool(context.was_current_actor_reconstructed)
+        self._status = FleetStatus(node=self._node, pid=os.getpid(), restarted=self._restarted)
+        self._thread = threading.Thread(target=self._run, name="outrider-fleet", daemon=True)
+        self._thread.start()
+
+    def status(self) -> FleetStatus:
+        """The fleet as it is now."""
+        status, fleet = self._status, self._fleet
+        if fleet is None:
+            return status
+        members = tuple(
+            MemberStatus(name=member.name)
+            if where is None
+            else MemberStatus(name=member.name, **asdict(where))
+            for member, where in sorted(fleet.members.items())
+        )
+        return replace(status, members=members)
+
+    def stop(self) -> bool:
+        """Drain and stop the fleet; whether it ended in time."""
+        loop, stop = self._loop, self._stop
+        if loop is not None and stop is not None:
+            loop.call_soon_threadsafe(stop.set)
+        self._thread.join(STOP_S + self._config.drain_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S / 2.0
+        while self._status.state == STARTING:
+            try:
+                run(self._serve())
+                self._become(STOPPED)
+            except OutriderError as error:
+                logger.error("fleet does not start", extra={"problem": error.message})
+                if not self._restarted:
+                    self._become(FAILED, problem=to_status(error))
+                    return
+                # It has served before: what is missing (a node, a name) comes back.
+                pause_s = next_pause(pause_s, 0.0)
+                time.sleep(pause_s)
+            except Exception as error:
+                logger.exception("supervision failed")
+                self._become(FAILED, problem=to_status(error))
+
+    async def _serve(self) -> None:
+        from outrider_ray.supervision import supervise
+
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        await supervise(self._config, self._stop, self._serving, resume=self._restarted)
+
+    def _serving(self, fleet: Any, front: Any) -> None:
+        self._fleet = fleet
+        found = {"address": front.address, "http": front.http, "metrics": front.metrics}
+        self._become(
+            SERVING, **{name: _reachable(each, self._node) for name, each in found.items()}
+        )
+
+    def _become(self, state: str, **facts: Any) -> None:
+        self._status = replace(self._status, state=state, **facts)
+
+
+def start_detached(config: LaunchConfig) -> FleetStatus:
+    """Start a supervisor and wait until its fleet serves. Ray must be up.
+
+    Raises AlreadyExistsError where the namespace has one, and what the fleet's start raised.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    options = {
+        "name": SUPERVISOR,
+        "namespace": config.namespace,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        # What reserves nothing at all is put anywhere, whatever it asks for.
+        "memory": _MEMORY,
+        "max_restarts": -1,
+        "max_concurrency": _CONCURRENCY,
+        # Where it was started, or elsewhere once that node is gone.
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=here, soft=True),
+    }
+    try:
+        actor: Any = ray.remote(SupervisorHost).options(**options).remote(config)
+    except ValueError as error:
+        raise AlreadyExistsError(
+            f"the namespace {config.namespace} has a fleet", reason="NAME_IN_USE"
+        ) from error
+    while True:
+        # A fleet's start has bounds of its own.
+        status: FleetStatus = _ask(actor, "status", _ASK_S)
+        if status.state == SERVING:
+            return status
+        if status.state != STARTING:
+            ray.kill(actor)
+            if status.problem is not None:
+                raise from_status(status.problem)
+            raise UnavailableError("the fleet was stopped", reason="STOPPING")
+        time.sleep(_LOOK_S)
+
+
+def fleet_status(namespace: str) -> FleetStatus:
+    """What the supervisor of a namespace says. Raises NotFoundError, UnavailableError."""
+    status: FleetStatus = _ask(_find(namespace), "status", _ASK_S)
+    return status
+
+
+def stop_detached(namespace: str) -> bool:
+    """Drain and stop the fleet of a namespace, then its supervisor; whether all ended in time.
+
+    Raises NotFoundError, UnavailableError.
+    """
+    import ray
+
+    actor = _find(namespace)
+    try:
+        return bool(_ask(actor, "stop", 10 * STOP_S))
+    finally:
+        ray.kill(actor)
+
+
+def _find(namespace: str) -> Any:
+    import ray
+
+    try:
+        return ray.get_actor(SUPERVISOR, namespace=namespace)
+    except ValueError:
+        raise NotFoundError(
+            f"no detached fleet in the namespace {namespace}", reason="NO_FLEET"
+        ) from None
+
+
+def _ask(actor: Any, method: str, timeout_s: float) -> Any:
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        return ray.get(getattr(actor, method).remote(), timeout=timeout_s)
+    except RayError as error:
+        raise UnavailableError(
+            f"the supervisor does not answer: {type(error).__name__}", reason="PEER_LOST"
+        ) from error
+
+
+def _reachable(address: str, node: str) -> str:
+    """An address that others can dial, of a server that may listen on all of its node's."""
+    host, _, port = address.rpartition(":")
+    return f"{node}:{port}" if host in ("0.0.0.0", "[::]") else address

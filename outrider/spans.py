@@ -1,0 +1,281 @@
+"""OpenTelemetry spans of requests, over all three processes: what one request went through.
+
+Not the timelines of `outrider.trace`, which show everything that one process did. The router
+begins a span for each request that is sampled, and says so to verifier and drafter by a W3C
+`traceparent`; theirs belong to it. Where nothing is sampled every span is `NO_SPAN`, which does
+nothing, and no thread of an engine ever makes one.
+
+OpenTelemetry is optional (`pip install outrider[trace]`) and imported only where an endpoint is
+given. Spans leave from a thread of its own; those that the collector does not take in time are
+dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from argparse import ArgumentParser
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import outrider
+from outrider.errors import FailedPreconditionError, OutriderError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span as OtelSpan
+    from opentelemetry.trace import Tracer
+
+Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
+
+MAX_HEADER_CHARS = 128
+"""A `traceparent` of a client that is longer is no traceparent."""
+_FLUSH_S = 3.0
+"""How long the end of a process waits for a collector."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracingConfig:
+    """Where spans go; keys of the table `[tracing]`."""
+
+    otlp_endpoint: str = ""
+    """Collector that speaks OTLP over gRPC: http://HOST:PORT, https://HOST:PORT or HOST:PORT
+    (without TLS); "" makes no spans."""
+    sample_ratio: float = 1.0
+    """Share of the requests that are traced, of those whose client does not say; the router's."""
+    rounds: int = 64
+    """Rounds of a session, and drafts of a drafter's, that get spans of their own before they are
+    thinned out: half of them from then on, a quarter after as many again, and so on."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.sample_ratio <= 1.0:
+            raise ValueError(f"tracing.sample_ratio must be in [0, 1], got {self.sample_ratio}")
+        if self.rounds < 1:
+            raise ValueError(f"tracing.rounds must be >= 1, got {self.rounds}")
+
+
+def add_tracing_flags(parser: ArgumentParser) -> None:
+    """The flags that fill a process's `tracing`."""
+    add = parser.add_argument
+    add(
+        "--otlp-endpoint",
+        metavar="URL",
+        dest="tracing.otlp_endpoint",
+        help="collector that request traces are sent to, by OTLP over gRPC",
+    )
+    add(
+        "--trace-ratio",
+        type=float,
+        metavar="R",
+        dest="tracing.sample_ratio",
+        help="share of the requests that are traced where their clients do not say",
+    )
+
+
+class Span:
+    """One span, or none: then every method does nothing."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: OtelSpan | None) -> None:
+        self._span = span
+
+    @property
+    def sampled(self) -> bool:
+        """Whether there is one."""
+        return self._span is not None
+
+    @property
+    def trace_id(self) -> str:
+        """32 hex digits, for logs; "" without a span."""
+        return "" if self._span is None else f"{self._span.get_span_context().trace_id:032x}"
+
+    @property
+    def traceparent(self) -> str:
+        """What makes spans of another process children of this one; "" without a span."""
+        if self._span is None:
+            return ""
+        context = self._span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+
+    def child(
+        self, name: str, attributes: Attributes | None = None, *, began: float | None = None
+    ) -> Span:
+        """A span within this one; `began` is wall time in seconds, now by default."""
+        if self._span is None or _exporter is None:
+            return NO_SPAN
+        from opentelemetry.trace import set_span_in_context
+
+        start = _exporter.tracer.start_span(
+            name,
+            set_span_in_context(self._span),
+            attributes=dict(attributes or {}),
+            start_time=None if began is None else round(began * 1e9),
+        )
+        return Span(start)
+
+    def event(self, name: str, attributes: Attributes | None = None) -> None:
+        """Something that happens at this moment."""
+        if self._span is not None:
+            self._span.add_event(name, dict(attributes or {}))
+
+    def set(self, attributes: Attributes) -> None:
+        """Say more of it."""
+        if self._span is not None:
+            self._span.set_attributes(dict(attributes))
+
+    def end(self, error: BaseException | None = None, *, at: float | None = None) -> None:
+        """It is over; idempotent. `error`: because of that. `at` is wall time in seconds, now by
+        default."""
+        if self._span is None or not self._span.is_recording():
+            return
+        if error is not None:
+            from opentelemetry.trace import StatusCode
+
+            code = error.code if isinstance(error, OutriderError) else type(error).__name__
+            self._span.set_attribute("error.type", code)
+            self._span.set_status(StatusCode.ERROR, str(error))
+        self._span.end(None if at is None else round(at * 1e9))
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # A client that leaves closes the generators that serve it: no error of theirs.
+        self.end(None if kind is GeneratorExit else error)
+
+
+NO_SPAN = Span(None)
+"""The span of everything that is not traced."""
+
+
+class Sampling:
+    """Which rounds of one session get a span: fewer, the longer it lasts."""
+
+    __slots__ = ("_left", "_most", "_stride", "_until")
+
+    def __init__(self, most: int) -> None:
+        """So many are taken before the first thinning, and between one and the next."""
+        self._most = self._left = most
+        self._stride = self._until = 1
+
+    def take(self) -> bool:
+        """Whether the next one gets a span."""
+        self._until -= 1
+        if self._until:
+            return False
+        self._left -= 1
+        if not self._left:
+            self._left, self._stride = self._most, 2 * self._stride
+        self._until = self._stride
+        return True
+
+
+class _Exporter:
+    """What one process exports its spans with."""
+
+    def __init__(self, config: TracingConfig, service: str, instance: str) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+        except ImportError as error:
+            raise FailedPreconditionError(
+                f"tracing.otlp_endpoint is set, but {error.name} is not installed: "
+                "pip install 'outrider[trace]'",
+                reason="NO_OPENTELEMETRY",
+            ) from error
+        resource = Resource.create(
+            {
+                "service.name": service,
+                "service.namespace": "outrider",
+                "service.version": outrider.__version__,
+                "service.instance.id": instance,
+            }
+        )
+        self.rounds = config.rounds
+        self.provider: TracerProvider = TracerProvider(
+            resource=resource,
+            sampler=ParentBasedTraceIdRatio(config.sample_ratio),
+            shutdown_on_exit=False,
+        )
+        secure = config.otlp_endpoint.startswith("https://")
+        exporter = OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=not secure)
+        self.provider.add_span_processor(BatchSpanProcessor(exporter))
+        self.tracer: Tracer = self.provider.get_tracer("outrider", outrider.__version__)
+
+    def close(self) -> None:
+        """Send what is left, but do not wait long for a collector that is away."""
+        ending = threading.Thread(target=self.provider.shutdown, name="otlp-end", daemon=True)
+        ending.start()
+        ending.join(_FLUSH_S)
+
+
+_exporter: _Exporter | None = None
+
+
+def start(
+    name: str,
+    traceparent: str,
+    attributes: Attributes | None = None,
+    *,
+    may_begin: bool = False,
+) -> Span:
+    """A span of this process, a child of another one's.
+
+    `may_begin`: where nobody says, the sampling ratio decides; otherwise nothing is traced without
+    a `traceparent`. One that is malformed counts as none.
+    """
+    if _exporter is None or not (traceparent or may_begin):
+        return NO_SPAN
+    from opentelemetry.context import Context
+    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    parent = Context()
+    if len(traceparent) <= MAX_HEADER_CHARS:
+        header = {"traceparent": traceparent}
+        parent = TraceContextTextMapPropagator().extract(header, context=parent)
+    span = _exporter.tracer.start_span(
+        name, parent, kind=SpanKind.SERVER, attributes=dict(attributes or {})
+    )
+    return Span(span) if span.is_recording() else NO_SPAN
+
+
+def round_sampling() -> Sampling:
+    """Which rounds of a traced session get a span."""
+    return Sampling(1 if _exporter is None else _exporter.rounds)
+
+
+def wall(monotonic: float) -> float:
+    """Wall time of a moment on the clock of `time.monotonic`, seconds."""
+    return time.time() - (time.monotonic() - monotonic)
+
+
+@contextmanager
+def exporting(config: TracingConfig, service: str, instance: str = "") -> Generator[None]:
+    """Make and export spans until the end, if the configuration names a collector.
+
+    `service` and `instance` name this process in them. Raises FailedPreconditionError (reason
+    NO_OPENTELEMETRY) where OpenTelemetry is not installed.
+    """
+    global _exporter
+    if not config.otlp_endpoint:
+        yield
+        return
+    exporter = _exporter = _Exporter(config, service, instance)
+    try:
+        yield
+    finally:
+        _exporter = None
+        exporter.close()

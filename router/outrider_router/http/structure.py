@@ -1,0 +1,123 @@
+"""The form that an answer is to have, in all the ways in which OpenAI's and vLLM's users say it.
+
+Pure. Whether a schema, an expression or a grammar is a good one is for whoever compiles it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from annotated_types import Len
+from pydantic import BaseModel, ConfigDict, Field
+
+from outrider.errors import InvalidRequestError
+from outrider.spec.structured import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
+
+Words = Annotated[str, Len(1, MAX_STRUCTURE_BYTES)]
+Schema = dict[str, Any] | Words
+"""A JSON schema, as an object or as its text."""
+Choices = Annotated[list[Words], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+class Strict(BaseModel):
+    """Base of everything that clients send."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class JsonSchema(Strict):
+    """OpenAI's way to name a schema."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = Field(default=None, description="It is always kept to the letter.")
+
+
+class ResponseFormat(Strict):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's `structured_outputs`; exactly one of them."""
+
+    json_: Schema | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: Words | None = None
+    choice: Choices | None = None
+    grammar: Words | None = Field(default=None, description="In Lark's syntax.")
+
+
+class StructureFields(Strict):
+    """The fields of a request that say which form its answer is to have; at most one of them."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = Field(default=None, description="structured_outputs.json")
+    guided_regex: Words | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Words | None = None
+
+
+def structure_of(body: StructureFields) -> StructuredOutput | None:
+    """The form that is asked for. Raises InvalidRequestError for more than one, or half a one."""
+    nested = body.structured_outputs
+    said = [
+        _of_format(body.response_format),
+        _of(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar, "guided"),
+    ]
+    if nested is not None:
+        anything = StructuredOutput(StructuredKind.JSON_OBJECT) if nested.json_object else None
+        parts = _of(nested.json_, nested.regex, nested.choice, nested.grammar, "structured_outputs")
+        said += [anything, parts]
+        if anything is None and parts is None:
+            raise _invalid("structured_outputs must hold json, json_object, regex, choice, grammar")
+    found = [structure for structure in said if structure is not None]
+    if len(found) > 1:
+        raise _invalid(
+            "an answer has one form, but response_format, guided_* and structured_outputs"
+            " give several"
+        )
+    return found[0] if found else None
+
+
+def _of_format(wanted: ResponseFormat | None) -> StructuredOutput | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return StructuredOutput(StructuredKind.JSON_OBJECT)
+    schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
+    if schema is None:
+        raise _invalid("response_format of type json_schema needs json_schema.schema")
+    return StructuredOutput(StructuredKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def _of(
+    schema: Schema | None,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+    where: str,
+) -> StructuredOutput | None:
+    found = []
+    if schema is not None:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        found.append(StructuredOutput(StructuredKind.JSON_SCHEMA, text))
+    if regex is not None:
+        found.append(StructuredOutput(StructuredKind.REGEX, regex))
+    if choice is not None:
+        alternatives = " | ".join(json.dumps(each, ensure_ascii=False) for each in choice)
+        found.append(StructuredOutput(StructuredKind.GRAMMAR, f"start: {alternatives}"))
+    if grammar is not None:
+        found.append(StructuredOutput(StructuredKind.GRAMMAR, grammar))
+    if len(found) > 1:
+        raise _invalid(f"an answer has one form, but {where} gives several")
+    return found[0] if found else None
+
+
+def _invalid(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, reason="INVALID_STRUCTURE")

@@ -1,0 +1,47 @@
+"""Addresses that are DNS names of several peers, and what these have stood for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from outrider.errors import InvalidRequestError
+
+SCHEME = "dns:///"
+
+
+def split(addresses: Iterable[str]) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+    """Plain addresses, and (host, port) of those that are DNS names. Raises InvalidRequestError."""
+    plain, names = [], []
+    for address in addresses:
+        if not address.startswith(SCHEME):
+            plain.append(address)
+            continue
+        host, _, port = address.removeprefix(SCHEME).rpartition(":")
+        if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise InvalidRequestError(
+                f"{address!r} must be dns:///HOST:PORT", reason="INVALID_ADDRESS"
+            )
+        names.append((host, int(port)))
+    return tuple(plain), tuple(names)
+
+
+@dataclass(slots=True)
+class Named:
+    """What a DNS name has stood for."""
+
+    addresses: frozenset[str] = frozenset()
+    """Its last answer."""
+    gone: set[str] = field(default_factory=set)
+    """Addresses that it named once and names no longer, until they are forgotten."""
+
+    def answer(self, addresses: frozenset[str]) -> frozenset[str]:
+        """Take an answer in; the addresses that were not in the one before.
+
+        Those that were are not named again: an operator may have removed one meanwhile.
+        """
+        joined = addresses - self.addresses
+        self.gone |= self.addresses - addresses
+        self.gone -= addresses
+        self.addresses = addresses
+        return joined

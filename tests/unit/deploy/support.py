@@ -1,0 +1,46 @@
+"""The programs that check manifests, and the processes' reading of what is in them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from outrider.config.loading import parse_config
+from outrider.config.processes import PROCESSES
+from tests.unit.deploy.manifests import Document, config_of, pods
+
+ROOT = Path(__file__).resolve().parents[3]
+KUBERNETES = "1.37"
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def tool(name: str) -> str:
+    """A program of the development environment; the test is skipped without it."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin")
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def parse(text: str) -> list[Document]:
+    """The documents of a file of YAML."""
+    return [document for document in yaml.load_all(text, _LOADER) if document]
+
+
+def configs_of(documents: list[Document], directory: Path) -> dict[str, Any]:
+    """The configuration of every process, read from its ConfigMap and flags as it would itself."""
+    configs = {}
+    for pod in pods(documents):
+        for role, container in pod.processes():
+            file = directory / f"{role}.toml"
+            file.write_text(config_of(documents, pod, container), "utf-8")
+            arguments = [a.replace("$(POD_NAME)", "pod-0") for a in container["args"]]
+            arguments[arguments.index("--config") + 1] = str(file)
+            process = PROCESSES[role]
+            configs[role] = parse_config(process.config, process.parser, arguments, role).config
+    return configs

@@ -1,0 +1,196 @@
+"""The Helm chart: every set of values renders to manifests without faults; wrong values do not."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+
+import outrider
+from tests.unit.deploy.manifests import (
+    TEARDOWN_S,
+    Document,
+    config_of,
+    pods,
+    pre_stop_s,
+    problems,
+    quantity,
+)
+from tests.unit.deploy.support import KUBERNETES, ROOT, configs_of, parse, tool
+
+HELM = ROOT / "deploy" / "helm"
+CHART = HELM / "outrider"
+CASES = ["", *sorted(path.stem for path in HELM.glob("cases/*.yaml"))]
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [tool("helm"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def template(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return helm("template", "demo", str(CHART), "--namespace", "team", *arguments)
+
+
+@cache
+def rendered(case: str) -> str:
+    values = ("--values", str(HELM / "cases" / f"{case}.yaml")) if case else ()
+    result = template(*values)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def documents(case: str) -> list[Document]:
+    """What is applied with the values of a case, and what these say is there already."""
+    there = [] if case != "gpu" else [_named("PersistentVolumeClaim", "weights")]
+    return parse(rendered(case)) + there
+
+
+def _named(kind: str, name: str) -> Document:
+    return {"kind": kind, "metadata": {"name": name, "namespace": "team"}}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lint_has_nothing_to_say(case: str) -> None:
+    values = ("--values", str(HELM / "cases" / f"{case}.yaml")) if case else ()
+    result = helm("lint", "--strict", "--quiet", str(CHART), *values)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_rendered_is_valid_by_schema_and_beyond(case: str) -> None:
+    for document in parse(rendered(case)):
+        with contextlib.suppress(kubernetes_validate.SchemaNotFoundError):
+            kubernetes_validate.validate(document, KUBERNETES, strict=True)
+    assert problems(documents(case)) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_processes_read_their_configuration_and_have_time_to_end(case: str, tmp_path: Path) -> None:
+    configs = configs_of(documents(case), tmp_path)
+    assert {*configs} == {"router", "verifier", "drafter"}
+    for pod in pods(documents(case)):
+        for role, container in pod.processes():
+            config = configs[role]
+            needed = pre_stop_s(container) + config.drain_s + TEARDOWN_S
+            assert pod.spec["terminationGracePeriodSeconds"] >= needed
+            if getattr(config, "awake_cores", 0):
+                resources = container["resources"]
+                assert resources["requests"] == resources["limits"]
+                assert quantity(resources["limits"]["cpu"]) > config.awake_cores
+    services = {d["metadata"]["name"] for d in documents(case) if d["kind"] == "Service"}
+    for address in (*configs["router"].verifiers, *configs["router"].drafters):
+        assert re.fullmatch(r"dns:///([a-z-]+):5005[12]", address)
+        assert address.removeprefix("dns:///").partition(":")[0] in services
+
+
+def test_values_come_through_to_the_processes_with_their_types(tmp_path: Path) -> None:
+    configs = configs_of(documents("gpu"), tmp_path)
+    assert configs["router"].tenants["team a"].weight == 2.5
+    assert configs["router"].overload.aging_s == 5.0
+    assert configs["router"].queue_limit == 256
+    assert configs["verifier"].memory_fraction == 0.85
+    assert configs["verifier"].kv_tokens == 0
+    assert configs["drafter"].ngram.max_match == 6
+    assert [m.value for m in configs["drafter"].methods] == ["eagle3", "ngram"]
+
+
+def test_a_value_can_be_taken_away() -> None:
+    assert "features_from" in rendered("") and "features_from" not in rendered("plain")
+
+
+def test_a_change_of_configuration_rolls_the_pods_of_that_process_alone() -> None:
+    changed = template("--set", "verifier.config.max_sessions=8")
+    assert changed.returncode == 0, changed.stderr
+
+    def stamps(text: str) -> list[str]:
+        return re.findall(r"outrider.io/config: (\w+)", text)
+
+    pairs = zip(stamps(rendered("")), stamps(changed.stdout), strict=True)
+    assert sum(before != after for before, after in pairs) == 1
+
+
+def test_big_numbers_and_strings_of_any_kind_are_written_as_toml(tmp_path: Path) -> None:
+    result = template(
+        "--set",
+        "verifier.config.kv_tokens=10000000",
+        "--set-string",
+        'verifier.config.model=a"b\\\\<c>',
+    )
+    assert result.returncode == 0, result.stderr
+    verifier = configs_of(parse(result.stdout), tmp_path)["verifier"]
+    assert (verifier.kv_tokens, verifier.model) == (10_000_000, 'a"b\\<c>')
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("verifier.replcas=2", "replcas"),
+        ("router.config.queue_limt=2", "queue_limt"),
+        ("router.config.queue_limit=many", "integer"),
+        ("verifier.config.device=3", "string"),
+        # The chart's own: a Service would point elsewhere.
+        ("router.config.listen=0.0.0.0:1", "listen"),
+        ("autoscaling.by=magic", "autoscaling"),
+        ("verifier.resources.limits.memory=4GB", "pattern"),
+        ("verifier.startupSeconds=10", "300"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(setting: str, said: str) -> None:
+    result = template("--set", setting)
+    assert result.returncode != 0 and said in result.stderr, result.stderr
+
+
+def test_two_releases_share_no_names_nor_pods() -> None:
+    first = parse(rendered(""))
+    second = parse(helm("template", "other", str(CHART), "--namespace", "team").stdout)
+    names = {(d["kind"], d["metadata"]["name"]) for d in first}
+    assert not names & {(d["kind"], d["metadata"]["name"]) for d in second}
+    services = [d["spec"]["selector"] for d in first if d["kind"] == "Service"]
+    assert not any(s.items() <= pod.labels.items() for s in services for pod in pods(second))
+
+
+def test_the_notes_say_how_to_reach_it() -> None:
+    result = helm("install", "demo", str(CHART), "--dry-run=client", "--namespace", "team")
+    if result.returncode:
+        pytest.skip("this Helm renders notes with a cluster only")
+    assert "port-forward service/demo-outrider-router 8000 50050" in result.stdout
+
+
+def test_the_schema_of_the_values_is_that_of_the_processes() -> None:
+    path = ROOT / "deploy" / "tools" / "values_schema.py"
+    spec = importlib.util.spec_from_file_location("values_schema", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    fresh = module.values_schema((HELM / "values.schema.in.json").read_text("utf-8"))
+    written = (CHART / "values.schema.json").read_text("utf-8")
+    assert written == fresh, "run `make generated`"
+    router = json.loads(written)["properties"]["router"]["properties"]["config"]["properties"]
+    assert "queue_limit" in router and "listen" not in router
+
+
+def test_chart_and_images_are_of_this_version() -> None:
+    chart = parse((CHART / "Chart.yaml").read_text("utf-8"))[0]
+    assert chart["appVersion"] == chart["version"] == outrider.__version__
+
+
+def test_the_chart_says_what_the_base_of_kustomize_says() -> None:
+    """Both are the same deployment: what the processes are told may differ in names alone."""
+    base = ROOT / "deploy" / "k8s" / "base"
+    everything = documents("")
+    for pod in pods(everything):
+        for role, container in pod.processes():
+            chart = _keys(config_of(everything, pod, container))
+            assert chart == _keys((base / f"{role}.toml").read_text("utf-8"))
+
+
+def _keys(toml: str) -> set[str]:
+    return set(re.findall(r"^(\w+) =", toml, re.M))

@@ -1,0 +1,208 @@
+"""Every overlay is built by Kustomize, valid, and says what the processes understand."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from outrider_drafter.metrics import Metrics as DrafterMetrics
+from outrider_router.metrics import RouterMetrics
+from outrider_router.names import split
+
+import outrider
+from tests.unit.deploy.manifests import (
+    TEARDOWN_S,
+    Document,
+    pods,
+    pre_stop_s,
+    problems,
+    quantity,
+)
+from tests.unit.deploy.support import KUBERNETES, ROOT, configs_of, parse, tool
+
+K8S = ROOT / "deploy" / "k8s"
+OVERLAYS = sorted(path.parent.name for path in K8S.glob("overlays/*/kustomization.yaml"))
+
+
+@cache
+def built(overlay: str) -> str:
+    command = [tool("kubectl"), "kustomize", str(K8S / "overlays" / overlay)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    return result.stdout
+
+
+@cache
+def parsed(overlay: str) -> list[Document]:
+    return parse(built(overlay))
+
+
+def documents(overlay: str) -> list[Document]:
+    """What is applied; the caller's own."""
+    return copy.deepcopy(parsed(overlay))
+
+
+def test_there_are_the_overlays_that_the_docs_name() -> None:
+    assert {"cpu-demo", "gpu", "pools", "lws", "monitoring", "networkpolicy", "tls"} <= {*OVERLAYS}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_is_valid_by_schema(overlay: str) -> None:
+    for document in documents(overlay):
+        # Kinds of other projects have no schema there; their pods are looked at below.
+        with contextlib.suppress(kubernetes_validate.SchemaNotFoundError):
+            kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_a_field_that_there_is_not_is_refused_by_schema() -> None:
+    broken = documents("cpu-demo")
+    _verifier(broken)["livenessProbe"]["failureTreshold"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError, match="failureTreshold"):
+        for document in broken:
+            kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_has_none_of_the_faults_that_schemas_let_pass(overlay: str) -> None:
+    assert problems(documents(overlay)) == []
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_configurations_and_flags_are_read_by_the_processes(overlay: str, tmp_path: Path) -> None:
+    everything = documents(overlay)
+    configs = configs_of(everything, tmp_path)
+    for pod in pods(everything):
+        for role, container in pod.processes():
+            config, ports = configs[role], {p["containerPort"] for p in container["ports"]}
+            assert int(config.listen.rpartition(":")[2]) in ports
+            assert config.listen.startswith("0.0.0.0:") and config.metrics_host == "0.0.0.0"
+            assert config.metrics_port in ports
+            if role == "router":
+                assert int(config.http.rpartition(":")[2]) in ports
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_grace_period_covers_pre_stop_and_drain(overlay: str, tmp_path: Path) -> None:
+    everything = documents(overlay)
+    configs = configs_of(everything, tmp_path)
+    for pod in pods(everything):
+        for role, container in pod.processes():
+            needed = pre_stop_s(container) + configs[role].drain_s + TEARDOWN_S
+            assert pod.spec["terminationGracePeriodSeconds"] >= needed, (pod.owner, role)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_routers_find_their_peers_by_headless_services(overlay: str, tmp_path: Path) -> None:
+    everything = documents(overlay)
+    configs = configs_of(everything, tmp_path)
+    if "router" not in configs:
+        pytest.skip(f"{overlay} has no router of this kind")
+    services = {d["metadata"]["name"]: d["spec"] for d in everything if d["kind"] == "Service"}
+    for peers in (configs["router"].verifiers, configs["router"].drafters):
+        plain, names = split(peers)
+        assert not plain and names
+        for host, port in names:
+            assert services[host]["clusterIP"] == "None"
+            # A verifier that drains is not ready and has sessions.
+            assert services[host]["publishNotReadyAddresses"] is True
+            assert [p["port"] for p in services[host]["ports"]] == [port]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_awake_cores_have_whole_cpus_of_their_own(overlay: str, tmp_path: Path) -> None:
+    everything = documents(overlay)
+    configs = configs_of(everything, tmp_path)
+    for pod in pods(everything):
+        for role, container in pod.processes():
+            if not getattr(configs[role], "awake_cores", 0):
+                continue
+            resources = container["resources"]
+            assert resources["requests"] == resources["limits"], "the pod is not Guaranteed"
+            cpus = quantity(resources["limits"]["cpu"])
+            assert cpus == int(cpus) > configs[role].awake_cores
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_images_are_of_this_version_and_have_dockerfiles(overlay: str) -> None:
+    for pod in pods(documents(overlay)):
+        for role, container in pod.processes():
+            assert container["image"].endswith(f"outrider-{role}:{outrider.__version__}")
+            dockerfile = (ROOT / role / "Dockerfile").read_text("utf-8")
+            assert f'image.title="outrider-{role}"' in dockerfile
+            exposed = re.search(r"^EXPOSE (.*)$", dockerfile, re.M)
+            assert exposed is not None
+            assert {str(p["containerPort"]) for p in container["ports"]} == {*exposed[1].split()}
+
+
+@pytest.mark.parametrize("overlay", ["autoscaling", "autoscaling-keda"])
+def test_autoscalers_ask_for_metrics_that_there_are(overlay: str) -> None:
+    scalers = [
+        d for d in documents(overlay) if d["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")
+    ]
+    said = yaml.safe_dump(scalers)
+    asked = set(re.findall(r"outrider_[a-z_]+", said))
+    service = (ROOT / "verifier" / "outrider_verifier" / "service.py").read_text("utf-8")
+    known = {
+        metric.name
+        for registry in (RouterMetrics().registry, DrafterMetrics().registry)
+        for metric in registry.collect()
+    }
+    known |= {
+        f"outrider_verifier_{name}" for name in re.findall(r'^            "(\w+)":', service, re.M)
+    }
+    assert asked and asked <= known, asked - known
+
+
+def test_yaml_has_no_duplicate_keys_nor_tabs() -> None:
+    files = [str(path) for path in sorted(K8S.rglob("*.yaml"))]
+    command = [tool("yamllint"), "--strict", "-c", str(ROOT / "deploy" / ".yamllint"), *files]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout
+
+
+def _verifier(documents: list[Document]) -> Document:
+    found = next(
+        d for d in documents if d["kind"] == "StatefulSet" and "verifier" in str(d["metadata"])
+    )
+    container: Document = found["spec"]["template"]["spec"]["containers"][0]
+    return container
+
+
+FAULTS: dict[str, Callable[[list[Document]], object]] = {
+    "no livenessProbe": lambda d: _verifier(d).pop("livenessProbe"),
+    "there is no port 9": lambda d: _verifier(d)["readinessProbe"]["grpc"].update(port=9),
+    "do not cover loading": lambda d: _verifier(d)["startupProbe"].update(failureThreshold=3),
+    "more memory than its limit": lambda d: _verifier(d)["resources"]["requests"].update(
+        memory="5Gi"
+    ),
+    "is no quantity": lambda d: _verifier(d)["resources"]["limits"].update(memory="4GB"),
+    "has no version": lambda d: _verifier(d).update(image="outrider-verifier:latest"),
+    "names of ports": lambda d: _verifier(d)["ports"][1].update(name="metrics-of-the-verifier"),
+    "may gain privileges": lambda d: _verifier(d).pop("securityContext"),
+    "there is no volume": lambda d: _verifier(d)["volumeMounts"][0].update(name="elsewhere"),
+    "no namespace": lambda d: d[1]["metadata"].pop("namespace"),
+}
+
+
+@pytest.mark.parametrize("problem", FAULTS)
+def test_a_planted_fault_is_found(problem: str) -> None:
+    broken = documents("cpu-demo")
+    FAULTS[problem](broken)
+    assert any(problem in found for found in problems(broken)), problems(broken)
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "Service", "PodDisruptionBudget"])
+def test_a_selector_that_selects_nobody_is_found(kind: str) -> None:
+    broken = documents("cpu-demo")
+    spec = next(d for d in broken if d["kind"] == kind)["spec"]
+    labels = spec["selector"].get("matchLabels", spec["selector"])
+    labels["app.kubernetes.io/component"] = "nobody"
+    assert problems(broken)

@@ -1,0 +1,96 @@
+"""What the pages show works: commands parse, links lead somewhere, configurations load."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+from outrider_bench.__main__ import BENCHMARKS
+
+from outrider.client.cli import make_parser
+from outrider.config import load_config
+from outrider.config.__main__ import make_parser as config_parser
+from outrider.config.processes import PROCESSES
+from tests.unit.docs.pages import ROOT, Excerpt, blocks, commands, links, pages, words_of
+
+COMMANDS = commands()
+TOML = [Excerpt(page, text) for page in pages() for text in blocks(page, "toml")]
+NEEDED = {"router": {"model": "m", "verifiers": ("v:1",)}, "ray": {"model": "m"}}
+
+
+def parser_of(words: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
+    """The real parser of a command line, and what it gets."""
+    program, *rest = words
+    if program == "outrider_ray":
+        return PROCESSES["ray"].parser, rest
+    if program != "outrider":
+        return PROCESSES[program.removeprefix("outrider-")].parser, rest
+    match rest:
+        case ["config", *rest]:
+            return config_parser(), rest
+        case ["train-head", *rest]:
+            module, parser = "outrider.engine.training.cli", argparse.ArgumentParser()
+        case ["bench", name, *rest]:
+            module, parser = f"outrider_bench.{BENCHMARKS[name][0]}", argparse.ArgumentParser()
+        case ["chaos", *rest]:
+            return importlib.import_module("outrider_chaos.__main__").make_parser(), rest
+        case _:
+            return make_parser(), rest
+    importlib.import_module(module).add_arguments(parser)
+    return parser, rest
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as the site and code hosts make them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", title.lower()).strip() for title in titles)
+    return {re.sub(r"[\s]+", "-", title) for title in plain}
+
+
+def test_the_pages_have_commands_and_configurations() -> None:
+    assert len(COMMANDS) > 40 and len(TOML) >= 4
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_command_is_one_that_the_program_takes(
+    command: Excerpt, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser, arguments = parser_of(words_of(command.text))
+    try:
+        parser.parse_args(arguments)
+    except SystemExit:
+        pytest.fail(f"{command}\n{capsys.readouterr().err}")
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    for target in links(page):
+        place, _, anchor = target.partition("#")
+        leads = (page.parent / place).resolve() if place else page
+        assert leads.exists(), target
+        if anchor and leads.suffix == ".md":
+            assert anchor in anchors(leads), target
+
+
+@pytest.mark.parametrize("block", TOML, ids=lambda block: str(block).partition("\n")[0])
+def test_a_configuration_is_one_that_its_process_takes(block: Excerpt, tmp_path: Path) -> None:
+    """Its first line names the process: `# router.toml`. What every process needs may be left out,
+    as if flags gave it."""
+    name = re.match(r"# (\w+)\.toml\b", block.text)
+    assert name is not None, "its first line must be a comment such as `# router.toml`"
+    file = tmp_path / "shown.toml"
+    file.write_text(block.text)
+    given = {key for key in NEEDED.get(name[1], {}) if re.search(rf"^{key} *=", block.text, re.M)}
+    flags = {key: value for key, value in NEEDED.get(name[1], {}).items() if key not in given}
+    if name[1] == "drafter" and "head" not in block.text and "methods" not in block.text:
+        flags["methods"] = ("ngram",)
+    load_config(PROCESSES[name[1]].config, file, flags)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_on_a_page_is_python(page: Path) -> None:
+    for code in blocks(page, "python"):
+        compile(code, str(page), "exec", flags=0x2000)  # await may stand at the top level

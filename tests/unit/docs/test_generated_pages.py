@@ -1,0 +1,89 @@
+"""The site builds without a warning and without the network; its generated pages are fresh."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.docs.pages import ROOT
+from tools import decisions, licences
+
+FOREIGN = re.compile(
+    r"<(?:script|img|iframe)[^>]*\ssrc=\"?https?:|<link[^>]*stylesheet[^>]*https?:"
+)
+
+
+def without_versions(page: str) -> str:
+    """The report without what another day or machine changes: versions, and what is brought
+    along."""
+    page = re.sub(r"^(\| [\w-]+ \|) ~?[\w.]+ \|", r"\1 |", page, flags=re.MULTILINE)
+    return re.sub(r"^They bring along: .*$", "", page, flags=re.MULTILINE)
+
+
+def test_every_licence_is_allowed_and_every_dependency_has_a_reason() -> None:
+    assert licences.problems() == []
+
+
+def test_the_report_of_licences_is_fresh() -> None:
+    committed = (ROOT / "docs" / "licences.md").read_text()
+    assert without_versions(committed) == without_versions(licences.page()), "run `make generated`"
+
+
+@pytest.mark.parametrize(
+    ("expression", "allowed"),
+    [
+        ("MIT", True),
+        ("MIT AND Apache-2.0 WITH LLVM-exception", True),
+        ("GPL-3.0-or-later", False),
+        ("GPL-3.0-or-later OR MIT", True),
+        ("MIT AND GPL-3.0-or-later", False),
+        ("MIT OR BSD-3-Clause AND GPL-3.0-or-later", True),
+        ("GPL-3.0-or-later OR MIT AND AGPL-3.0", False),
+        ("(MIT OR GPL-3.0-or-later) AND ISC", False),
+        ("unknown", False),
+    ],
+)
+def test_an_expression_is_allowed_if_its_terms_can_be_met(expression: str, allowed: bool) -> None:
+    assert licences.is_allowed(expression, licences.ALLOWED) == allowed
+
+
+def test_the_list_of_decisions_is_fresh() -> None:
+    committed = (ROOT / "docs" / "decisions" / "README.md").read_text()
+    assert committed == decisions.page(), "run `make generated`"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; the build fails at any warning."""
+    for module in ("mkdocs", "material", "mkdocstrings"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is missing: it comes with the `docs` extra")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_site_has_its_pages_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = {str(page.relative_to(site)) for page in site.rglob("*.html")}
+    assert {"index.html", "api.html", "processes/router.html", "decisions/index.html"} <= pages
+    for page in site.rglob("*.html"):
+        assert not FOREIGN.search(page.read_text()), page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(@import|url\()[\"' ]*https?:", style.read_text()), style
+
+
+def test_the_api_reference_has_every_public_name(site: Path) -> None:
+    import outrider.client
+
+    page = (site / "api.html").read_text()
+    missing = [
+        name for name in outrider.client.__all__ if f'id="outrider.client.{name}"' not in page
+    ]
+    assert missing == []

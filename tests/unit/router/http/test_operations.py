@@ -1,0 +1,230 @@
+"""What operators and tools ask for: health, version, metrics, tokens; ids, bounds, tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from outrider_router.config import OverloadConfig
+from outrider_router.http import HttpServer, guard
+from outrider_router.service import RouterService
+from outrider_router.tenants import TenantLimits, TenantSource
+
+import outrider
+from outrider.errors import FailedPreconditionError
+from outrider.ids import RequestId
+from outrider.spans import NO_SPAN, Span
+from tests.fakes.router import eventually, running_router, sample
+from tests.fakes.verifier import FakeVerifier
+from tests.unit.router.http.helpers import http_client, http_router
+
+
+async def test_health_follows_the_verifiers(router: RouterService, verifier: FakeVerifier) -> None:
+    async with http_client(router) as client:
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        verifier.lost.set()
+        await eventually(lambda: not router.ready)
+        answer = await client.get("/ping")
+        assert (answer.status_code, answer.json()) == (503, {"status": "unavailable"})
+        assert (await client.get("/v1/models")).json()["data"] == []
+        verifier.restart()
+        await eventually(lambda: router.ready)
+        assert (await client.get("/ping")).status_code == 200
+
+
+async def test_a_router_that_drains_ends_what_runs_and_takes_no_more(
+    router: RouterService, verifier: FakeVerifier
+) -> None:
+    verifier.gate = asyncio.Event()
+    async with http_client(router) as client:
+        running = asyncio.create_task(
+            client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})
+        )
+        await eventually(lambda: verifier.live)
+        draining = asyncio.create_task(router.drain(60.0))
+        await eventually(lambda: not router.ready)
+        assert (await client.get("/health")).status_code == 503
+        refused = await client.post("/v1/completions", json={"prompt": "abc"})
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutdown"
+        assert refused.headers["retry-after"] == "1"
+        verifier.gate.set()
+        assert (await running).json()["choices"][0]["text"] == "abca"
+        assert await draining
+
+
+async def test_version_and_metrics_are_those_of_the_router(router: RouterService) -> None:
+    async with http_client(router) as client:
+        assert (await client.get("/version")).json() == {"version": outrider.__version__}
+        await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})
+        told = await client.get("/metrics")
+        assert told.headers["content-type"].startswith("text/plain")
+        assert 'outrider_requests_total{outcome="length"} 1.0' in told.text
+        accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+        told = await client.get("/metrics", headers=accept)
+        assert told.headers["content-type"].startswith("application/openmetrics-text")
+        assert told.text.endswith("# EOF\n")
+
+
+async def test_the_status_page_is_at_the_root_and_not_in_the_openapi(router: RouterService) -> None:
+    async with http_client(router) as client:
+        page = await client.get("/")
+        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+        assert (await client.get("/status.json")).headers["content-type"] == "application/json"
+        assert "/status.json" not in (await client.get("/openapi.json")).json()["paths"]
+
+
+async def test_the_clients_trace_is_taken_up(
+    router: RouterService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+
+    def begin(_request_id: RequestId, traceparent: str) -> Span:
+        heard.append(traceparent)
+        return NO_SPAN
+
+    monkeypatch.setattr("outrider_router.service.request_span", begin)
+    headers = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+    async with http_client(router) as client:
+        await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        await client.post("/v1/completions", json={"prompt": "a"})
+    assert heard == [headers["traceparent"], ""]
+
+
+async def test_texts_become_tokens_and_tokens_texts(router: RouterService) -> None:
+    async with http_client(router) as client:
+        told = (await client.post("/tokenize", json={"prompt": "h\u00e9"})).json()
+        assert told["tokens"] == list(router.tokenizer.encode("h\u00e9")) and told["count"] == 3
+        assert told["max_model_len"] == 2048
+        back = await client.post("/detokenize", json={"tokens": told["tokens"]})
+        assert back.json() == {"prompt": "h\u00e9"}
+        turns = [{"role": "user", "content": "hi"}]
+        chat = (await client.post("/tokenize", json={"messages": turns})).json()
+        assert chat["tokens"] == list(router.tokenizer.encode_chat(turns))
+        back = await client.post("/detokenize", json={"tokens": chat["tokens"]})
+        assert back.json()["prompt"].startswith("<|im_start|>user\nhi<|im_end|>")
+        named = await client.post("/tokenize", json={"prompt": "a", "return_token_strs": True})
+        assert named.json()["token_strs"] == ["a"]
+        assert (await client.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/tokenize", {}, 400),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, 400),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404),
+        ("/detokenize", {"tokens": [259]}, 400),
+        ("/detokenize", {"tokens": "a"}, 400),
+        ("/v1/completions", {"prompt": [259]}, 400),
+        ("/v1/completions", [], 400),
+        ("/v1/completions", {"prompt": "abc", "n": 129}, 400),
+        ("/v1/chat/completions", {"messages": []}, 400),
+        ("/nothing", {}, 404),
+        ("/health", {}, 405),
+    ],
+)
+async def test_refusals_are_in_openais_form(
+    router: RouterService, path: str, body: object, status: int
+) -> None:
+    async with http_client(router) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"prompt": NaN}', b"\xff", b"[" * 100_000, b"1" * 10_000, b'"\\ud800"']
+)
+async def test_bodies_that_are_no_json_are_refused(router: RouterService, content: bytes) -> None:
+    async with http_client(router) as client:
+        headers = {"content-type": "application/json"}
+        answer = await client.post("/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_body_beyond_the_bound_is_refused_however_it_is_sent(
+    router: RouterService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "MAX_BODY_BYTES", 1000)
+    body = json.dumps({"prompt": "a" * 2000}).encode()
+    headers = {"content-type": "application/json"}
+
+    async def in_pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 100):
+            yield body[start : start + 100]
+
+    async with http_client(router) as client:
+        for content in (body, in_pieces()):
+            answer = await client.post("/v1/completions", content=content, headers=headers)
+            assert answer.status_code == 413, answer.text
+            assert "larger than" in answer.json()["error"]["message"]
+
+
+async def test_every_answer_names_its_request(
+    router: RouterService, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    body = {"prompt": "abc", "max_tokens": 2}
+    async with http_client(router) as client:
+        named = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+        assert named.headers["x-request-id"] == "mine" and named.json()["id"] == "cmpl-mine"
+        made = await client.post("/v1/completions", json=body)
+        own = made.headers["x-request-id"]
+        assert own.startswith("req-") and made.json()["id"] == f"cmpl-{own}"
+        for bad in ("x" * 300, "two words", "\x7f"):
+            answer = await client.get("/version", headers={"x-request-id": bad})
+            assert answer.headers["x-request-id"].startswith("req-")
+    ended = [r.__dict__["request_id"] for r in caplog.records if r.message == "request ended"]
+    assert ended == ["mine", own]
+
+
+async def test_an_id_that_runs_already_is_a_conflict(
+    router: RouterService, verifier: FakeVerifier
+) -> None:
+    verifier.gate = asyncio.Event()
+    headers = {"x-request-id": "mine"}
+    async with http_client(router) as client:
+        body = {"prompt": "abc", "max_tokens": 2}
+        first = asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
+        await eventually(lambda: verifier.live)
+        second = await client.post("/v1/completions", json=body, headers=headers)
+        assert second.status_code == 409 and second.json()["error"]["code"] == "request_exists"
+        verifier.gate.set()
+        assert (await first).status_code == 200
+
+
+async def test_the_tenant_is_told_by_a_header_and_bounded_as_over_grpc(tmp_path: Path) -> None:
+    settings = {
+        "overload": OverloadConfig(tenant_from=TenantSource.METADATA),
+        "tenants": {"slow": TenantLimits(requests_per_s=0.5)},
+    }
+    body = {"prompt": "abc", "max_tokens": 2}
+    async with (
+        running_router(tmp_path, {"v": FakeVerifier()}, **settings) as router,
+        http_client(router) as client,
+    ):
+
+        async def ask(tenant: str) -> httpx.Response:
+            headers = {"x-outrider-tenant": tenant}
+            return await client.post("/v1/completions", json=body, headers=headers)
+
+        assert (await ask("slow")).status_code == (await ask("fast")).status_code == 200
+        refused = await ask("slow")
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert refused.headers["retry-after"] == "2"
+        assert (await ask("x" * 100)).status_code == 400
+        assert sample(router, "outrider_tenant_requests_total", tenant="slow") == 1
+
+
+async def test_an_address_that_is_taken_or_none_is_a_typed_error(router: RouterService) -> None:
+    async with http_router(router) as url:
+        with pytest.raises(FailedPreconditionError, match="cannot listen"):
+            await HttpServer(url.removeprefix("http://"), router).start()
+    for address in ("127.0.0.1:x", "127.0.0.1:70000", "nowhere"):
+        with pytest.raises(FailedPreconditionError, match="cannot listen"):
+            await HttpServer(address, router).start()

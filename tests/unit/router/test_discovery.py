@@ -1,0 +1,189 @@
+"""Peers behind a DNS name come and go; requests go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from outrider_router.config import RouterConfig
+from outrider_router.discovery import Discovery, resolve
+from outrider_router.fleet import PeerState
+from outrider_router.names import Named, split
+from outrider_router.service import RouterService
+
+from outrider.errors import InvalidRequestError
+from outrider.ids import VerifierId
+from tests.fakes.drafter import FakeDrafter
+from tests.fakes.router import eventually, running_router
+from tests.fakes.verifier import FakeVerifier
+from tests.unit.router.helpers import text_request
+
+
+def test_names_are_told_from_addresses() -> None:
+    assert split(["a:1", "dns:///v.outrider.svc:50051", "[::1]:2"]) == (
+        ("a:1", "[::1]:2"),
+        (("v.outrider.svc", 50051),),
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["dns:///v", "dns:///:1", "dns:///v:0", "dns:///v:x", "dns:///a/v:1"]
+)
+def test_a_malformed_name_is_refused_with_what_is_allowed(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="dns:///HOST:PORT"):
+        RouterConfig(model=Path("m"), verifiers=(name,))
+
+
+def test_an_address_joins_once_and_again_after_it_was_gone() -> None:
+    named = Named()
+    assert named.answer(frozenset({"a", "b"})) == {"a", "b"}
+    assert named.answer(frozenset({"a", "b", "c"})) == {"c"}
+    assert named.answer(frozenset({"c"})) == frozenset()
+    assert named.gone == {"a", "b"}
+    assert named.answer(frozenset({"a", "c"})) == {"a"}
+    assert named.gone == {"b"}
+
+
+async def test_the_systems_resolver_is_asked() -> None:
+    assert await resolve("127.0.0.1", 7) == {"127.0.0.1:7"}
+    assert await resolve("::1", 7) == {"[::1]:7"}
+
+
+class Names:
+    """A router with the verifier `s` that follows the names `v` and `d`."""
+
+    def __init__(self, router: RouterService) -> None:
+        self.router, self.registry = router, router.registry
+        self.first, self.second = fake("v0"), fake("v1")
+        self.verifiers = {"a:1": self.first, "b:1": self.second}
+        self.drafter = FakeDrafter({"s": fake("unused"), **self.verifiers}, name="d0")
+        self.answers: dict[str, set[str] | None] = {"v": set(self.verifiers), "d": {"d0:2"}}
+        self.looks = 0
+        self.forgotten: list[str] = []
+
+    async def resolve(self, host: str, port: int) -> frozenset[str]:
+        self.looks += 1
+        answer = self.answers[host]
+        if answer is None:
+            raise OSError("the resolver is down")
+        return frozenset(answer)
+
+    async def forget(self, address: str) -> None:
+        self.forgotten.append(address)
+
+    async def look(self) -> None:
+        """Wait until both names were looked at once more, and the peers too."""
+        before = self.looks
+        await eventually(lambda: self.looks >= before + 6)
+
+    @property
+    def known(self) -> set[str]:
+        return {*self.registry.verifiers, *self.registry.drafters}
+
+    @property
+    def healthy(self) -> set[str]:
+        peers = (*self.registry.verifiers.values(), *self.registry.drafters.values())
+        return {peer.address for peer in peers if peer.state is PeerState.HEALTHY}
+
+
+def fake(name: str) -> FakeVerifier:
+    verifier = FakeVerifier(round_s=0.005)
+    verifier.change_info(verifier_id=VerifierId(name))
+    return verifier
+
+
+@asynccontextmanager
+async def following(directory: Path, **first: set[str] | None) -> AsyncGenerator[Names]:
+    static = fake("s")
+    async with running_router(directory, {"s": static}) as router:
+        names = Names(router)
+        names.drafter._verifiers["s"] = static
+        names.answers |= first
+        dialer = router.registry._dialer
+        dialer._verifiers.update(names.verifiers)  # type: ignore[attr-defined]
+        dialer._drafters["d0:2"] = names.drafter  # type: ignore[attr-defined]
+        discovery = Discovery(
+            router.registry,
+            verifiers=("dns:///v:1",),
+            drafters=("dns:///d:2",),
+            interval_s=0.01,
+            resolve=names.resolve,
+        )
+        discovery.on_forgotten = names.forget
+        discovery.start()
+        try:
+            yield names
+        finally:
+            await discovery.stop()
+
+
+async def test_named_peers_of_both_kinds_join_a_running_router(tmp_path: Path) -> None:
+    async with following(tmp_path, v=set(), d=set()) as names:
+        await eventually(lambda: names.healthy == {"s"})
+        names.answers |= {"v": {"a:1", "b:1"}, "d": {"d0:2"}}
+        await eventually(lambda: names.healthy == {"s", "a:1", "b:1", "d0:2"})
+        await eventually(lambda: {"s", "a:1", "b:1"} <= set(names.drafter.attached))
+        # Discovery recalls nobody: a drafter that is about to stop says so until it has.
+        names.drafter.change_info(draining=True)
+        await names.look()
+        assert (await names.drafter.info()).draining
+
+
+async def test_a_peer_that_serves_is_kept_though_it_is_named_no_more(tmp_path: Path) -> None:
+    async with following(tmp_path) as names:
+        everybody = {"s", "a:1", "b:1", "d0:2"}
+        await eventually(lambda: names.healthy == everybody)
+        names.answers |= {"v": set(), "d": set()}
+        await names.look()
+        assert names.known == everybody and not names.forgotten
+        # Nor does a resolver that is down take anybody away.
+        names.answers |= {"v": None, "d": None}
+        names.first.lost.set()
+        await eventually(lambda: "a:1" not in names.known)
+        assert names.known == {"s", "b:1", "d0:2"}
+
+
+async def test_a_verifier_that_is_gone_is_forgotten_by_all(tmp_path: Path) -> None:
+    async with following(tmp_path) as names:
+        await eventually(lambda: names.healthy == {"s", "a:1", "b:1", "d0:2"})
+        names.first.lost.set()
+        await eventually(lambda: "a:1" not in names.healthy)
+        # It is named still, so it may come back.
+        await names.look()
+        assert "a:1" in names.known
+        names.answers["v"] = {"b:1"}
+        await eventually(lambda: "a:1" not in names.known)
+        await eventually(lambda: names.drafter.detached == ["a:1"])
+        await eventually(lambda: names.forgotten == ["a:1"])
+        names.answers["v"] = {"a:1", "b:1"}
+        names.first.lost.clear()
+        await eventually(lambda: "a:1" in names.healthy)
+
+
+async def test_a_drafter_that_is_gone_is_forgotten(tmp_path: Path) -> None:
+    async with following(tmp_path) as names:
+        await eventually(lambda: "d0:2" in names.healthy)
+        names.answers["d"] = set()
+        names.drafter.lost = True
+        await eventually(lambda: "d0:2" not in names.known)
+        await eventually(lambda: names.forgotten == ["d0:2"])
+
+
+async def test_a_drafter_that_an_operator_removed_is_not_added_again(tmp_path: Path) -> None:
+    async with following(tmp_path) as names:
+        await eventually(lambda: "d0:2" in names.healthy)
+        await names.registry.forget_drafter(names.registry.drafters["d0:2"])
+        await names.look()
+        assert "d0:2" not in names.known
+
+
+async def test_requests_run_on_what_a_name_stands_for(tmp_path: Path) -> None:
+    async with following(tmp_path) as names:
+        await eventually(lambda: names.healthy == {"s", "a:1", "b:1", "d0:2"})
+        requests = [text_request(max_tokens=30) for _ in range(6)]
+        results = await asyncio.gather(*map(names.router.generate, requests))
+        assert {result.text for result in results} == {"abc" * 10}
+        assert names.first.specs and names.second.specs

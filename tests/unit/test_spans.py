@@ -1,0 +1,135 @@
+"""Spans of requests: none without a collector or a sample, and what OTLP carries of the others."""
+
+from __future__ import annotations
+
+import builtins
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from outrider import spans
+from outrider.errors import FailedPreconditionError, NotFoundError
+from outrider.spans import NO_SPAN, Sampling, TracingConfig, exporting
+from tests.fakes.collector import Collector, collecting
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as running:
+        yield running
+
+
+def config(collector: Collector, **more: Any) -> TracingConfig:
+    return TracingConfig(otlp_endpoint=collector.address, **more)
+
+
+def test_without_a_collector_nothing_is_traced() -> None:
+    with exporting(TracingConfig(), "x"):
+        span = spans.start("a", SAMPLED, may_begin=True)
+    assert span is NO_SPAN
+    assert (span.sampled, span.traceparent, span.trace_id) == (False, "", "")
+    with span.child("b") as child:
+        child.event("c")
+        child.set({"d": 1})
+    assert child is NO_SPAN
+
+
+def test_a_process_that_may_not_begin_a_trace_begins_none(collector: Collector) -> None:
+    with exporting(config(collector), "x"):
+        assert spans.start("a", "") is NO_SPAN
+        assert spans.start("a", UNSAMPLED) is NO_SPAN
+        assert spans.start("a", SAMPLED).sampled
+
+
+@pytest.mark.parametrize("header", ["", "junk", "00-" + "0" * 32 + f"-{PARENT}-01", "0" * 5000])
+def test_without_a_sound_header_the_ratio_decides(collector: Collector, header: str) -> None:
+    with exporting(config(collector, sample_ratio=0.0), "x"):
+        assert spans.start("a", header, may_begin=True) is NO_SPAN
+    with exporting(config(collector, sample_ratio=1.0), "x"):
+        span = spans.start("a", header, may_begin=True)
+        assert span.sampled and span.trace_id != TRACE
+
+
+def test_a_client_that_wants_no_trace_gets_none(collector: Collector) -> None:
+    with exporting(config(collector), "x"):
+        assert spans.start("a", UNSAMPLED, may_begin=True) is NO_SPAN
+
+
+def test_what_was_said_of_a_span_reaches_the_collector(collector: Collector) -> None:
+    with exporting(config(collector), "outrider-x", "one"):
+        span = spans.start("outer", SAMPLED, {"a": 1})
+        began = time.time() - 5.0
+        inner = span.child("inner", {"reasons": ("length",)}, began=began)
+        inner.event("token")
+        inner.end(at=began + 1.0)
+        span.end(NotFoundError("no such thing", reason="X"))
+        span.end()
+    (outer,), (found,) = collector.spans("outer"), collector.spans("inner")
+    assert (outer.service, outer.trace_id, outer.parent_id) == ("outrider-x", TRACE, PARENT)
+    assert outer.failed and outer.attributes == {"a": 1, "error.type": "NOT_FOUND"}
+    assert (found.trace_id, found.parent_id) == (TRACE, outer.span_id)
+    assert found.attributes == {"reasons": ["length"]} and found.events == ("token",)
+    assert found.ended - found.began == pytest.approx(1e9, abs=1e4)
+    assert not found.failed
+
+
+def test_another_process_goes_on_with_a_span(collector: Collector) -> None:
+    with exporting(config(collector), "first"):
+        span = spans.start("ours", "", may_begin=True)
+        header = span.traceparent
+        span.end()
+    with exporting(config(collector, sample_ratio=0.0), "second"):
+        spans.start("theirs", header).end()
+    (ours,), (theirs,) = collector.spans("ours"), collector.spans("theirs")
+    assert (theirs.trace_id, theirs.parent_id) == (ours.trace_id, ours.span_id)
+
+
+def test_a_client_that_leaves_is_no_error(collector: Collector) -> None:
+    with exporting(config(collector), "x"):
+        with pytest.raises(GeneratorExit), spans.start("a", SAMPLED):
+            raise GeneratorExit
+        with pytest.raises(ValueError), spans.start("b", SAMPLED):
+            raise ValueError("boom")
+    assert [span.failed for span in (*collector.spans("a"), *collector.spans("b"))] == [False, True]
+
+
+def test_a_process_ends_though_its_collector_is_away() -> None:
+    began = time.monotonic()
+    with exporting(TracingConfig(otlp_endpoint="127.0.0.1:1"), "x"):
+        spans.start("a", SAMPLED).end()
+    assert time.monotonic() - began < 30.0
+
+
+def test_an_endpoint_without_opentelemetry_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **more: Any) -> Any:
+        if name.startswith("opentelemetry"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *args, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with exporting(TracingConfig(), "x"):
+        pass
+    refused = pytest.raises(FailedPreconditionError, match=r"pip install 'outrider\[trace\]'")
+    with refused, exporting(TracingConfig(otlp_endpoint="127.0.0.1:1"), "x"):
+        pass
+
+
+@pytest.mark.parametrize("wrong", [{"sample_ratio": 1.5}, {"sample_ratio": -0.1}, {"rounds": 0}])
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"tracing\."):
+        TracingConfig(**wrong)
+
+
+def test_long_sessions_get_ever_fewer_spans() -> None:
+    sampling = Sampling(4)
+    taken = [number for number in range(40) if sampling.take()]
+    assert taken == [0, 1, 2, 3, 5, 7, 9, 11, 15, 19, 23, 27, 35]
