@@ -74,17 +74,10 @@ def nodes() -> Iterator[Nodes]:
 def fleet(nodes: Nodes, tiny_target: Path, tiny_head: Path) -> DetachedFleet:
     arguments = ["--model", str(tiny_target), "--head", str(tiny_head), "--threads", "1"]
     # The drafts of a random head never pay: they are to be made all the same.
-    arguments += [
-        "--planner",
-        "fixed",
-        "--verifiers",
-        "2",
-        "--detached",
-        "--listen",
-        f"0.0.0.0:{free_port()}",
-    ]
-    arguments += ["--strategy", "strict-spread", "--cpus-per-actor", "1"]
-    arguments += ["--verifier-resource", "verifying", "--drafter-resource", "drafting"]
+    arguments += ["--planner", "fixed", "--verifiers", "2", "--detached", "--metrics-port", "0"]
+    arguments += ["--listen", f"0.0.0.0:{free_port()}", "--strategy", "strict-spread"]
+    arguments += ["--cpus-per-actor", "1", "--verifier-resource", "verifying"]
+    arguments += ["--drafter-resource", "drafting"]
     launched = command("--ray-address", nodes.address, *arguments)
     return DetachedFleet(nodes, json.loads(launched.stdout.splitlines()[-1])["address"])
 

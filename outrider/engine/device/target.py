@@ -87,10 +87,11 @@ class TargetProgram:
         weights = self._model.weights
         eps = self._config.rms_norm_eps
         norms = [layer.weights.input_norm for layer in self._layers] + [weights.final_norm]
-        x, normed = embed(tokens, weights.embedding, norms[0], eps)
+        # With many rows the layers work in place, and so the last one where it is wanted.
+        last = None if self._hidden is None else self._hidden[: tokens.shape[0]]
+        x, normed = embed(tokens, weights.embedding, norms[0], eps, out=last)
         place = self._place(groups, tables, max_len)
         outputs: dict[int, Tensor] = {}
-        last = None if self._hidden is None else self._hidden[: x.shape[0]]
         for index, layer in enumerate(self._layers):
             out = last if index == len(self._layers) - 1 else None
             x, normed = self._layer(index, layer, x, normed, norms[index + 1], place, out)

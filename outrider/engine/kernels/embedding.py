@@ -22,21 +22,29 @@ _BLOCK: Final = 1024
 
 
 def embed(
-    tokens: Tensor, embedding: Tensor, norm_weight: Tensor, eps: float
+    tokens: Tensor,
+    embedding: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Normed]:
     """Rows [M, H] of embedding [V, H] for tokens int32 [M], and their RMSNorm for a product.
 
-    Ids below 0 (no node) read row 0. norm_weight [H].
+    Ids below 0 (no node) read row 0. norm_weight [H]. `out`: memory that the rows may take.
     """
     if halves_norms(tokens.shape[0], embedding):
         return embed_triton(tokens, embedding, norm_weight, eps)
-    x = embed_torch(tokens, embedding)
+    x = embed_torch(tokens, embedding, out=out)
     return x, rms_norm(x, norm_weight, eps)
 
 
-def embed_torch(tokens: Tensor, embedding: Tensor) -> Tensor:
+def embed_torch(tokens: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
     """The rows by torch's lookup."""
-    return F.embedding(tokens.clamp(min=0), embedding)
+    rows = tokens.clamp(min=0)
+    if out is None:
+        return F.embedding(rows, embedding)
+    return torch.index_select(embedding, 0, rows, out=out)
 
 
 def embed_triton(

@@ -170,7 +170,9 @@ def fused_linear(
     else:
         run = partial(fused_linear_wide, overwrite=overwrite)
     result = run(x_MK, weight_NK, bias=bias, residual=residual, gated=gated, out_dtype=out_dtype)
-    return result if out is None or result is out else out.copy_(result)
+    if out is None or result.data_ptr() == out.data_ptr():
+        return result
+    return out.copy_(result)
 
 
 def fused_linear_torch(
