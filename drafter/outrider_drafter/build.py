@@ -10,7 +10,7 @@ import torch
 
 from outrider.awake import AwakeCores
 from outrider.engine.checkpoint import load_model_config
-from outrider.engine.device.current import make_current
+from outrider.engine.device.current import check_device, make_current
 from outrider.engine.device.head_weights import can_extract
 from outrider.engine.heads import DraftHead, load_head, load_head_config
 from outrider.engine.linear import make_linear
@@ -44,6 +44,7 @@ def build_service(
     Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
     together.
     """
+    check_device(config.device)
     set_threads(config.threads, config.device)
     make_current(config.device)
     config = with_paths(config)

@@ -8,6 +8,7 @@
 
 A prompt is a text (used as it stands), a sequence of token ids, or a conversation of
 `ChatMessage`s (rendered with the model's chat template). Every error is an `OutriderError`.
+docs/sdk.md has an example for everything else.
 """
 
 from outrider.client.aio import AsyncClient, AsyncStream
@@ -32,6 +33,7 @@ from outrider.errors import (
 )
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import (
     ChatMessage,
     Delta,
@@ -41,6 +43,7 @@ from outrider.wire.inference import (
     ModelInfo,
     PromptInfo,
     ServerInfo,
+    TokenLogprobs,
     Usage,
     VerifierSummary,
 )
@@ -78,6 +81,8 @@ __all__ = [
     "ServerInfo",
     "SpecStats",
     "Stream",
+    "TlsConfig",
+    "TokenLogprobs",
     "UnauthenticatedError",
     "UnavailableError",
     "Usage",

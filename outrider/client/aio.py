@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -11,9 +10,9 @@ from typing import Self, TypeVar, Unpack
 
 import grpc
 
+from outrider.client.aio_calls import Farewells, pause, replace, wait
 from outrider.client.calls import (
     ABORT,
-    ABORT_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
     GENERATE,
     INFO_TIMEOUT_S,
@@ -26,10 +25,11 @@ from outrider.client.calls import (
 )
 from outrider.client.channels import Channels
 from outrider.client.collect import Collected
-from outrider.client.connecting import Door, call_metadata
+from outrider.client.connecting import Door, call_metadata, check_metadata
 from outrider.client.options import GenerateOptions, PromptLike, make_request
-from outrider.client.resuming import Again, Attempts
+from outrider.client.resuming import Attempts
 from outrider.client.retry import RetryPolicy, remaining
+from outrider.client.tracing import with_trace
 from outrider.errors import OutriderError
 from outrider.ids import RequestId
 from outrider.transport.tls import TlsConfig
@@ -60,18 +60,30 @@ class AsyncClient:
         metadata: Metadata = (),
         tls: TlsConfig | None = None,
         api_key: str | None = None,
+        tenant: str | None = None,
     ) -> None:
-        """`address` is HOST:PORT; `timeout_s` bounds each request, its retries included;
-        `metadata` goes with each call and may say whose it is (`x-outrider-tenant`). With `tls`
-        the connection is encrypted, by its `cert` mutually. Without an `api_key` that of the
-        variable OUTRIDER_API_KEY is shown, if there is one. Raises FailedPreconditionError for
-        certificates that are no good, InvalidRequestError for a key that no header can carry."""
+        """Nothing is connected before the first call.
+
+        Args:
+            address: HOST:PORT of the router.
+            timeout_s: seconds of each request, its retries included; None: no bound.
+            retry: which calls are tried again, and when.
+            metadata: goes with each call; (key, value), keys in lower case.
+            tls: encrypts the connection, mutually if it has a `cert`; None: plain text.
+            api_key: shown with each call; None: that of the variable OUTRIDER_API_KEY, if there
+                is one.
+            tenant: whose the requests are, for a router that takes its callers' word for it.
+
+        Raises:
+            FailedPreconditionError: certificates are no good (BAD_TLS).
+            InvalidRequestError: a key, tenant or metadata that no header can carry.
+        """
         self.address = address
-        self._metadata = call_metadata(metadata, api_key)
+        self._metadata = call_metadata(metadata, api_key=api_key, tenant=tenant)
         self._timeout_s = timeout_s
         self._retry = retry if retry is not None else RetryPolicy()
         self._channels = Channels(Door(address, tls).aio_channel)
-        self._farewells = _Farewells(self._channels, self._metadata)
+        self._farewells = Farewells(self._channels, self._metadata)
 
     async def __aenter__(self) -> Self:
         return self
@@ -95,20 +107,32 @@ class AsyncClient:
         prompt: PromptLike,
         *,
         timeout_s: float | None = None,
+        metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> GenerateResult:
-        """Continue a prompt and return the complete answer. Raises any `OutriderError`."""
+        """Continue a prompt and return the complete answer.
+
+        Args:
+            prompt: a text, token ids, or a conversation.
+            timeout_s: in place of the client's.
+            metadata: goes with this request, beside the client's.
+            options: see `GenerateOptions`.
+
+        Raises:
+            OutriderError: of any kind; `reason` tells programs why.
+        """
+        said = self._said(metadata)
         request, deadline = make_request(prompt, options), self._deadline(timeout_s)
         attempts = Attempts(self._retry, resumable=request.resumable)
         try:
-            answer = await self._attempt(request, attempts, deadline)
+            answer = await self._attempt(request, attempts, deadline, said)
         except asyncio.CancelledError:
             self._farewells.say(request)
             raise
         if answer is not None:
             return answer
         # The request has arrived, its answer has not: that is taken up as a stream.
-        async with self._open(request, attempts, deadline, resume=True) as stream:
+        async with self._open(request, attempts, deadline, said, resume=True) as stream:
             return await stream.result()
 
     def stream(
@@ -116,12 +140,16 @@ class AsyncClient:
         prompt: PromptLike,
         *,
         timeout_s: float | None = None,
+        metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
-        """Continue a prompt and iterate over the text as it comes."""
+        """Continue a prompt and iterate over the text as it comes; the arguments of `generate`.
+
+        The request is sent with the first step of the iteration, which raises what goes wrong.
+        """
         request = make_request(prompt, options)
         attempts = Attempts(self._retry, resumable=request.resumable)
-        return self._open(request, attempts, self._deadline(timeout_s))
+        return self._open(request, attempts, self._deadline(timeout_s), self._said(metadata))
 
     async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Cancel requests by id; those of the ids that were queued or running."""
@@ -136,6 +164,10 @@ class AsyncClient:
         """Served models."""
         return await self._call(LIST_MODELS, None, INFO_TIMEOUT_S)
 
+    def _said(self, metadata: Metadata) -> Metadata:
+        """What goes with a request, the caller's trace included."""
+        return with_trace((*self._metadata, *check_metadata(metadata)))
+
     def _deadline(self, timeout_s: float | None) -> float | None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return None if limit_s is None else time.monotonic() + limit_s
@@ -145,6 +177,7 @@ class AsyncClient:
         request: GenerateRequest,
         attempts: Attempts,
         deadline: float | None,
+        metadata: Metadata,
         *,
         resume: bool = False,
     ) -> AsyncStream:
@@ -155,12 +188,16 @@ class AsyncClient:
             attempts,
             deadline,
             farewells=self._farewells,
-            metadata=self._metadata,
+            metadata=metadata,
             resume=resume,
         )
 
     async def _attempt(
-        self, request: GenerateRequest, attempts: Attempts, deadline: float | None
+        self,
+        request: GenerateRequest,
+        attempts: Attempts,
+        deadline: float | None,
+        metadata: Metadata,
     ) -> GenerateResult | None:
         """The answer to a request; None if its stream is to be asked for instead."""
         method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
@@ -170,12 +207,12 @@ class AsyncClient:
             method = channel.unary_unary(GENERATE.path)
             try:
                 timeout_s = remaining(deadline, time.monotonic())
-                answer = await method(data, timeout=timeout_s, metadata=self._metadata)
+                answer = await method(data, timeout=timeout_s, metadata=metadata)
                 return GENERATE.decode(answer)
             except grpc.aio.AioRpcError as error:
                 problem = typed(error, self.address)
-            await _replace(self._channels, channel, problem)
-            if await _wait(attempts.after(problem, now=time.monotonic()), problem, deadline):
+            await replace(self._channels, channel, problem)
+            if await wait(attempts.after(problem, now=time.monotonic()), problem, deadline):
                 return None
 
     async def _call(
@@ -194,8 +231,8 @@ class AsyncClient:
                 return rpc.decode(answer)
             except grpc.aio.AioRpcError as error:
                 problem = typed(error, self.address)
-            await _replace(self._channels, channel, problem)
-            await _pause(self._retry, attempt, problem, deadline)
+            await replace(self._channels, channel, problem)
+            await pause(self._retry, attempt, problem, deadline)
             attempt += 1
 
 
@@ -214,7 +251,7 @@ class AsyncStream:
         attempts: Attempts,
         deadline: float | None,
         *,
-        farewells: _Farewells,
+        farewells: Farewells,
         metadata: Metadata,
         resume: bool = False,
     ) -> None:
@@ -314,14 +351,14 @@ class AsyncStream:
     async def _recover(self, problem: OutriderError) -> None:
         self._call = None
         try:
-            await _replace(self._channels, self._channel, problem)
+            await replace(self._channels, self._channel, problem)
             again = self._attempts.after(
                 problem,
                 informed=self._collected.info is not None,
                 told=self._collected.heard_tokens,
                 now=time.monotonic(),
             )
-            self._resume = await _wait(again, problem, self._deadline)
+            self._resume = await wait(again, problem, self._deadline)
         except OutriderError:
             self._over = True
             raise
@@ -335,61 +372,3 @@ class AsyncStream:
         if self._call is not None:
             self._call.cancel()
         return self._farewells.say(self._request)
-
-
-class _Farewells:
-    """Tells the router of resumable requests that nobody wants any more, in the background."""
-
-    def __init__(self, channels: Channels[grpc.aio.Channel], metadata: Metadata) -> None:
-        self._channels = channels
-        self._metadata = metadata
-        self._tasks: set[asyncio.Future[None]] = set()
-
-    def say(self, request: GenerateRequest) -> asyncio.Future[None]:
-        """Have a request aborted; other requests end with their calls."""
-        task: asyncio.Future[None] = asyncio.ensure_future(self._abort(request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def said(self) -> None:
-        """Wait until all were told, within a bound."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _abort(self, request: GenerateRequest) -> None:
-        if not request.resumable or request.request_id is None:
-            return
-        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
-        method = self._channels.current.unary_unary(ABORT.path)
-        # A router that does not hear of it finds out within its grace time.
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            data = ABORT.encode([request.request_id])
-            await method(data, timeout=ABORT_TIMEOUT_S, metadata=self._metadata)
-
-
-async def _replace(
-    channels: Channels[grpc.aio.Channel], channel: grpc.aio.Channel, problem: OutriderError
-) -> None:
-    """Have calls go by a new channel if this one broke."""
-    old = channels.broke(channel, problem)
-    if old is not None:
-        await old.close()
-
-
-async def _wait(again: Again, problem: OutriderError, deadline: float | None) -> bool:
-    """Wait before the next attempt, and say whether it resumes; `problem` if it is too late."""
-    left_s = remaining(deadline, time.monotonic())
-    if left_s is not None and again.delay_s >= left_s:
-        raise problem
-    await asyncio.sleep(again.delay_s)
-    return again.resume
-
-
-async def _pause(
-    retry: RetryPolicy, attempt: int, problem: OutriderError, deadline: float | None
-) -> None:
-    """Wait before the next attempt; raises `problem` if there is to be none."""
-    delay_s = retry.delay_s(attempt, problem)
-    if delay_s is None:
-        raise problem
-    await _wait(Again(delay_s, resume=False), problem, deadline)

@@ -73,6 +73,14 @@ def _dispatch(arguments: list[str]) -> int:
             from outrider.client import status_command
 
             return status_command.run(args)
+        case "certs":
+            from outrider.client import certs_command
+
+            return certs_command.run(args)
+        case "keys":
+            from outrider.client import keys_command
+
+            return keys_command.run(args)
         case "drafters":
             from outrider.client import drafters_command
 
@@ -86,8 +94,10 @@ def _dispatch(arguments: list[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     from outrider.client import (
+        certs_command,
         drafters_command,
         generate,
+        keys_command,
         models_command,
         serve,
         status_command,
@@ -103,6 +113,8 @@ def make_parser() -> argparse.ArgumentParser:
         ("generate", generate, "answer prompts"),
         ("status", status_command, "show a router and its fleet"),
         ("drafters", drafters_command, "add drafters to a running router, or remove them"),
+        ("certs", certs_command, "make an authority and certificates for a fleet"),
+        ("keys", keys_command, "make API keys"),
         ("models", models_command, "pull and list models"),
     ):
         module.add_arguments(commands.add_parser(name, help=text, allow_abbrev=False))

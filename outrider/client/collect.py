@@ -11,6 +11,7 @@ from outrider.wire.inference import (
     PromptInfo,
     StreamEvent,
     StreamPosition,
+    TokenLogprobs,
 )
 
 
@@ -21,6 +22,7 @@ class Collected:
         self.info: PromptInfo | None = None
         self.finish: FinishInfo | None = None
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self._text: list[str] = []
         self._characters = 0
 
@@ -49,6 +51,7 @@ class Collected:
                 self.finish = event
             case Delta():
                 self.token_ids.extend(event.token_ids)
+                self.logprobs.extend(event.logprobs)
                 self._text.append(event.text)
                 self._characters += len(event.text)
                 return event
@@ -64,4 +67,5 @@ class Collected:
             text=self.text,
             token_ids=tuple(self.token_ids),
             finish=self.finish,
+            logprobs=tuple(self.logprobs),
         )

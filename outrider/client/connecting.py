@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
@@ -11,25 +12,52 @@ import grpc
 from outrider.client.calls import Metadata, client_options
 from outrider.errors import InvalidRequestError
 from outrider.transport.grpc.credentials import channel_credentials
-from outrider.transport.tls import Role, TlsConfig, TlsFiles
+from outrider.transport.tls import TlsConfig, TlsFiles
 
 API_KEY_VARIABLE: Final = "OUTRIDER_API_KEY"
 """Environment variable with the key of clients that are given none."""
 
+TENANT_KEY: Final = "x-outrider-tenant"
+"""Metadata that says whose a call is, to routers that take the caller's word for it."""
+_KEY: Final = re.compile(r"[a-z0-9_.-]+")
+
 Options: TypeAlias = "Sequence[tuple[str, int | str]]"
 
 
-def call_metadata(metadata: Metadata, api_key: str | None) -> Metadata:
+def call_metadata(
+    metadata: Metadata, *, api_key: str | None = None, tenant: str | None = None
+) -> Metadata:
     """What goes with each call. Without a key the environment may name one.
 
-    Raises InvalidRequestError for a key that no header can carry.
+    Raises InvalidRequestError for what no header can carry.
     """
+    found = list(check_metadata(metadata))
+    if tenant is not None:
+        found.append((TENANT_KEY, _printable(tenant, "a tenant", "INVALID_TENANT")))
     key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
-    if not key:
-        return metadata
-    if not (key.isascii() and key.isprintable()):
-        raise InvalidRequestError("an API key is printable ASCII", reason="INVALID_API_KEY")
-    return (*metadata, ("authorization", f"Bearer {key}"))
+    if key:
+        key = _printable(key, "an API key", "INVALID_API_KEY")
+        found.append(("authorization", f"Bearer {key}"))
+    return tuple(found)
+
+
+def check_metadata(metadata: Metadata) -> Metadata:
+    """The same; InvalidRequestError for what no header can carry."""
+    for key, value in metadata:
+        if not _KEY.fullmatch(key):
+            raise InvalidRequestError(
+                f"a key of metadata has lower-case letters, digits, '-', '_' and '.', got {key!r}",
+                reason="INVALID_METADATA",
+            )
+        _printable(value, f"metadata {key}", "INVALID_METADATA")
+    return metadata
+
+
+def _printable(value: str, what: str, reason: str) -> str:
+    # Not shown: it may be a secret.
+    if not (value and value.isascii() and value.isprintable()):
+        raise InvalidRequestError(f"{what} is printable ASCII, and not empty", reason=reason)
+    return value
 
 
 class Door:
@@ -43,7 +71,7 @@ class Door:
         """
         self._address = address
         self._files = None if tls is None else TlsFiles(tls)
-        named = () if tls is None else tls.names.get(Role.ROUTER, ())
+        named = () if tls is None else tls.names.router
         self._name = named[0] if named else ""
 
     def channel(self) -> grpc.Channel:
@@ -65,3 +93,16 @@ class Door:
         if self._name:
             options.append(("grpc.ssl_target_name_override", self._name))
         return options
+
+
+def is_serving(address: str, tls: TlsConfig | None, timeout_s: float = 5.0) -> bool:
+    """Whether a process says of itself, to everybody, that it serves."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with Door(address, tls).channel() as channel:
+        try:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -62,7 +62,7 @@ def remove_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> Rem
 
 
 def _call(pool: str, method: str, request: bytes, timeout_s: float, tls: TlsConfig | None) -> bytes:
-    metadata = call_metadata((), None)
+    metadata = call_metadata(())
     with Door(pool, tls).channel() as channel:
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_SERVICE + method)
         try:

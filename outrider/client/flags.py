@@ -11,7 +11,7 @@ from outrider.errors import InvalidRequestError
 from outrider.spec.plan import MAX_FAN_OUT
 from outrider.spec.sampling import UINT64_MAX
 from outrider.transport.tls import TlsConfig
-from outrider.wire.limits import MAX_PRIORITY
+from outrider.wire.limits import MAX_PRIORITY, MAX_TOP_LOGPROBS
 
 AUTO = "auto"
 """A choice that is left to the server."""
@@ -93,6 +93,14 @@ def priority(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
     if abs(value) > MAX_PRIORITY:
         raise argparse.ArgumentTypeError(f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+    return value
+
+
+def top_logprobs(text: str) -> int:
+    """How many of the most probable ids to give with each token."""
+    value = at_least(0)(text)
+    if value > MAX_TOP_LOGPROBS:
+        raise argparse.ArgumentTypeError(f"must be in [0, {MAX_TOP_LOGPROBS}]")
     return value
 
 

@@ -8,18 +8,30 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from outrider.client.aio import AsyncClient
-from outrider.client.flags import add_look_ahead_arguments, at_least, bias, priority, seed
+from outrider.client.flags import (
+    add_connecting_arguments,
+    add_look_ahead_arguments,
+    at_least,
+    bias,
+    priority,
+    seed,
+    tls_of,
+    top_logprobs,
+)
 from outrider.client.local import CPU, LocalCluster, LocalConfig, say
 from outrider.client.modelfiles import DEFAULT_MODEL, ModelFiles, find_model
 from outrider.client.options import GenerateOptions, assistant, user
 from outrider.client.placing import add_placing_arguments, placing_of
 from outrider.client.prompts import Turns, read_prompts
 from outrider.client.status_command import simulation_note
+from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import ChatMessage, GenerateResult
 
 DEFAULT_MAX_TOKENS = 256
@@ -69,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", metavar="N", type=seed)
     add("--rule", choices=[rule.value for rule in Rule], help="default: coupled")
+    add("--logprobs", metavar="N", type=top_logprobs, help="with --json: and the N best ids'")
     add("--priority", metavar="N", type=priority, help="greater goes first; default: 0")
     add("--drafter", choices=DRAFTERS, help="default: eagle3; ngram for a model without a head")
     add("--draft-tokens", metavar="N", type=at_least(0), default=4, help="a round; default: 4")
@@ -77,21 +90,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
     add_placing_arguments(parser)
     add("--router", metavar="HOST:PORT", help="use this router instead of starting processes")
+    add_connecting_arguments(parser)
     add("--json", action="store_true", help="one JSON object a prompt, in input order")
     add("--concurrency", metavar="N", type=at_least(1), default=1, help="prompts at a time")
     add("--model", metavar="NAME|DIR", help=f"default: {DEFAULT_MODEL}")
     add("--head", metavar="DIR", type=Path, help="default: the one that ships for the model")
+    add_connecting_arguments(parser)
     add("--draft-model", metavar="NAME|DIR", help="for --drafter model; default: the model itself")
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer every prompt; the exit status. Raises OutriderError."""
+    if args.logprobs is not None and not args.json:
+        raise InvalidRequestError("--logprobs needs --json", reason="INVALID_FLAG")
     prompts = [(args.prompt,)] if args.prompts is None else read_prompts(args.prompts)
     if args.router is not None:
         ignored = [name for name in LOCAL_ONLY if getattr(args, name) not in (None, False)]
         for name in ignored:
             say(f"--{name.replace('_', '-')} is ignored: it is the router's own choice")
-        return asyncio.run(_answer_all(args, prompts, args.router))
+        return asyncio.run(_answer_all(args, prompts, args.router, tls_of(args)))
     concurrency = min(args.concurrency, len(prompts))
     files = find_model(args.model or DEFAULT_MODEL, head=args.head)
     if args.drafter is None and files.head is None:
@@ -146,6 +163,8 @@ def options_of(args: argparse.Namespace) -> GenerateOptions:
         options["rule"] = args.rule
     if args.priority is not None:
         options["priority"] = args.priority
+    if args.logprobs is not None:
+        options["top_logprobs"] = args.logprobs
     if args.look_ahead is not None:
         options["look_ahead"] = args.look_ahead
     if args.fan_out is not None:
@@ -186,7 +205,7 @@ def describe(answers: Answers) -> dict[str, object]:
 
 def _describe_one(answer: GenerateResult) -> dict[str, object]:
     stats = answer.finish.stats
-    return {
+    described: dict[str, object] = {
         "text": answer.text,
         "token_ids": list(answer.token_ids),
         "finish_reason": answer.finish.reason.value,
@@ -204,6 +223,9 @@ def _describe_one(answer: GenerateResult) -> dict[str, object]:
             "fresh_accepted": stats.fresh_accepted,
         },
     }
+    if answer.logprobs:
+        described["logprobs"] = [asdict(entry) for entry in answer.logprobs]
+    return described
 
 
 def mean_emitted(emitted: int, rounds: int) -> float:
@@ -211,10 +233,12 @@ def mean_emitted(emitted: int, rounds: int) -> float:
     return round(emitted / rounds, 4) if rounds else 0.0
 
 
-async def _answer_all(args: argparse.Namespace, prompts: Sequence[Turns], address: str) -> int:
+async def _answer_all(
+    args: argparse.Namespace, prompts: Sequence[Turns], address: str, tls: TlsConfig | None = None
+) -> int:
     options = options_of(args)
     started = time.monotonic()
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, tls=tls) as client:
         note = simulation_note(await client.server_info())
         if note:
             say(f"{note}: the answers are not the model's")

@@ -18,11 +18,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from outrider.client.certs_command import tls_from
+from outrider.client.connecting import is_serving
 from outrider.client.processes import ChildProcess
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync import Client
-from outrider.errors import InvalidRequestError, OutriderError, UnavailableError
+from outrider.errors import (
+    InvalidRequestError,
+    OutriderError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from outrider.spec.plan import DraftMethod
+from outrider.transport.tls import Role, TlsConfig
 from outrider.wire.inference import ServerInfo
 
 START_S = 600.0
@@ -104,6 +112,10 @@ class LocalConfig:
     """Where verifier and drafter leave their timelines when they end; None: they keep none."""
     metrics_port: int | None = None
     """Prometheus port of the router; None serves none."""
+    tls_dir: Path | None = None
+    """Certificates that `outrider certs` made; None: all connections are plain text."""
+    api_keys: Path | None = None
+    """File of the API keys that clients must have; None asks for none."""
     log_dir: Path | None = None
     """Where the processes' logs go; None takes a folder that is removed at the end."""
     inherit_logs: bool = False
@@ -250,8 +262,10 @@ class LocalCluster:
 
     def _wait_healthy(self, address: str) -> None:
         end = time.monotonic() + START_S
-        with Client(address, retry=RetryPolicy(max_attempts=1)) as client:
-            while not _healthy(client):
+        directory = self._config.tls_dir
+        tls = None if directory is None else TlsConfig(ca=directory / "ca.pem")
+        with Client(address, retry=RetryPolicy(max_attempts=1), tls=tls) as client:
+            while not _healthy(client, address, tls):
                 for process in self.processes:
                     if process.exit_status is not None:
                         raise process.died()
@@ -264,12 +278,22 @@ class LocalCluster:
                 time.sleep(0.05)
 
 
-def _healthy(client: Client) -> bool:
+def _healthy(client: Client, address: str, tls: TlsConfig | None) -> bool:
     try:
         info: ServerInfo = client.server_info()
+    except UnauthenticatedError:
+        # Without a key of our own we hear no more than whether a verifier was found.
+        return is_serving(address, tls)
     except OutriderError:
         return False
     return all(v.healthy for v in info.verifiers) and all(d.healthy for d in info.drafters)
+
+
+def _tls_flags(config: LocalConfig, role: Role) -> dict[str, object]:
+    if config.tls_dir is None:
+        return {}
+    tls = tls_from(config.tls_dir, role)
+    return {"tls_cert": tls.cert, "tls_key": tls.key, "tls_ca": tls.ca}
 
 
 def _flags(**values: object) -> list[str]:
@@ -327,6 +351,7 @@ def verifier_args(config: LocalConfig, gpus: int = 0) -> list[str]:
         bench_row_us=config.row_us or None,
         trace_file=None if config.trace_dir is None else config.trace_dir / "verifier.json",
         verifier_id="verifier-0",
+        **_tls_flags(config, Role.VERIFIER),
     )
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
 
@@ -347,6 +372,7 @@ def drafter_args(config: LocalConfig, gpus: int = 0) -> list[str]:
         bench_slowdown=config.drafter_slowdown if config.drafter_slowdown != 1.0 else None,
         trace_file=None if config.trace_dir is None else config.trace_dir / "drafter.json",
         drafter_id="drafter-0",
+        **_tls_flags(config, Role.DRAFTER),
     )
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
 
@@ -365,4 +391,6 @@ def router_args(config: LocalConfig, verifier: str, drafter: str | None) -> list
         journal=config.journal,
         slow_reader_s=config.slow_reader_s,
         metrics_port=config.metrics_port,
+        api_keys=config.api_keys,
+        **_tls_flags(config, Role.ROUTER),
     )

@@ -78,6 +78,9 @@ class GenerateOptions(TypedDict, total=False):
     """0 drafts in lock-step; 1 lets the verifier's planner have drafts made ahead of verdicts."""
     fan_out: int
     """Outcomes drafted ahead a round, at most 64; 0 leaves them to the drafter."""
+    top_logprobs: int
+    """Log-probabilities of the emitted tokens, and of so many of the most probable ids in their
+    places; in [0, 20], 0 gives the emitted tokens' alone."""
     model: str
     """Name of a served model."""
     request_id: str
@@ -160,6 +163,7 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
         ),
         priority=options.get("priority", 0),
         resumable=resume,
+        top_logprobs=options.get("top_logprobs"),
         structured_output=_structured(options),
     )
 

@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--queue-limit", type=at_least(0), metavar="N", help="requests that may wait")
     add("--journal", type=Path, metavar="FILE", help="log by which requests survive the router")
     add("--threads", type=at_least(1), metavar="N", help="of verifier and drafter each")
+    add("--tls-dir", type=Path, metavar="DIR", help="certificates, from `outrider certs DIR`")
+    add("--api-keys", type=Path, metavar="FILE", help="keys that clients must have")
     add("--metrics-port", type=at_least(0), metavar="P", help="of the router")
     add("--trace-dir", type=Path, help="verifier and drafter leave their timelines there")
     bench = parser.add_argument_group("benchmarks only").add_argument
@@ -112,6 +114,8 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         drafter_slowdown=args.drafter_slowdown,
         trace_dir=args.trace_dir,
         metrics_port=args.metrics_port,
+        tls_dir=args.tls_dir,
+        api_keys=args.api_keys,
         inherit_logs=True,
     )
 
@@ -162,6 +166,10 @@ def ray_args(config: LocalConfig) -> list[str]:
         raise InvalidRequestError(
             "--exchange-delay-ms, --drafter-slowdown and --trace-dir are for --runtime processes",
             reason="INVALID_FLAG",
+        )
+    if config.tls_dir is not None or config.api_keys is not None:
+        raise InvalidRequestError(
+            "--tls-dir and --api-keys are for --runtime processes", reason="INVALID_FLAG"
         )
     values: dict[str, object] = {
         "model": config.model,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -12,7 +11,6 @@ import grpc
 
 from outrider.client.calls import (
     ABORT,
-    ABORT_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
     GENERATE,
     INFO_TIMEOUT_S,
@@ -25,10 +23,12 @@ from outrider.client.calls import (
 )
 from outrider.client.channels import Channels
 from outrider.client.collect import Collected
-from outrider.client.connecting import Door, call_metadata
+from outrider.client.connecting import Door, call_metadata, check_metadata
 from outrider.client.options import GenerateOptions, PromptLike, make_request
-from outrider.client.resuming import Again, Attempts
+from outrider.client.resuming import Attempts
 from outrider.client.retry import RetryPolicy, remaining
+from outrider.client.sync_calls import pause, replace, say_farewell, wait
+from outrider.client.tracing import with_trace
 from outrider.errors import OutriderError
 from outrider.ids import RequestId
 from outrider.transport.tls import TlsConfig
@@ -59,14 +59,26 @@ class Client:
         metadata: Metadata = (),
         tls: TlsConfig | None = None,
         api_key: str | None = None,
+        tenant: str | None = None,
     ) -> None:
-        """`address` is HOST:PORT; `timeout_s` bounds each request, its retries included;
-        `metadata` goes with each call and may say whose it is (`x-outrider-tenant`). With `tls`
-        the connection is encrypted, by its `cert` mutually. Without an `api_key` that of the
-        variable OUTRIDER_API_KEY is shown, if there is one. Raises FailedPreconditionError for
-        certificates that are no good, InvalidRequestError for a key that no header can carry."""
+        """Nothing is connected before the first call.
+
+        Args:
+            address: HOST:PORT of the router.
+            timeout_s: seconds of each request, its retries included; None: no bound.
+            retry: which calls are tried again, and when.
+            metadata: goes with each call; (key, value), keys in lower case.
+            tls: encrypts the connection, mutually if it has a `cert`; None: plain text.
+            api_key: shown with each call; None: that of the variable OUTRIDER_API_KEY, if there
+                is one.
+            tenant: whose the requests are, for a router that takes its callers' word for it.
+
+        Raises:
+            FailedPreconditionError: certificates are no good (BAD_TLS).
+            InvalidRequestError: a key, tenant or metadata that no header can carry.
+        """
         self.address = address
-        self._metadata = call_metadata(metadata, api_key)
+        self._metadata = call_metadata(metadata, api_key=api_key, tenant=tenant)
         self._timeout_s = timeout_s
         self._retry = retry if retry is not None else RetryPolicy()
         self._channels = Channels(Door(address, tls).channel)
@@ -92,23 +104,35 @@ class Client:
         prompt: PromptLike,
         *,
         timeout_s: float | None = None,
+        metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> GenerateResult:
-        """Continue a prompt and return the complete answer. Raises any `OutriderError`."""
+        """Continue a prompt and return the complete answer.
+
+        Args:
+            prompt: a text, token ids, or a conversation.
+            timeout_s: in place of the client's.
+            metadata: goes with this request, beside the client's.
+            options: see `GenerateOptions`.
+
+        Raises:
+            OutriderError: of any kind; `reason` tells programs why.
+        """
+        said = self._said(metadata)
         request, deadline = make_request(prompt, options), self._deadline(timeout_s)
         attempts = Attempts(self._retry, resumable=request.resumable)
         try:
-            answer = self._attempt(request, attempts, deadline)
+            answer = self._attempt(request, attempts, deadline, said)
         except OutriderError:
             raise
         except BaseException:
             # An interrupt: nobody waits for the answer any more.
-            _say_farewell(self._channels, request, self._metadata)
+            say_farewell(self._channels, request, self._metadata)
             raise
         if answer is not None:
             return answer
         # The request has arrived, its answer has not: that is taken up as a stream.
-        with self._open(request, attempts, deadline, resume=True) as stream:
+        with self._open(request, attempts, deadline, said, resume=True) as stream:
             return stream.result()
 
     def stream(
@@ -116,12 +140,16 @@ class Client:
         prompt: PromptLike,
         *,
         timeout_s: float | None = None,
+        metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> Stream:
-        """Continue a prompt and iterate over the text as it comes."""
+        """Continue a prompt and iterate over the text as it comes; the arguments of `generate`.
+
+        The request is sent with the first step of the iteration, which raises what goes wrong.
+        """
         request = make_request(prompt, options)
         attempts = Attempts(self._retry, resumable=request.resumable)
-        return self._open(request, attempts, self._deadline(timeout_s))
+        return self._open(request, attempts, self._deadline(timeout_s), self._said(metadata))
 
     def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Cancel requests by id; those of the ids that were queued or running."""
@@ -136,6 +164,10 @@ class Client:
         """Served models."""
         return self._call(LIST_MODELS, None, INFO_TIMEOUT_S)
 
+    def _said(self, metadata: Metadata) -> Metadata:
+        """What goes with a request, the caller's trace included."""
+        return with_trace((*self._metadata, *check_metadata(metadata)))
+
     def _deadline(self, timeout_s: float | None) -> float | None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return None if limit_s is None else time.monotonic() + limit_s
@@ -145,6 +177,7 @@ class Client:
         request: GenerateRequest,
         attempts: Attempts,
         deadline: float | None,
+        metadata: Metadata,
         *,
         resume: bool = False,
     ) -> Stream:
@@ -154,12 +187,16 @@ class Client:
             request,
             attempts,
             deadline,
-            metadata=self._metadata,
+            metadata=metadata,
             resume=resume,
         )
 
     def _attempt(
-        self, request: GenerateRequest, attempts: Attempts, deadline: float | None
+        self,
+        request: GenerateRequest,
+        attempts: Attempts,
+        deadline: float | None,
+        metadata: Metadata,
     ) -> GenerateResult | None:
         """The answer to a request; None if its stream is to be asked for instead."""
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
@@ -169,12 +206,12 @@ class Client:
             method = channel.unary_unary(GENERATE.path)
             try:
                 timeout_s = remaining(deadline, time.monotonic())
-                answer = method(data, timeout=timeout_s, metadata=self._metadata)
+                answer = method(data, timeout=timeout_s, metadata=metadata)
                 return GENERATE.decode(answer)
             except grpc.RpcError as error:
                 problem = typed(error, self.address)
-            _replace(self._channels, channel, problem)
-            if _wait(attempts.after(problem, now=time.monotonic()), problem, deadline):
+            replace(self._channels, channel, problem)
+            if wait(attempts.after(problem, now=time.monotonic()), problem, deadline):
                 return None
 
     def _call(
@@ -193,8 +230,8 @@ class Client:
                 return rpc.decode(answer)
             except grpc.RpcError as error:
                 problem = typed(error, self.address)
-            _replace(self._channels, channel, problem)
-            _pause(self._retry, attempt, problem, deadline)
+            replace(self._channels, channel, problem)
+            pause(self._retry, attempt, problem, deadline)
             attempt += 1
 
 
@@ -303,14 +340,14 @@ class Stream:
     def _recover(self, problem: OutriderError) -> None:
         self._call = None
         try:
-            _replace(self._channels, self._channel, problem)
+            replace(self._channels, self._channel, problem)
             again = self._attempts.after(
                 problem,
                 informed=self._collected.info is not None,
                 told=self._collected.heard_tokens,
                 now=time.monotonic(),
             )
-            self._resume = _wait(again, problem, self._deadline)
+            self._resume = wait(again, problem, self._deadline)
         except OutriderError:
             self._over = True
             raise
@@ -320,46 +357,4 @@ class Stream:
         self._over = True
         if self._call is not None:
             self._call.cancel()
-        _say_farewell(self._channels, self._request, self._metadata)
-
-
-def _say_farewell(
-    channels: Channels[grpc.Channel], request: GenerateRequest, metadata: Metadata
-) -> None:
-    """Tell the router that nobody wants a resumable request; others end with their calls."""
-    if not request.resumable or request.request_id is None:
-        return
-    method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
-    method = channels.current.unary_unary(ABORT.path)
-    # A router that does not hear of it finds out within its grace time.
-    with contextlib.suppress(grpc.RpcError):
-        data = ABORT.encode([request.request_id])
-        method(data, timeout=ABORT_TIMEOUT_S, metadata=metadata)
-
-
-def _replace(
-    channels: Channels[grpc.Channel], channel: grpc.Channel, problem: OutriderError
-) -> None:
-    """Have calls go by a new channel if this one broke."""
-    old = channels.broke(channel, problem)
-    if old is not None:
-        old.close()
-
-
-def _wait(again: Again, problem: OutriderError, deadline: float | None) -> bool:
-    """Wait before the next attempt, and say whether it resumes; `problem` if it is too late."""
-    left_s = remaining(deadline, time.monotonic())
-    if left_s is not None and again.delay_s >= left_s:
-        raise problem
-    time.sleep(again.delay_s)
-    return again.resume
-
-
-def _pause(
-    retry: RetryPolicy, attempt: int, problem: OutriderError, deadline: float | None
-) -> None:
-    """Wait before the next attempt; raises `problem` if there is to be none."""
-    delay_s = retry.delay_s(attempt, problem)
-    if delay_s is None:
-        raise problem
-    _wait(Again(delay_s, resume=False), problem, deadline)
+        say_farewell(self._channels, self._request, self._metadata)

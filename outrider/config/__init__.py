@@ -9,10 +9,11 @@ An unknown key or variable is an error that names the one that may be meant.
 from outrider.config.building import from_plain
 from outrider.config.environment import Environment
 from outrider.config.loading import Loaded, comma_list, load, load_config, parse_config
-from outrider.config.marks import OneOf
+from outrider.config.marks import KeysOf, OneOf
 
 __all__ = [
     "Environment",
+    "KeysOf",
     "Loaded",
     "OneOf",
     "comma_list",

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
+from outrider.config.marks import KeysOf
 from outrider.errors import InvalidRequestError
 
 ConfigT = TypeVar("ConfigT")
@@ -29,10 +30,8 @@ def _build(cls: type[ConfigT], values: Mapping[str, object], *, where: str) -> C
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls} is not a dataclass")
     names = [field.name for field in dataclasses.fields(cls) if field.init]
-    for key in values:
-        if key not in names:
-            raise invalid(f"unknown configuration key {where}{key}{nearest(key, names, where)}")
-    hints = typing.get_type_hints(cls)
+    _check_names(values, names, where)
+    hints = typing.get_type_hints(cls, include_extras=True)
     arguments = {
         key: _convert(hints[key], value, where=f"{where}{key}") for key, value in values.items()
     }
@@ -51,6 +50,12 @@ def _build(cls: type[ConfigT], values: Mapping[str, object], *, where: str) -> C
         raise invalid(f"invalid configuration: {error}") from error
 
 
+def _check_names(values: Mapping[str, object], names: Sequence[str], where: str) -> None:
+    for key in values:
+        if key not in names:
+            raise invalid(f"unknown configuration key {where}{key}{nearest(key, names, where)}")
+
+
 def nearest(key: str, names: Sequence[str], where: str = "") -> str:
     """What an error says of the known keys: the one that may be meant, and all."""
     near = difflib.get_close_matches(key, names, n=1)
@@ -65,6 +70,11 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 def _convert(hint: Any, value: object, *, where: str) -> object:
     """Check `value` against a field's type: scalars, enums, paths, tuples, maps, dataclasses."""
     origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        for mark in hint.__metadata__:
+            if isinstance(mark, KeysOf):
+                return _check_keys(mark, _expect(dict, value, where), where=f"{where}.")
+        return _convert(hint.__origin__, value, where=where)
     if origin is Union or origin is types.UnionType:
         return _convert_union(hint, value, where=where)
     if origin is tuple:
@@ -80,6 +90,19 @@ def _convert(hint: Any, value: object, *, where: str) -> object:
             return value
         return _build(typing.cast(type, hint), _expect(dict, value, where), where=f"{where}.")
     return _convert_scalar(hint, value, where=where)
+
+
+def _check_keys(mark: KeysOf, values: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Some keys of another configuration, as they are: its own dataclass is built from them."""
+    hints = typing.get_type_hints(mark.config, include_extras=True)
+    for key in values:
+        if key in mark.but:
+            raise invalid(f"{where}{key} may not be given here: another key decides it")
+    fields = dataclasses.fields(mark.config)
+    _check_names(values, [f.name for f in fields if f.init and f.name not in mark.but], where)
+    for key, value in values.items():
+        _convert(hints[key], value, where=f"{where}{key}")
+    return values
 
 
 def _convert_union(hint: Any, value: object, *, where: str) -> object:

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Union
 
-from outrider.config.marks import OneOf
+from outrider.config.marks import KeysOf, OneOf
 
 CHOSEN = object()
 """The default of a field whose value is chosen anew in every process."""
@@ -28,7 +28,8 @@ class Kind:
     """The type of a value, without whether it may be unset."""
 
     word: str
-    """boolean, integer, number, text, path, list, table or tables (by name)."""
+    """boolean, integer, number, text, path, list, table, tables (by name) or keys (some of a
+    table)."""
     choices: tuple[str, ...] = ()
     """Of a text: what it may be; none: anything."""
     item: Kind | None = None
@@ -78,7 +79,7 @@ def keys_of(table: Table, where: str = "") -> Iterator[tuple[str, Field]]:
         kind, name = field.kind, f"{where}{field.name}"
         if kind.item is not None and kind.item.table is not None:
             kind, name = kind.item, f"{name}.NAME"
-        if kind.table is None:
+        if kind.table is None or kind.word == "keys":
             yield name, field
         else:
             yield from keys_of(kind.table, f"{name}.")
@@ -100,9 +101,12 @@ def plain(value: object) -> object:
 def _kind(hint: Any) -> Kind:
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
-        kind = _kind(hint.__origin__)
-        marks = [mark for mark in hint.__metadata__ if isinstance(mark, OneOf)]
-        return dataclasses.replace(kind, choices=marks[0].choices) if marks else kind
+        for mark in hint.__metadata__:
+            if isinstance(mark, OneOf):
+                return dataclasses.replace(_kind(hint.__origin__), choices=mark.choices)
+            if isinstance(mark, KeysOf):
+                return Kind("keys", table=_without(describe(mark.config), mark.but))
+        return _kind(hint.__origin__)
     if origin is Union or origin is types.UnionType:
         members = [each for each in typing.get_args(hint) if each is not type(None)]
         if len(members) != 1:
@@ -123,6 +127,11 @@ def _kind(hint: Any) -> Kind:
     if hint not in words:
         raise TypeError(f"a field of a type that is not for configurations: {hint}")
     return Kind(words[hint])
+
+
+def _without(table: Table, names: frozenset[str]) -> Table:
+    fields = tuple(field for field in table.fields if field.name not in names)
+    return dataclasses.replace(table, fields=fields)
 
 
 def _default(field: dataclasses.Field[Any]) -> object:

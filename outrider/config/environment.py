@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Union
 
 from outrider.config.building import invalid, nearest
+from outrider.config.marks import KeysOf
 
 FILE = "CONFIG"
 """OUTRIDER_<ROLE>_CONFIG names the TOML file."""
@@ -98,13 +99,14 @@ def _find(config: type, path: tuple[str, ...], variable: str, prefix: str) -> An
     hint: Any = config
     for depth, name in enumerate(path):
         above = "".join(f"{part.upper()}__" for part in path[:depth])
+        hint = _table_of(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             names = [field.name for field in dataclasses.fields(hint) if field.init]
             if name not in names:
                 known = [each.upper() for each in names]
                 said = nearest(name.upper(), known, prefix + above)
                 raise invalid(f"unknown environment variable {variable}{said}")
-            hint = typing.get_type_hints(hint)[name]
+            hint = typing.get_type_hints(hint, include_extras=True)[name]
         elif _is_mapping(hint) and name:
             hint = typing.get_args(hint)[1]
         else:
@@ -115,6 +117,18 @@ def _find(config: type, path: tuple[str, ...], variable: str, prefix: str) -> An
     return hint
 
 
+def _table_of(hint: Any) -> Any:
+    """The type that says what is in it: of some keys of another configuration, that one; of what
+    may be unset, what it is else."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        tables = [each for each in typing.get_args(hint) if dataclasses.is_dataclass(each)]
+        return tables[0] if tables else hint
+    if typing.get_origin(hint) is not typing.Annotated:
+        return hint
+    marks = [mark for mark in hint.__metadata__ if isinstance(mark, KeysOf)]
+    return marks[0].config if marks else hint.__origin__
+
+
 def _is_mapping(hint: Any) -> bool:
     origin = typing.get_origin(hint)
     return isinstance(origin, type) and issubclass(origin, Mapping)
@@ -123,6 +137,8 @@ def _is_mapping(hint: Any) -> bool:
 def _parse(hint: Any, text: str) -> object:
     """A variable's text as TOML would have the value. Raises ValueError."""
     origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return _parse(hint.__origin__, text)
     if origin is Union or origin is types.UnionType:
         return _parse_union(typing.get_args(hint), text)
     if isinstance(hint, typing.NewType):

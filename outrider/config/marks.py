@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,3 +14,13 @@ class OneOf:
     """
 
     choices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeysOf:
+    """Of a mapping: some keys of another configuration, none of which is needed, as in
+    `Annotated[Mapping[str, object], KeysOf(RouterConfig)]`. Names and types are checked."""
+
+    config: type[Any]
+    but: frozenset[str] = frozenset()
+    """Keys that may not be given here."""

@@ -79,6 +79,8 @@ def _type(kind: Kind) -> str:
     if kind.item is not None:
         inside = ", ".join(f"`{choice}`" for choice in kind.item.choices) or kind.item.word
         return f"list of {inside}"
+    if kind.word == "keys":
+        return "table"
     return kind.word
 
 

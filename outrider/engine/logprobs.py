@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.warper import MAX_LOGIT
-from outrider.wire.limits import LOWEST_LOGPROB
+from outrider.spec.sampling import LOWEST_LOGPROB
 
 MOST_ROWS = 64
 """Rows of logits handled in one piece: they are as wide as the vocabulary."""

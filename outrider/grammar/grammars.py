@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -138,16 +139,37 @@ def _source(structured: StructuredOutput) -> str:
     """The grammar in the library's own form."""
     from llguidance import LLMatcher
 
-    json: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
     match structured.kind:
         case StructuredKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(structured.text, overrides=json)  # type: ignore[arg-type]
+            return _json_source(_schema(structured.text))
         case StructuredKind.JSON_OBJECT:
-            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=json)  # type: ignore[arg-type]
+            return _json_source({"type": "object"})
         case StructuredKind.REGEX:
             return LLMatcher.grammar_from_regex(structured.text)
         case StructuredKind.GRAMMAR:
             return LLMatcher.grammar_from_lark(structured.text)
+
+
+def _json_source(schema: dict[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    overrides: Any = {"whitespace_pattern": WHITESPACE}
+    return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+
+
+def _schema(text: str) -> dict[str, Any]:
+    """A schema as an object. Raises ValueError for what is none."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if found is True:
+        return {}
+    if not isinstance(found, dict):
+        raise ValueError("it must be an object or a boolean, and not `false`, which nothing fits")
+    return found
 
 
 def _refused(structured: StructuredOutput, why: str) -> InvalidRequestError:

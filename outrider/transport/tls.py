@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -39,6 +39,33 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleNames:
+    """Keys of a table `[tls.names]`: names (DNS or URI) in certificates by role, in place of
+    ROLE.outrider.internal and spiffe://outrider/role/ROLE."""
+
+    router: tuple[str, ...] = ()
+    """Of routers; the first one is what clients of the SDK look for, in place of the address."""
+    verifier: tuple[str, ...] = ()
+    """Of verifiers; the first one is what routers and drafters look for."""
+    drafter: tuple[str, ...] = ()
+    """Of drafters; the first one is what routers look for."""
+    operator: tuple[str, ...] = ()
+    """Of operators."""
+    client: tuple[str, ...] = ()
+    """Of clients."""
+
+    def __post_init__(self) -> None:
+        for role in Role:
+            if not all(self.of(role)):
+                raise ValueError(f"tls.names.{role}: a name must not be empty")
+
+    def of(self, role: Role) -> tuple[str, ...]:
+        """Those of a role."""
+        names: tuple[str, ...] = getattr(self, role.value)
+        return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
     """Keys of a table `[tls]`. Without any file there is no TLS."""
 
@@ -50,21 +77,14 @@ class TlsConfig:
     """The authorities, PEM, that other processes' certificates must come from."""
     client_auth: bool = False
     """Whether the client API wants a certificate, too. Other ports of a fleet always do."""
-    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names (DNS or URI) in certificates by role, in place of ROLE.outrider.internal and
-    spiffe://outrider/role/ROLE. The first one is what a server of the role is looked for by."""
+    names: RoleNames = RoleNames()
+    """Names by role, where certificates are made by rules of their own."""
 
     def __post_init__(self) -> None:
         if (self.cert is None) is not (self.key is None):
             raise ValueError("tls.cert and tls.key go together")
         if self.client_auth and (self.cert is None or self.ca is None):
             raise ValueError("tls.client_auth needs tls.cert, tls.key and tls.ca")
-        known = tuple(Role)
-        for role, names in self.names.items():
-            if role not in known:
-                raise ValueError(f"tls.names: {role!r} must be one of {', '.join(known)}")
-            if not names or not all(names):
-                raise ValueError(f"tls.names.{role} needs at least one name, none of them empty")
 
     @property
     def enabled(self) -> bool:
@@ -73,8 +93,7 @@ class TlsConfig:
 
     def names_of(self, role: Role) -> tuple[str, ...]:
         """What a certificate of this role may be named."""
-        own = self.names.get(role)
-        return own or (f"{role}{NAME_SUFFIX}", f"{SPIFFE_PREFIX}{role}")
+        return self.names.of(role) or (f"{role}{NAME_SUFFIX}", f"{SPIFFE_PREFIX}{role}")
 
     def check_caller(self, names: Iterable[str], roles: Iterable[Role]) -> None:
         """PermissionDeniedError (WRONG_ROLE) unless a certificate with these names has a role."""

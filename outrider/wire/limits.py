@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outrider.spec.plan import MAX_DRAFT_TOKENS
+from outrider.spec.sampling import LOWEST_LOGPROB as LOWEST_LOGPROB
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Default bound of one encoded message on every transport."""
@@ -31,8 +32,6 @@ MAX_TOP_LOGPROBS = 20
 """Most probable ids that a request may ask for beside each emitted token."""
 MAX_EVENT_LOGPROBS = 1 << 22
 """Log-probabilities of one message of events."""
-LOWEST_LOGPROB = -9999.0
-"""Stands for every smaller logarithm, that of nought included: JSON has no infinity."""
 MAX_PRIORITY = 100
 """Priorities are in [-100, 100]."""
 MAX_PEERS = 4096

@@ -102,7 +102,7 @@ class Gate:
         """Take a request in, and `leave` when it is over; the request as its key allows it.
 
         Raises ResourceExhaustedError (KEY_BUSY, KEY_RATE_LIMITED), InvalidRequestError
-        (KEY_MAX_TOKENS).
+        (KEY_MAX_TOKENS, KEY_PRIORITY).
         """
         key = self._keys.get(caller.key)
         if key is None:
@@ -190,7 +190,13 @@ def header_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 
 
 def _cut(request: GenerateRequest, key: ApiKey, default_max_tokens: int) -> GenerateRequest:
-    """The request within a key's length. Raises InvalidRequestError."""
+    """The request within a key's bounds. Raises InvalidRequestError."""
+    if request.priority > key.max_priority:
+        raise InvalidRequestError(
+            f"priority must be at most {key.max_priority} with this API key, "
+            f"got {request.priority}",
+            reason="KEY_PRIORITY",
+        )
     if not key.max_tokens:
         return request
     asked = request.stopping.max_tokens

@@ -17,6 +17,7 @@ from typing import Final
 
 from outrider.errors import PermissionDeniedError, UnauthenticatedError
 from outrider.ids import TenantId
+from outrider.wire.limits import MAX_PRIORITY
 from outrider_router.tenants import MAX_TENANT_CHARS, SHARED
 
 MAX_KEYS: Final = 4096
@@ -41,6 +42,8 @@ class ApiKey:
     """Most requests that wait or are served; one more is refused. 0 does not bound them."""
     max_tokens: int = 0
     """Most tokens that a request may ask for; 0 does not bound them."""
+    max_priority: int = MAX_PRIORITY
+    """Greatest priority that a request may ask for: greater ones go first, and preempt others."""
     operator: bool = False
     """Whether it also adds and removes drafters, and reads metrics."""
 
@@ -53,6 +56,8 @@ class ApiKey:
         for name in ("requests_per_s", "requests_burst"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative")
+        if abs(self.max_priority) > MAX_PRIORITY:
+            raise ValueError(f"max_priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
         for name in ("max_concurrent", "max_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")

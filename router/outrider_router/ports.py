@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from outrider.metrics_port import serve_metrics
 from outrider.transport.grpc import Access, GrpcConfig, GrpcServer
 from outrider.transport.grpc.access import Metadata
@@ -18,6 +20,8 @@ from outrider_router.grpc_api import inference_service
 from outrider_router.pool_api import pool_service
 from outrider_router.service import RouterService
 
+logger = logging.getLogger(__name__)
+
 MAX_REQUEST_BYTES = MAX_PROMPT_BYTES + (4 << 20)
 """Of one message of a client: the longest prompt, and all that may come with it."""
 MAX_POOL_BYTES = 64 << 10
@@ -26,6 +30,8 @@ MAX_POOL_BYTES = 64 << 10
 def client_server(service: RouterService) -> GrpcServer:
     """The client API."""
     gate, metrics, tls = service.gate, service.metrics, service.config.client_tls
+    if gate.closed and tls.cert is None:
+        logger.warning("API keys cross the network in plain text, unless somebody in front has TLS")
     access = Access(
         tls=tls,
         require_client=tls.client_auth,

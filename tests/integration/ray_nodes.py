@@ -20,8 +20,8 @@ from tests.integration.stack import wait_until
 
 START_S = 90.0
 LOOPBACK = "127.0.0.1"
-HEALTH = {"period_ms": 1000, "timeout_ms": 3000, "failure_threshold": 3, "initial_delay_ms": 1000}
-"""How soon the cluster gives a silent node up: after some 10 s; a dead one after 3."""
+HEALTH = {"period_ms": 1000, "timeout_ms": 5000, "failure_threshold": 3, "initial_delay_ms": 1000}
+"""How soon the cluster gives a silent node up: after some 20 s; a dead one after 3."""
 
 
 class Link:

@@ -15,12 +15,16 @@ from types import TracebackType
 from typing import IO, Any
 
 from outrider.client import Client, RetryPolicy
+from outrider.client.certs_command import tls_from
+from outrider.transport.tls import Role, TlsConfig
 
 START_TIMEOUT_S = 60.0
 
 
 class Process:
     """One child process that prints a JSON line with its address once it serves."""
+
+    start_timeout_s = START_TIMEOUT_S
 
     def __init__(self, name: str, module: str, arguments: list[str], log: Path) -> None:
         self.name, self._module, self._arguments, self._log_path = name, module, arguments, log
@@ -54,7 +58,7 @@ class Process:
     def wait_ready(self) -> Process:
         """Block until the ready line came; fails with the log's tail if the process died."""
         assert self._popen is not None and self._popen.stdout is not None
-        timer = threading.Timer(START_TIMEOUT_S, self._popen.kill)
+        timer = threading.Timer(self.start_timeout_s, self._popen.kill)
         timer.start()
         line = self._popen.stdout.readline()
         timer.cancel()
@@ -131,14 +135,20 @@ class Stack:
         drafter: list[str] | None = None,
         with_drafter: bool = True,
         spare: bool = False,
+        tls: Path | None = None,
+        api_key: str | None = None,
     ) -> None:
+        """`tls`: a folder of `outrider certs`, whose certificates all ports have; `api_key`: what
+        the stack's own clients show."""
+        self._tls, self.api_key = tls, api_key
         methods = ["--head", head, "--methods", "eagle3,ngram"] if head else ["--methods", "ngram"]
+        own = [*(verifier or []), *self._certificate(Role.VERIFIER)]
         taps = ["--features-from", head] if head else []
         self.verifiers = [
             Process(
                 name,
                 "outrider_verifier",
-                ["--model", model, *taps, "--planner", "fixed", *(verifier or []), *named],
+                ["--model", model, *taps, "--planner", "fixed", *own, *named],
                 directory / f"{name}.log",
             )
             for name, named in (("verifier", []), ("spare", ["--verifier-id", "spare"]))
@@ -147,10 +157,11 @@ class Stack:
         self.drafter = Process(
             "drafter",
             "outrider_drafter",
-            ["--model", model, *methods, *(drafter or [])],
+            ["--model", model, *methods, *(drafter or []), *self._certificate(Role.DRAFTER)],
             directory / "drafter.log",
         )
-        self._directory, self._model, self._router_arguments = directory, model, router or []
+        self._directory, self._model = directory, model
+        self._router_arguments = [*(router or []), *self._certificate(Role.ROUTER)]
         self._with_drafter = with_drafter
         self.router = Process("router", "outrider_router", [], directory / "router.log")
 
@@ -202,9 +213,20 @@ class Stack:
                 process.restart()
         wait_until(self.healthy, timeout_s=20.0, what="a healthy fleet")
 
+    def client(self, *, timeout_s: float = 60.0) -> Client:
+        """A client that tries again, with the stack's own key."""
+        tls = None if self._tls is None else TlsConfig(ca=self._tls / "ca.pem")
+        return Client(self.router.address, timeout_s=timeout_s, tls=tls, api_key=self.api_key)
+
+    def _certificate(self, role: Role) -> list[str]:
+        if self._tls is None:
+            return []
+        tls = tls_from(self._tls, role)
+        return ["--tls-cert", str(tls.cert), "--tls-key", str(tls.key), "--tls-ca", str(tls.ca)]
+
     def healthy(self) -> bool:
         """Whether the router sees every verifier and drafter healthy."""
-        with Client(self.router.address, timeout_s=5.0) as client:
+        with self.client(timeout_s=5.0) as client:
             info = client.server_info()
         return all(peer.healthy for peer in (*info.verifiers, *info.drafters))
 

@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,15 +26,20 @@ from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from tests.integration.stack import Process, wait_until
 
+pytestmark = pytest.mark.timeout(300)
+
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 STOP_S = 30.0
 """More than a stop may take: bounded steps of the launcher, then its grace for Ray."""
-RESTART_S = 45.0
+RESTART_S = 120.0
 LONG = 1500
 
 
 class Launcher(Process):
     """The launcher's process, and what it says of its actors."""
+
+    start_timeout_s = 200.0
+    """Ray's own start takes a multiple of its ten seconds on a machine with other work."""
 
     def __init__(self, directory: Path, *arguments: str) -> None:
         self._log_file = directory / "ray.log"
@@ -168,14 +174,42 @@ def test_sigterm_ends_every_process_while_a_request_runs(
     assert [process.pid for process in processes if process.alive] == []
 
 
-def test_actors_end_with_a_killed_launcher(tiny_target: Path, tmp_path: Path) -> None:
-    process = Launcher(tmp_path, "--model", str(tiny_target), "--methods", "none", "--threads", "1")
+AUTOSCALE = """
+[autoscale]
+max_drafters = 2
+sessions_per_drafter = 1
+up_after_s = 0.2
+down_after_s = 0.5
+cool_down_s = 0.5
+look_s = 0.1
+"""
+
+
+def test_a_pool_follows_its_load_and_all_actors_end_with_a_killed_launcher(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "ray.toml"
+    config.write_text(AUTOSCALE)
+    # By actor calls, so that these are seen at work with a router and drafters, too.
+    arguments = ["--config", str(config), "--methods", "ngram", "--exchange", "refs"]
+    arguments += ["--planner", "fixed", "--threads", "1", "--verifiers", "1", "--drain-s", "1"]
+    process = Launcher(tmp_path, "--model", str(tiny_target), *arguments)
     try:
         process.start().wait_ready()
-        actor = LocalProcess(process.actors("verifier-0")[0])
-        assert actor.alive
+        with Client(process.address, timeout_s=60.0) as client:
+            plain = client.generate(PROMPT, max_tokens=64, ignore_eos=True, drafter="none")
+            _load_until(client, lambda: len(_drafters(client)) == 2)
+            assert process.actors("drafter-1")
+            again = client.generate(PROMPT, max_tokens=64, ignore_eos=True, drafter="ngram")
+            assert again.token_ids == plain.token_ids
+            wait_until(lambda: len(_drafters(client)) == 1, timeout_s=STOP_S, what="a small pool")
+        names = ("verifier-0", "drafter-0")
+        actors = [LocalProcess(process.actors(name)[0]) for name in names]
+        assert all(actor.alive for actor in actors)
         process.kill()
-        wait_until(lambda: not actor.alive, timeout_s=STOP_S, what="end of the actor")
+        wait_until(
+            lambda: not any(actor.alive for actor in actors), timeout_s=STOP_S, what="their end"
+        )
     finally:
         process.stop()
 
@@ -253,6 +287,22 @@ def _wait_for_replacement(launcher: Launcher, name: str, known: int) -> None:
 def _proposed(client: Client) -> int:
     result = client.generate(PROMPT, max_tokens=8, ignore_eos=True, drafter="eagle3")
     return result.finish.stats.proposed
+
+
+def _load_until(client: Client, condition: Callable[[], bool]) -> None:
+    """Keep one session running until something holds."""
+    options = {"max_tokens": LONG, "ignore_eos": True, "drafter": "ngram"}
+    deadline = time.monotonic() + RESTART_S
+    while not condition():
+        assert time.monotonic() < deadline, "the pool does not grow"
+        with client.stream(PROMPT, **options) as stream:  # type: ignore[arg-type]
+            for _ in stream:
+                if condition():
+                    return
+
+
+def _drafters(client: Client) -> tuple[str, ...]:
+    return tuple(drafter.drafter_id for drafter in client.server_info().drafters)
 
 
 def _healthy(client: Client) -> bool:

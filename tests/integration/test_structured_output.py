@@ -103,7 +103,7 @@ def test_stop_strings_cut_as_they_always_do(client: Client) -> None:
     ("options", "why"),
     [
         ({"json_schema": '{"type": "wrong"}'}, "Invalid type"),
-        ({"json_schema": "{no json"}, "json_schema cannot be used"),
+        ({"json_schema": "{no json"}, "it is not JSON"),
         ({"regex": "("}, "regex parse error"),
         ({"regex": "(?=a)b"}, "look-ahead"),
         ({"grammar": "start: missing"}, "unknown name"),

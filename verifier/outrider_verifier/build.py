@@ -11,7 +11,7 @@ import torch
 
 from outrider.awake import AwakeCores
 from outrider.engine.config import ModelConfig
-from outrider.engine.device.current import make_current
+from outrider.engine.device.current import check_device, check_kernels, make_current
 from outrider.engine.device.legal_rows import legal_bytes
 from outrider.engine.device.warp_slots import warp_bytes
 from outrider.engine.heads import (
@@ -47,6 +47,9 @@ def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> Ve
     """
     if not config.model:
         raise InvalidRequestError("`model` must be given", reason="INVALID_CONFIG")
+    check_device(config.device)
+    if uses_device_engine(config):
+        check_kernels()
     set_threads(config.threads, config.device)
     make_current(config.device)
     began = time.monotonic()

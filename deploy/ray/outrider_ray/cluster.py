@@ -19,6 +19,8 @@ from outrider_ray.config import LaunchConfig
 
 logger = logging.getLogger(__name__)
 
+NICENESS = "RAY_worker_niceness"
+"""Ray's own setting is 15: an actor then gets a thirtieth of a core that something else wants."""
 STOP_RAY_S = 10.0
 """Time that Ray gets to stop itself; then its local processes are killed."""
 _OBJECT_STORE_BYTES = 256 << 20
@@ -36,6 +38,8 @@ def ray_cluster(config: LaunchConfig) -> Generator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray would warn at the start of every process that this is going to be its default.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray's workers are nice, to the system's daemons: here they are what serves.
+    os.environ.setdefault(NICENESS, "0")
     import ray
 
     began = time.monotonic()

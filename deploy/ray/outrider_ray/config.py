@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +13,11 @@ from outrider_verifier.config import SEPARATE, VerifierConfig
 
 from outrider.client.local import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACTION
 from outrider.client.on_ray import PACK, STRATEGIES
-from outrider.config import OneOf, load_config
+from outrider.config import KeysOf, OneOf, load_config
 from outrider.logs import LEVELS, check_level
 from outrider.spec.plan import DraftMethod
 from outrider.transport.ray import EXCHANGES, GRPC, RayConfig
+from outrider_ray import decided
 from outrider_ray.autoscale import AutoscaleConfig
 from outrider_ray.members import Cell, Member, Role, cells_of, members_of
 
@@ -114,6 +116,18 @@ class LaunchConfig:
     """Least severe level that is logged."""
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     """When there are more verifiers and drafters than those, and how many at most."""
+    router: Annotated[Mapping[str, object], KeysOf(RouterConfig, decided.ROUTER)] = field(
+        default_factory=dict
+    )
+    """Further keys of the router, as in its own file."""
+    verifier: Annotated[Mapping[str, object], KeysOf(VerifierConfig, decided.VERIFIER)] = field(
+        default_factory=dict
+    )
+    """Further keys of every verifier, as in its own file."""
+    drafter: Annotated[Mapping[str, object], KeysOf(DrafterConfig, decided.DRAFTER)] = field(
+        default_factory=dict
+    )
+    """Further keys of every drafter, as in its own file."""
 
     def __post_init__(self) -> None:
         for name in ("verifiers", "drafters"):
@@ -244,6 +258,7 @@ def verifier_config(config: LaunchConfig, index: int = 0) -> VerifierConfig:
     return load_config(
         VerifierConfig,
         overrides={
+            **config.verifier,
             "model": _portable(config.model),
             "verifier_id": Member(Role.VERIFIER, index).name,
             "features_from": _portable(config.head) if uses_head else None,
@@ -277,6 +292,7 @@ def drafter_config(config: LaunchConfig, index: int = 0) -> DrafterConfig | None
     return load_config(
         DrafterConfig,
         overrides={
+            **config.drafter,
             "model": _portable(config.model),
             "head": _portable(config.head) if uses_head else None,
             "draft_model": _portable(config.draft_model) if uses_model else None,
@@ -299,6 +315,7 @@ def router_config(config: LaunchConfig, model: Path) -> RouterConfig:
     return load_config(
         RouterConfig,
         overrides={
+            **config.router,
             "listen": config.listen,
             "http": config.http,
             "model": model,

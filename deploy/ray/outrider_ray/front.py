@@ -9,17 +9,15 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from outrider_router.config import RouterConfig
 from outrider_router.exporting import export_state
 from outrider_router.fleet import PeerState
-from outrider_router.grpc_api import inference_service
 from outrider_router.http import HttpServer
 from outrider_router.metrics import RouterMetrics
+from outrider_router.ports import client_server, serve_router_metrics
 from outrider_router.service import RouterService
 
 from outrider.models import resolve
 from outrider.text.tokenizer import Tokenizer
-from outrider.transport.grpc import GrpcServer
 from outrider.transport.ray import RayDialer
 from outrider_ray.config import LaunchConfig, router_config
 
@@ -54,13 +52,13 @@ async def serve_front(config: LaunchConfig) -> AsyncGenerator[Front]:
         config=router, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
     export_state(service)
-    server = GrpcServer(router.listen, [inference_service(service)])
+    server = client_server(service)
     http = HttpServer(router.http, service) if router.http else None
     service.on_readiness = server.set_serving
     try:
         service.restore()
         address = await server.start(serving=False)
-        metrics_address = _serve_metrics(router, metrics)
+        metrics_address = serve_router_metrics(service) if router.metrics_port >= 0 else ""
         await service.start()
         await _gathered(service)
         yield Front(
@@ -89,14 +87,3 @@ async def _gathered(service: RouterService) -> None:
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError:
         logger.warning("the actors have not found each other yet", extra={"seconds": GATHER_S})
-
-
-def _serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> str:
-    if config.metrics_port < 0:
-        return ""
-    from prometheus_client import start_http_server
-
-    server, _thread = start_http_server(
-        config.metrics_port, addr=config.metrics_host, registry=metrics.registry
-    )
-    return f"{config.metrics_host}:{server.server_port}"

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from outrider_ray.cluster import NICENESS
 from outrider_ray.keeper import FIRST_PAUSE_S, next_pause
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ def keep_node(arguments: Sequence[str]) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    os.environ.setdefault(NICENESS, "0")
     pause_s = FIRST_PAUSE_S / 2.0
     while not stop.is_set():
         began = time.monotonic()

@@ -41,7 +41,8 @@ def app(args: dict[str, Any]) -> Application:
 
     Raises InvalidRequestError for unknown keys and bad values.
     """
-    return Ingress.bind(launch_config(args))
+    bound: Application = _DEPLOYMENT.bind(launch_config(args))
+    return bound
 
 
 def launch_config(args: Mapping[str, Any]) -> LaunchConfig:
@@ -57,18 +58,10 @@ def launch_config(args: Mapping[str, Any]) -> LaunchConfig:
     return replace(config, ray_address="auto")
 
 
-@serve.deployment(
-    name="outrider",
-    num_replicas=1,
-    max_ongoing_requests=MOST_ONGOING,
-    ray_actor_options={"num_cpus": 0},
-    health_check_period_s=5.0,
-)
-@serve.ingress()
 class Ingress:
     """Serve's replica: a supervised fleet, and the HTTP API of its router."""
 
-    async def __init__(self, config: LaunchConfig) -> None:
+    async def __init__(self, config: LaunchConfig) -> None:  # type: ignore[misc]
         """Returns once the fleet serves. Raises what its start raised."""
         prepare(0, config.log_level)
         self._config = config
@@ -120,3 +113,12 @@ def _typed(hint: Any, name: str, value: Any) -> Any:
     with contextlib.suppress(ValueError):
         return json.loads(value)
     return value
+
+
+_DEPLOYMENT: Any = serve.deployment(
+    name="outrider",
+    num_replicas=1,
+    max_ongoing_requests=MOST_ONGOING,
+    ray_actor_options={"num_cpus": 0},
+    health_check_period_s=5.0,
+)(serve.ingress()(Ingress))

@@ -35,6 +35,7 @@ STOP_S = 60.0
 _ASK_S = 30.0
 _LOOK_S = 0.2
 _CONCURRENCY = 8
+_MEMORY = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +163,8 @@ def start_detached(config: LaunchConfig) -> FleetStatus:
         "namespace": config.namespace,
         "lifetime": "detached",
         "num_cpus": 0,
+        # What reserves nothing at all is put anywhere, whatever it asks for.
+        "memory": _MEMORY,
         "max_restarts": -1,
         "max_concurrency": _CONCURRENCY,
         # Where it was started, or elsewhere once that node is gone.

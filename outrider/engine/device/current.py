@@ -1,8 +1,41 @@
-"""The device that a thread launches on."""
+"""The device of a process, and the one that a thread launches on."""
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
+
+from outrider.errors import FailedPreconditionError, InvalidRequestError
+
+
+def check_device(name: str) -> None:
+    """Raise if this installation cannot compute on the device `name`.
+
+    InvalidRequestError (reason INVALID_CONFIG) for what is no device, FailedPreconditionError
+    (reasons NO_DEVICE, NO_KERNELS) for one that is not here.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidRequestError(f"device: {error}", reason="INVALID_CONFIG") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        built = "" if torch.version.cuda else ", and this torch is built without it"
+        raise FailedPreconditionError(
+            f"device {name} is not there: CUDA has {torch.cuda.device_count()}{built}",
+            reason="NO_DEVICE",
+        )
+    if device.type != "cpu":
+        check_kernels()
+
+
+def check_kernels() -> None:
+    """Raise FailedPreconditionError (reason NO_KERNELS) where the kernels cannot be imported."""
+    if importlib.util.find_spec("triton") is None:
+        raise FailedPreconditionError(
+            "this needs triton, which is not installed: pip install 'outrider[engine]'",
+            reason="NO_KERNELS",
+        )
 
 
 def make_current(device: torch.device | str) -> None:

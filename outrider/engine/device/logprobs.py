@@ -9,7 +9,7 @@ B rows of the bucket, N nodes a row, V vocabulary, H hidden size, K most probabl
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +21,12 @@ from outrider.engine.device.buffers import Downloader, Readback, Uploader
 from outrider.engine.device.inputs import zeros
 from outrider.engine.device.pieces import PieceInputs
 from outrider.engine.device.round_program import RoundProgram, Verified
-from outrider.engine.device.shapes import PIECE_BUCKETS, RoundShape
+from outrider.engine.device.shapes import PIECE_BUCKETS, RoundShape, bucket
 from outrider.engine.kernels.runtime import next_power_of_2
 from outrider.engine.logprobs import MOST_ROWS, PathLogprobs, cut_paths, token_logprobs
+
+TOP_BUCKETS: Final = (0, 5, 20)
+"""K of a launch: few, as its lengths are, for what it brings back has buffers of its own."""
 
 
 class Asked(NamedTuple):
@@ -81,8 +84,7 @@ class RoundLogprobs:
         """To be called when the round is launched and before the next one is."""
         depth = min(asked.depth, shape.nodes)
         places, tokens = self._tokens(asked, depth, shape, verified, pieces)
-        count, top = len(places), max(asked.tops)
-        # Few lengths, for each has buffers of its own.
+        count, top = len(places), bucket(max(asked.tops), TOP_BUCKETS)
         more = max(MOST_ROWS, next_power_of_2(count)) - count
         places, tokens = F.pad(places, (0, more)), F.pad(tokens, (0, more))
         parts = []

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Generator
 
 import uvicorn
 
 from outrider.errors import FailedPreconditionError
-from outrider.transport.tls import uvicorn_tls
+from outrider.transport.tls import TlsConfig, TlsFiles, uvicorn_tls
 from outrider_router.http.app import make_app
 from outrider_router.service import RouterService
 
@@ -19,6 +20,8 @@ MAX_CONNECTIONS = 4096
 """Beyond them the answer is 503, whatever is asked for."""
 GRACE_S = 2
 """Time that connections get to end when the server stops; requests have ended before."""
+RENEW_S = 10.0
+"""Time between two looks whether the certificate has changed."""
 _LOOK_S = 0.005
 _MAX_PORT = 65535
 
@@ -40,12 +43,14 @@ class HttpServer:
         self._service = service
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Bind and serve; the address. FailedPreconditionError if it cannot be bound, or its
         certificate is no good."""
         listener = bind(self._address, slow_reader_s=self._service.config.overload.slow_reader_s)
         host, port = listener.getsockname()[:2]
+        tls = self._service.config.client_tls
         server = _Server(
             uvicorn.Config(
                 make_app(self._service),
@@ -57,7 +62,7 @@ class HttpServer:
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=GRACE_S,
                 limit_concurrency=MAX_CONNECTIONS,
-                **uvicorn_tls(self._service.config.client_tls),
+                **uvicorn_tls(tls),
             )
         )
         self._server = server
@@ -66,15 +71,33 @@ class HttpServer:
             await asyncio.sleep(_LOOK_S)
         if self._task.done():
             await self._task
+        if server.config.ssl is not None:
+            self._renewing = asyncio.create_task(_renew(server.config.ssl, tls), name="renew")
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def stop(self) -> None:
         """Close every connection; idempotent. The router's requests are ended before."""
         server, task = self._server, self._task
         self._server = self._task = None
+        if self._renewing is not None:
+            self._renewing.cancel()
         if server is not None and task is not None:
             server.should_exit = True
             await task
+
+
+async def _renew(context: ssl.SSLContext, tls: TlsConfig) -> None:
+    """Have new connections see a certificate that was replaced."""
+    files = TlsFiles(tls)
+    told = files.current()
+    while True:
+        await asyncio.sleep(RENEW_S)
+        found = files.current()
+        if found is not told and tls.cert is not None:
+            # It was good when it was read; one that has changed since is read at the next look.
+            with contextlib.suppress(OSError):
+                context.load_cert_chain(tls.cert, tls.key)
+                told = found
 
 
 def bind(address: str, *, slow_reader_s: float) -> socket.socket:

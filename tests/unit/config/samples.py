@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from outrider.config import OneOf
+from outrider.config import KeysOf, OneOf
 from outrider.config.describing import Field, Kind
 from outrider.ids import VerifierId
 
@@ -48,7 +48,11 @@ class Outer:
     folder: Path = Path()
     file: Path | None = None
     inner: Inner = field(default_factory=Inner)
+    maybe: Inner | None = None
     named: Mapping[str, Inner] = field(default_factory=dict)
+    some: Annotated[Mapping[str, object], KeysOf(Inner, frozenset({"secret"}))] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         if self.ratio > 1.0:
@@ -63,6 +67,10 @@ def another_value(field: Field) -> object:
 def _another(kind: Kind, default: object) -> object:
     if kind.choices:
         return next(choice for choice in reversed(kind.choices) if choice not in ("", default))
+    if kind.word == "keys":
+        assert kind.table is not None
+        first = next(each for each in kind.table.fields if each.kind.table is None)
+        return {first.name: another_value(first)}
     if kind.item is not None:
         return [_another(kind.item, None)]
     match kind.word:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import ray
+from outrider_ray.autoscale import AutoscaleConfig
+from outrider_ray.cluster import init_options
 from outrider_ray.config import (
     LaunchConfig,
-    Role,
     drafter_config,
+    router_config,
     verifier_config,
 )
+from outrider_ray.members import Role
 from outrider_ray.places import bundle, gpu_share, with_gpu_share
 
 from outrider.errors import UnavailableError
@@ -85,6 +89,34 @@ def test_a_drafter_that_only_looks_up_takes_no_gpu() -> None:
     assert bundle(config, Role.VERIFIER) == {"GPU": 1.0}
 
 
+def test_every_member_of_a_pool_has_a_name_that_the_router_knows(tmp_path: Path) -> None:
+    config = config_of(verifiers=2, drafters=3)
+    router = router_config(config, tmp_path)
+    assert router.verifiers == ("verifier-0", "verifier-1")
+    assert router.drafters == ("drafter-0", "drafter-1", "drafter-2")
+    assert verifier_config(config, 1).verifier_id == "verifier-1"
+    own = drafter_config(config, 2)
+    assert own is not None and own.drafter_id == "drafter-2"
+
+
+def test_a_pool_that_drafts_by_its_verifiers_alone_has_no_drafters() -> None:
+    config = config_of(verifiers=2, drafters=3, placement="fused")
+    assert config.counts == (2, 0) and config.most == (2, 0)
+    assert [len(cell) for cell in config.cells] == [1, 1]
+
+
+def test_a_local_ray_has_room_for_all_that_may_come() -> None:
+    config = config_of(
+        drafters=2,
+        cpus_per_actor=2.0,
+        drafter_resource="near",
+        autoscale=AutoscaleConfig(max_drafters=3),
+    )
+    options = init_options(config)
+    assert options["num_cpus"] == 8
+    assert options["resources"] == {"near": 3.0}
+
+
 def test_what_reserves_nothing_still_has_a_bundle() -> None:
     config = config_of(verifier_resource="target_node")
     assert bundle(config, Role.VERIFIER) == {"target_node": 1.0}
@@ -114,6 +146,9 @@ def test_a_local_ray_listens_on_this_machine_alone() -> None:
         ("exchange", "carrier-pigeon"),
         ("strategy", "STRICT_PACK"),
         ("gpus_per_actor", -0.5),
+        ("verifiers", 0),
+        ("drafters", 0),
+        ("detached", True),
     ],
 )
 def test_values_out_of_range_are_refused(name: str, value: object) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.engine.logprobs import MOST_ROWS, AskedPath, logprobs_of, token_logprobs
-from outrider.wire.limits import LOWEST_LOGPROB
+from outrider.spec.sampling import LOWEST_LOGPROB
 
 
 def oracle(logits: torch.Tensor) -> np.ndarray:

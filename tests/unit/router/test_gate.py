@@ -139,6 +139,15 @@ def test_a_key_bounds_the_length_that_may_be_asked_for(path: Path) -> None:
         bed.gate.enter(caller, long)
 
 
+def test_a_key_bounds_the_priority_that_may_be_asked_for(path: Path) -> None:
+    bed = Bed(write(path, a="max_priority = 0"))
+    caller = bed.gate.authorize(bearer("a"))
+    for priority in (-100, 0):
+        bed.gate.enter(caller, GenerateRequest(prompt=TextPrompt("a"), priority=priority))
+    with pytest.raises(InvalidRequestError, match="at most 0"):
+        bed.gate.enter(caller, GenerateRequest(prompt=TextPrompt("a"), priority=1))
+
+
 def test_a_changed_file_counts_within_a_second_and_a_bad_one_not_at_all(path: Path) -> None:
     bed = Bed(write(path, a=""))
     write(path, b="")

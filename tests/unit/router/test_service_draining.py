@@ -119,3 +119,31 @@ async def test_rolling_restarts_lose_no_request(tmp_path: Path) -> None:
         assert texts == ["abc" * 10] * 96
         assert sample(both.router, RESUMED, cause="draining") > 0
         await both.freed()
+
+
+async def test_a_verifier_that_joins_takes_requests_and_one_that_leaves_takes_none_away(
+    tmp_path: Path,
+) -> None:
+    first, second = FakeVerifier(round_s=0.002), FakeVerifier(round_s=0.002)
+    second.change_info(verifier_id="v1")
+    async with running_router(tmp_path, {"a": first, "b": second}) as router:
+        registry = router.registry
+        await registry.forget_verifier("b")
+        tasks = [
+            asyncio.create_task(router.generate(text_request(max_tokens=60))) for _ in range(6)
+        ]
+        await eventually(lambda: len(first.live) == 6)
+        registry.add_verifier("b")
+        registry.add_verifier("b")
+        await eventually(lambda: sample(router, "outrider_verifier_up", verifier="v1") == 1)
+        await first.drain(10.0)
+        await eventually(lambda: not first.live)
+        await registry.forget_verifier("a")
+        await registry.forget_verifier("a")
+        results = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        assert {result.text for result in results} == {"abc" * 20}
+        (left,) = server_info(router).verifiers
+        assert left.address == "b"
+        assert sample(router, "outrider_verifier_up", verifier="v0") == 0
+        assert (await router.generate(text_request())).text
+        await assert_all_freed(router, second)

@@ -16,6 +16,7 @@ from outrider_verifier.service import VerifierService
 from outrider.engine.heads import load_feature_projection, load_head
 from outrider.engine.linear import PlainLinear
 from outrider.engine.loading import load_target
+from outrider.grammar.grammars import Grammars
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.transport.inproc import InprocNetwork
@@ -89,6 +90,7 @@ async def serving(
         runner=runner,
         pool=target.pool,
         max_context_len=target.config.max_position_embeddings,
+        grammars=Grammars.load(target_dir / "tokenizer.json", vocab_size=target.vocab_size),
     )
     try:
         yield service
@@ -103,14 +105,15 @@ async def run_all(
     sampling: SamplingParams,
     drafter: Any = None,
     prompts: tuple[tuple[int, ...], ...] = PROMPTS,
+    **other: Any,
 ) -> list[tuple[list[int], SpecStats]]:
-    """Serve all prompts at once; their texts and statistics."""
+    """Serve all prompts at once; their texts and statistics. `other`: of the specs."""
 
     async def one(index: int) -> tuple[list[int], SpecStats]:
         spec = make_spec(
             f"s{index}",
             prompt=prompts[index],
-            max_new_tokens=24 + index,
+            **({"max_new_tokens": 24 + index} | other),
             plan=plan,
             sampling=sampling,
             drafter=drafter,
@@ -156,17 +159,22 @@ async def run_drafted(
     known: dict[tuple[int, ...], list[int]],
     plan: Plan,
     sampling: SamplingParams,
+    **other: Any,
 ) -> list[tuple[list[int], SpecStats]]:
-    """Serve all prompts with a drafter that follows the known texts."""
-    return await run_proposed(service, follow(known, plan), plan, sampling)
+    """Serve all prompts with a drafter that follows the known texts. `other`: of the specs."""
+    return await run_proposed(service, follow(known, plan), plan, sampling, **other)
 
 
 async def run_proposed(
-    service: VerifierService, propose: ProposeFn, plan: Plan, sampling: SamplingParams
+    service: VerifierService,
+    propose: ProposeFn,
+    plan: Plan,
+    sampling: SamplingParams,
+    **other: Any,
 ) -> list[tuple[list[int], SpecStats]]:
     """Serve all prompts with a drafter that proposes so."""
     async with attached(service, propose):
-        return await run_all(service, plan, sampling, DRAFTER)
+        return await run_all(service, plan, sampling, DRAFTER, **other)
 
 
 @asynccontextmanager

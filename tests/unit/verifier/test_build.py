@@ -37,6 +37,25 @@ def test_the_device_engine_runs_what_only_it_can(settings: dict[str, Any], devic
     assert uses_device_engine(config(Path("m"), **settings)) is device
 
 
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"device": "no such"}, InvalidRequestError, "device"),
+        ({"device": "cuda:99"}, FailedPreconditionError, "cuda:99 is not there"),
+        ({"placement": "fused", "features_from": "h"}, FailedPreconditionError, "triton"),
+    ],
+)
+def test_what_this_installation_cannot_compute_on_is_refused_before_anything_is_loaded(
+    settings: dict[str, Any],
+    error: type[Exception],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(error, match=said):
+        build_service(config(Path("no-such-model"), **settings))
+
+
 async def test_on_a_cpu_the_hosts_engine_runs_over_the_default_budget(tiny_target: Path) -> None:
     service = build_service(config(tiny_target, kv_tokens=0))
     assert isinstance(service._rounds._engine, RoundEngine)

@@ -10,18 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
 from outrider_verifier.service import VerifierService
 
 from outrider.engine.loading import load_target
-from outrider.engine.target import ForwardBatch, Segment, TargetModel
+from outrider.engine.target import TargetModel
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import FinishReason, TokenLogprobs
 from tests.fakes.scripted_drafter import ProposeFn
+from tests.reference.logprobs import assert_the_targets_own, full_forward
 from tests.unit.verifier.device_serving import OWN, PROMPTS, attached, follow, serving
 from tests.unit.verifier.harness import CHAIN, DRAFTER, TREE, make_spec
 from tests.unit.verifier.preempting import preempt_often, preemptions
@@ -55,33 +53,12 @@ def target(tiny_target: Path) -> TargetModel:
     return load_target(tiny_target, kv_tokens=512, packed=False)
 
 
-def full_forward(target: TargetModel, ids: list[int]) -> NDArray[np.float64]:
-    """Logarithms [n, V] of what follows each id, from one forward over all of them."""
-    sequence = target.pool.sequence()
-    assert sequence.reserve(len(ids))
-    batch = ForwardBatch(
-        token_ids=torch.tensor(ids),
-        segments=[Segment(sequence=sequence, num_rows=len(ids), positions=torch.arange(len(ids)))],
-    )
-    with torch.inference_mode():
-        logits = target.forward(batch).logits.double()
-    sequence.release()
-    return np.asarray(logits.log_softmax(dim=-1).numpy())
-
-
 def check(target: TargetModel, answer: Answer, top: int | None) -> None:
     """Every number of an answer against the full forward."""
     if top is None:
         assert answer.logprobs == []
-        return
-    assert len(answer.logprobs) == len(answer.tokens)
-    laws = full_forward(target, [*answer.prompt, *answer.tokens])[len(answer.prompt) - 1 : -1]
-    for law, token, entry in zip(laws, answer.tokens, answer.logprobs, strict=True):
-        assert entry.logprob == pytest.approx(law[token], abs=1e-4)
-        assert len(entry.top) == top
-        best = np.sort(law)[::-1][:top]
-        np.testing.assert_allclose([value for _, value in entry.top], best, atol=1e-4)
-        np.testing.assert_allclose(law[[token for token, _ in entry.top]], best, atol=1e-4)
+    else:
+        assert_the_targets_own(target, answer.prompt, answer.tokens, answer.logprobs, top)
 
 
 async def answer_of(service: VerifierService, index: int, **spec: Any) -> Answer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -53,6 +55,19 @@ def test_two_products_and_the_norm_between_them(
     assert (got.double() - expected).abs().max() < TOLERANCE[dtype] * scale
     assert isinstance(normed, HalfNormed)
     assert normed.squares.shape == (3, rows)
+
+
+def test_the_sum_goes_where_it_is_wanted() -> None:
+    x, first, residual = _tensors(5, torch.float32, (5, 48), (40, 48), (5, 40))
+    weight = torch.rand(40)
+    config = LinearConfig(16, 16, 16, 1, 4, 2, swap=False)
+    room = torch.full((9, 40), 7.0)
+    for run in (add_linear, partial(add_linear_triton, config=config)):
+        expected, _ = run(x, first, residual.clone(), norm_weight=weight, eps=EPS)
+        room.fill_(7.0)
+        total, _ = run(x, first, residual.clone(), norm_weight=weight, eps=EPS, out=room[:5])
+        assert total.data_ptr() == room.data_ptr()
+        assert torch.equal(room[:5], expected) and bool((room[5:] == 7.0).all())
 
 
 def test_on_a_cpu_the_norm_is_whole() -> None:

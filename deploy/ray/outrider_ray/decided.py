@@ -1,0 +1,26 @@
+"""Keys of router, verifier and drafter that the launcher decides, or that mean nothing under Ray.
+
+All others can be given in the launcher's tables `[router]`, `[verifier]` and `[drafter]`.
+"""
+
+from __future__ import annotations
+
+ROUTER = frozenset(
+    {
+        *("listen", "http", "model", "model_name", "verifiers", "drafters", "pool_listen"),
+        *("queue_limit", "journal", "metrics_port", "drain_s", "log_level"),
+    }
+)
+_ACTOR = frozenset({"listen", "metrics_port", "metrics_host", "trace_file", "drain_s"})
+"""An actor opens no ports but that of its exchange, and ends as Ray says."""
+VERIFIER = _ACTOR | {
+    *("model", "verifier_id", "features_from", "dtype", "device", "memory_fraction", "lanes"),
+    *("placement", "draft_length", "draft_topk", "planner", "cuda_graphs", "simulated_acceptance"),
+    *("threads", "awake_cores", "kv_tokens", "max_sessions", "log_level"),
+    # The transport's own heartbeats are those of its configuration.
+    *("heartbeat_ms", "silence_ms"),
+}
+DRAFTER = _ACTOR | {
+    *("model", "drafter_id", "head", "draft_model", "methods", "dtype", "device", "lanes"),
+    *("cuda_graphs", "threads", "awake_cores", "log_level", "bench_exchange_delay_ms"),
+}

@@ -1,0 +1,76 @@
+"""`outrider keys new`: make an API key; its hash goes into the router's file, it to its user."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import secrets
+import sys
+from pathlib import Path
+
+from outrider.client.flags import at_least, number_from
+from outrider.errors import AlreadyExistsError, InvalidRequestError
+
+PREFIX = "sk-outrider-"
+"""By which keys are found where they should not be."""
+KEY_BYTES = 32
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    commands = parser.add_subparsers(dest="keys_command", metavar="COMMAND", required=True)
+    new = commands.add_parser("new", help="make a key and print it, once")
+    add = new.add_argument
+    add("name", metavar="NAME", help="by which logs and metrics call it")
+    add("--file", metavar="FILE.toml", type=Path, help="add its hash here; default: print that too")
+    add("--tenant", metavar="NAME", help="whose requests these are; default: the key's name")
+    add("--requests-per-s", metavar="N", type=number_from(0.0), help="in the long run")
+    add("--max-concurrent", metavar="N", type=at_least(1), help="requests at once")
+    add("--max-tokens", metavar="N", type=at_least(1), help="that a request may ask for")
+    add("--operator", action="store_true", default=None, help="adds drafters, reads metrics")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status. Raises OutriderError."""
+    if not _NAME.fullmatch(args.name):
+        raise InvalidRequestError(
+            f"a key's name has 1 to 64 letters, digits, - and _, got {args.name!r}",
+            reason="INVALID_FLAG",
+        )
+    key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    limits = {
+        name: getattr(args, name)
+        for name in ("tenant", "requests_per_s", "max_concurrent", "max_tokens", "operator")
+    }
+    table = table_of(args.name, key, limits)
+    if args.file is None:
+        sys.stdout.write(f"{key}\n\n{table}")
+        return 0
+    append(args.file, args.name, table)
+    sys.stdout.write(f"{key}\n")
+    return 0
+
+
+def table_of(name: str, key: str, limits: dict[str, object]) -> str:
+    """A key's part of the file. Limits of None are left out."""
+    # JSON's scalars are TOML's.
+    values = {"sha256": hashlib.sha256(key.encode()).hexdigest(), **limits}
+    lines = (f"{k} = {json.dumps(v)}\n" for k, v in values.items() if v is not None)
+    return f"[keys.{name}]\n{''.join(lines)}"
+
+
+def append(path: Path, name: str, table: str) -> None:
+    """Add a table to a file of keys. AlreadyExistsError if it has a key of this name."""
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    if f"[keys.{name}]" in before:
+        raise AlreadyExistsError(f"{path} has a key {name!r} already", reason="KEY_EXISTS")
+    # A router that reads meanwhile sees the old file or the new one.
+    new = path.with_name(path.name + ".new")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(f"{before}\n{table}" if before else table)
+    new.replace(path)

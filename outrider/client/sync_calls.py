@@ -1,0 +1,55 @@
+"""What the synchronous client does around its calls: new channels, waiting, farewells."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import grpc
+
+from outrider.client.calls import ABORT, ABORT_TIMEOUT_S, Metadata
+from outrider.client.channels import Channels
+from outrider.client.resuming import Again
+from outrider.client.retry import RetryPolicy, remaining
+from outrider.errors import OutriderError
+from outrider.wire.inference import GenerateRequest
+
+
+def say_farewell(
+    channels: Channels[grpc.Channel], request: GenerateRequest, metadata: Metadata
+) -> None:
+    """Tell the router that nobody wants a resumable request; others end with their calls."""
+    if not request.resumable or request.request_id is None:
+        return
+    method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+    method = channels.current.unary_unary(ABORT.path)
+    # A router that does not hear of it finds out within its grace time.
+    with contextlib.suppress(grpc.RpcError):
+        data = ABORT.encode([request.request_id])
+        method(data, timeout=ABORT_TIMEOUT_S, metadata=metadata)
+
+
+def replace(
+    channels: Channels[grpc.Channel], channel: grpc.Channel, problem: OutriderError
+) -> None:
+    """Have calls go by a new channel if this one broke."""
+    old = channels.broke(channel, problem)
+    if old is not None:
+        old.close()
+
+
+def wait(again: Again, problem: OutriderError, deadline: float | None) -> bool:
+    """Wait before the next attempt, and say whether it resumes; `problem` if it is too late."""
+    left_s = remaining(deadline, time.monotonic())
+    if left_s is not None and again.delay_s >= left_s:
+        raise problem
+    time.sleep(again.delay_s)
+    return again.resume
+
+
+def pause(retry: RetryPolicy, attempt: int, problem: OutriderError, deadline: float | None) -> None:
+    """Wait before the next attempt; raises `problem` if there is to be none."""
+    delay_s = retry.delay_s(attempt, problem)
+    if delay_s is None:
+        raise problem
+    wait(Again(delay_s, resume=False), problem, deadline)

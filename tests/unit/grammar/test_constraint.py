@@ -1,0 +1,137 @@
+"""Masks of a session and its drafts: those of a slow oracle, wherever it is and however it came
+there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.grammar.constraint import Constraint, mask_words
+from outrider.grammar.grammars import Grammars
+from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.tree import ROOT
+from outrider.text.tokenizer import Tokenizer
+from tests.reference.grammar_oracle import FiniteLanguage, ids_of
+
+VOCAB = 384
+STOP = 2
+TEXTS = [
+    "".join(parts)
+    for parts in itertools.product(["0 1", "zwei", "the target"], [" ", ""], ["decides", "\u00e4"])
+] + ["0", "drafts"]
+
+
+@pytest.fixture(scope="module")
+def grammars(tiny_target: Path) -> Grammars:
+    found = Grammars.load(tiny_target / "tokenizer.json", vocab_size=VOCAB)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def language(tiny_target: Path) -> FiniteLanguage:
+    return FiniteLanguage(TEXTS, tiny_target, VOCAB)
+
+
+def begun(grammars: Grammars) -> Constraint:
+    grammar = "start: " + " | ".join(json.dumps(text) for text in TEXTS)
+    form = StructuredOutput(StructuredKind.GRAMMAR, grammar)
+    return grammars.compile(form).begin([STOP])
+
+
+def random_tree(
+    rng: np.random.Generator, language: FiniteLanguage, before: list[int], nodes: int
+) -> tuple[list[int], list[int]]:
+    """Mostly of legal tokens, ends among them, with some that are not."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    paths: list[list[int]] = []
+    for node in range(nodes):
+        parent = int(rng.integers(ROOT, node))
+        above = [] if parent == ROOT else paths[parent]
+        legal = sorted(language.legal([*before, *above], [STOP]))
+        wild = rng.random() < 0.2 or not legal
+        token = int(rng.integers(0, VOCAB)) if wild else int(rng.choice(legal))
+        tokens.append(token)
+        parents.append(parent)
+        paths.append([*above, token])
+    return tokens, parents
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_masks_of_a_tree_are_those_of_every_prefix_matched_anew(
+    seed: int, grammars: Grammars, language: FiniteLanguage
+) -> None:
+    rng = np.random.default_rng(seed)
+    constraint, before = begun(grammars), list[int]()
+    while True:
+        tokens, parents = random_tree(rng, language, before, 12)
+        masks = constraint.masks(np.array(tokens, np.int32), np.array(parents, np.int32))
+        assert masks.shape == (13, mask_words(VOCAB)) and masks.dtype == np.uint32
+        assert language.agrees(ids_of(masks[0], VOCAB), before, [STOP]), before
+        for node in range(12):
+            path, at = list[int](), node
+            while at != ROOT:
+                path.insert(0, tokens[at])
+                at = parents[at]
+            found = ids_of(masks[node + 1], VOCAB)
+            assert language.agrees(found, [*before, *path], [STOP]), (before, path)
+            (alone,) = constraint.path_masks([path])
+            assert np.array_equal(alone, masks[node + 1])
+            anew = begun(grammars)
+            anew.follow(np.array([*before, *path], np.int32))
+            assert anew.failed or np.array_equal(anew.legal(), alone)
+        going = sorted(language.legal(before, []))
+        if not going:
+            break
+        before.append(int(rng.choice(going)))
+        constraint.follow(np.array(before, np.int32))
+    # Complete, and nothing can follow: its end alone is legal.
+    assert ids_of(constraint.legal(), VOCAB) == {STOP}
+    assert not constraint.failed
+
+
+def test_a_constraint_is_where_its_tokens_are_however_they_came(
+    grammars: Grammars, tiny_target: Path
+) -> None:
+    """One by one, in parts, or all at once after a failover."""
+    ids = np.array(Tokenizer.load(tiny_target).encode("the target decid"), np.int32)
+    slowly, at_once = begun(grammars), begun(grammars)
+    for end in range(len(ids) + 1):
+        slowly.follow(ids[:end])
+        slowly.follow(ids[:end])
+    at_once.follow(ids)
+    assert np.array_equal(slowly.legal(), at_once.legal())
+    assert ids_of(at_once.legal(), VOCAB)
+
+
+def test_tokens_that_do_not_fit_are_said(grammars: Grammars) -> None:
+    constraint = begun(grammars)
+    constraint.follow(np.array([5, 6], np.int32))
+    assert "token 5 does not fit" in constraint.failed
+    assert ids_of(constraint.legal(), VOCAB) == {STOP}
+    masks = constraint.masks(np.array([9], np.int32), np.array([ROOT], np.int32))
+    assert ids_of(masks[0], VOCAB) == {STOP}
+    assert constraint.legal_prefix([4]) == 0
+
+
+def test_drafts_are_cut_where_they_leave_the_grammar(grammars: Grammars, tiny_target: Path) -> None:
+    constraint = begun(grammars)
+    ids = list(Tokenizer.load(tiny_target).encode("drafts"))
+    assert constraint.legal_prefix(ids) == len(ids)
+    assert constraint.legal_prefix([*ids, STOP]) == len(ids) + 1, "an end may be drafted"
+    assert constraint.legal_prefix([*ids, STOP, STOP]) == len(ids) + 1
+    assert constraint.legal_prefix([*ids, ids[0]]) == len(ids)
+    assert constraint.legal_prefix([STOP]) == constraint.legal_prefix([VOCAB + 7]) == 0
+    assert constraint.legal_prefix(ids) == len(ids), "what is tried is undone"
+
+
+def test_specials_and_padding_are_never_legal(grammars: Grammars) -> None:
+    anything = grammars.compile(StructuredOutput(StructuredKind.REGEX, "(.|\n)*")).begin([STOP])
+    legal = ids_of(anything.legal(), VOCAB)
+    assert STOP in legal and not {0, 1} & legal
+    assert max(legal) < 359 < VOCAB, "the vocabulary is padded beyond the tokenizer's ids"

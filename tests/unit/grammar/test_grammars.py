@@ -1,0 +1,112 @@
+"""Compiling forms: once each, bounded, refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.grammar import grammars as module
+from outrider.grammar.grammars import Grammars
+from outrider.spec.structured import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
+
+
+@pytest.fixture
+def grammars(tiny_target: Path) -> Grammars:
+    found = Grammars.load(tiny_target / "tokenizer.json", vocab_size=384)
+    assert found is not None
+    return found
+
+
+def regex(text: str) -> StructuredOutput:
+    return StructuredOutput(StructuredKind.REGEX, text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        (StructuredKind.JSON_SCHEMA, "{", "it is not JSON"),
+        (StructuredKind.JSON_SCHEMA, "[]", "object or a boolean"),
+        (StructuredKind.JSON_SCHEMA, '{"type": "strange"}', "Invalid type"),
+        (StructuredKind.JSON_SCHEMA, '{"$ref": "#/nowhere"}', "does not exist"),
+        (StructuredKind.JSON_SCHEMA, "false", "nothing fits"),
+        (StructuredKind.REGEX, "[", "unclosed"),
+        (StructuredKind.REGEX, "(?<!x)y", "look-behind"),
+        (StructuredKind.GRAMMAR, "nonsense", "Expected"),
+        (StructuredKind.GRAMMAR, "start: other", "unknown name"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(
+    grammars: Grammars, kind: StructuredKind, text: str, why: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=why) as refused:
+        grammars.compile(StructuredOutput(kind, text))
+    assert refused.value.reason == "INVALID_STRUCTURE" and len(refused.value.message) < 700
+    assert grammars.known(StructuredOutput(kind, text)) is None
+
+
+def test_what_would_take_too_much_work_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = {"enum": [{f"key{n}": n} for n in range(300)]}
+    schema = StructuredOutput(StructuredKind.JSON_SCHEMA, json.dumps(large))
+    grammars.compile(schema)
+    monkeypatch.setattr(module, "MAX_GRAMMAR_SYMBOLS", 100)
+    with pytest.raises(InvalidRequestError, match="grammar size|too large|limit"):
+        Grammars.compile(_fresh(grammars), schema)
+    deep = "[" * 100_000
+    with pytest.raises(InvalidRequestError, match="not JSON|nested"):
+        grammars.compile(StructuredOutput(StructuredKind.JSON_SCHEMA, deep))
+
+
+def _fresh(grammars: Grammars) -> Grammars:
+    return Grammars(grammars._json, vocab_size=384)
+
+
+def test_a_schema_may_be_true(grammars: Grammars) -> None:
+    assert grammars.compile(StructuredOutput(StructuredKind.JSON_SCHEMA, "true"))
+
+
+def test_a_form_is_compiled_once_and_the_oldest_are_dropped(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_KEPT", 2)
+    first = grammars.compile(regex("a+"))
+    assert grammars.compile(regex("a+")) is first is grammars.known(regex("a+"))
+    grammars.compile(regex("b+"))
+    grammars.known(regex("a+"))
+    grammars.compile(regex("c+"))
+    assert grammars.known(regex("b+")) is None
+    assert grammars.known(regex("a+")) is first
+
+
+def test_threads_share_what_is_compiled(grammars: Grammars) -> None:
+    found: list[object] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(grammars.compile(regex("x{3}"))))
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(found) == 6 and len(set(map(id, found))) == 1
+
+
+def test_there_are_none_without_a_tokenizer_or_with_one_that_cannot_be_read(tmp_path: Path) -> None:
+    assert Grammars.load(tmp_path / "tokenizer.json", vocab_size=384) is None
+    broken = Grammars('{"no": "tokenizer"}', vocab_size=384)
+    with pytest.raises(FailedPreconditionError, match="with this tokenizer"):
+        broken.compile(regex("a"))
+
+
+def test_a_form_says_what_it_needs() -> None:
+    with pytest.raises(InvalidRequestError, match="needs a text"):
+        StructuredOutput(StructuredKind.REGEX)
+    with pytest.raises(InvalidRequestError, match="takes no text"):
+        StructuredOutput(StructuredKind.JSON_OBJECT, "{}")
+    with pytest.raises(InvalidRequestError, match="at most 262144 bytes"):
+        regex("x" * (MAX_STRUCTURE_BYTES + 1))

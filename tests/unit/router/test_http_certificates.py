@@ -1,0 +1,76 @@
+"""The HTTP front behind TLS: who is let in, and a certificate that is replaced while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import pytest
+from outrider_router.http import HttpServer, server
+
+from outrider.transport.tls import Role, TlsConfig
+from tests.fakes.certificates import Authority
+from tests.fakes.router import running_router
+from tests.fakes.verifier import FakeVerifier
+
+
+async def shown_to(address: str, ca: Path) -> bytes:
+    """The certificate that a port shows to whoever believes this authority."""
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context(cafile=str(ca))
+    _reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+    told: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return told
+
+
+async def test_a_replaced_certificate_is_shown_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "RENEW_S", 0.02)
+    authority = Authority(tmp_path / "tls")
+    tls = authority.role(Role.ROUTER)
+    verifiers = {"v": FakeVerifier()}
+    async with running_router(tmp_path / "model", verifiers, front_tls=tls) as service:
+        http = HttpServer("127.0.0.1:0", service)
+        address = await http.start()
+        try:
+            before = await shown_to(address, authority.ca)
+            assert await shown_to(address, authority.ca) == before
+            authority.role(Role.ROUTER)
+            async with asyncio.timeout(30.0):
+                while await shown_to(address, authority.ca) == before:
+                    await asyncio.sleep(0.02)
+        finally:
+            await http.stop()
+
+
+async def test_clients_without_a_certificate_are_refused_where_one_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    authority = Authority(tmp_path / "tls")
+    own = authority.role(Role.ROUTER)
+    tls = TlsConfig(cert=own.cert, key=own.key, ca=own.ca, client_auth=True)
+    verifiers = {"v": FakeVerifier()}
+    async with running_router(tmp_path / "model", verifiers, front_tls=tls) as service:
+        http = HttpServer("127.0.0.1:0", service)
+        host, _, port = (await http.start()).rpartition(":")
+        context = ssl.create_default_context(cafile=str(authority.ca))
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+            # In TLS 1.3 a server says no after the client thinks that it is through.
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                assert not await asyncio.wait_for(reader.read(), 30.0)
+                raise ConnectionError("closed without a word")
+            writer.close()
+            client = authority.issue("client")
+            assert client.cert is not None
+            context.load_cert_chain(client.cert, client.key)
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+            assert b" 200 " in await asyncio.wait_for(reader.readline(), 30.0)
+            writer.close()
+        finally:
+            await http.stop()
