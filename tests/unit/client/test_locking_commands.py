@@ -86,10 +86,10 @@ def test_clients_may_be_served_by_another_certificate(tmp_path: Path) -> None:
 
 def test_a_key_comes_from_the_caller_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
-    assert call_metadata((("a", "b"),), None) == (("a", "b"),)
-    assert call_metadata((), "k") == (("authorization", "Bearer k"),)
+    assert call_metadata((("a", "b"),)) == (("a", "b"),)
+    assert call_metadata((), api_key="k") == (("authorization", "Bearer k"),)
     monkeypatch.setenv("OUTRIDER_API_KEY", "from-there")
-    assert call_metadata((), None) == (("authorization", "Bearer from-there"),)
-    assert call_metadata((), "") == ()
+    assert call_metadata(()) == (("authorization", "Bearer from-there"),)
+    assert call_metadata((), api_key="") == ()
     with pytest.raises(InvalidRequestError):
-        call_metadata((), "a\nb")
+        call_metadata((), api_key="a\nb")
