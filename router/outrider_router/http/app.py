@@ -43,7 +43,7 @@ def make_api(service: RouterService) -> FastAPI:
     app.state.created = int(time.time())
     app.include_router(generating.router)
     app.include_router(telling.router)
-    app.include_router(status_router(service), dependencies=[Depends(operator)])
+    app.include_router(status_router(service, [Depends(operator)]))
     app.add_exception_handler(OutriderError, on_typed)
     app.add_exception_handler(RequestValidationError, on_mistakes)
     app.add_exception_handler(HTTPException, on_http)

@@ -3,9 +3,11 @@ what a token must guard where tokens are in use."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
 
 from fastapi import APIRouter
+from fastapi.params import Depends
 from fastapi.responses import JSONResponse, Response
 
 from outrider_router.service import RouterService
@@ -16,6 +18,8 @@ _KINDS = {
     "status.css": "text/css; charset=utf-8",
     "status.js": "text/javascript; charset=utf-8",
 }
+PAGE_PATHS = frozenset({"/", "/status.css", "/status.js"})
+"""What is the same for every router, and says nothing of this one."""
 _HEADERS = {
     # Nothing but its own files, and nobody may frame it.
     "Content-Security-Policy": (
@@ -28,8 +32,11 @@ _HEADERS = {
 }
 
 
-def status_router(service: RouterService) -> APIRouter:
-    """GET /, /status.css, /status.js and /status.json of a router; none is in the OpenAPI."""
+def status_router(service: RouterService, guards: Sequence[Depends] = ()) -> APIRouter:
+    """GET /, /status.css, /status.js and /status.json of a router; none is in the OpenAPI.
+
+    `guards` refuse who may not see the state; the page is for everybody, and asks for a token.
+    """
     router = APIRouter(include_in_schema=False)
     folder = files("outrider_router.status_page") / "static"
     contents = {name: (folder / name).read_bytes() for name in _KINDS}
@@ -49,7 +56,7 @@ def status_router(service: RouterService) -> APIRouter:
     async def script() -> Response:
         return file("status.js")
 
-    @router.get("/status.json")
+    @router.get("/status.json", dependencies=guards)
     async def state() -> Response:
         return JSONResponse(snapshot(service), headers={"Cache-Control": "no-store"})
 

@@ -96,7 +96,7 @@ def test_few_keys_do_not_go_with_the_defaults_of_others(tmp_path: Path) -> None:
         file.write_text(f"{key.concrete} = {toml_value(another_value(key.field))}\n")
         if found_at(key, file, Environment("", {})) is None:
             refused.append(str(key))
-    assert len(refused) < 20, refused
+    assert len(refused) < len(KEYS) / 6, refused
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if key.field.kind.choices], ids=str)
@@ -116,6 +116,9 @@ def test_flags_are_named_like_the_keys_that_they_set(role: str) -> None:
     # Flags that say it the other way round or one item at a time.
     for action in PROCESSES[role].parser._actions:
         if action.dest in ("help", "config"):
+            continue
+        if action.option_strings[0] == "--trace-ratio":
+            assert action.dest == "tracing.sample_ratio"  # as OpenTelemetry says it
             continue
         assert action.dest in keys, action.option_strings
         last = action.dest.rpartition(".")[2].replace("_", "-")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from outrider_bench.__main__ import BENCHMARKS
+from outrider_ray.commands import _parser as ray_parser
 
 from outrider.client.cli import make_parser
 from outrider.config import load_config
@@ -24,11 +25,19 @@ NEEDED = {"router": {"model": "m", "verifiers": ("v:1",)}, "ray": {"model": "m"}
 def parser_of(words: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
     """The real parser of a command line, and what it gets."""
     program, *rest = words
+    if program == "outrider_ray" and rest[:1] == ["node"]:
+        anything = argparse.ArgumentParser(add_help=False)
+        anything.add_argument("flags", nargs="*", help="those of `ray start`")
+        return anything, ["--", *rest]
+    if program == "outrider_ray" and rest[:1] in (["status"], ["stop"]):
+        return ray_parser(rest[0]), rest[1:]
     if program == "outrider_ray":
         return PROCESSES["ray"].parser, rest
     if program != "outrider":
         return PROCESSES[program.removeprefix("outrider-")].parser, rest
     match rest:
+        case ["ray", *rest]:
+            return parser_of(["outrider_ray", *rest])
         case ["config", *rest]:
             return config_parser(), rest
         case ["train-head", *rest]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi import FastAPI
+from outrider_router.http.app import make_app
 from outrider_router.service import RouterService
-from outrider_router.status_page import snapshot, status_router
+from outrider_router.status_page import PAGE_PATHS, snapshot, status_router
 
 from outrider.wire.messages import SpecStats
 from tests.fakes.drafter import FakeDrafter
@@ -103,3 +105,28 @@ async def test_a_fleet_that_was_never_seen_is_listed_by_its_addresses(tmp_path: 
     assert state["models"] == []
     (one,) = state["verifiers"]
     assert (one["id"], one["healthy"], one["round_ms"]) == ("v", False, 0.0)
+
+
+async def test_where_keys_are_asked_for_the_page_is_empty_without_one(tmp_path: Path) -> None:
+    secrets = {"boss": "operator = true\n", "client": ""}
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        "".join(
+            f'[keys.{name}]\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n{more}'
+            for name, more in secrets.items()
+        )
+    )
+    async with running_router(tmp_path, {"v": FakeVerifier()}, api_keys=keys) as router:
+        transport = httpx.ASGITransport(make_app(router))
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            for path in PAGE_PATHS:
+                assert (await client.get(path)).status_code == 200
+            codes = [
+                (await client.get("/status.json", headers=headers)).status_code
+                for headers in (
+                    {},
+                    {"authorization": "Bearer client"},
+                    {"authorization": "Bearer boss"},
+                )
+            ]
+    assert codes == [401, 403, 200]

@@ -39,7 +39,8 @@ function decimals(value, digits) {
   });
 }
 
-const percent = (value) => (value === null ? "–" : decimals(100 * value, 0));
+const percent = (value) => (value === null ? "–" : `${decimals(100 * value, 0)} %`);
+const idle = (us) => (us < 1000 ? `${decimals(us, 0)} µs` : `${decimals(us / 1000, 1)} ms`);
 const share = (part, whole) => (whole > 0 ? part / whole : null);
 
 // The sample before the span that rates are of, or the oldest one.
@@ -67,8 +68,8 @@ function figures() {
     { name: "Tokens", unit: "/s", value: rate("generation_tokens_total"), digits: 0 },
     { name: "Running", value: now.running, digits: 0, note: `${decimals(rate("requests_total"), 1)} ended a second` },
     { name: "Waiting", value: now.queued, digits: 0, note: `of at most ${now.queue_bound}` },
-    { name: "Acceptance", unit: "%", value: share(grown("accepted_tokens_total"), drafted), percent: true, note: `${decimals(share(grown("accepted_tokens_total"), grown("drafts_total")), 2)} of a draft stand` },
-    { name: "Tokens a round", value: share(grown("round_tokens_total"), rounds), digits: 2, note: `${percent(share(grown("fallback_rounds_total"), rounds))} % without a draft` },
+    { name: "Acceptance", value: share(grown("accepted_tokens_total"), drafted), percent: true, note: `${decimals(share(grown("accepted_tokens_total"), grown("drafts_total")), 2)} of a draft stand` },
+    { name: "Tokens a round", value: share(grown("round_tokens_total"), rounds), digits: 2, note: `${percent(share(grown("fallback_rounds_total"), rounds))} without a draft` },
     { name: "First token", unit: "ms", value: wait === null ? null : 1000 * wait, digits: 0, note: "after a request came" },
     { name: "Errors", unit: "/s", value: rate("errors_total"), digits: 1, note: `${decimals(now.totals.errors_total, 0)} in all` },
     { name: "Failovers", value: now.totals.failovers_total, digits: 0, note: "since the start" },
@@ -103,7 +104,7 @@ function spark(name, text) {
 function tile(figure) {
   const text = figure.percent ? percent(figure.value) : decimals(figure.value, figure.digits);
   const value = element("p", { class: "value", text });
-  if (figure.unit) value.append(element("span", { class: "unit", text: figure.unit }));
+  if (figure.unit && figure.value !== null) value.append(element("span", { class: "unit", text: figure.unit }));
   const note = element("p", { class: "note", text: figure.note ?? "" });
   const name = element("p", { class: "name", text: figure.name });
   return element("div", { class: "tile" }, name, value, note, spark(figure.name, `${text} ${figure.unit ?? ""}`.trim()));
@@ -123,8 +124,8 @@ function meter(name, used, of, text) {
   return element("div", { class: "meter" }, element("span", { class: "muted", text: name }), bar, number);
 }
 
-function facts(pairs) {
-  const list = element("dl");
+function facts(pairs, kind = "") {
+  const list = element("dl", { class: kind });
   for (const [name, value] of pairs) {
     list.append(element("div", {}, element("dt", { text: name }), element("dd", { text: value })));
   }
@@ -173,11 +174,11 @@ function verifierCard(verifier) {
     meter("K/V blocks", used, verifier.kv_total_blocks, `${used} / ${verifier.kv_total_blocks}`),
     pipeline(verifier),
     facts([
-      ["Acceptance", `${percent(share(grown("accepted_total"), grown("proposed_total")))} %`],
+      ["Acceptance", percent(share(grown("accepted_total"), grown("proposed_total")))],
       ["Tokens a round", decimals(share(grown("emitted_total"), rounds), 2)],
-      ["Look-ahead hits", `${percent(share(grown("hit_rounds_total"), ahead))} %`],
-      ["Without a draft", `${percent(share(grown("fallback_rounds_total"), rounds))} %`],
-      ["Idle before a hit", verifier.hit_idle_us ? `${decimals(verifier.hit_idle_us, 0)} µs` : "–"],
+      ["Look-ahead hits", percent(share(grown("hit_rounds_total"), ahead))],
+      ["Without a draft", percent(share(grown("fallback_rounds_total"), rounds))],
+      ["Idle before a hit", verifier.hit_idle_us ? idle(verifier.hit_idle_us) : "–"],
       ["Preempted", decimals(verifier.preemptions_total, 0)],
       ["Without K/V", decimals(verifier.waiting_sessions, 0)],
       ...(verifier.own_methods.length ? [["Drafts itself", verifier.own_methods.join(", ")]] : []),
@@ -186,17 +187,20 @@ function verifierCard(verifier) {
   if (verifier.simulated_acceptance) {
     card.append(element("p", {}, badge(`simulated acceptance ${verifier.simulated_acceptance}`, "warn")));
   }
-  if (verifier.planner) card.append(facts([["Planner", verifier.planner]]));
+  if (verifier.planner) card.append(facts([["Planner", verifier.planner]], "whole"));
   return card;
 }
 
 function linkRow(link) {
-  const kept = link.quarantine ? `quarantine: ${link.quarantine}, tried in ${decimals(link.probe_in_s, 0)} s` : "in use";
+  const state = element("td", {}, badge(link.quarantine ? "quarantine" : "in use", link.quarantine ? "warn" : "good"));
+  if (link.quarantine) {
+    state.append(element("p", { class: "muted", text: `${link.quarantine}, tried in ${decimals(link.probe_in_s, 0)} s` }));
+  }
   return element("tr", {},
     element("th", { scope: "row", text: link.verifier }),
     element("td", { text: String(link.sessions) }),
     element("td", { text: link.answer_ms ? `${decimals(link.answer_ms, 1)} ms` : "–" }),
-    element("td", {}, badge(kept, link.quarantine ? "warn" : "good")),
+    state,
   );
 }
 
