@@ -117,7 +117,7 @@ def launch_warp(
 
 
 def _legal_arguments(legal: LegalBits | None) -> tuple[Tensor | None, int, Tensor | None]:
-    """Bits, words of a row of them, index."""
+    """Bits, words of a row of them, places."""
     return (None, 0, None) if legal is None else (legal.bits, legal.bits.shape[1], legal.places)
 
 
