@@ -46,6 +46,7 @@ async def fake_drafter() -> AsyncGenerator[FakeDrafter]:
 def start_ray() -> None:
     """One local instance, shared by all tests of the run."""
     if not ray.is_initialized():
+        paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         ray.init(
             # Not one that another test has started.
             address="local",
@@ -54,7 +55,7 @@ def start_ray() -> None:
             logging_level="ERROR",
             log_to_driver=False,
             object_store_memory=256 << 20,
-            runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},
         )
 
 

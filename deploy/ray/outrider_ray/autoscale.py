@@ -24,7 +24,7 @@ class AutoscaleConfig:
     queue_per_verifier: float = 4.0
     """Waiting requests a verifier from which one more is wanted."""
     sessions_per_drafter: int = 64
-    """Sessions that count as a full drafter, where it does not say itself how many it takes."""
+    """Sessions that count as a full drafter, unless it takes fewer."""
     high_load: float = 0.85
     """Share of what the members can take, from which one more is wanted."""
     low_load: float = 0.6

@@ -167,5 +167,6 @@ def drafter_load(
     info = None if peer is None else peer.info
     if peer is None or info is None or peer.state is not PeerState.HEALTHY:
         return MemberLoad(member=member, ready=False, leaving=leaving)
-    load = info.sessions / (info.max_sessions or config.sessions_per_drafter)
+    full = min(config.sessions_per_drafter, info.max_sessions or config.sessions_per_drafter)
+    load = info.sessions / full
     return MemberLoad(member=member, sessions=info.sessions, load=load, leaving=leaving)

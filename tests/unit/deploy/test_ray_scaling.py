@@ -182,7 +182,9 @@ def test_a_verifiers_load_is_its_scarcer_resource() -> None:
     assert not verifier_load(member, lost).ready
 
 
-def test_a_drafter_that_takes_any_number_is_measured_by_the_setting() -> None:
-    peer = DrafterPeer(address="d", state=PeerState.HEALTHY, info=drafter_info(sessions=32))
+@pytest.mark.parametrize(("takes", "load"), [(0, 0.5), (1024, 0.5), (40, 0.8)])
+def test_a_drafter_is_full_by_the_setting_or_sooner(takes: int, load: float) -> None:
+    info = drafter_info(sessions=32, max_sessions=takes)
+    peer = DrafterPeer(address="d", state=PeerState.HEALTHY, info=info)
     config = AutoscaleConfig(sessions_per_drafter=64)
-    assert drafter_load(SECOND_DRAFTER, peer, config).load == 0.5
+    assert drafter_load(SECOND_DRAFTER, peer, config).load == load
