@@ -95,7 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--concurrency", metavar="N", type=at_least(1), default=1, help="prompts at a time")
     add("--model", metavar="NAME|DIR", help=f"default: {DEFAULT_MODEL}")
     add("--head", metavar="DIR", type=Path, help="default: the one that ships for the model")
-    add_connecting_arguments(parser)
     add("--draft-model", metavar="NAME|DIR", help="for --drafter model; default: the model itself")
 
 
