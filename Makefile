@@ -83,6 +83,7 @@ generated: setup
 	  $(BIN)/outrider config schema $$process > deploy/configs/$$process.schema.json || exit 1; done
 	$(BIN)/outrider config reference > docs/configuration.md
 	$(BIN)/python deploy/tools/values_schema.py > deploy/helm/outrider/values.schema.json
+	$(BIN)/python deploy/tools/prometheus_rule.py > deploy/k8s/components/monitoring/prometheus-rule.yaml
 	$(BIN)/python tools/decisions.py > docs/decisions/README.md
 	$(BIN)/python tools/licences.py > docs/licences.md
 

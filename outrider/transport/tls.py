@@ -131,6 +131,7 @@ class TlsFiles:
         self._config = config
         self._stamp = self._look()
         self._material = self._read()
+        self._problem = ""
 
     def current(self) -> Material:
         """What they hold. While they have changed to something that is no good (say, half of it
@@ -139,10 +140,12 @@ class TlsFiles:
             stamp = self._look()
             if stamp != self._stamp:
                 self._material = self._read()
-                self._stamp = stamp
+                self._stamp, self._problem = stamp, ""
                 logger.info("certificates were read again")
         except FailedPreconditionError as error:
-            logger.warning("certificates are kept", extra={"reason": error.message})
+            if error.message != self._problem:
+                self._problem = error.message
+                logger.warning("certificates are kept", extra={"reason": error.message})
         return self._material
 
     def _paths(self) -> tuple[Path | None, ...]:

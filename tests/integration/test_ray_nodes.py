@@ -74,17 +74,10 @@ def nodes() -> Iterator[Nodes]:
 def fleet(nodes: Nodes, tiny_target: Path, tiny_head: Path) -> DetachedFleet:
     arguments = ["--model", str(tiny_target), "--head", str(tiny_head), "--threads", "1"]
     # The drafts of a random head never pay: they are to be made all the same.
-    arguments += [
-        "--planner",
-        "fixed",
-        "--verifiers",
-        "2",
-        "--detached",
-        "--listen",
-        f"0.0.0.0:{free_port()}",
-    ]
-    arguments += ["--strategy", "strict-spread", "--cpus-per-actor", "1"]
-    arguments += ["--verifier-resource", "verifying", "--drafter-resource", "drafting"]
+    arguments += ["--planner", "fixed", "--verifiers", "2", "--detached", "--metrics-port", "0"]
+    arguments += ["--listen", f"0.0.0.0:{free_port()}", "--strategy", "strict-spread"]
+    arguments += ["--cpus-per-actor", "1", "--verifier-resource", "verifying"]
+    arguments += ["--drafter-resource", "drafting"]
     launched = command("--ray-address", nodes.address, *arguments)
     return DetachedFleet(nodes, json.loads(launched.stdout.splitlines()[-1])["address"])
 
@@ -148,7 +141,6 @@ def test_a_drafters_node_that_dies_changes_no_token(fleet: DetachedFleet) -> Non
     with connect(fleet.address) as client:
         plain = answer(client, LONG, drafter="none")
         assert streamed(client, fleet.nodes.third.kill) == plain.token_ids
-    wait_until(fleet.drafts, timeout_s=HEAL_S, what="drafts of the node that came back")
 
 
 def test_text_goes_on_elsewhere_when_a_verifiers_node_dies(fleet: DetachedFleet) -> None:
@@ -166,7 +158,7 @@ def test_text_goes_on_elsewhere_when_a_verifiers_node_dies(fleet: DetachedFleet)
                     ids += delta.token_ids
                 assert tuple(ids) == plain.token_ids
     assert resumed_sessions(status) == resumed + 1
-    wait_until(fleet.drafts, timeout_s=HEAL_S, what="the verifier on the node that came back")
+    wait_until(fleet.drafts, timeout_s=HEAL_S, what="all on nodes that came back")
 
 
 def test_a_stopped_fleet_leaves_the_cluster_as_it_was(fleet: DetachedFleet) -> None:

@@ -141,6 +141,26 @@ async def test_a_replaced_certificate_serves_new_connections_without_a_restart(
             await info(address, believes)
 
 
+async def test_whoever_dials_takes_up_certificates_that_were_replaced(tmp_path: Path) -> None:
+    """A control client goes on with the new ones: those that it began with may be over by then."""
+    before, after = Authority(tmp_path / "a"), Authority(tmp_path / "b")
+    own = before.issue("router")
+    async with dialer(own) as made:
+        async with verifier(Access(tls=before.role(Role.VERIFIER))) as address:
+            control = await made.verifier(address)
+            await control.info()
+        for old, new in zip(_files(own), _files(after.issue("router")), strict=True):
+            old.write_bytes(new.read_bytes())
+        services = verifier_services(FakeVerifier(), CONFIG)
+        access = Access(tls=after.role(Role.VERIFIER))
+        server = GrpcServer(address, services, config=CONFIG, access=access)
+        await server.start()
+        try:
+            await control.info()
+        finally:
+            await server.stop(0)
+
+
 def _files(config: TlsConfig) -> tuple[Path, ...]:
     assert config.cert is not None and config.key is not None and config.ca is not None
     return config.cert, config.key, config.ca

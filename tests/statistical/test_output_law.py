@@ -5,6 +5,7 @@ Rows differ by seed only. The draft side is `propose_children` with the producti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +26,10 @@ BATCH_ELEMENTS = 1 << 20
 POSITION = 17
 
 
+Legal = Sequence[NDArray[np.uint32]]
+"""Masks [W] by depth (`outrider.engine.warper.TokenHistory.legal`)."""
+
+
 def _by_depth(levels_LV: Tensor) -> Logits:
     """Logits that depend on the depth only."""
 
@@ -43,8 +48,10 @@ def _tokens_by_index(
     *,
     with_law: bool = True,
     limits: LawLimits = DEFAULT_LAW_LIMITS,
+    legal: Legal | None = None,
 ) -> list[NDArray[np.int64]]:
-    """Counts [V] of the tokens emitted at each index of the rounds."""
+    """Counts [V] of the tokens emitted at each index of the rounds. `legal`: by depth, what is
+    legal; the drafts are not masked."""
     levels, vocab = target_LV.shape
     counts = [np.zeros(vocab, dtype=np.int64) for _ in range(levels)]
     batch = min(8192, BATCH_ELEMENTS // vocab)
@@ -55,6 +62,10 @@ def _tokens_by_index(
         rows = accept_rows(drafts, params, positions, stride=0)
         if not with_law:
             rows = [replace(row, law=None) for row in rows]
+        if legal is not None:
+            depths = [0, *(drafts.context(node).shape[1] for node in range(len(drafts.parents)))]
+            masks = np.stack([legal[depth] for depth in depths])
+            rows = [replace(row, legal=masks) for row in rows]
         by_node = _node_logits(target_LV, drafts)
         for result in accept(by_node, rows):
             for index, token in enumerate(result.tokens):
@@ -121,6 +132,24 @@ def test_a_truncated_target_law_is_emitted(rule: Rule) -> None:
         assert np.count_nonzero(warped_probs(logits, off)) > kept, "every setting cuts something"
     counts = _tokens_by_index(target, drafted, base, [2, 1], 16_000)
     _check(counts, target, base)
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION, Rule.TARGET_ONLY])
+def test_a_masked_target_law_is_emitted_whatever_is_drafted(rule: Rule) -> None:
+    """The law is the target's over what a grammar allows, cut by top-p after that; drafts that it
+    does not allow are among the likeliest ones."""
+    target, drafted = _random_levels(3, 40, seed=9, spread=1.5)
+    rng = np.random.default_rng(3)
+    allowed = np.zeros((3, 64), dtype=np.uint8)
+    allowed[:, :40] = rng.random((3, 40)) < 0.4
+    allowed[np.arange(3), target.numpy().argmax(axis=1)] = 0
+    allowed[0, int(target[0].topk(2).indices[1])] = 1
+    legal = list(np.packbits(allowed, axis=1, bitorder="little").view("<u4"))
+    base = SamplingParams(temperature=0.9, rule=rule, top_p=0.95, banned_ids=(3,))
+    counts = _tokens_by_index(target, drafted, base, [3, 2], 16_000, legal=legal)
+    masked = target.masked_fill(torch.from_numpy(allowed[:, :40] == 0), -torch.inf)
+    _check(counts, masked, base)
+    assert all((observed > 0).sum() > 3 for observed in counts[:2])
 
 
 def test_a_missing_law_keeps_the_target_law() -> None:

@@ -8,10 +8,13 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from outrider.errors import UnavailableError
 from outrider.logs import setup_logging
-from outrider_ray.supervisor import FleetStatus, fleet_status, stop_detached
+
+if TYPE_CHECKING:
+    from outrider_ray.supervisor import FleetStatus
 
 NAMES = STATUS, STOP, NODE = ("status", "stop", "node")
 DEFAULT_NAMESPACE = "outrider"
@@ -26,7 +29,9 @@ def run_command(arguments: Sequence[str]) -> int:
         setup_logging("INFO")
         return keep_node(rest)
     args = _parser(name).parse_args(rest)
-    with joined(args.ray_address):
+    from outrider_ray.supervisor import fleet_status, stop_detached
+
+    with joined(args.ray_address, args.namespace):
         if name == STOP:
             return 0 if stop_detached(args.namespace) else 1
         status = fleet_status(args.namespace)
@@ -57,12 +62,12 @@ def describe(status: FleetStatus) -> Iterator[str]:
 
 
 @contextmanager
-def joined(address: str) -> Iterator[None]:
+def joined(address: str, namespace: str) -> Iterator[None]:
     """A connection to a running cluster. Raises UnavailableError."""
     import ray
 
     try:
-        ray.init(address, log_to_driver=False, configure_logging=False)
+        ray.init(address, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, OSError, ValueError) as error:
         raise UnavailableError(f"no Ray at {address}: {error}", reason="NO_RAY") from error
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from outrider.errors import FailedPreconditionError
 from outrider.transport.ray import (
@@ -115,6 +116,6 @@ def members_there(namespace: str) -> list[Member]:
     """The members of a fleet whose actors Ray knows."""
     from ray.util import list_named_actors
 
-    known = list_named_actors(all_namespaces=True)
+    known: Any = list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in known if actor["namespace"] == namespace]
     return sorted(member for name in names if (member := member_of(name)) is not None)

@@ -115,7 +115,7 @@ class Places:
         """Give back the bundle of a member that has a group of its own; idempotent."""
         from ray.util import remove_placement_group
 
-        cell = self._cells.pop(member, None)
+        cell = self._cells.pop(member, ())
         group = self._groups.pop(cell, None) if cell == (member,) else None
         if group is not None:
             await asyncio.to_thread(remove_placement_group, group)

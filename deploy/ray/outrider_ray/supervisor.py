@@ -7,6 +7,7 @@ that are still there by their names, and goes on with them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -23,7 +24,9 @@ from outrider.errors import (
 from outrider.process import run
 from outrider.transport.status import ErrorStatus, from_status, to_status
 from outrider_ray.config import LaunchConfig
+from outrider_ray.fleet import members_there
 from outrider_ray.keeper import FIRST_PAUSE_S, next_pause
+from outrider_ray.members import group_name
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +160,8 @@ def start_detached(config: LaunchConfig) -> FleetStatus:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    if members_there(config.namespace):
+        raise _in_use(config.namespace)
     here = ray.get_runtime_context().get_node_id()
     options = {
         "name": SUPERVISOR,
@@ -173,9 +178,7 @@ def start_detached(config: LaunchConfig) -> FleetStatus:
     try:
         actor: Any = ray.remote(SupervisorHost).options(**options).remote(config)
     except ValueError as error:
-        raise AlreadyExistsError(
-            f"the namespace {config.namespace} has a fleet", reason="NAME_IN_USE"
-        ) from error
+        raise _in_use(config.namespace) from error
     while True:
         # A fleet's start has bounds of its own.
         status: FleetStatus = _ask(actor, "status", _ASK_S)
@@ -198,15 +201,36 @@ def fleet_status(namespace: str) -> FleetStatus:
 def stop_detached(namespace: str) -> bool:
     """Drain and stop the fleet of a namespace, then its supervisor; whether all ended in time.
 
-    Raises NotFoundError, UnavailableError.
+    What a supervisor has left that ended otherwise is killed. Raises NotFoundError if there is
+    nothing at all, UnavailableError for a supervisor that does not answer, which is killed.
     """
     import ray
 
-    actor = _find(namespace)
+    try:
+        actor = _find(namespace)
+    except NotFoundError:
+        if not _kill_members(namespace):
+            raise
+        return True
     try:
         return bool(_ask(actor, "stop", 10 * STOP_S))
     finally:
         ray.kill(actor)
+
+
+def _kill_members(namespace: str) -> int:
+    """End the actors that are there and give their places back; how many there were."""
+    import ray
+    from ray.util import get_placement_group, remove_placement_group
+
+    members = members_there(namespace)
+    for member in members:
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(member.name, namespace=namespace))
+        # Groups are called after their first members.
+        with contextlib.suppress(ValueError):
+            remove_placement_group(get_placement_group(group_name((member,))))
+    return len(members)
 
 
 def _find(namespace: str) -> Any:
@@ -218,6 +242,12 @@ def _find(namespace: str) -> Any:
         raise NotFoundError(
             f"no detached fleet in the namespace {namespace}", reason="NO_FLEET"
         ) from None
+
+
+def _in_use(namespace: str) -> AlreadyExistsError:
+    return AlreadyExistsError(
+        f"the namespace {namespace} has a fleet; `outrider ray stop` ends it", reason="NAME_IN_USE"
+    )
 
 
 def _ask(actor: Any, method: str, timeout_s: float) -> Any:

@@ -68,11 +68,11 @@ class LegalRows:
                 if masks is not None:
                     index[row, : len(masks)] = np.arange(place, place + len(masks))
                     place += len(masks)
-            upload(index.reshape(-1), self.decoding.index[: index.size])
+            upload(index.reshape(-1), self.decoding.places[: index.size])
         if any(masks is not None for masks in pieces):
             ends = np.zeros(len(pieces), dtype=np.int32)
             for piece, masks in enumerate(pieces):
                 if masks is not None:
                     ends[piece] = place
                     place += 1
-            upload(ends, self.pieces.index[: len(ends)])
+            upload(ends, self.pieces.places[: len(ends)])

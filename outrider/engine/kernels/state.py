@@ -74,7 +74,7 @@ class LegalBits(NamedTuple):
 
     bits: Tensor
     """int32 [C, W]: id i is bit i % 32 of word i // 32; ids beyond the words are not allowed."""
-    index: Tensor
+    places: Tensor
     """int32 [R]: the row of bits of a row of logits."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import cast
 
 import grpc
@@ -23,7 +24,7 @@ from outrider.transport.grpc.servicers import (
 from outrider.transport.grpc.status import lost_stream_error, typed_error
 from outrider.transport.grpc.streams import StreamFrames
 from outrider.transport.sessions import SessionIterators
-from outrider.transport.tls import Role, TlsConfig, TlsFiles
+from outrider.transport.tls import Material, Role, TlsConfig, TlsFiles
 from outrider.wire.codec import (
     decode_drafter_info,
     decode_verifier_info,
@@ -38,14 +39,17 @@ from outrider.wire.messages import DrafterInfo, VerifierInfo
 class _Client:
     """Unary calls with a deadline and typed errors."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str, config: GrpcConfig) -> None:
+    def __init__(
+        self, channel: Callable[[], grpc.aio.Channel], address: str, config: GrpcConfig
+    ) -> None:
+        """`channel` is asked at each call: certificates may have been replaced since the last."""
         self._channel = channel
         self._address = address
         self._config = config
 
     async def _call(self, service: str, method: str, request: bytes) -> bytes:
         rpc: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
-        rpc = self._channel.unary_unary(f"/{service}/{method}")
+        rpc = self._channel().unary_unary(f"/{service}/{method}")
         try:
             return await rpc(request, timeout=self._config.control_timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -62,7 +66,7 @@ class GrpcVerifier(_Client, SessionIterators):
     async def sessions(self) -> RouterConnection:
         """Open a stream of sessions. Raises UnavailableError."""
         rpc: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
-        rpc = self._channel.stream_stream(f"/{VERIFIER_SERVICE}/Sessions")
+        rpc = self._channel().stream_stream(f"/{VERIFIER_SERVICE}/Sessions")
         call = await _answered(rpc(), self._address, self._config)
         return router_end(_client_frames(call, self._address), self._config.heartbeat)
 
@@ -109,10 +113,19 @@ class GrpcDialer:
         self._tls = tls if tls is not None and tls.enabled else None
         self._files = None if self._tls is None else TlsFiles(self._tls)
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._shown: dict[str, Material] = {}
+        """What the channels were opened with, by address."""
+        self._retired: list[grpc.aio.Channel] = []
+        """Channels with certificates that were replaced, for the streams that still run on them."""
 
     def channel(self, address: str, role: Role = Role.VERIFIER) -> grpc.aio.Channel:
         """The channel to an address, where a process of this role is to be."""
         channel = self._channels.get(address)
+        if self._files is not None and self._shown.get(address) is not self._files.current():
+            self._shown[address] = self._files.current()
+            if channel is not None:
+                self._retired.append(channel)
+            channel = None
         if channel is None:
             channel = self._channels[address] = self._dial(address, role)
         return channel
@@ -138,11 +151,11 @@ class GrpcDialer:
 
     async def verifier(self, address: str) -> GrpcVerifier:
         """A control client of the verifier at `address`."""
-        return GrpcVerifier(self.channel(address), address, self._config)
+        return GrpcVerifier(lambda: self.channel(address), address, self._config)
 
     async def drafter(self, address: str) -> GrpcDrafter:
         """A control client of the drafter at `address`."""
-        return GrpcDrafter(self.channel(address, Role.DRAFTER), address, self._config)
+        return GrpcDrafter(lambda: self.channel(address, Role.DRAFTER), address, self._config)
 
     async def hang_up(self, address: str) -> None:
         """Close the channel to an address, if there is one."""
@@ -152,7 +165,8 @@ class GrpcDialer:
 
     async def close(self) -> None:
         """Close every channel."""
-        channels, self._channels = list(self._channels.values()), {}
+        channels, self._channels = [*self._channels.values(), *self._retired], {}
+        self._retired.clear()
         for channel in channels:
             await channel.close()
 

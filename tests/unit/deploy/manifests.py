@@ -176,13 +176,15 @@ def _volume(volume: Document) -> list[tuple[str, str]]:
 
 
 def _hardening(pod: Pod) -> Iterator[str]:
-    """What the standard "restricted" asks of a pod, and no token of the API server's."""
+    """What the standard "restricted" asks of a pod; of Outrider's processes also to have no token
+    of the API server's and not to write to their images."""
+    ours = any(True for _ in pod.processes())
     context = pod.spec.get("securityContext", {})
     if not context.get("runAsNonRoot") or context.get("runAsUser", 1) == 0:
         yield f"{pod.owner}: may run as root"
     if context.get("seccompProfile", {}).get("type") != "RuntimeDefault":
         yield f"{pod.owner}: no seccomp profile"
-    if pod.spec.get("automountServiceAccountToken") is not False:
+    if ours and pod.spec.get("automountServiceAccountToken") is not False:
         yield f"{pod.owner}: mounts a token"
     for key in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.spec.get(key):
@@ -193,7 +195,7 @@ def _hardening(pod: Pod) -> Iterator[str]:
             yield f"{name}: may gain privileges"
         if "ALL" not in own.get("capabilities", {}).get("drop", ()):
             yield f"{name}: keeps capabilities"
-        if own.get("readOnlyRootFilesystem") is not True:
+        if ours and own.get("readOnlyRootFilesystem") is not True:
             yield f"{name}: writes to its image"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import re
 import subprocess
@@ -23,7 +22,7 @@ from tests.unit.deploy.manifests import (
     problems,
     quantity,
 )
-from tests.unit.deploy.support import KUBERNETES, ROOT, configs_of, parse, tool
+from tests.unit.deploy.support import KUBERNETES, ROOT, configs_of, load, parse, tool
 
 HELM = ROOT / "deploy" / "helm"
 CHART = HELM / "outrider"
@@ -165,11 +164,7 @@ def test_the_notes_say_how_to_reach_it() -> None:
 
 
 def test_the_schema_of_the_values_is_that_of_the_processes() -> None:
-    path = ROOT / "deploy" / "tools" / "values_schema.py"
-    spec = importlib.util.spec_from_file_location("values_schema", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("values_schema")
     fresh = module.values_schema((HELM / "values.schema.in.json").read_text("utf-8"))
     written = (CHART / "values.schema.json").read_text("utf-8")
     assert written == fresh, "run `make generated`"

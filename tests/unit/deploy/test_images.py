@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tests.unit.deploy.support import ROOT, tool
+from tests.unit.deploy.support import ROOT, load, tool
 
 ROLES = ("router", "verifier", "drafter")
-
-
-def load(name: str) -> ModuleType:
-    path = ROOT / "deploy" / "tools" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def dockerfile(role: str) -> str:

@@ -26,7 +26,7 @@ from tests.unit.deploy.manifests import (
     problems,
     quantity,
 )
-from tests.unit.deploy.support import KUBERNETES, ROOT, configs_of, parse, tool
+from tests.unit.deploy.support import KUBERNETES, ROOT, configs_of, load, parse, tool
 
 K8S = ROOT / "deploy" / "k8s"
 OVERLAYS = sorted(path.parent.name for path in K8S.glob("overlays/*/kustomization.yaml"))
@@ -99,12 +99,10 @@ def test_the_grace_period_covers_pre_stop_and_drain(overlay: str, tmp_path: Path
             assert pod.spec["terminationGracePeriodSeconds"] >= needed, (pod.owner, role)
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if "ray" not in name])
 def test_routers_find_their_peers_by_headless_services(overlay: str, tmp_path: Path) -> None:
     everything = documents(overlay)
     configs = configs_of(everything, tmp_path)
-    if "router" not in configs:
-        pytest.skip(f"{overlay} has no router of this kind")
     services = {d["metadata"]["name"]: d["spec"] for d in everything if d["kind"] == "Service"}
     for peers in (configs["router"].verifiers, configs["router"].drafters):
         plain, names = split(peers)
@@ -159,6 +157,37 @@ def test_autoscalers_ask_for_metrics_that_there_are(overlay: str) -> None:
         f"outrider_verifier_{name}" for name in re.findall(r'^            "(\w+)":', service, re.M)
     }
     assert asked and asked <= known, asked - known
+
+
+def test_the_operators_rules_are_those_that_promtool_tests() -> None:
+    module = load("prometheus_rule")
+    folder = ROOT / "deploy" / "monitoring" / "rules"
+    texts = [path.read_text("utf-8") for path in sorted(folder.glob("*.yml"))]
+    written = (K8S / "components" / "monitoring" / "prometheus-rule.yaml").read_text("utf-8")
+    assert written == module.prometheus_rule(texts), "run `make generated`"
+    groups = [group for text in texts for group in parse(text)[0]["groups"]]
+    assert parse(written)[0]["spec"]["groups"] == groups and len(groups) > 1
+
+
+def test_who_is_scraped_is_called_what_rules_call_it() -> None:
+    everything = documents("monitoring")
+    monitor = next(d for d in everything if d["kind"] == "PodMonitor")["spec"]
+    jobs = set()
+    for endpoint in monitor["podMetricsEndpoints"]:
+        for pod in pods([*everything, *documents("gpu")]):
+            for role, container in pod.processes():
+                names = {port["name"] for port in container["ports"]}
+                if endpoint["port"] in names and monitor["selector"]["matchLabels"].items() <= (
+                    pod.labels.items()
+                ):
+                    component = pod.labels["app.kubernetes.io/component"]
+                    (relabeling,) = endpoint["relabelings"]
+                    job = relabeling["replacement"].replace("$1", component)
+                    assert job == f"outrider-{role}"
+                    jobs.add(job)
+    said = yaml.safe_dump([d for d in everything if d["kind"] == "PrometheusRule"])
+    asked = set(re.findall(r'job="(outrider-\w+)"', said))
+    assert asked <= jobs == {"outrider-router", "outrider-verifier", "outrider-drafter"}
 
 
 def test_yaml_has_no_duplicate_keys_nor_tabs() -> None:

@@ -14,7 +14,7 @@ from outrider_ray.config import LaunchConfig
 from outrider_ray.members import Member, Role
 from outrider_ray.scaling import Scaler, drafter_load, verifier_load
 from outrider_router.fleet import PeerState
-from outrider_router.polling import DrafterPeer, VerifierPeer
+from outrider_router.peers import DrafterPeer, VerifierPeer
 
 from outrider.errors import UnavailableError
 from outrider.spec.plan import DraftMethod
@@ -83,9 +83,9 @@ class FakeRouter:
             address=address, state=PeerState.HEALTHY, info=drafter_info()
         )
 
-    async def forget_verifier(self, address: str) -> None:
-        self.calls.append(f"forget {address}")
-        del self.verifiers[address]
+    async def forget_verifier(self, peer: VerifierPeer) -> None:
+        self.calls.append(f"forget {peer.address}")
+        del self.verifiers[peer.address]
 
     async def forget_drafter(self, peer: DrafterPeer) -> None:
         self.calls.append(f"forget {peer.address}")

@@ -6,6 +6,8 @@ import base64
 import hashlib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from outrider_router.keys import ApiKey, KeysFile, find_key
 
 from outrider.config import from_plain
@@ -69,6 +71,21 @@ def test_a_wrong_key_is_nobodys_and_is_not_repeated(header: str) -> None:
         find_key(KEYS, header)
     assert refused.value.reason == "WRONG_KEY"
     assert ALICE not in refused.value.message
+
+
+ODD = st.text(st.characters(codec=None)) | st.text("Bearsic =:+/\t", max_size=40)
+
+
+@given(scheme=st.sampled_from(["Bearer ", "Basic ", "", "\x00"]), rest=ODD)
+def test_no_header_whatever_is_anything_but_refused(scheme: str, rest: str) -> None:
+    with pytest.raises(UnauthenticatedError):
+        find_key(KEYS, scheme + rest)
+
+
+@given(st.binary())
+def test_no_password_whatever_is_anything_but_refused(data: bytes) -> None:
+    with pytest.raises(UnauthenticatedError):
+        find_key(KEYS, "Basic " + base64.b64encode(data).decode())
 
 
 @pytest.mark.parametrize(

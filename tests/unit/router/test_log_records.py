@@ -25,6 +25,7 @@ from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId, TenantId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.wire.inference import FinishInfo, Usage
 from outrider.wire.messages import FinishReason, SpecStats
 
@@ -45,6 +46,7 @@ JOB = Job(
     kv_tokens=200,
     priority=-7,
     tenant=TenantId("t"),
+    structured_output=StructuredOutput(StructuredKind.JSON_OBJECT),
     returns=True,
     model="m",
 )

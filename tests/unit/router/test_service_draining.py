@@ -128,7 +128,7 @@ async def test_a_verifier_that_joins_takes_requests_and_one_that_leaves_takes_no
     second.change_info(verifier_id="v1")
     async with running_router(tmp_path, {"a": first, "b": second}) as router:
         registry = router.registry
-        await registry.forget_verifier("b")
+        await registry.forget_verifier(registry.verifiers["b"])
         tasks = [
             asyncio.create_task(router.generate(text_request(max_tokens=60))) for _ in range(6)
         ]
@@ -138,8 +138,7 @@ async def test_a_verifier_that_joins_takes_requests_and_one_that_leaves_takes_no
         await eventually(lambda: sample(router, "outrider_verifier_up", verifier="v1") == 1)
         await first.drain(10.0)
         await eventually(lambda: not first.live)
-        await registry.forget_verifier("a")
-        await registry.forget_verifier("a")
+        await registry.forget_verifier(registry.verifiers["a"])
         results = await asyncio.wait_for(asyncio.gather(*tasks), 5)
         assert {result.text for result in results} == {"abc" * 20}
         (left,) = server_info(router).verifiers

@@ -118,7 +118,7 @@ def launch_warp(
 
 def _legal_arguments(legal: LegalBits | None) -> tuple[Tensor | None, int, Tensor | None]:
     """Bits, words of a row of them, index."""
-    return (None, 0, None) if legal is None else (legal.bits, legal.bits.shape[1], legal.index)
+    return (None, 0, None) if legal is None else (legal.bits, legal.bits.shape[1], legal.places)
 
 
 def launch_count(

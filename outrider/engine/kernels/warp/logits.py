@@ -145,7 +145,7 @@ def _path_of(path: TokenPath | None, row: int, rows_per_slot: int) -> Tensor:
 def _allowed(legal: LegalBits, row: int, columns: int) -> Tensor:
     """bool [V]."""
     ids = torch.arange(columns)
-    bits = legal.bits[int(legal.index[row])]
+    bits = legal.bits[int(legal.places[row])]
     words = ids >> 5
     inside = words < len(bits)
     found = (bits[words.clamp(max=len(bits) - 1)] >> (ids & 31).int()) & 1

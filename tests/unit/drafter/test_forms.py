@@ -1,0 +1,157 @@
+"""Drafts of sessions in a form: masked once the form is known, as before until then."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from outrider_drafter import forms
+from outrider_drafter.engine import DraftEngine
+from outrider_drafter.metrics import Metrics
+from outrider_drafter.ngram import NgramSource
+from outrider_drafter.sessions import Limits
+from outrider_drafter.small_model import SmallModelSource
+
+from outrider.engine.loading import load_target
+from outrider.grammar.grammars import Grammars
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.tree import path
+from outrider.text.tokenizer import Tokenizer
+from outrider.wire.messages import SessionEnd
+from tests.unit.drafter.helpers import Script, answers
+
+VOCAB, STOP = 384, 2
+FORM = StructuredOutput(StructuredKind.REGEX, "(a[0-9]b ){2,5}!")
+PLANS = [
+    Plan(method=DraftMethod.MODEL, draft_tokens=6),
+    Plan(method=DraftMethod.MODEL, draft_tokens=12, top_k=3, depth=4),
+]
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0, draft_key=7),
+    SamplingParams(temperature=1.0, draft_key=7, rule=Rule.REJECTION),
+    SamplingParams(temperature=1.0, draft_key=0, rule=Rule.TARGET_ONLY, presence_penalty=0.5),
+]
+
+
+@pytest.fixture(scope="module")
+def grammars(tiny_target: Path) -> Grammars:
+    found = Grammars.load(tiny_target / "tokenizer.json", vocab_size=VOCAB)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def small(tiny_target: Path) -> SmallModelSource:
+    return SmallModelSource(load_target(tiny_target, kv_tokens=2048), vocab_size=VOCAB)
+
+
+def engine_of(source: SmallModelSource | NgramSource, grammars: Grammars | None) -> DraftEngine:
+    limits = Limits(vocab_size=VOCAB, feature_size=0, max_context=4096)
+    return DraftEngine(
+        [source], limits=limits, max_sessions=8, metrics=Metrics(), grammars=lambda: grammars
+    )
+
+
+def compiled(engine: DraftEngine) -> None:
+    """Wait for the thread that compiles."""
+    for future in engine._forms._waiting.values():
+        future.result(timeout=30)
+
+
+def script_of(tokenizer: Tokenizer, prompt: str, output: str) -> tuple[Script, int]:
+    """A session that has emitted so, and the length of its prompt."""
+    ids = [tokenizer.encode(prompt), tokenizer.encode(output)]
+    script = Script("s")
+    script.tokens = np.array([*ids[0], *ids[1]], np.int32)
+    return script, len(ids[0])
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["chain", "tree"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_every_path_of_a_draft_fits_the_form(
+    plan: Plan,
+    sampling: SamplingParams,
+    small: SmallModelSource,
+    grammars: Grammars,
+    tiny_target: Path,
+) -> None:
+    tokenizer = Tokenizer.load(tiny_target)
+    script, prompt_len = script_of(tokenizer, "Say it.", "a7b a")
+    start = replace(
+        script.start(plan=plan, sampling=sampling, prompt_len=prompt_len),
+        structured_output=FORM,
+        stop_token_ids=(STOP,),
+    )
+    engine = engine_of(small, grammars)
+    engine.handle(1, start)
+    compiled(engine)
+    engine.handle(1, script.verdict(len(script.tokens), with_features=False))
+    (proposal,) = answers(engine)
+    tree = proposal.tree
+    assert 0 < len(tree) <= plan.draft_tokens
+    for node in range(len(tree)):
+        tokens = [int(tree.tokens[at]) for at in path(tree.parents, node)]
+        # Behind an end nothing can stand, whatever it is.
+        said = tokens[: tokens.index(STOP)] if STOP in tokens else tokens
+        text = "a7b a" + tokenizer.decode(said)
+        longest = "a0b a0b a0b a0b a0b !"
+        shape = re.sub("[0-9]", "0", text)
+        assert longest.startswith(shape) or re.fullmatch(FORM.text, text), text
+
+
+def test_lookups_are_cut_where_they_leave_the_form(grammars: Grammars, tiny_target: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_target)
+    script, prompt_len = script_of(tokenizer, "a7b !q a7b !q", "a1b a7b ")
+    plan = Plan(method=DraftMethod.NGRAM, draft_tokens=6)
+    start = script.start(plan=plan, prompt_len=prompt_len)
+    found = []
+    for form in (None, FORM):
+        engine = engine_of(NgramSource(min_match=1), grammars)
+        script.told = script.features_told = 0
+        engine.handle(1, replace(start, structured_output=form, stop_token_ids=(STOP,)))
+        compiled(engine)
+        engine.handle(1, script.verdict(len(script.tokens), with_features=False))
+        (proposal,) = answers(engine)
+        found.append(proposal.tree.tokens.tolist())
+    free, bound = found
+    assert free and len(bound) < len(free) and free[: len(bound)] == bound
+
+
+@pytest.mark.parametrize("missing", ["library", "form"])
+def test_without_a_grammar_drafts_are_what_they_were(
+    missing: str, small: SmallModelSource, grammars: Grammars, tiny_target: Path
+) -> None:
+    """No library, or a form that cannot be compiled: nothing is lost but acceptance."""
+    tokenizer = Tokenizer.load(tiny_target)
+    script, prompt_len = script_of(tokenizer, "Say it.", "a7b a")
+    plan, trees = PLANS[0], []
+    for form in (None, FORM if missing == "library" else replace(FORM, text="(")):
+        engine = engine_of(small, None if missing == "library" else grammars)
+        script.told = script.features_told = 0
+        start = script.start(plan=plan, prompt_len=prompt_len)
+        engine.handle(1, replace(start, structured_output=form, stop_token_ids=(STOP,)))
+        compiled(engine)
+        engine.handle(1, script.verdict(len(script.tokens), with_features=False))
+        (proposal,) = answers(engine)
+        trees.append(proposal.tree.tokens.tolist())
+        engine.handle(1, SessionEnd(handle=script.handle))
+    assert trees[0] == trees[1]
+
+
+def test_few_forms_wait_to_be_compiled(
+    small: SmallModelSource, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "MOST_WAITING", 2)
+    engine = engine_of(small, grammars)
+    for number in range(5):
+        script = Script(f"waiting{number}")
+        form = StructuredOutput(StructuredKind.REGEX, f"x{{{number + 1}}}")
+        engine.handle(1, replace(script.start(plan=PLANS[0]), structured_output=form))
+    assert len(engine._forms._waiting) <= 2
+    compiled(engine)

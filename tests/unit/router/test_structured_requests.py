@@ -1,0 +1,60 @@
+"""What the router makes of a structured output before a verifier hears of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from outrider_router import forms
+from outrider_router.service import RouterService
+
+from outrider.errors import FailedPreconditionError, InvalidRequestError, ResourceExhaustedError
+from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.wire.inference import GenerateRequest, StoppingOptions
+from tests.fakes.tokenizer import EOS_ID
+from tests.fakes.verifier import FakeVerifier
+from tests.unit.router.helpers import assert_all_freed, text_request
+
+FORM = StructuredOutput(StructuredKind.REGEX, "[abc]{2,9}")
+
+
+def asked(form: StructuredOutput = FORM, **stopping: object) -> GenerateRequest:
+    options = StoppingOptions(max_tokens=6, **stopping)  # type: ignore[arg-type]
+    return replace(text_request(), structured_output=form, stopping=options)
+
+
+async def test_a_verifier_is_told_of_the_form_and_of_its_end(
+    router: RouterService, verifier: FakeVerifier
+) -> None:
+    await router.generate(asked(ignore_eos=True, stop_token_ids=(7,)))
+    (spec,) = verifier.specs[-1:]
+    assert spec.structured_output == FORM
+    assert spec.stop_token_ids == (EOS_ID, 7), "a form ends by the model's own ids in any case"
+    await assert_all_freed(router, verifier)
+
+
+async def test_a_form_that_cannot_be_compiled_reaches_no_verifier(
+    router: RouterService, verifier: FakeVerifier
+) -> None:
+    before = len(verifier.specs)
+    with pytest.raises(InvalidRequestError, match="unclosed group"):
+        await router.generate(asked(StructuredOutput(StructuredKind.REGEX, "(")))
+    assert len(verifier.specs) == before
+    await assert_all_freed(router, verifier)
+
+
+async def test_too_many_forms_at_once_are_turned_away(
+    router: RouterService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "MOST_COMPILING", 0)
+    with pytest.raises(ResourceExhaustedError) as refused:
+        await router.generate(asked())
+    assert refused.value.retry_after_s == forms.RETRY_S
+
+
+async def test_without_the_library_a_form_is_refused(
+    router: RouterService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms.Grammars, "load", lambda *_, **__: None)
+    with pytest.raises(FailedPreconditionError, match="llguidance"):
+        await router.generate(asked())
