@@ -71,6 +71,18 @@ def prompts_file(directory: Path, *entries: object) -> Path:
     return file
 
 
+def test_logprobs_are_in_the_json(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "--prompt", "x", "--max-tokens", "5", "--router", served.address]
+    assert cli.main([*arguments, "--logprobs", "2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert len(answer["logprobs"]) == 5
+    assert all(len(entry["top"]) == 2 and entry["logprob"] < 0 for entry in answer["logprobs"])
+    assert cli.main([*arguments, "--logprobs", "2"]) == 2
+    assert "--logprobs needs --json" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*arguments, "--logprobs", "21", "--json"])
+
+
 def test_json_is_one_object_a_prompt_in_input_order(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
