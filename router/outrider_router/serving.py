@@ -86,8 +86,9 @@ class Serving:
         self._pacer = Pacer(clock)
         self._numbers = itertools.count()
         self._incarnation = secrets.token_hex(6)
-        self._streams: dict[str, SessionStream[Feed]] = {}
-        """The stream of sessions of every verifier that served one, by address."""
+        self._streams: dict[VerifierPeer, SessionStream[Feed]] = {}
+        """The stream of sessions of every verifier that served one. Not by address: another one may
+        come to the address of one that is gone."""
         self._open: set[Course] = set()
         """Requests that have a session."""
 
@@ -98,13 +99,8 @@ class Serving:
 
     def verifier_lost(self, verifier_id: VerifierId) -> None:
         """A verifier is gone: its sessions are, too."""
-        for peer in self._registry.verifiers.values():
-            stream = self._streams.get(peer.address)
-            if (
-                stream is not None
-                and peer.info is not None
-                and peer.info.verifier_id == verifier_id
-            ):
+        for peer, stream in self._streams.items():
+            if peer.info is not None and peer.info.verifier_id == verifier_id:
                 stream.drop()
 
     async def events(
@@ -342,9 +338,13 @@ class Serving:
         return job.spec(course.session_id, entry.epoch, entry.drafter_id, plan, entry.emitted)
 
     def _stream_to(self, peer: VerifierPeer) -> SessionStream[Feed]:
-        stream = self._streams.get(peer.address)
+        stream = self._streams.get(peer)
         if stream is None:
             assert peer.control is not None, peer.address
+            known = self._registry.verifiers
+            for gone in [other for other in self._streams if known.get(other.address) is not other]:
+                # It was lost before it was forgotten: nothing is open there.
+                del self._streams[gone]
             sink = EventSink(
                 self._metrics,
                 self._pacer,
@@ -353,7 +353,7 @@ class Serving:
                 on_drafter_lost=partial(self._on_drafter_lost, peer),
                 on_emitted=self._on_emitted,
             )
-            stream = self._streams[peer.address] = SessionStream(
+            stream = self._streams[peer] = SessionStream(
                 peer.control.sessions,
                 sink.deliver,
                 on_lost=lambda error: self._registry.verifier_broke(peer, error.message),

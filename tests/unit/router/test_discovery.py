@@ -55,8 +55,8 @@ async def test_the_systems_resolver_is_asked() -> None:
 class Names:
     """A router with the verifier `s` that follows the names `v` and `d`."""
 
-    def __init__(self, router: RouterService) -> None:
-        self.router, self.registry = router, router.registry
+    def __init__(self, router: RouterService, static: FakeVerifier) -> None:
+        self.router, self.registry, self.static = router, router.registry, static
         self.first, self.second = fake("v0"), fake("v1")
         self.verifiers = {"a:1": self.first, "b:1": self.second}
         self.drafter = FakeDrafter({"s": fake("unused"), **self.verifiers}, name="d0")
@@ -99,7 +99,7 @@ def fake(name: str) -> FakeVerifier:
 async def following(directory: Path, **first: set[str] | None) -> AsyncGenerator[Names]:
     static = fake("s")
     async with running_router(directory, {"s": static}) as router:
-        names = Names(router)
+        names = Names(router, static)
         names.drafter._verifiers["s"] = static
         names.answers |= first
         dialer = router.registry._dialer
@@ -161,6 +161,23 @@ async def test_a_verifier_that_is_gone_is_forgotten_by_all(tmp_path: Path) -> No
         names.answers["v"] = {"a:1", "b:1"}
         names.first.lost.clear()
         await eventually(lambda: "a:1" in names.healthy)
+
+
+async def test_another_verifier_may_come_to_the_address_of_one_that_is_gone(tmp_path: Path) -> None:
+    async with following(tmp_path, v={"a:1"}) as names:
+        await eventually(lambda: "a:1" in names.healthy)
+        names.static.lost.set()
+        await eventually(lambda: "s" not in names.healthy)
+        assert (await names.router.generate(text_request())).text == "abcabc"
+        names.first.lost.set()
+        names.answers["v"] = set()
+        await eventually(lambda: names.forgotten == ["a:1"])
+        # As pods do that are given the address of an earlier one.
+        second = names.registry._dialer._verifiers["a:1"] = fake("v2")  # type: ignore[attr-defined]
+        names.answers["v"] = {"a:1"}
+        await eventually(lambda: "a:1" in names.healthy)
+        assert (await names.router.generate(text_request())).text == "abcabc"
+        assert second.specs
 
 
 async def test_a_drafter_that_is_gone_is_forgotten(tmp_path: Path) -> None:
