@@ -93,4 +93,5 @@ def add_round(
         hit_accepted=stats.hit_accepted + hit_now * accepted_len,
         fresh_rounds=stats.fresh_rounds + int(fresh_now),
         fresh_accepted=stats.fresh_accepted + fresh_now * accepted_len,
+        drafted_rounds=stats.drafted_rounds + int(proposed > 0),
     )

@@ -220,6 +220,7 @@ def stats_to_pb(stats: SpecStats) -> pb.SpecDecodeStats:
         hit_accepted=stats.hit_accepted,
         fresh_rounds=stats.fresh_rounds,
         fresh_accepted=stats.fresh_accepted,
+        drafted_rounds=stats.drafted_rounds,
     )
 
 
@@ -241,4 +242,5 @@ def stats_from_pb(message: pb.SpecDecodeStats) -> SpecStats:
         hit_accepted=message.hit_accepted,
         fresh_rounds=message.fresh_rounds,
         fresh_accepted=message.fresh_accepted,
+        drafted_rounds=message.drafted_rounds,
     )

@@ -38,6 +38,8 @@ class SpecStats:
     """Of these, rounds whose proposal was made for a prefix that was there."""
     fresh_accepted: int = 0
     """Draft nodes accepted in them."""
+    drafted_rounds: int = 0
+    """Rounds that verified draft nodes."""
 
     @property
     def hit_rate(self) -> float:

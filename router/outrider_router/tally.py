@@ -99,4 +99,5 @@ class Tally:
             hit_accepted=self.hit_accepted,
             fresh_rounds=self.fresh_rounds,
             fresh_accepted=self.fresh_accepted,
+            drafted_rounds=sum(self._by_accepted),
         )

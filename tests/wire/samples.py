@@ -58,6 +58,7 @@ STATS = m.SpecStats(
     hit_accepted=13,
     fresh_rounds=2,
     fresh_accepted=5,
+    drafted_rounds=8,
 )
 TREE = DraftTree(
     tokens=np.array([11, 12, 49151], dtype=np.int32),

@@ -82,6 +82,7 @@ STATS = st.builds(
     hit_accepted=UINT64,
     fresh_rounds=UINT64,
     fresh_accepted=UINT64,
+    drafted_rounds=UINT64,
 )
 
 

@@ -17,6 +17,7 @@ def test_rounds_add_up() -> None:
         fallback_rounds=1,
         target_only_rounds=1,
         accepted_per_depth=(3, 2, 1, 1),
+        drafted_rounds=3,
     )
 
 

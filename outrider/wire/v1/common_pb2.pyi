@@ -141,7 +141,7 @@ class Plan(_message.Message):
     def __init__(self, method: _Optional[_Union[DraftMethod, str]] = ..., draft_tokens: _Optional[int] = ..., top_k: _Optional[int] = ..., depth: _Optional[int] = ..., look_ahead: _Optional[int] = ..., fan_out: _Optional[int] = ..., patience_ms: _Optional[int] = ...) -> None: ...
 
 class SpecDecodeStats(_message.Message):
-    __slots__ = ("rounds", "emitted", "proposed", "accepted", "fallback_rounds", "target_only_rounds", "accepted_per_depth", "mean_emitted_per_round", "paused_rounds", "decision", "look_ahead_rounds", "hit_rounds", "hit_accepted", "fresh_rounds", "fresh_accepted")
+    __slots__ = ("rounds", "emitted", "proposed", "accepted", "fallback_rounds", "target_only_rounds", "accepted_per_depth", "mean_emitted_per_round", "paused_rounds", "decision", "look_ahead_rounds", "hit_rounds", "hit_accepted", "fresh_rounds", "fresh_accepted", "drafted_rounds")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +157,7 @@ class SpecDecodeStats(_message.Message):
     HIT_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     FRESH_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     FRESH_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     emitted: int
     proposed: int
@@ -172,7 +173,8 @@ class SpecDecodeStats(_message.Message):
     hit_accepted: int
     fresh_rounds: int
     fresh_accepted: int
-    def __init__(self, rounds: _Optional[int] = ..., emitted: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., target_only_rounds: _Optional[int] = ..., accepted_per_depth: _Optional[_Iterable[int]] = ..., mean_emitted_per_round: _Optional[float] = ..., paused_rounds: _Optional[int] = ..., decision: _Optional[str] = ..., look_ahead_rounds: _Optional[int] = ..., hit_rounds: _Optional[int] = ..., hit_accepted: _Optional[int] = ..., fresh_rounds: _Optional[int] = ..., fresh_accepted: _Optional[int] = ...) -> None: ...
+    drafted_rounds: int
+    def __init__(self, rounds: _Optional[int] = ..., emitted: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., target_only_rounds: _Optional[int] = ..., accepted_per_depth: _Optional[_Iterable[int]] = ..., mean_emitted_per_round: _Optional[float] = ..., paused_rounds: _Optional[int] = ..., decision: _Optional[str] = ..., look_ahead_rounds: _Optional[int] = ..., hit_rounds: _Optional[int] = ..., hit_accepted: _Optional[int] = ..., fresh_rounds: _Optional[int] = ..., fresh_accepted: _Optional[int] = ..., drafted_rounds: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("sequence",)

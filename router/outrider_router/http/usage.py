@@ -43,6 +43,7 @@ def added_up(stats: Sequence[SpecStats]) -> SpecStats:
         emitted=sum(each.emitted for each in stats),
         proposed=sum(each.proposed for each in stats),
         accepted=sum(each.accepted for each in stats),
+        drafted_rounds=sum(each.drafted_rounds for each in stats),
         fallback_rounds=sum(each.fallback_rounds for each in stats),
         paused_rounds=sum(each.paused_rounds for each in stats),
         accepted_per_depth=tuple(map(sum, depths)),
@@ -55,7 +56,7 @@ def metrics(stats: SpecStats) -> dict[str, object]:
     `num_spec_steps` are the rounds that had a proposal; `mean_acceptance_length` counts the token
     that each of them adds to what it accepts, as vLLM does; `tokens_per_round` is over all rounds.
     """
-    drafted = stats.rounds - stats.fallback_rounds - stats.paused_rounds if stats.proposed else 0
+    drafted = stats.drafted_rounds
     length = 1.0 + stats.accepted / drafted if drafted else 1.0
     return {
         "speculative_decoding": {

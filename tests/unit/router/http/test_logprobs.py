@@ -23,7 +23,13 @@ FINISH = FinishInfo(
     reason=FinishReason.STOP_TOKEN,
     usage=Usage(prompt_tokens=4, completion_tokens=3),
     stats=SpecStats(
-        rounds=4, emitted=9, proposed=12, accepted=5, fallback_rounds=1, accepted_per_depth=(3, 2)
+        rounds=4,
+        emitted=9,
+        proposed=12,
+        accepted=5,
+        fallback_rounds=1,
+        accepted_per_depth=(3, 2),
+        drafted_rounds=3,
     ),
     stop_token_id=1,
 )
