@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
@@ -15,7 +14,6 @@ from outrider.errors import (
     CancelledRequestError,
     DeadlineExceededError,
     InternalError,
-    InvalidRequestError,
     NotFoundError,
     OutriderError,
     UnavailableError,
@@ -34,22 +32,21 @@ from outrider.wire.inference import (
     TokenLogprobs,
 )
 from outrider.wire.messages import VerifierInfo
-from outrider_router.admission import no_verifier
 from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.answers import Answer, Write
 from outrider_router.config import RouterConfig
 from outrider_router.discovery import Discovery
+from outrider_router.endings import note_end
 from outrider_router.fleet import TokenizerIdentity
-from outrider_router.forms import Forms
 from outrider_router.gate import Gate
+from outrider_router.intake import Intake
 from outrider_router.journal import Entry, Journal, unless_ended
 from outrider_router.keys import ANYBODY, Caller
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.names import split
 from outrider_router.registry import Registry
-from outrider_router.request import Job, make_job, tokenize
-from outrider_router.request_spans import describe, end, request_span
+from outrider_router.request_spans import describe, request_span
 from outrider_router.resumables import Make, Resumables
 from outrider_router.serving import Serving
 
@@ -104,7 +101,15 @@ class RouterService:
             self.journal, self.registry, metrics, clock=clock, interval_s=config.poll_interval_s
         )
         self.tokenizer = tokenizer
-        self._forms = Forms(tokenizer.file, vocab_size=tokenizer.num_ids)
+        self._intake = Intake(
+            config,
+            tokenizer,
+            gate=self.gate,
+            journal=self.journal,
+            admission=self.admission,
+            registry=self.registry,
+            clock=clock,
+        )
         self._clock = clock
         self.resumables = Resumables(
             config,
@@ -314,7 +319,7 @@ class RouterService:
                 timer.cancel()
             self.journal.close(entry)
             self.gate.leave(entry.caller)
-            self._log_end(entry, outcome, problem)
+            note_end(entry, outcome, problem, self.metrics, self._clock())
 
     def _run(
         self,
@@ -325,14 +330,13 @@ class RouterService:
         own_id: RequestId | None = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a request that ends with whoever reads them."""
-        entry, allowed = self._open(request, timeout_s, caller, traceparent, own_id)
-        return self._events(entry, partial(self._make_job, allowed, caller))
+        entry, make = self._open(request, timeout_s, caller, traceparent, own_id)
+        return self._events(entry, make)
 
     def _begin(
         self, request: GenerateRequest, timeout_s: float | None, caller: Caller, traceparent: str
     ) -> Answer:
-        entry, allowed = self._open(request, timeout_s, caller, traceparent)
-        return self.resumables.begin(entry, partial(self._make_job, allowed, caller))
+        return self.resumables.begin(*self._open(request, timeout_s, caller, traceparent))
 
     def _open(
         self,
@@ -341,27 +345,21 @@ class RouterService:
         caller: Caller,
         traceparent: str,
         own_id: RequestId | None = None,
-    ) -> tuple[Entry, GenerateRequest]:
-        """The entry of a new request, and the request as its caller may have it."""
+    ) -> tuple[Entry, Make]:
+        """The entry of a new request, and what makes its job."""
         if self._draining:
             raise _stopping()
-        if request.request_id == "":
-            raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
-        new_id = request.request_id or own_id or RequestId(f"req-{secrets.token_hex(8)}")
-        answer = self.resumables.get(new_id)
+        name = request.request_id or own_id
+        self._check_owner(name, caller)
+        entry, allowed = self._intake.open(request, name, timeout_s, caller)
+        entry.span = request_span(entry.request_id, traceparent)
+        return entry, partial(self._intake.job, allowed, caller)
+
+    def _check_owner(self, name: RequestId | None, caller: Caller) -> None:
+        """Nobody takes the name of somebody else's request that has ended and is kept."""
+        answer = None if name is None else self.resumables.get(name)
         if answer is not None and answer.entry.caller.tenant != caller.tenant:
-            raise AlreadyExistsError(
-                f"request {new_id!r} is there already", reason="REQUEST_EXISTS"
-            )
-        entry = self.journal.open(new_id, self._clock(), caller)
-        try:
-            allowed = self.gate.enter(caller, request)
-        except OutriderError:
-            self.journal.close(entry)
-            raise
-        entry.deadline = None if timeout_s is None else entry.started + timeout_s
-        entry.span = request_span(new_id, traceparent)
-        return entry, allowed
+            raise AlreadyExistsError(f"request {name!r} is there already", reason="REQUEST_EXISTS")
 
     def _arm(self, entry: Entry) -> asyncio.TimerHandle | None:
         if entry.deadline is None:
@@ -369,27 +367,6 @@ class RouterService:
         error = DeadlineExceededError("the deadline passed", reason="DEADLINE")
         left_s = max(0.0, entry.deadline - self._clock())
         return asyncio.get_running_loop().call_later(left_s, entry.fail, error)
-
-    async def _make_job(self, request: GenerateRequest, caller: Caller) -> Job:
-        info = self.registry.any_info()
-        if info is None:
-            raise no_verifier()
-        await self._forms.check(request.structured_output)
-        job = make_job(
-            request,
-            await tokenize(request.prompt, self.tokenizer),
-            info=info,
-            tokenizer=self.tokenizer,
-            config=self.config,
-            seed=secrets.randbits(63),
-            tenant=caller.tenant,
-        )
-        if self.registry.any_info() is not None and not self.admission.could_fit(job.kv_tokens):
-            raise InvalidRequestError(
-                f"the request needs {job.kv_tokens} tokens of KV cache, more than any verifier has",
-                reason="REQUEST_TOO_LARGE",
-            )
-        return job
 
     def _on_verifier_up(self, info: VerifierInfo) -> None:
         self.admission.saw_verifier(info)
@@ -405,24 +382,6 @@ class RouterService:
         if ready is not self._ready:
             self._ready = ready
             self.on_readiness(ready)
-
-    def _log_end(self, entry: Entry, outcome: str, problem: Exception | None) -> None:
-        duration_s = self._clock() - entry.started
-        self.metrics.add_ended(
-            outcome, entry.first_token, entry.last_token, len(entry.emitted), duration_s
-        )
-        logger.info(
-            "request ended",
-            extra={
-                **entry.log_ids,
-                "outcome": outcome,
-                "tokens": len(entry.emitted),
-                "duration_ms": round(duration_s * 1000, 1),
-                "rounds": entry.tally.rounds,
-                "fallback_rounds": entry.tally.fallback_rounds,
-            },
-        )
-        end(entry, outcome, problem)
 
 
 async def _nobody(_event: StreamEvent) -> None:

@@ -1,0 +1,32 @@
+"""What is noted when a request ends: in metrics, in the log, in its span."""
+
+from __future__ import annotations
+
+import logging
+
+from outrider_router.journal import Entry
+from outrider_router.metrics import RouterMetrics
+from outrider_router.request_spans import end
+
+logger = logging.getLogger(__name__)
+
+
+def note_end(
+    entry: Entry, outcome: str, problem: Exception | None, metrics: RouterMetrics, now: float
+) -> None:
+    """Note that a request ended at `now`, seconds, as `outcome`: how it finished, or the code of
+    its error."""
+    duration_s = now - entry.started
+    metrics.add_ended(outcome, entry.first_token, entry.last_token, len(entry.emitted), duration_s)
+    logger.info(
+        "request ended",
+        extra={
+            **entry.log_ids,
+            "outcome": outcome,
+            "tokens": len(entry.emitted),
+            "duration_ms": round(duration_s * 1000, 1),
+            "rounds": entry.tally.rounds,
+            "fallback_rounds": entry.tally.fallback_rounds,
+        },
+    )
+    end(entry, outcome, problem)

@@ -1,0 +1,92 @@
+"""What a request must be before it may wait: its caller may have it, and it makes sense."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from outrider.errors import InvalidRequestError, OutriderError
+from outrider.ids import RequestId
+from outrider.text.tokenizer import Tokenizer
+from outrider.wire.inference import GenerateRequest
+from outrider_router.admission import no_verifier
+from outrider_router.admission_queue import AdmissionQueue
+from outrider_router.config import RouterConfig
+from outrider_router.forms import Forms
+from outrider_router.gate import Gate
+from outrider_router.journal import Entry, Journal
+from outrider_router.keys import Caller
+from outrider_router.registry import Registry
+from outrider_router.request import Job, make_job, tokenize
+
+
+class Intake:
+    """Takes requests in; one for each router."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        *,
+        gate: Gate,
+        journal: Journal,
+        admission: AdmissionQueue,
+        registry: Registry,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._gate = gate
+        self._journal = journal
+        self._admission = admission
+        self._registry = registry
+        self._forms = Forms(tokenizer.file, vocab_size=tokenizer.num_ids)
+        self._clock = clock
+
+    def open(
+        self,
+        request: GenerateRequest,
+        name: RequestId | None,
+        timeout_s: float | None,
+        caller: Caller,
+    ) -> tuple[Entry, GenerateRequest]:
+        """The entry of a new request, which must leave the gate at its end, and the request as its
+        caller may have it. Without a name it gets one.
+
+        Raises InvalidRequestError, AlreadyExistsError, and what the gate raises.
+        """
+        if request.request_id == "":
+            raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
+        name = name or RequestId(f"req-{secrets.token_hex(8)}")
+        entry = self._journal.open(name, self._clock(), caller)
+        try:
+            allowed = self._gate.enter(caller, request)
+        except OutriderError:
+            self._journal.close(entry)
+            raise
+        entry.deadline = None if timeout_s is None else entry.started + timeout_s
+        return entry, allowed
+
+    async def job(self, request: GenerateRequest, caller: Caller) -> Job:
+        """What is to be done for a request. Raises InvalidRequestError, NotFoundError, and
+        UnavailableError while no verifier is known."""
+        info = self._registry.any_info()
+        if info is None:
+            raise no_verifier()
+        await self._forms.check(request.structured_output)
+        job = make_job(
+            request,
+            await tokenize(request.prompt, self._tokenizer),
+            info=info,
+            tokenizer=self._tokenizer,
+            config=self._config,
+            seed=secrets.randbits(63),
+            tenant=caller.tenant,
+        )
+        known = self._registry.any_info() is not None
+        if known and not self._admission.could_fit(job.kv_tokens):
+            raise InvalidRequestError(
+                f"the request needs {job.kv_tokens} tokens of KV cache, more than any verifier has",
+                reason="REQUEST_TOO_LARGE",
+            )
+        return job
