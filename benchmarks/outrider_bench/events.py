@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import subprocess
@@ -64,7 +63,8 @@ def run(args: argparse.Namespace) -> None:
     fronts = args.fronts.split(",")
     if not set(fronts) <= set(FRONTS):
         raise InvalidRequestError(f"--fronts is of {', '.join(FRONTS)}", reason="INVALID_FLAG")
-    for rate, front in itertools.product(map(float, args.rates.split(",")), fronts):
+    rates = [float(rate) for rate in args.rates.split(",")]
+    for rate, front in ((rate, front) for rate in rates for front in fronts):
         say(f"{rate:g} events/s offered to {args.sessions} streams over {front}")
         cells.append({"front": front, **_cell(args, str(model), vocab_size, rate, front)})
         say(json.dumps(cells[-1]))

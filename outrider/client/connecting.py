@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 
@@ -101,7 +101,7 @@ def is_serving(address: str, tls: TlsConfig | None, timeout_s: float = 5.0) -> b
 
     with Door(address, tls).channel() as channel:
         try:
-            stub = health_pb2_grpc.HealthStub(channel)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError:
             return False

@@ -200,7 +200,8 @@ def _check(config: TlsConfig) -> None:
     """Have OpenSSL read the files: it says more of what is wrong than gRPC does."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if config.cert is not None and config.key is not None:
-        _bytes_of(config.cert), _bytes_of(config.key)
+        for path in (config.cert, config.key):
+            _bytes_of(path)
         try:
             # A key that asks for its passphrase would wait for a terminal.
             context.load_cert_chain(config.cert, config.key, password=lambda: b"")

@@ -73,7 +73,7 @@ class VllmMetrics(Collector):
         }
 
     def _endings(self, labels: Mapping[str, str]) -> Metric:
-        counts = dict.fromkeys(("stop", "length", "abort", "error"), 0.0)
+        counts: dict[str, float] = dict.fromkeys(("stop", "length", "abort", "error"), 0.0)
         for metric in self._metrics.requests.collect():
             for sample in metric.samples:
                 if sample.name.endswith("_total"):
