@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,7 +50,7 @@ def build_service(
     identity = load_identity(config)
     loaded = (_load_source(method, config, identity) for method in config.methods)
     sources = [slowed(source, config.bench_slowdown) for source in loaded]
-    grammars = partial(Grammars.load, tokenizer_file(config.model), vocab_size=identity.vocab_size)
+    grammars = Grammars.load(tokenizer_file(config.model), vocab_size=identity.vocab_size)
     return DrafterService(
         config, sources, dialer, identity=identity, awake=awake, join=join, grammars=grammars
     )

@@ -80,7 +80,7 @@ class DraftEngine:
         metrics: Metrics,
         now: Callable[[], float] = time.perf_counter,
         on_sessions: Callable[[int], None] = lambda _: None,
-        grammars: Callable[[], Grammars | None] = lambda: None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`on_sessions` is told how many sessions are followed whenever that may have changed;
         `grammars`: see `Forms`."""

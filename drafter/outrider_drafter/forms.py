@@ -7,7 +7,7 @@ masked: some of them cannot stand then, and nothing else happens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -29,11 +29,9 @@ MOST_WAITING: Final = 64
 class Forms:
     """Gives sessions their constraints; of the drafting thread."""
 
-    def __init__(self, grammars: Callable[[], Grammars | None], limits: Limits) -> None:
-        """`grammars` is called when the first form is asked for, on a thread of this object; what
-        it gives is None where there can be none."""
-        self._load, self._limits = grammars, limits
-        self._grammars: Grammars | None = None
+    def __init__(self, grammars: Grammars | None, limits: Limits) -> None:
+        """`grammars`: None where there can be none."""
+        self._grammars, self._limits = grammars, limits
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forms")
         self._waiting: dict[StructuredOutput, Future[Grammar | None]] = {}
 
@@ -71,8 +69,6 @@ class Forms:
     def _compile(self, structured: StructuredOutput) -> Grammar | None:
         """On the thread."""
         try:
-            if self._grammars is None:
-                self._grammars = self._load()
             return None if self._grammars is None else self._grammars.compile(structured)
         except OutriderError as error:
             logger.warning("drafts of a form are not masked", extra={"reason": error.message})

@@ -9,7 +9,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.awake import AwakeCores
@@ -87,7 +87,7 @@ class DrafterService:
         metrics: Metrics | None = None,
         awake: AwakeCores | None = None,
         join: JoinLane = join_lane,
-        grammars: Callable[[], Grammars | None] = lambda: None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`awake` is kept while there are sessions; `join` is called on a thread of its own."""
         kept = awake or AwakeCores.claim(0)

@@ -21,12 +21,17 @@ class Forms:
     """Compiles forms on one thread; asyncio thread only."""
 
     def __init__(self, tokenizer_file: Path | None, *, vocab_size: int) -> None:
-        """`tokenizer_file`: tokenizer.json, read when the first form comes; None: there is none.
-        `vocab_size`: of the tokenizer."""
+        """`tokenizer_file`: tokenizer.json, read by `prepare`; None: there is none. `vocab_size`:
+        of the tokenizer."""
         self._file, self._vocab_size = tokenizer_file, vocab_size
         self._grammars: Grammars | None = None
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forms")
         self._compiling = 0
+
+    def prepare(self) -> None:
+        """Read the tokenizer: see `Grammars.load`. Idempotent."""
+        if self._grammars is None and self._file is not None:
+            self._grammars = Grammars.load(self._file, vocab_size=self._vocab_size)
 
     async def check(self, structured: StructuredOutput | None) -> None:
         """Refuse a form that no verifier could serve.
@@ -54,8 +59,7 @@ class Forms:
 
     def _compile(self, structured: StructuredOutput) -> None:
         """On the thread."""
-        if self._grammars is None and self._file is not None:
-            self._grammars = Grammars.load(self._file, vocab_size=self._vocab_size)
+        self.prepare()
         if self._grammars is None:
             raise FailedPreconditionError(
                 "this router has no structured output: it needs a tokenizer.json and llguidance",

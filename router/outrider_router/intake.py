@@ -43,6 +43,10 @@ class Intake:
         self._forms = Forms(tokenizer.file, vocab_size=tokenizer.num_ids)
         self._clock = clock
 
+    def prepare(self) -> None:
+        """Have done what takes long, before anybody is served."""
+        self._forms.prepare()
+
     def open(
         self,
         request: GenerateRequest,

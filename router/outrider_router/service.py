@@ -155,6 +155,7 @@ class RouterService:
     async def start(self) -> None:
         """Begin to look for verifiers and drafters."""
         self.restore()
+        await asyncio.to_thread(self._intake.prepare)
         self.registry.start()
         self.discovery.start()
         self.mover.start()

@@ -54,7 +54,7 @@ def small(tiny_target: Path) -> SmallModelSource:
 def engine_of(source: SmallModelSource | NgramSource, grammars: Grammars | None) -> DraftEngine:
     limits = Limits(vocab_size=VOCAB, feature_size=0, max_context=4096)
     return DraftEngine(
-        [source], limits=limits, max_sessions=8, metrics=Metrics(), grammars=lambda: grammars
+        [source], limits=limits, max_sessions=8, metrics=Metrics(), grammars=grammars
     )
 
 

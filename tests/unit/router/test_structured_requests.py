@@ -56,5 +56,6 @@ async def test_without_the_library_a_form_is_refused(
     router: RouterService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forms.Grammars, "load", lambda *_, **__: None)
+    router._intake._forms._grammars = None
     with pytest.raises(FailedPreconditionError, match="llguidance"):
         await router.generate(asked())
