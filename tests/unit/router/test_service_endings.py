@@ -96,7 +96,7 @@ async def test_a_request_that_ends_while_its_prompt_is_tokenized_hears_of_it_at_
         await asyncio.sleep(30.0)
         return (1,)
 
-    monkeypatch.setattr("outrider_router.service.tokenize", slow)
+    monkeypatch.setattr("outrider_router.intake.tokenize", slow)
     aborted = asyncio.create_task(router.generate(text_request(request_id=RequestId("long"))))
     cancelled = asyncio.create_task(router.generate(text_request()))
     await eventually(lambda: len(router.journal) == 2)
