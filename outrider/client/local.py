@@ -112,6 +112,8 @@ class LocalConfig:
     """Where verifier and drafter leave their timelines when they end; None: they keep none."""
     metrics_port: int | None = None
     """Prometheus port of the router; None serves none."""
+    metrics_compat: str | None = None
+    """See the router's option of this name."""
     tls_dir: Path | None = None
     """Certificates that `outrider certs` made; None: all connections are plain text."""
     api_keys: Path | None = None
@@ -391,6 +393,7 @@ def router_args(config: LocalConfig, verifier: str, drafter: str | None) -> list
         journal=config.journal,
         slow_reader_s=config.slow_reader_s,
         metrics_port=config.metrics_port,
+        metrics_compat=config.metrics_compat,
         api_keys=config.api_keys,
         **_tls_flags(config, Role.ROUTER),
     )

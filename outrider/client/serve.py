@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tls-dir", type=Path, metavar="DIR", help="certificates, from `outrider certs DIR`")
     add("--api-keys", type=Path, metavar="FILE", help="keys that clients must have")
     add("--metrics-port", type=at_least(0), metavar="P", help="of the router")
+    add("--metrics-compat", choices=("vllm",), help="export its metrics under these names, too")
     add("--trace-dir", type=Path, help="verifier and drafter leave their timelines there")
     bench = parser.add_argument_group("benchmarks only").add_argument
     bench(
@@ -116,6 +117,7 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         metrics_port=args.metrics_port,
         tls_dir=args.tls_dir,
         api_keys=args.api_keys,
+        metrics_compat=args.metrics_compat,
         inherit_logs=True,
     )
 
@@ -165,6 +167,12 @@ def ray_args(config: LocalConfig) -> list[str]:
     if config.exchange_delay_ms or config.drafter_slowdown != 1.0 or config.trace_dir is not None:
         raise InvalidRequestError(
             "--exchange-delay-ms, --drafter-slowdown and --trace-dir are for --runtime processes",
+            reason="INVALID_FLAG",
+        )
+    if config.metrics_compat is not None:
+        raise InvalidRequestError(
+            "--metrics-compat is for --runtime processes; for Ray: [router] metrics_compat in the "
+            "file of `outrider ray`",
             reason="INVALID_FLAG",
         )
     if config.tls_dir is not None or config.api_keys is not None:
