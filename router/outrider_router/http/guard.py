@@ -16,12 +16,11 @@ from outrider.wire.inference import MAX_NAME_BYTES
 from outrider_router.gate import Gate
 from outrider_router.http.errors import INVALID, HttpError, describe
 from outrider_router.http.request_models import MAX_CHOICES
-from outrider_router.status_page import PAGE_PATHS
 
 MAX_BODY_BYTES: Final = 32 << 20
 """The largest text prompt twice: JSON may escape every other character."""
-OPEN_PATHS: Final = frozenset({"/health", "/ping"}) | PAGE_PATHS
-"""What answers everybody, as health does over gRPC; of the status page the empty page alone."""
+OPEN_PATHS: Final = frozenset({"/health", "/ping"})
+"""What answers everybody, as health does over gRPC."""
 REQUEST_ID: Final = "x-request-id"
 OWN_ID: Final = "outrider.own_id"
 CLIENT_ID: Final = "outrider.client_id"

@@ -6,7 +6,7 @@ Parts:
     static/     HTML, CSS and JavaScript as they are served; no build step, nothing from elsewhere
 """
 
-from outrider_router.status_page.routes import PAGE_PATHS, status_router
+from outrider_router.status_page.routes import status_router
 from outrider_router.status_page.snapshot import snapshot
 
-__all__ = ["PAGE_PATHS", "snapshot", "status_router"]
+__all__ = ["snapshot", "status_router"]

@@ -18,8 +18,6 @@ _KINDS = {
     "status.css": "text/css; charset=utf-8",
     "status.js": "text/javascript; charset=utf-8",
 }
-PAGE_PATHS = frozenset({"/", "/status.css", "/status.js"})
-"""What is the same for every router, and says nothing of this one."""
 _HEADERS = {
     # Nothing but its own files, and nobody may frame it.
     "Content-Security-Policy": (
@@ -35,7 +33,8 @@ _HEADERS = {
 def status_router(service: RouterService, guards: Sequence[Depends] = ()) -> APIRouter:
     """GET /, /status.css, /status.js and /status.json of a router; none is in the OpenAPI.
 
-    `guards` refuse who may not see the state; the page is for everybody, and asks for a token.
+    `guards` refuse who may not see the state; the page itself is for whoever may call the router,
+    and asks for another token where that is not enough.
     """
     router = APIRouter(include_in_schema=False)
     folder = files("outrider_router.status_page") / "static"

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 from outrider_router.http.app import make_app
 from outrider_router.service import RouterService
-from outrider_router.status_page import PAGE_PATHS, snapshot, status_router
+from outrider_router.status_page import snapshot, status_router
 
 from outrider.wire.messages import SpecStats
 from tests.fakes.drafter import FakeDrafter
@@ -107,7 +107,7 @@ async def test_a_fleet_that_was_never_seen_is_listed_by_its_addresses(tmp_path: 
     assert (one["id"], one["healthy"], one["round_ms"]) == ("v", False, 0.0)
 
 
-async def test_where_keys_are_asked_for_the_page_is_empty_without_one(tmp_path: Path) -> None:
+async def test_where_keys_are_asked_for_there_is_no_page_without_one(tmp_path: Path) -> None:
     secrets = {"boss": "operator = true\n", "client": ""}
     keys = tmp_path / "keys.toml"
     keys.write_text(
@@ -119,8 +119,11 @@ async def test_where_keys_are_asked_for_the_page_is_empty_without_one(tmp_path: 
     async with running_router(tmp_path, {"v": FakeVerifier()}, api_keys=keys) as router:
         transport = httpx.ASGITransport(make_app(router))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            for path in PAGE_PATHS:
-                assert (await client.get(path)).status_code == 200
+            for path in ("/", "/status.css", "/status.js"):
+                refused = await client.get(path)
+                # What a browser asks its user for; a key may come as a password.
+                assert "Basic" in refused.headers["www-authenticate"]
+                assert refused.status_code == 401
             codes = [
                 (await client.get("/status.json", headers=headers)).status_code
                 for headers in (
