@@ -40,6 +40,9 @@ class Forms:
         structured = session.structured_output
         if structured is None or structured in self._waiting or self._known(structured):
             return
+        if len(self._waiting) >= MOST_WAITING:
+            # Those of sessions that have left meanwhile.
+            self._waiting = {form: it for form, it in self._waiting.items() if not it.done()}
         if len(self._waiting) < MOST_WAITING:
             self._waiting[structured] = self._threads.submit(self._compile, structured)
 
@@ -54,15 +57,14 @@ class Forms:
         return None if self._grammars is None else self._grammars.known(structured)
 
     def _begun(self, session: Session, structured: StructuredOutput) -> Constraint | None:
-        grammar = self._known(structured)
-        if grammar is None:
-            future = self._waiting.get(structured)
-            if future is None or not future.done():
-                return None
-            grammar = future.result()
-            if grammar is None:
-                return None
+        future = self._waiting.get(structured)
+        if future is not None and not future.done():
+            return None
+        if future is not None:
             del self._waiting[structured]
+        grammar = self._known(structured) if future is None else future.result()
+        if grammar is None:
+            return None
         ids = [i for i in session.stop_token_ids if i < self._limits.vocab_size]
         return grammar.begin(ids)
 

@@ -149,7 +149,9 @@ def _expect(hint: Any, value: object, where: str) -> Any:
     if not isinstance(hint, type):
         return value
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise invalid(f"{where} must be {hint.__name__}, got {value!r}")
+        # What stands where a table should be may be a secret.
+        got = type(value).__name__ if hint is dict else repr(value)
+        raise invalid(f"{where} must be {hint.__name__}, got {got}")
     return value
 
 

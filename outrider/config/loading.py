@@ -123,5 +123,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except (FileNotFoundError, IsADirectoryError):
         raise NotFoundError(f"no configuration file at {path}", reason="NO_CONFIG") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise invalid(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"{path} is not TOML: {error}") from error

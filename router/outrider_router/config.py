@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -205,4 +205,8 @@ class RouterConfig:
     @property
     def client_tls(self) -> TlsConfig:
         """What clients of both fronts are served with."""
-        return self.front_tls if self.front_tls.cert is not None else self.tls
+        if self.front_tls.cert is None:
+            return self.tls
+        if self.front_tls.client_auth or not self.tls.client_auth:
+            return self.front_tls
+        return replace(self.front_tls, client_auth=True, ca=self.front_tls.ca or self.tls.ca)

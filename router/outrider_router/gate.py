@@ -73,15 +73,15 @@ class Gate:
         """
         if not self.closed:
             return ANYBODY
-        name = self._find(header)
-        return Caller(tenant=TenantId(self._keys[name].tenant or name), key=name)
+        name, key = self._find(header)
+        return Caller(tenant=TenantId(key.tenant or name), key=name)
 
     def authorize_operator(self, header: str | None) -> None:
         """Like `authorize`; also PermissionDeniedError for a key that is not an operator's."""
         if self.closed:
-            name = self._find(header)
+            name, key = self._find(header)
             try:
-                check_operator(name, self._keys[name])
+                check_operator(name, key)
             except OutriderError as error:
                 self.refused(error.reason)
                 raise
@@ -140,10 +140,13 @@ class Gate:
         self._metrics.keys_failing.set(0)
         logger.info("the API keys were read again", extra={"keys": len(self._keys)})
 
-    def _find(self, header: str | None) -> str:
+    def _find(self, header: str | None) -> tuple[str, ApiKey]:
         self._look()
+        # The threads of the metrics port ask, too: the keys may be read again meanwhile.
+        keys = self._keys
         try:
-            return find_key(self._keys, header)
+            name = find_key(keys, header)
+            return name, keys[name]
         except UnauthenticatedError as error:
             self.refused(error.reason)
             raise

@@ -84,7 +84,9 @@ def _drafter(peer: DrafterPeer, service: RouterService) -> DrafterSummary:
 
 
 def _links(drafter: DrafterInfo, service: RouterService) -> tuple[DrafterLink, ...]:
-    infos = [v.info for v in service.registry.verifiers.values() if v.state is PeerState.HEALTHY]
+    # Copied at once: threads of the metrics port come here, too.
+    peers = list(service.registry.verifiers.values())
+    infos = [peer.info for peer in peers if peer.state is PeerState.HEALTHY]
     return tuple(
         _link(info.verifier_id, link, service)
         for info in infos

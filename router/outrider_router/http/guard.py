@@ -17,8 +17,8 @@ from outrider_router.gate import Gate
 from outrider_router.http.errors import INVALID, HttpError, describe
 from outrider_router.http.request_models import MAX_CHOICES
 
-MAX_BODY_BYTES: Final = 32 << 20
-"""The largest text prompt twice: JSON may escape every other character."""
+MAX_BODY_BYTES: Final = 8 << 20
+"""A million token ids; what is read of a body may take fifteen times its size."""
 OPEN_PATHS: Final = frozenset({"/health", "/ping"})
 """What answers everybody, as health does over gRPC."""
 REQUEST_ID: Final = "x-request-id"

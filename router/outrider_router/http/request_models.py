@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Len
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.fields import FieldInfo
 
 from outrider.spec.plan import MAX_DRAFT_TOKENS, MAX_DRAFT_TOP_K, MAX_FAN_OUT, MAX_LOOK_AHEAD
@@ -38,6 +38,13 @@ def _size(low: int, high: int) -> FieldInfo:
     """Bounds of a list, whose first mistake is enough."""
     info: FieldInfo = Field(min_length=low, max_length=high, fail_fast=True)
     return info
+
+
+def _few_biases(value: object) -> object:
+    """Of too many the first is as good as all: pydantic makes two errors of a bad one."""
+    if isinstance(value, dict) and len(value) > MAX_BIASED_IDS:
+        raise ValueError(f"must have at most {MAX_BIASED_IDS} entries, has {len(value)}")
+    return value
 
 
 TokenIdNumber = Annotated[int, Ge(0), Le(MAX_VOCAB_SIZE - 1)]
@@ -122,6 +129,7 @@ class GenerationRequest(StructureFields):
                 Annotated[float, Ge(-MAX_BIAS), Le(MAX_BIAS)],
             ],
             Len(0, MAX_BIASED_IDS),
+            BeforeValidator(_few_biases),
         ]
         | None
     ) = Field(default=None, description="By token id, as text.")

@@ -177,3 +177,18 @@ def test_variables_of_others_and_of_kubernetes_services_are_left_alone() -> None
 def test_plain_data_is_read_without_any_environment() -> None:
     assert from_plain(Outer, {"name": "v"}) == Outer(name=VerifierId("v"))
     assert variable_of("outer", "inner.size") == "OUTRIDER_OUTER_INNER__SIZE"
+
+
+def test_a_file_that_cannot_be_read_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 5000 + "]" * 5000)
+    with pytest.raises(InvalidRequestError, match="not TOML"):
+        load_config(Outer, tmp_path / "deep.toml")
+    # A name too long is refused by the system itself, to root as well.
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        load_config(Outer, tmp_path / ("x" * 300))
+
+
+def test_what_stands_where_a_table_should_be_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        load_text(tmp_path, 'name = "v"\ninner = "sk-secret"\n')
+    assert "sk-secret" not in str(refused.value)

@@ -144,6 +144,19 @@ def test_without_a_grammar_drafts_are_what_they_were(
     assert trees[0] == trees[1]
 
 
+def test_forms_that_were_compiled_make_room_for_others(
+    small: SmallModelSource, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "MOST_WAITING", 2)
+    engine = engine_of(small, grammars)
+    for number in range(5):
+        form = StructuredOutput(StructuredKind.REGEX, f"y{{{number + 1}}}")
+        start = Script(f"one{number}").start(plan=PLANS[0])
+        engine.handle(1, replace(start, handle=number, structured_output=form))
+        compiled(engine)
+        assert grammars.known(form) is not None
+
+
 def test_few_forms_wait_to_be_compiled(
     small: SmallModelSource, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,3 +90,15 @@ def test_the_process_says_ready_serves_and_stops_on_sigterm(tmp_path: Path) -> N
         logs = [json.loads(line) for line in process.stderr.read().splitlines()]
     ended = [log for log in logs if log["event"] == "request ended"]
     assert len(ended) == 1 and ended[0]["request_id"].startswith("req-")
+
+
+def test_clients_of_another_certificate_must_show_theirs_where_that_is_asked_for() -> None:
+    config = parse_args(
+        [
+            *("--model", "m", "--verifier", "v:1", "--tls-client-auth"),
+            *("--tls-cert", "c", "--tls-key", "k", "--tls-ca", "a"),
+            *("--front-tls-cert", "fc", "--front-tls-key", "fk"),
+        ]
+    )
+    served = config.client_tls
+    assert (served.cert, served.ca, served.client_auth) == (Path("fc"), Path("a"), True)

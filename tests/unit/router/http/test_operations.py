@@ -228,3 +228,12 @@ async def test_an_address_that_is_taken_or_none_is_a_typed_error(router: RouterS
     for address in ("127.0.0.1:x", "127.0.0.1:70000", "nowhere"):
         with pytest.raises(FailedPreconditionError, match="cannot listen"):
             await HttpServer(address, router).start()
+
+
+async def test_of_too_many_biases_one_mistake_is_told(router: RouterService) -> None:
+    async with http_client(router) as client:
+        body = {"prompt": "a", "logit_bias": {f"x{i}": "no" for i in range(5000)}}
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert "at most 1024 entries, has 5000" in answer.text
+    assert len(answer.text) < 1000
