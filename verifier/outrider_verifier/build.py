@@ -12,7 +12,6 @@ import torch
 from outrider.awake import AwakeCores
 from outrider.engine.config import ModelConfig
 from outrider.engine.device.current import check_device, check_kernels, make_current
-from outrider.engine.device.legal_rows import legal_bytes
 from outrider.engine.device.warp_slots import warp_bytes
 from outrider.engine.heads import (
     DraftHead,
@@ -128,6 +127,9 @@ def _load_target(config: VerifierConfig, path: Path) -> TargetModel:
 
 def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
     """Tokens of K/V that the device has room for beside the weights, which are there already."""
+    # Not before it is a GPU that is served: a CPU needs no triton, which this asks for.
+    from outrider.engine.device.legal_rows import legal_bytes
+
     per_token = kv_bytes_per_token(model, getattr(torch, config.dtype))
     head_bytes = 0
     if config.drafts_itself:

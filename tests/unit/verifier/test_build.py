@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +101,13 @@ def test_a_head_that_cannot_draft_here_is_refused(
     (other / "config.json").write_text(json.dumps(shape | {"vocab_size": 512}))
     with pytest.raises((InvalidRequestError, FailedPreconditionError)):
         build_service(config(tiny_target, features_from=str(other), placement="fused"))
+
+
+def test_a_cpu_is_served_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import outrider_verifier.build, outrider_verifier.service, outrider_verifier.engine\n"
+        "import outrider_drafter.build\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
