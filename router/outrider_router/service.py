@@ -33,7 +33,7 @@ from outrider.wire.inference import (
 )
 from outrider.wire.messages import VerifierInfo
 from outrider_router.admission_queue import AdmissionQueue
-from outrider_router.answers import Answer, Write
+from outrider_router.answers import Write
 from outrider_router.config import RouterConfig
 from outrider_router.discovery import Discovery
 from outrider_router.endings import note_end
@@ -191,7 +191,7 @@ class RouterService:
     ) -> GenerateResult:
         """Serve a request and answer once, at the end; a resumable one outlives the call."""
         if request.resumable:
-            answer = self._begin(request, timeout_s, caller, traceparent)
+            answer = self.resumables.begin(*self._open(request, timeout_s, caller, traceparent))
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), _nobody)
             return answer.result()
         text: list[str] = []
@@ -234,7 +234,8 @@ class RouterService:
 
         Raises any error of `outrider.errors`; each is counted and logged with the request's id.
         """
-        async with aclosing(self._run(request, timeout_s, caller, traceparent)) as events:
+        opened = self._open(request, timeout_s, caller, traceparent)
+        async with aclosing(self._events(*opened)) as events:
             async for event in events:
                 yield event
 
@@ -254,10 +255,11 @@ class RouterService:
         `own_id` names a request whose client chose no id; by default one is made.
         """
         if request.resumable:
-            answer = self._begin(request, timeout_s, caller, traceparent)
+            answer = self.resumables.begin(*self._open(request, timeout_s, caller, traceparent))
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
             return
-        async with aclosing(self._run(request, timeout_s, caller, traceparent, own_id)) as events:
+        opened = self._open(request, timeout_s, caller, traceparent, own_id)
+        async with aclosing(self._events(*opened)) as events:
             async for event in events:
                 await write(event)
 
@@ -321,23 +323,6 @@ class RouterService:
             self.journal.close(entry)
             self.gate.leave(entry.caller)
             note_end(entry, outcome, problem, self.metrics, self._clock())
-
-    def _run(
-        self,
-        request: GenerateRequest,
-        timeout_s: float | None,
-        caller: Caller,
-        traceparent: str,
-        own_id: RequestId | None = None,
-    ) -> AsyncGenerator[StreamEvent, None]:
-        """The events of a request that ends with whoever reads them."""
-        entry, make = self._open(request, timeout_s, caller, traceparent, own_id)
-        return self._events(entry, make)
-
-    def _begin(
-        self, request: GenerateRequest, timeout_s: float | None, caller: Caller, traceparent: str
-    ) -> Answer:
-        return self.resumables.begin(*self._open(request, timeout_s, caller, traceparent))
 
     def _open(
         self,

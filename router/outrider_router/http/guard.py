@@ -24,6 +24,8 @@ OPEN_PATHS: Final = frozenset({"/health", "/ping"})
 REQUEST_ID: Final = "x-request-id"
 OWN_ID: Final = "outrider.own_id"
 CLIENT_ID: Final = "outrider.client_id"
+CALLER: Final = "outrider.caller"
+"""In a request's scope: its ids, and whose API key it shows. Open paths have no caller."""
 _MOST = MAX_NAME_BYTES - len(f"-{MAX_CHOICES}")
 _VALID = re.compile(rf"[!-~]{{1,{_MOST}}}")
 _TOO_LARGE = f"The body is larger than {MAX_BODY_BYTES} bytes."
@@ -59,7 +61,7 @@ class Guard:
 
         if scope["path"] not in OPEN_PATHS:
             try:
-                self._gate.authorize(headers.get("authorization"))
+                scope[CALLER] = self._gate.authorize(headers.get("authorization"))
             except OutriderError as refused:
                 answer = describe(refused).response({"connection": "close"})
                 await answer(scope, receive, named)
