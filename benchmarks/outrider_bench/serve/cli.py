@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--wide", metavar="SHAPE", help="widen --model: HIDDEN,INNER,LAYERS,HEADS,KV_HEADS")
     add("--head", type=Path, help="draft head; default: the one that ships for the model")
     add("--draft-model", metavar="NAME|DIR", help="for --drafter model")
+    add("--verifiers", type=at_least(1), metavar="N", default=1, help="of a placement; default: 1")
+    add("--drafters", type=at_least(1), metavar="N", default=1, help="that these share; default: 1")
     add("--device", choices=DEVICES, help="default: cuda where there is one")
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
     add("--threads", type=at_least(1), help="compute threads of verifier and drafter each")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from outrider.client.modelfiles import ModelFiles
 from outrider.spec.plan import DraftMethod
 from outrider.transport.grpc import GrpcDialer
 from outrider.wire.messages import VerifierInfo
+from outrider_bench.pools import Pool
 from outrider_bench.report import say
 from outrider_bench.serve.cells import NO_HANDICAP, OWN_HEAD, PLAIN, Drafts, Handicap
 
@@ -39,11 +41,19 @@ class Machine:
     threads: int | None = None
     planner: str | None = None
     """automatic or fixed; None: what users run, automatic."""
+    verifiers: int = 1
+    drafters: int = 1
+    """Processes of either kind, each on a GPU of its own where there are as many."""
     log_dir: Path | None = None
     trace_dir: Path | None = None
     round_ms: float = 0.0
     row_us: float = 0.0
     """What rounds are made to take: see `LocalConfig`."""
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether there is more than one of a kind."""
+        return self.verifiers > 1 or self.drafters > 1
 
     @property
     def name(self) -> str:
@@ -63,11 +73,11 @@ class Service:
     handicap: Handicap = NO_HANDICAP
 
     @property
-    def drafters(self) -> int:
-        """Processes that draft, of those that are started for it."""
+    def has_drafters(self) -> bool:
+        """Whether processes that draft are started for it."""
         methods = {draft.method for draft in self.drafts} - {DraftMethod.NONE}
         own = HEAD_METHODS if self.placement in OWN_HEAD else frozenset()
-        return int(bool(methods - own))
+        return bool(methods - own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +206,29 @@ def folder(service: Service) -> str:
 @contextmanager
 def started(machine: Machine, service: Service) -> Iterator[Fleet]:
     """Start a service's processes, and stop them at the end. Raises UnavailableError."""
-    with LocalCluster(local_config(machine, service), progress=say) as cluster:
-        yield connected(cluster.address)
+    config = local_config(machine, service)
+    if not machine.is_pool:
+        with LocalCluster(config, progress=say) as cluster:
+            yield connected(cluster.address)
+        return
+    with (
+        _logs(config.log_dir) as logs,
+        Pool(
+            config, logs, verifiers=machine.verifiers, drafters=machine.drafters
+        ).running() as pool,
+    ):
+        yield connected(pool.address)
+
+
+@contextmanager
+def _logs(wanted: Path | None) -> Iterator[Path]:
+    """The folder for logs, or one that is removed at the end."""
+    if wanted is not None:
+        wanted.mkdir(parents=True, exist_ok=True)
+        yield wanted
+        return
+    with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
+        yield Path(directory)
 
 
 def connected(address: str) -> Fleet:

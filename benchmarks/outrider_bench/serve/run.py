@@ -134,6 +134,8 @@ class Run:
             dtype=dtype,
             draft_model=draft_model,
             sessions=OPEN_SESSIONS if args.rate is not None else max(self._sessions),
+            verifiers=args.verifiers,
+            drafters=args.drafters,
             max_tokens=self._max_tokens,
             threads=args.threads,
             planner=args.planner,
@@ -177,7 +179,8 @@ class Run:
     def _cells(self, service: Service, model: str, fleet: Fleet | None = None) -> Iterator[Cell]:
         """The cells of a service, by rising load; plain decoding knows no rules. A fleet that runs
         says how large it is."""
-        verifiers, drafters = 1, service.drafters
+        verifiers = self._args.verifiers
+        drafters = self._args.drafters if service.has_drafters else 0
         if fleet is not None:
             verifiers, drafters = len(fleet.info.verifiers), len(fleet.info.drafters)
         loads: list[tuple[int | None, float | None]]
