@@ -3,8 +3,8 @@
     python -m outrider_bench.structured --router HOST:PORT --tokenizer DIR --schemas 500
 
 Schemas are generated, the same ones for the same seed. Every answer is judged by `jsonschema`, or
-was cut by max_tokens and said so. The same prompts, unconstrained, give the tokens a round to
-compare with. The time of a mask is measured in this process, along the answers.
+was cut by max_tokens and said so. The same prompts, unconstrained, give the tokens a round and the
+time of a round to compare with. The time of a mask is measured in this process, along the answers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any
 import jsonschema
 import numpy as np
 
-from outrider.client import Client, FinishReason, GenerateResult, user
+from outrider.client import Client, FinishReason, user
 from outrider.grammar.grammars import Grammars
 from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.wire.inference import FinishInfo
 
 WORDS = ["name", "age", "city", "colour", "price", "score", "title", "tags", "count", "email"]
 WORDS += ["active", "level", "size", "note"]
@@ -69,6 +70,17 @@ def _value(rng: random.Random, depth: int) -> dict[str, Any]:
     return rng.choice(kinds)
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer, and how long its rounds took."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish: FinishInfo
+    round_ms: float
+    """Mean time of a round, from the first delta to the last; 0 of a single delta."""
+
+
 @dataclass(slots=True)
 class Count:
     """Answers of one kind."""
@@ -86,15 +98,28 @@ class Count:
         return self.emitted / max(self.rounds, 1)
 
 
-def ask(address: str, schema: dict[str, Any], number: int, **options: Any) -> GenerateResult:
+def ask(address: str, schema: dict[str, Any], number: int, **options: Any) -> Answer:
     """One answer."""
     topic = TOPICS[number % len(TOPICS)]
     prompt = f"Describe {topic} as a JSON object with this schema: {json.dumps(schema)}"
-    with Client(address, timeout_s=600.0) as client:
-        return client.generate([user(prompt)], drafter="eagle3", draft_tokens=4, **options)
+    arrivals: list[float] = []
+    with (
+        Client(address, timeout_s=600.0) as client,
+        client.stream([user(prompt)], drafter="eagle3", draft_tokens=4, **options) as stream,
+    ):
+        for _ in stream:
+            arrivals.append(time.perf_counter())
+        result = stream.result()
+    rounds = max(result.finish.stats.rounds - 1, 1)
+    return Answer(
+        text=result.text,
+        token_ids=result.token_ids,
+        finish=result.finish,
+        round_ms=1000.0 * (arrivals[-1] - arrivals[0]) / rounds if arrivals else 0.0,
+    )
 
 
-def tally(found: Sequence[GenerateResult], forms: Sequence[dict[str, Any]] | None) -> Count:
+def tally(found: Sequence[Answer], forms: Sequence[dict[str, Any]] | None) -> Count:
     """Judge the answers against their schemas, where they have such."""
     count = Count()
     for index, result in enumerate(found):
@@ -118,7 +143,7 @@ def _is_valid(text: str, schema: dict[str, Any]) -> bool:
 
 
 def mask_us(
-    model: Path, vocab_size: int, forms: Sequence[dict[str, Any]], found: Sequence[GenerateResult]
+    model: Path, vocab_size: int, forms: Sequence[dict[str, Any]], found: Sequence[Answer]
 ) -> tuple[list[float], list[float]]:
     """Microseconds of compiling a form, and of a row's mask with its step, along the answers."""
     grammars = Grammars.load(model / "tokenizer.json", vocab_size=vocab_size)
@@ -148,15 +173,16 @@ def main() -> None:
     parser.add_argument("--free", type=int, default=100, help="prompts to answer without a form")
     parser.add_argument("--at-a-time", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--free-tokens", type=int, default=MAX_TOKENS // 4, help="of those at most")
     args = parser.parse_args()
     forms = schemas(args.schemas, args.seed)
 
-    def bound(number: int) -> GenerateResult:
+    def bound(number: int) -> Answer:
         schema = forms[number]
         return ask(args.router, schema, number, json_schema=schema, max_tokens=MAX_TOKENS)
 
-    def free(number: int) -> GenerateResult:
-        return ask(args.router, forms[number], number, max_tokens=MAX_TOKENS // 4)
+    def free(number: int) -> Answer:
+        return ask(args.router, forms[number], number, max_tokens=args.free_tokens)
 
     with ThreadPoolExecutor(args.at_a_time) as pool:
         answers = list(pool.map(bound, range(len(forms))))
@@ -176,10 +202,16 @@ def main() -> None:
         "tokens a round, same prompts": round(alike.tokens_a_round, 3),
         "tokens a round, unconstrained": round(unbound.tokens_a_round, 3),
         "ratio": round(alike.tokens_a_round / unbound.tokens_a_round, 3),
+        "round ms, same prompts": _round_ms(answers[: len(others)]),
+        "round ms, unconstrained": _round_ms(others),
         "mask us": _spread(masking),
         "compile us": _spread(compiling),
     }
     print(json.dumps(figures, indent=1))
+
+
+def _round_ms(found: Sequence[Answer]) -> dict[str, float]:
+    return _spread([answer.round_ms for answer in found if answer.finish.stats.rounds > 4])
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
