@@ -29,6 +29,10 @@ from outrider_router.http.structure import Strict, StructureFields
 
 MAX_CHOICES = 128
 """Answers of one HTTP request: prompts times n."""
+MAX_TOKENIZED_CHARS = 1 << 19
+"""Characters of what /tokenize takes, all messages of a conversation together."""
+MAX_DETOKENIZED_IDS = 1 << 17
+"""Ids that /detokenize takes."""
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's own default of max_tokens in completions."""
@@ -204,7 +208,7 @@ class TokenizeRequest(Strict):
     """Body of POST /tokenize: a text, or a conversation."""
 
     model: Name | None = None
-    prompt: Annotated[str, Len(0, MAX_PROMPT_BYTES)] | None = None
+    prompt: Annotated[str, Len(0, MAX_TOKENIZED_CHARS)] | None = None
     messages: Annotated[list[Message], _size(1, MAX_CHAT_MESSAGES)] | None = None
     add_special_tokens: bool = Field(
         default=True, description="Of a text: whether a BOS is put first."
@@ -216,4 +220,4 @@ class DetokenizeRequest(Strict):
     """Body of POST /detokenize."""
 
     model: Name | None = None
-    tokens: Annotated[list[TokenIdNumber], _size(0, MAX_PROMPT_TOKENS)]
+    tokens: Annotated[list[TokenIdNumber], _size(0, MAX_DETOKENIZED_IDS)]

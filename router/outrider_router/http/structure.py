@@ -110,13 +110,18 @@ def _of(
     if regex is not None:
         found.append(StructuredOutput(StructuredKind.REGEX, regex))
     if choice is not None:
-        alternatives = " | ".join(json.dumps(each, ensure_ascii=False) for each in choice)
+        alternatives = " | ".join(map(_quoted, choice))
         found.append(StructuredOutput(StructuredKind.GRAMMAR, f"start: {alternatives}"))
     if grammar is not None:
         found.append(StructuredOutput(StructuredKind.GRAMMAR, grammar))
     if len(found) > 1:
         raise _invalid(f"an answer has one form, but {where} gives several")
     return found[0] if found else None
+
+
+def _quoted(text: str) -> str:
+    """A text as Lark's syntax has it: as JSON has it, but for DEL, which JSON leaves as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _invalid(message: str) -> InvalidRequestError:
