@@ -104,7 +104,7 @@ class Tokenizer:
         """Ids of `text`; with `add_special_tokens` also those that open a document (a BOS)."""
         if len(text) <= LONG:
             return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
-        # The same ids. What does one text alone holds all other threads up, what does many does not.
+        # The same ids; but the call for one text holds up all other threads, the one for many none.
         (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(found.ids)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Len
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic.fields import FieldInfo
 
 from outrider.spec.plan import MAX_DRAFT_TOKENS, MAX_DRAFT_TOP_K, MAX_FAN_OUT, MAX_LOOK_AHEAD
@@ -51,10 +51,18 @@ def _few_biases(value: object) -> object:
     return value
 
 
+def _few_bytes(text: str) -> str:
+    """Bytes are what gRPC bounds, too; characters are at most as many."""
+    size = len(text.encode())
+    if size > MAX_STOP_STRING_BYTES:
+        raise ValueError(f"must have at most {MAX_STOP_STRING_BYTES} bytes of UTF-8, has {size}")
+    return text
+
+
 TokenIdNumber = Annotated[int, Ge(0), Le(MAX_VOCAB_SIZE - 1)]
 Text = Annotated[str, Len(1, MAX_PROMPT_BYTES)]
 Tokens = Annotated[list[TokenIdNumber], _size(1, MAX_PROMPT_TOKENS)]
-StopString = Annotated[str, Len(1, MAX_STOP_STRING_BYTES)]
+StopString = Annotated[str, Len(1, MAX_STOP_STRING_BYTES), AfterValidator(_few_bytes)]
 Name = Annotated[str, Len(1, MAX_NAME_BYTES)]
 
 

@@ -122,7 +122,7 @@ def bind(address: str, *, slow_reader_s: float) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            patience_ms = min(round(slow_reader_s * 1000), 2**31 - 1)
+            patience_ms = max(1, round(slow_reader_s * 1000))
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
         listener.bind(where)
         listener.listen(BACKLOG)

@@ -84,9 +84,7 @@ async def get_model(model: str, service: Service, request: Request, _caller: Cal
     return _model(_known(service, model), request)
 
 
-@router.post(
-    "/tokenize", response_model=Tokenized, responses=refusals(404, 503), tags=["tokens"]
-)
+@router.post("/tokenize", response_model=Tokenized, responses=refusals(404, 503), tags=["tokens"])
 async def tokenize(body: TokenizeRequest, service: Service, caller: Caller) -> Response:
     """Token ids of a text, or of a conversation in the model's chat template."""
     info = _known(service, body.model)
