@@ -49,6 +49,8 @@ class Asked:
     caller: keys.Caller
     traceparent: str = ""
     """The client's W3C Trace Context, if it has one."""
+    timeout_s: float | None = None
+    """Time that all of it may take; None does not bound it."""
     include_usage: bool = False
     continuous_usage: bool = False
 
@@ -101,6 +103,7 @@ async def _serve_choices(
         await service.serve(
             asked.requests[choice.index],
             take,
+            timeout_s=asked.timeout_s,
             caller=asked.caller,
             traceparent=asked.traceparent,
             own_id=own_id if len(choices) == 1 else RequestId(f"{own_id}-{choice.index}"),

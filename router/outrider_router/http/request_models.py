@@ -33,6 +33,7 @@ MAX_TOKENIZED_CHARS = 1 << 19
 """Characters of what /tokenize takes, all messages of a conversation together."""
 MAX_DETOKENIZED_IDS = 1 << 17
 """Ids that /detokenize takes."""
+MAX_TIMEOUT_S = 7 * 86400.0
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's own default of max_tokens in completions."""
@@ -159,6 +160,9 @@ class GenerationRequest(StructureFields):
     )
     rule: Literal["greedy", "coupled", "rejection", "target-only"] | None = Field(
         default=None, description="Acceptance rule at temperature > 0; default coupled."
+    )
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
+        default=None, description="Seconds until the request ends with 504, as a deadline of gRPC."
     )
     speculate: bool | None = Field(default=None, description="False decodes plainly.")
     drafter: Literal["none", "eagle3", "eagle", "ngram", "model"] | None = None

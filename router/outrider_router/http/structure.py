@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from outrider.errors import InvalidRequestError
 from outrider.spec.structured import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
+from outrider_router.http.unsupported import STRUCTURE, refuse_unsupported
 
 Words = Annotated[str, Len(1, MAX_STRUCTURE_BYTES)]
 Schema = dict[str, Any] | Words
@@ -71,6 +72,7 @@ def structure_of(body: StructureFields) -> StructuredOutput | None:
         _of(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar, "guided"),
     ]
     if nested is not None:
+        refuse_unsupported(nested.model_extra, STRUCTURE, "structured_outputs.")
         anything = StructuredOutput(StructuredKind.JSON_OBJECT) if nested.json_object else None
         parts = _of(nested.json_, nested.regex, nested.choice, nested.grammar, "structured_outputs")
         said += [anything, parts]
