@@ -6,11 +6,13 @@ so that one that says nothing keeps everybody out.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Generator, Iterable
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -24,9 +26,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 10.0
-"""Time that a caller may take for its handshake, and for each part of its request."""
+"""Time that a connection gets in all: handshake, request, answer."""
 MAX_SCRAPES: Final = 16
 """Connections at once; those beyond are closed."""
+LOOK_S: Final = 0.5
+"""Time between two looks for connections whose time is over."""
 
 
 class PortMetrics:
@@ -86,13 +90,13 @@ def serve_metrics(
     server.set_app(app)
     if tls is not None and tls.cert is not None:
         server.secure(tls)
-    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, args=(LOOK_S,), name="metrics", daemon=True
+    ).start()
     return f"{host}:{server.server_port}"
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = PATIENCE_S
-
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: scrapes are no events."""
 
@@ -103,6 +107,10 @@ class _Server(ThreadingMixIn, WSGIServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._room = threading.BoundedSemaphore(MAX_SCRAPES)
+        self._ends: dict[socket.socket, float] = {}
+        """When each connection is cut, by the monotonic clock."""
+        self._lock = threading.Lock()
+        """Of these."""
         self._tls: TlsConfig | None = None
 
     def server_bind(self) -> None:
@@ -127,33 +135,56 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Shake hands, then serve; on the connection's thread."""
+        end, tls = time.monotonic() + PATIENCE_S, self._tls
         try:
-            request.settimeout(PATIENCE_S)
-            if self._tls is not None:
-                request = self._shake_hands(request, self._tls)
-            super().process_request_thread(request, client_address)
+            if tls is not None:
+                # Made for each connection: files that were replaced count from now on.
+                context = server_context(tls, require_client=True)
+                request = context.wrap_socket(
+                    request, server_side=True, do_handshake_on_connect=False
+                )
+            # Not a timeout of the socket: that begins anew with every byte.
+            with self._cut_at(end, request):
+                if tls is not None:
+                    _shake_hands(request, tls)
+                super().process_request_thread(request, client_address)
         except (OSError, OutriderError) as error:
             logger.debug("a scrape failed", extra={"reason": str(error)})
             self.shutdown_request(request)
         finally:
             self._room.release()
 
+    def service_actions(self) -> None:
+        """Cut the connections whose time is over: whatever their threads wait for, ends."""
+        now = time.monotonic()
+        with self._lock:
+            for request, end in self._ends.items():
+                if now >= end:
+                    with contextlib.suppress(OSError):
+                        # Not the end of TLS, which would wait for the other side.
+                        socket.socket.shutdown(request, socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def _cut_at(self, end: float, request: socket.socket) -> Generator[None]:
+        with self._lock:
+            self._ends[request] = end
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._ends[request]
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A scraper that went away is no error of ours."""
         logger.debug("a scrape failed", exc_info=True)
 
-    def _shake_hands(self, request: socket.socket, tls: TlsConfig) -> ssl.SSLSocket:
-        # Made for each connection: files that were replaced count from now on.
-        context = server_context(tls, require_client=True)
-        secured = context.wrap_socket(request, server_side=True)
-        shown: Any = secured.getpeercert() or {}
-        try:
-            names = [str(value) for _kind, value in shown.get("subjectAltName", ())]
-            tls.check_caller(names, (Role.OPERATOR,))
-        except OutriderError:
-            secured.close()
-            raise
-        return secured
+
+def _shake_hands(request: ssl.SSLSocket, tls: TlsConfig) -> None:
+    """Raises PermissionDeniedError for a certificate of another role."""
+    request.do_handshake()
+    shown: Any = request.getpeercert() or {}
+    names = [str(value) for _kind, value in shown.get("subjectAltName", ())]
+    tls.check_caller(names, (Role.OPERATOR,))
 
 
 def _judging(app: WsgiApp, check: Callable[[str | None], object]) -> WsgiApp:

@@ -6,14 +6,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from outrider.config.describing import plain
+from outrider.config.describing import Kind, describe, plain
 from outrider.config.loading import Loaded
 from outrider.config.toml import toml_key, toml_value
 
 REDACTED = "(redacted)"
 DEFAULT = "default"
 # A field that holds a secret is named like one. Fields that hold the path of a file with secrets
-# say so in another way (`api_keys`, `key`) and may be shown.
+# say so in another way (`api_keys`, `key`) and may be shown; so may whatever is named by a user.
 _SECRET = re.compile(r"(^|_)(secret|password|passphrase|token|api_key|headers)$")
 
 
@@ -33,19 +33,28 @@ def as_json(loaded: Loaded[object]) -> str:
 
 
 def _values(loaded: Loaded[object]) -> Iterator[tuple[str, object, str]]:
-    root = plain(loaded.config)
+    root, kind = plain(loaded.config), Kind("table", table=describe(type(loaded.config)))
     assert isinstance(root, Mapping)
-    yield from _walk(root, loaded.sources, (), secret=False)
+    yield from _walk(root, kind, loaded.sources, (), secret=False)
 
 
 def _walk(
-    table: Mapping[str, object], sources: Mapping[str, str], above: tuple[str, ...], *, secret: bool
+    values: Mapping[str, object],
+    kind: Kind,
+    sources: Mapping[str, str],
+    above: tuple[str, ...],
+    *,
+    secret: bool,
 ) -> Iterator[tuple[str, object, str]]:
-    for name, value in table.items():
+    """`kind`: of these values, a table of some sort; `secret`: whether it is one as a whole."""
+    fields = {field.name: field.kind for field in kind.table.fields} if kind.table else {}
+    for name, value in values.items():
         path = (*above, name)
-        hidden = secret or _SECRET.search(name) is not None
+        below = fields.get(name) or kind.item
+        assert below is not None, "every value is of a field, or named by a user"
+        hidden = secret or (name in fields and _SECRET.search(name) is not None)
         if isinstance(value, Mapping) and value:
-            yield from _walk(value, sources, path, secret=hidden)
+            yield from _walk(value, below, sources, path, secret=hidden)
             continue
         key = ".".join(toml_key(part) for part in path)
         if hidden and value not in (None, "", [], {}):

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+LONG = 20_000
+"""Characters or ids from which the work takes milliseconds: it belongs on a thread, and other
+threads run meanwhile."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -99,7 +102,11 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Ids of `text`; with `add_special_tokens` also those that open a document (a BOS)."""
-        return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) <= LONG:
+            return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The same ids; but the call for one text holds up all other threads, the one for many none.
+        (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(found.ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Ids of a conversation ({"role", "content"} each) up to where the answer begins.
@@ -116,7 +123,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool = False) -> str:
         """Text of `token_ids` at once, special tokens left out unless asked for."""
-        return self._fast.decode(list(token_ids), skip_special_tokens=not with_special)
+        ids, skip = list(token_ids), not with_special
+        if len(ids) <= LONG:
+            return self._fast.decode(ids, skip_special_tokens=skip)
+        (text,) = self._fast.decode_batch([ids], skip_special_tokens=skip)
+        return text
 
     def name(self, token_id: int) -> str:
         """What the vocabulary calls an id; "" for one that it does not hold."""

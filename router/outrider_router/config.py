@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -15,6 +16,9 @@ from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
 from outrider.transport.tls import TlsConfig
 from outrider_router.names import split
 from outrider_router.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
+
+MAX_SLOW_READER_S = 86400.0
+"""A day: the kernel is told it in milliseconds, and holds its buffers for as long."""
 
 
 class Fsync(StrEnum):
@@ -98,12 +102,15 @@ class OverloadConfig:
             raise ValueError(f"length_quantile must be in (0, 1), got {self.length_quantile}")
         if not 0.0 < self.kv_overcommit <= 16.0:
             raise ValueError(f"kv_overcommit must be in (0, 16], got {self.kv_overcommit}")
-        if self.aging_s < 0.0:
-            raise ValueError(f"aging_s must be >= 0, got {self.aging_s}")
+        if not 0.0 <= self.aging_s < math.inf:
+            raise ValueError(f"aging_s must be finite and >= 0, got {self.aging_s}")
         if self.max_tenants < 1:
             raise ValueError(f"max_tenants must be >= 1, got {self.max_tenants}")
-        if self.slow_reader_s <= 0.0:
-            raise ValueError(f"slow_reader_s must be positive, got {self.slow_reader_s}")
+        if not 0.0 < self.slow_reader_s <= MAX_SLOW_READER_S:
+            raise ValueError(
+                f"slow_reader_s must be positive and at most {MAX_SLOW_READER_S:g}, "
+                f"got {self.slow_reader_s}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,27 +187,30 @@ class RouterConfig:
         if not self.verifiers:
             raise ValueError("at least one verifier address is needed (--verifier)")
         split((*self.verifiers, *self.drafters))
-        if self.discovery_s <= 0:
-            raise ValueError(f"discovery_s must be positive, got {self.discovery_s}")
+        self._check_times()
         if self.queue_limit < 0:
             raise ValueError(f"queue_limit must be >= 0, got {self.queue_limit}")
         if self.default_max_tokens < 1:
             raise ValueError(f"default_max_tokens must be >= 1, got {self.default_max_tokens}")
-        if self.poll_interval_s <= 0 or self.silence_s <= self.poll_interval_s:
-            raise ValueError("poll_interval_s must be positive and less than silence_s")
-        if self.failover_s < 0 or self.max_failovers < 0:
-            raise ValueError("failover_s and max_failovers must be >= 0")
+        if self.max_failovers < 0:
+            raise ValueError(f"max_failovers must be >= 0, got {self.max_failovers}")
         if self.session_slack_tokens < 0:
             raise ValueError("session_slack_tokens must be >= 0")
-        if self.resume_grace_s < 0:
-            raise ValueError(f"resume_grace_s must be >= 0, got {self.resume_grace_s}")
         for name in self.tenants:
             if not name or len(name) > MAX_TENANT_CHARS:
                 raise ValueError(f"names of tenants have 1 to {MAX_TENANT_CHARS} characters")
         self.tls.for_fleet()
         check_level(self.log_level)
-        if self.drain_s < 0:
-            raise ValueError(f"drain_s must be >= 0, got {self.drain_s}")
+
+    def _check_times(self) -> None:
+        for name in ("discovery_s", "poll_interval_s", "silence_s"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        for name in ("failover_s", "resume_grace_s", "drain_s"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and >= 0, got {getattr(self, name)}")
+        if self.silence_s <= self.poll_interval_s:
+            raise ValueError("poll_interval_s must be less than silence_s")
 
     @property
     def client_tls(self) -> TlsConfig:

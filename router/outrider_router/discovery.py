@@ -26,12 +26,12 @@ RESOLVE_TIMEOUT_S = 10.0
 """Longest wait for an answer of the resolver."""
 
 Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
-"""All addresses (HOST:PORT) of a host. Raises OSError."""
+"""All addresses (HOST:PORT) of a host. Raises OSError, and UnicodeError for what is no name."""
 PeerT = TypeVar("PeerT", VerifierPeer, DrafterPeer)
 
 
 async def resolve(host: str, port: int) -> frozenset[str]:
-    """Ask the system's resolver. Raises OSError."""
+    """Ask the system's resolver. Raises OSError, and UnicodeError for what is no name."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(RESOLVE_TIMEOUT_S):
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -82,7 +82,7 @@ class Discovery:
             try:
                 joined = named.answer(await self._resolve(host, port))
                 problem = ""
-            except OSError as error:
+            except (OSError, UnicodeError) as error:
                 # No answer is not the answer that nobody is there.
                 joined = frozenset()
                 if str(error) != problem:

@@ -5,16 +5,27 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from outrider.errors import FailedPreconditionError, ResourceExhaustedError
+from outrider.errors import FailedPreconditionError, OutriderError, ResourceExhaustedError
 from outrider.grammar.grammars import Grammars
 from outrider.spec.structured import StructuredOutput
+from outrider.transport.status import copy_of
 
 MOST_COMPILING: Final = 64
-"""Requests whose forms may wait to be compiled; more are refused."""
+"""Forms that may wait to be compiled, however many requests wait for each; more are refused."""
 RETRY_S: Final = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Compiling:
+    """A form that is being compiled, or waits for its turn; given up once nobody waits for it."""
+
+    done: asyncio.Future[None]
+    waiting: int = 0
+    """Requests that wait for it."""
 
 
 class Forms:
@@ -26,7 +37,7 @@ class Forms:
         self._file, self._vocab_size = tokenizer_file, vocab_size
         self._grammars: Grammars | None = None
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forms")
-        self._compiling = 0
+        self._compiling: dict[StructuredOutput, _Compiling] = {}
 
     def prepare(self) -> None:
         """Read the tokenizer: see `Grammars.load`. Idempotent."""
@@ -44,18 +55,30 @@ class Forms:
             return
         if self._grammars is not None and self._grammars.known(structured) is not None:
             return
-        if self._compiling >= MOST_COMPILING:
+        compiling = self._compiling.get(structured) or self._begin(structured)
+        compiling.waiting += 1
+        try:
+            # Whoever leaves does not take it from the others.
+            await asyncio.shield(compiling.done)
+        except OutriderError as error:
+            raise copy_of(error) from None
+        finally:
+            compiling.waiting -= 1
+            if not compiling.waiting:
+                self._compiling.pop(structured, None)
+                compiling.done.cancel()
+
+    def _begin(self, structured: StructuredOutput) -> _Compiling:
+        if len(self._compiling) >= MOST_COMPILING:
             raise ResourceExhaustedError(
                 f"{MOST_COMPILING} structured outputs are being compiled",
                 reason="COMPILING_EXHAUSTED",
                 retry_after_s=RETRY_S,
             )
-        self._compiling += 1
-        try:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._threads, self._compile, structured)
-        finally:
-            self._compiling -= 1
+        loop = asyncio.get_running_loop()
+        done = loop.run_in_executor(self._threads, self._compile, structured)
+        begun = self._compiling[structured] = _Compiling(done)
+        return begun
 
     def _compile(self, structured: StructuredOutput) -> None:
         """On the thread."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -33,9 +34,26 @@ logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
 """Time between two looks whether the file of keys has changed."""
-KEY_RATE_LIMITED, KEY_BUSY = "KEY_RATE_LIMITED", "KEY_BUSY"
+KEY_RATE_LIMITED, KEY_BUSY, KEY_TOO_MANY = "KEY_RATE_LIMITED", "KEY_BUSY", "KEY_TOO_MANY"
 _BUSY_S = 1.0
 """Hint of a key that has as many requests as it may: one may have ended by then."""
+
+
+class Pass:
+    """One request that was let in; left when that is over, however it ends."""
+
+    __slots__ = ("_left", "request")
+
+    def __init__(self, request: GenerateRequest, left: Callable[[], None]) -> None:
+        self.request = request
+        """The request as its key allows it."""
+        self._left: Callable[[], None] | None = left
+
+    def leave(self) -> None:
+        """It is over; idempotent."""
+        left, self._left = self._left, None
+        if left is not None:
+            left()
 
 
 class Gate:
@@ -53,6 +71,8 @@ class Gate:
         self._clock = clock
         self._path = config.api_keys
         self._stamp: object = None
+        self._problem = ""
+        """What was said last of a file that is no good."""
         self._keys: Mapping[str, ApiKey] = {}
         self._buckets: dict[str, tuple[ApiKey, TokenBucket]] = {}
         self._held: dict[str, int] = {}
@@ -98,45 +118,48 @@ class Gate:
         """Count somebody who was turned away."""
         self._metrics.access_refusals.labels(reason).inc()
 
-    def enter(self, caller: Caller, request: GenerateRequest) -> GenerateRequest:
-        """Take a request in, and `leave` when it is over; the request as its key allows it.
+    def enter(self, caller: Caller, requests: Sequence[GenerateRequest]) -> tuple[Pass, ...]:
+        """Let in what is asked for at once: all of it or nothing. One request counts one.
 
         Raises ResourceExhaustedError (KEY_BUSY, KEY_RATE_LIMITED), InvalidRequestError
-        (KEY_MAX_TOKENS, KEY_PRIORITY).
+        (KEY_MAX_TOKENS, KEY_PRIORITY; KEY_TOO_MANY for more than the key can ever have at once).
         """
+        # None: no key, or one that was taken away since its call was let in.
         key = self._keys.get(caller.key)
-        if key is None:
-            # No key, or one that was taken away since its call was let in.
-            self._hold(caller, 1)
-            return request
-        allowed = _cut(request, key, self._config.default_max_tokens)
-        if key.max_concurrent and self._held.get(caller.key, 0) >= key.max_concurrent:
-            self._metrics.refusals.labels(KEY_BUSY).inc()
-            raise ResourceExhaustedError(
-                f"the API key {caller.key!r} may have {key.max_concurrent} requests at once",
-                reason=KEY_BUSY,
-                retry_after_s=_BUSY_S,
-            )
-        self._take(caller.key, key)
-        self._hold(caller, 1)
-        return allowed
+        if key is not None:
+            most = self._config.default_max_tokens
+            requests = [_cut(request, key, most) for request in requests]
+        self._admit(caller, key, len(requests))
+        return tuple(Pass(request, lambda: self._hold(caller, -1)) for request in requests)
 
-    def leave(self, caller: Caller) -> None:
-        """A request that entered is over."""
-        self._hold(caller, -1)
+    @contextmanager
+    def visit(self, caller: Caller) -> Generator[None]:
+        """Let in, for as long as the block lasts, a call that generates nothing and costs work all
+        the same: it counts like a request. Raises ResourceExhaustedError as `enter` does."""
+        self._admit(caller, self._keys.get(caller.key), 1)
+        try:
+            yield
+        finally:
+            self._hold(caller, -1)
 
     def reload(self) -> None:
-        """Read the file of keys again; one that is no good changes nothing."""
-        if self._path is None:
-            return
+        """Read the file of keys again; one that is no good changes nothing, and is told of."""
+        self._problem = ""
+        if self._path is not None:
+            self._reload(self._path)
+
+    def _reload(self, path: Path) -> None:
+        """Read it again. The same problem is told of once, however often it is met."""
         try:
-            stamp = _stamp_of(self._path)
-            self._keys = _read(self._path)
+            stamp = _stamp_of(path)
+            self._keys = _read(path)
         except OutriderError as error:
             self._metrics.keys_failing.set(1)
-            logger.error("the API keys are kept", extra={"reason": error.message})
+            if error.message != self._problem:
+                self._problem = error.message
+                logger.error("the API keys are kept", extra={"reason": error.message})
             return
-        self._stamp = stamp
+        self._stamp, self._problem = stamp, ""
         self._metrics.keys_failing.set(0)
         logger.info("the API keys were read again", extra={"keys": len(self._keys)})
 
@@ -155,26 +178,50 @@ class Gate:
         now = self._clock()
         if now >= self._look_at and self._path is not None:
             self._look_at = now + LOOK_S
-            if _stamp_of(self._path) != self._stamp:
-                self.reload()
+            # One that was no good is tried at every look: rights that change leave no other stamp.
+            if _stamp_of(self._path) != self._stamp or self._problem:
+                self._reload(self._path)
 
-    def _take(self, name: str, key: ApiKey) -> None:
+    def _admit(self, caller: Caller, key: ApiKey | None, count: int) -> None:
+        """Count so many requests of a caller, if its key has room for all of them."""
+        if key is not None:
+            self._check_room(caller.key, key, count)
+            self._take(caller.key, key, count)
+        self._hold(caller, count)
+
+    def _check_room(self, name: str, key: ApiKey, count: int) -> None:
+        if not key.max_concurrent:
+            return
+        if count > key.max_concurrent:
+            raise _too_many(f"the API key {name!r} may have {key.max_concurrent} requests", count)
+        if self._held.get(name, 0) + count > key.max_concurrent:
+            self._metrics.refusals.labels(KEY_BUSY).inc()
+            raise ResourceExhaustedError(
+                f"the API key {name!r} may have {key.max_concurrent} requests at once",
+                reason=KEY_BUSY,
+                retry_after_s=_BUSY_S,
+            )
+
+    def _take(self, name: str, key: ApiKey, count: int) -> None:
         if not key.requests_per_s:
             return
         now = self._clock()
+        burst = key.requests_burst or max(1.0, key.requests_per_s)
+        # One alone is let through whenever the bucket is full, however small that is.
+        if count > max(1.0, burst):
+            raise _too_many(f"the API key {name!r} may send {burst:g} requests", count)
         of, bucket = self._buckets.get(name, (None, None))
         if bucket is None or of != key:
-            burst = key.requests_burst or max(1.0, key.requests_per_s)
             bucket = TokenBucket(key.requests_per_s, burst, now)
             self._buckets[name] = (key, bucket)
-        if bucket.missing(1.0, now):
+        if bucket.missing(count, now):
             self._metrics.refusals.labels(KEY_RATE_LIMITED).inc()
             raise ResourceExhaustedError(
                 f"the API key {name!r} may send {key.requests_per_s:g} requests a second",
                 reason=KEY_RATE_LIMITED,
-                retry_after_s=bucket.hint_s(1.0, now),
+                retry_after_s=bucket.hint_s(count, now),
             )
-        bucket.take(1.0)
+        bucket.take(count)
 
     def _hold(self, caller: Caller, change: int) -> None:
         if not caller.key:
@@ -211,6 +258,12 @@ def _cut(request: GenerateRequest, key: ApiKey, default_max_tokens: int) -> Gene
     most = min(default_max_tokens, key.max_tokens) if asked is None else asked
     stopping = dataclasses.replace(request.stopping, max_tokens=most)
     return dataclasses.replace(request, stopping=stopping)
+
+
+def _too_many(bound: str, count: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{bound} at once, and these are {count}: every answer is one", reason=KEY_TOO_MANY
+    )
 
 
 def _read(path: Path) -> Mapping[str, ApiKey]:

@@ -13,7 +13,7 @@ from outrider_router.admission import no_verifier
 from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.config import RouterConfig
 from outrider_router.forms import Forms
-from outrider_router.gate import Gate
+from outrider_router.gate import Gate, Pass
 from outrider_router.journal import Entry, Journal
 from outrider_router.keys import Caller
 from outrider_router.registry import Registry
@@ -53,9 +53,10 @@ class Intake:
         name: RequestId | None,
         timeout_s: float | None,
         caller: Caller,
+        passed: Pass | None = None,
     ) -> tuple[Entry, GenerateRequest]:
-        """The entry of a new request, which must leave the gate at its end, and the request as its
-        caller may have it. Without a name it gets one.
+        """The entry of a new request, which leaves the gate at its end, and the request as its
+        caller may have it. Without a name it gets one. `passed`: the gate has let it in already.
 
         Raises InvalidRequestError, AlreadyExistsError, and what the gate raises.
         """
@@ -64,12 +65,13 @@ class Intake:
         name = name or RequestId(f"req-{secrets.token_hex(8)}")
         entry = self._journal.open(name, self._clock(), caller)
         try:
-            allowed = self._gate.enter(caller, request)
+            passed = passed or self._gate.enter(caller, (request,))[0]
         except OutriderError:
             self._journal.close(entry)
             raise
+        entry.release = passed.leave
         entry.deadline = None if timeout_s is None else entry.started + timeout_s
-        return entry, allowed
+        return entry, passed.request
 
     async def job(self, request: GenerateRequest, caller: Caller) -> Job:
         """What is to be done for a request. Raises InvalidRequestError, NotFoundError, and

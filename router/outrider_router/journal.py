@@ -19,6 +19,10 @@ from outrider_router.tally import Tally
 MadeT = TypeVar("MadeT")
 
 
+def _nothing() -> None:
+    """It holds nothing."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Entry:
     """One request from its arrival to its last message."""
@@ -28,6 +32,8 @@ class Entry:
     """Clock time of arrival, seconds."""
     caller: Caller = ANYBODY
     """Who asked; others of its tenant may go on with it and abort it, nobody else."""
+    release: Callable[[], None] = _nothing
+    """Gives back the place that its caller's key has for it."""
     deadline: float | None = None
     """Clock time at which it ends with an error, seconds."""
     emitted: list[int] = field(default_factory=list)

@@ -13,7 +13,7 @@ from outrider.ids import DrafterId, SessionId, TenantId
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.structured import StructuredOutput
-from outrider.text.tokenizer import Tokenizer
+from outrider.text.tokenizer import LONG, Tokenizer
 from outrider.wire.inference import (
     MAX_TOP_LOGPROBS,
     ChatPrompt,
@@ -28,9 +28,6 @@ from outrider_router.planner import check_ids, make_plan, make_sampling, output_
 from outrider_router.tenants import SHARED
 
 ArgumentT = TypeVar("ArgumentT")
-
-INLINE_CHARS = 20_000
-"""Longer prompts are tokenized in a thread, so that they do not hold up other streams."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +105,7 @@ async def tokenize(
 async def _maybe_in_thread(
     size: int, function: Callable[[ArgumentT], tuple[int, ...]], argument: ArgumentT
 ) -> tuple[int, ...]:
-    if size > INLINE_CHARS:
+    if size > LONG:
         return await asyncio.to_thread(function, argument)
     return function(argument)
 

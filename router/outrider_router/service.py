@@ -38,7 +38,7 @@ from outrider_router.config import RouterConfig
 from outrider_router.discovery import Discovery
 from outrider_router.endings import note_end
 from outrider_router.fleet import TokenizerIdentity
-from outrider_router.gate import Gate
+from outrider_router.gate import Gate, Pass
 from outrider_router.intake import Intake
 from outrider_router.journal import Entry, Journal, unless_ended
 from outrider_router.keys import ANYBODY, Caller
@@ -248,17 +248,19 @@ class RouterService:
         caller: Caller = ANYBODY,
         traceparent: str = "",
         own_id: RequestId | None = None,
+        passed: Pass | None = None,
     ) -> None:
         """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
         is resumable: then it goes on for a while without a client. Raises as `stream` does.
 
-        `own_id` names a request whose client chose no id; by default one is made.
+        `own_id` names a request whose client chose no id; by default one is made. `passed`: the
+        gate has let it in already, along with others; without one it is let in now.
         """
         if request.resumable:
             answer = self.resumables.begin(*self._open(request, timeout_s, caller, traceparent))
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
             return
-        opened = self._open(request, timeout_s, caller, traceparent, own_id)
+        opened = self._open(request, timeout_s, caller, traceparent, own_id, passed)
         async with aclosing(self._events(*opened)) as events:
             async for event in events:
                 await write(event)
@@ -321,7 +323,7 @@ class RouterService:
             if timer is not None:
                 timer.cancel()
             self.journal.close(entry)
-            self.gate.leave(entry.caller)
+            entry.release()
             note_end(entry, outcome, problem, self.metrics, self._clock())
 
     def _open(
@@ -331,13 +333,14 @@ class RouterService:
         caller: Caller,
         traceparent: str,
         own_id: RequestId | None = None,
+        passed: Pass | None = None,
     ) -> tuple[Entry, Make]:
         """The entry of a new request, and what makes its job."""
         if self._draining:
             raise _stopping()
         name = request.request_id or own_id
         self._check_owner(name, caller)
-        entry, allowed = self._intake.open(request, name, timeout_s, caller)
+        entry, allowed = self._intake.open(request, name, timeout_s, caller, passed)
         entry.span = request_span(entry.request_id, traceparent)
         return entry, partial(self._intake.job, allowed, caller)
 

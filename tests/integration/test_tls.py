@@ -161,6 +161,28 @@ async def test_whoever_dials_takes_up_certificates_that_were_replaced(tmp_path: 
             await server.stop(0)
 
 
+async def test_a_channel_with_a_replaced_certificate_is_closed_after_its_last_stream(
+    authority: Authority,
+) -> None:
+    own, other = authority.issue("router"), authority.issue("renewed", "router.outrider.internal")
+    access = Access(tls=authority.role(Role.VERIFIER))
+    async with verifier(access) as address, dialer(own) as made:
+        control = await made.verifier(address)
+        sessions = await control.sessions()
+        old = made.channel(address)
+        for file, new in zip(_files(own), _files(other), strict=True):
+            file.write_bytes(new.read_bytes())
+        await control.info()
+        assert made.channel(address) is not old
+        assert old.get_state() is not grpc.ChannelConnectivity.SHUTDOWN, "a stream runs on it"
+        await sessions.close()
+        async with asyncio.timeout(30.0):
+            while old.get_state() is not grpc.ChannelConnectivity.SHUTDOWN:
+                await asyncio.sleep(0.01)
+        assert not made._retired
+        await control.info()
+
+
 def _files(config: TlsConfig) -> tuple[Path, ...]:
     assert config.cert is not None and config.key is not None and config.ca is not None
     return config.cert, config.key, config.ca

@@ -14,6 +14,7 @@ from outrider.spec.plan import Plan
 from outrider.transport.base import DrafterConnection, RouterConnection
 from outrider.transport.framed import drafter_end, router_end
 from outrider.transport.grpc.credentials import channel_credentials
+from outrider.transport.grpc.lines import Line
 from outrider.transport.grpc.options import GrpcConfig, channel_options
 from outrider.transport.grpc.servicers import (
     DRAFTER_SERVICE,
@@ -39,19 +40,16 @@ from outrider.wire.messages import DrafterInfo, VerifierInfo
 class _Client:
     """Unary calls with a deadline and typed errors."""
 
-    def __init__(
-        self, channel: Callable[[], grpc.aio.Channel], address: str, config: GrpcConfig
-    ) -> None:
-        """`channel` is asked at each call: certificates may have been replaced since the last."""
-        self._channel = channel
+    def __init__(self, line: Callable[[], Line], address: str, config: GrpcConfig) -> None:
+        """`line` is asked at each call: certificates may have been replaced since the last."""
+        self._line = line
         self._address = address
         self._config = config
 
     async def _call(self, service: str, method: str, request: bytes) -> bytes:
-        rpc: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
-        rpc = self._channel().unary_unary(f"/{service}/{method}")
+        call = self._line().unary(f"/{service}/{method}", request, self._config.control_timeout_s)
         try:
-            return await rpc(request, timeout=self._config.control_timeout_s)
+            return await call
         except grpc.aio.AioRpcError as error:
             raise typed_error(error, peer=self._address) from None
 
@@ -65,9 +63,8 @@ class GrpcVerifier(_Client, SessionIterators):
 
     async def sessions(self) -> RouterConnection:
         """Open a stream of sessions. Raises UnavailableError."""
-        rpc: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
-        rpc = self._channel().stream_stream(f"/{VERIFIER_SERVICE}/Sessions")
-        call = await _answered(rpc(), self._address, self._config)
+        call = self._line().stream(f"/{VERIFIER_SERVICE}/Sessions")
+        call = await _answered(call, self._address, self._config)
         return router_end(_client_frames(call, self._address), self._config.heartbeat)
 
     async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
@@ -112,23 +109,27 @@ class GrpcDialer:
         self._config = config or GrpcConfig()
         self._tls = tls if tls is not None and tls.enabled else None
         self._files = None if self._tls is None else TlsFiles(self._tls)
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._lines: dict[str, Line] = {}
         self._shown: dict[str, Material] = {}
         """What the channels were opened with, by address."""
-        self._retired: list[grpc.aio.Channel] = []
-        """Channels with certificates that were replaced, for the streams that still run on them."""
+        self._retired: set[Line] = set()
+        """Those with certificates that were replaced, for the calls that still run on them."""
 
     def channel(self, address: str, role: Role = Role.VERIFIER) -> grpc.aio.Channel:
         """The channel to an address, where a process of this role is to be."""
-        channel = self._channels.get(address)
+        return self._line(address, role).channel
+
+    def _line(self, address: str, role: Role = Role.VERIFIER) -> Line:
+        line = self._lines.get(address)
         if self._files is not None and self._shown.get(address) is not self._files.current():
             self._shown[address] = self._files.current()
-            if channel is not None:
-                self._retired.append(channel)
-            channel = None
-        if channel is None:
-            channel = self._channels[address] = self._dial(address, role)
-        return channel
+            if line is not None:
+                self._retired.add(line)
+                line.retire(self._retired.discard)
+            line = None
+        if line is None:
+            line = self._lines[address] = Line(self._dial(address, role))
+        return line
 
     def _dial(self, address: str, role: Role) -> grpc.aio.Channel:
         options: list[tuple[str, int | str]] = [*channel_options(self._config)]
@@ -140,9 +141,8 @@ class GrpcDialer:
 
     async def exchange(self, verifier_address: str) -> DrafterConnection:
         """Open an exchange connection to a verifier. Raises UnavailableError."""
-        rpc: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
-        rpc = self.channel(verifier_address).stream_stream(f"/{EXCHANGE_SERVICE}/Exchange")
-        call = await _answered(rpc(), verifier_address, self._config)
+        call = self._line(verifier_address).stream(f"/{EXCHANGE_SERVICE}/Exchange")
+        call = await _answered(call, verifier_address, self._config)
         return drafter_end(
             _client_frames(call, verifier_address),
             self._config.heartbeat,
@@ -151,24 +151,24 @@ class GrpcDialer:
 
     async def verifier(self, address: str) -> GrpcVerifier:
         """A control client of the verifier at `address`."""
-        return GrpcVerifier(lambda: self.channel(address), address, self._config)
+        return GrpcVerifier(lambda: self._line(address), address, self._config)
 
     async def drafter(self, address: str) -> GrpcDrafter:
         """A control client of the drafter at `address`."""
-        return GrpcDrafter(lambda: self.channel(address, Role.DRAFTER), address, self._config)
+        return GrpcDrafter(lambda: self._line(address, Role.DRAFTER), address, self._config)
 
     async def hang_up(self, address: str) -> None:
         """Close the channel to an address, if there is one."""
-        channel = self._channels.pop(address, None)
-        if channel is not None:
-            await channel.close()
+        line = self._lines.pop(address, None)
+        if line is not None:
+            await line.close()
 
     async def close(self) -> None:
         """Close every channel."""
-        channels, self._channels = [*self._channels.values(), *self._retired], {}
+        lines, self._lines = [*self._lines.values(), *self._retired], {}
         self._retired.clear()
-        for channel in channels:
-            await channel.close()
+        for line in lines:
+            await line.close()
 
 
 async def _answered(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -20,6 +21,7 @@ from outrider.errors import ResourceExhaustedError
 from outrider.ids import RequestId
 from outrider.wire.inference import Delta, FinishInfo, GenerateRequest, StreamEvent
 from outrider_router import keys
+from outrider_router.gate import Pass
 from outrider_router.http.errors import describe
 from outrider_router.http.forms import Choice, Form
 from outrider_router.http.usage import usage
@@ -47,6 +49,8 @@ class Asked:
     caller: keys.Caller
     traceparent: str = ""
     """The client's W3C Trace Context, if it has one."""
+    timeout_s: float | None = None
+    """Time that all of it may take; None does not bound it."""
     include_usage: bool = False
     continuous_usage: bool = False
 
@@ -91,7 +95,7 @@ async def _serve_choices(
     """Serve all choices side by side; the first error of one ends the others."""
     choices = [Choice(index=index) for index in range(len(asked.requests))]
 
-    async def serve(choice: Choice) -> None:
+    async def serve(choice: Choice, passed: Pass) -> None:
         async def take(event: StreamEvent) -> None:
             await write(choice, event)
 
@@ -99,22 +103,35 @@ async def _serve_choices(
         await service.serve(
             asked.requests[choice.index],
             take,
+            timeout_s=asked.timeout_s,
             caller=asked.caller,
             traceparent=asked.traceparent,
             own_id=own_id if len(choices) == 1 else RequestId(f"{own_id}-{choice.index}"),
+            passed=passed,
         )
 
-    if len(choices) == 1:
-        await serve(choices[0])
-        return choices
-    tasks = [asyncio.create_task(serve(choice)) for choice in choices]
+    # All at once: of a key's places and rate, some choices would keep the others out for ever.
+    passes = service.gate.enter(asked.caller, asked.requests)
+    try:
+        await _all([partial(serve, *pair) for pair in zip(choices, passes, strict=True)])
+    finally:
+        for passed in passes:
+            passed.leave()
+    return choices
+
+
+async def _all(works: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    """Do them side by side; the first error of one ends the others."""
+    if len(works) == 1:
+        await works[0]()
+        return
+    tasks = [asyncio.create_task(work()) for work in works]
     try:
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return choices
 
 
 async def _whole(service: RouterService, asked: Asked, send: Send) -> None:

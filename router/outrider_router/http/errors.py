@@ -16,6 +16,7 @@ from starlette.responses import Response
 from outrider import errors
 from outrider.errors import OutriderError
 from outrider.transport.status import MAX_MESSAGE_CHARS, to_status
+from outrider_router.http.unsupported import UnsupportedFieldError
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 
@@ -108,6 +109,7 @@ def describe(error: BaseException) -> HttpError:
         type=type_,
         message=told.message,
         code=CODES.get(told.reason, told.reason.lower()),
+        param=error.param if isinstance(error, UnsupportedFieldError) else None,
         retry_after_s=told.retry_after_s,
     )
 

@@ -80,6 +80,7 @@ def _answer(
         request_id=own_id,
         caller=caller,
         traceparent=request.headers.get("traceparent", ""),
+        timeout_s=body.timeout_s,
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
     )

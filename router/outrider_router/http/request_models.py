@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Len
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic.fields import FieldInfo
 
 from outrider.spec.plan import MAX_DRAFT_TOKENS, MAX_DRAFT_TOP_K, MAX_FAN_OUT, MAX_LOOK_AHEAD
@@ -29,6 +29,11 @@ from outrider_router.http.structure import Strict, StructureFields
 
 MAX_CHOICES = 128
 """Answers of one HTTP request: prompts times n."""
+MAX_TOKENIZED_CHARS = 1 << 19
+"""Characters of what /tokenize takes, all messages of a conversation together."""
+MAX_DETOKENIZED_IDS = 1 << 17
+"""Ids that /detokenize takes."""
+MAX_TIMEOUT_S = 7 * 86400.0
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's own default of max_tokens in completions."""
@@ -47,10 +52,18 @@ def _few_biases(value: object) -> object:
     return value
 
 
+def _few_bytes(text: str) -> str:
+    """Bytes are what gRPC bounds, too; characters are at most as many."""
+    size = len(text.encode())
+    if size > MAX_STOP_STRING_BYTES:
+        raise ValueError(f"must have at most {MAX_STOP_STRING_BYTES} bytes of UTF-8, has {size}")
+    return text
+
+
 TokenIdNumber = Annotated[int, Ge(0), Le(MAX_VOCAB_SIZE - 1)]
 Text = Annotated[str, Len(1, MAX_PROMPT_BYTES)]
 Tokens = Annotated[list[TokenIdNumber], _size(1, MAX_PROMPT_TOKENS)]
-StopString = Annotated[str, Len(1, MAX_STOP_STRING_BYTES)]
+StopString = Annotated[str, Len(1, MAX_STOP_STRING_BYTES), AfterValidator(_few_bytes)]
 Name = Annotated[str, Len(1, MAX_NAME_BYTES)]
 
 
@@ -148,6 +161,9 @@ class GenerationRequest(StructureFields):
     rule: Literal["greedy", "coupled", "rejection", "target-only"] | None = Field(
         default=None, description="Acceptance rule at temperature > 0; default coupled."
     )
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
+        default=None, description="Seconds until the request ends with 504, as a deadline of gRPC."
+    )
     speculate: bool | None = Field(default=None, description="False decodes plainly.")
     drafter: Literal["none", "eagle3", "eagle", "ngram", "model"] | None = None
     draft_tokens: Annotated[int, Ge(0), Le(MAX_DRAFT_TOKENS)] | None = None
@@ -204,7 +220,7 @@ class TokenizeRequest(Strict):
     """Body of POST /tokenize: a text, or a conversation."""
 
     model: Name | None = None
-    prompt: Annotated[str, Len(0, MAX_PROMPT_BYTES)] | None = None
+    prompt: Annotated[str, Len(0, MAX_TOKENIZED_CHARS)] | None = None
     messages: Annotated[list[Message], _size(1, MAX_CHAT_MESSAGES)] | None = None
     add_special_tokens: bool = Field(
         default=True, description="Of a text: whether a BOS is put first."
@@ -216,4 +232,4 @@ class DetokenizeRequest(Strict):
     """Body of POST /detokenize."""
 
     model: Name | None = None
-    tokens: Annotated[list[TokenIdNumber], _size(0, MAX_PROMPT_TOKENS)]
+    tokens: Annotated[list[TokenIdNumber], _size(0, MAX_DETOKENIZED_IDS)]

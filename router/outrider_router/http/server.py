@@ -13,11 +13,16 @@ import uvicorn
 from outrider.errors import FailedPreconditionError
 from outrider.transport.tls import TlsConfig, TlsFiles, uvicorn_tls
 from outrider_router.http.app import make_app
+from outrider_router.http.connections import (
+    CONNECTIONS_EXHAUSTED,
+    KEEP_ALIVE_S,
+    Places,
+    connections_of,
+    most_connections,
+)
 from outrider_router.service import RouterService
 
 BACKLOG = 2048
-MAX_CONNECTIONS = 4096
-"""Beyond them the answer is 503, whatever is asked for."""
 GRACE_S = 2
 """Time that connections get to end when the server stops; requests have ended before."""
 RENEW_S = 10.0
@@ -61,7 +66,8 @@ class HttpServer:
                 lifespan="off",
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=GRACE_S,
-                limit_concurrency=MAX_CONNECTIONS,
+                http=connections_of(self._places()),
+                timeout_keep_alive=KEEP_ALIVE_S,
                 **uvicorn_tls(tls),
             )
         )
@@ -74,6 +80,10 @@ class HttpServer:
         if server.config.ssl is not None:
             self._renewing = asyncio.create_task(_renew(server.config.ssl, tls), name="renew")
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _places(self) -> Places:
+        refusals = self._service.metrics.refusals
+        return Places(most_connections(), refusals.labels(CONNECTIONS_EXHAUSTED).inc)
 
     async def stop(self) -> None:
         """Close every connection; idempotent. The router's requests are ended before."""
@@ -122,7 +132,7 @@ def bind(address: str, *, slow_reader_s: float) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            patience_ms = min(round(slow_reader_s * 1000), 2**31 - 1)
+            patience_ms = max(1, round(slow_reader_s * 1000))
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
         listener.bind(where)
         listener.listen(BACKLOG)

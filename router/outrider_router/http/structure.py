@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from outrider.errors import InvalidRequestError
 from outrider.spec.structured import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
+from outrider_router.http.unsupported import STRUCTURE, refuse_unsupported
 
 Words = Annotated[str, Len(1, MAX_STRUCTURE_BYTES)]
 Schema = dict[str, Any] | Words
@@ -71,6 +72,7 @@ def structure_of(body: StructureFields) -> StructuredOutput | None:
         _of(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar, "guided"),
     ]
     if nested is not None:
+        refuse_unsupported(nested.model_extra, STRUCTURE, "structured_outputs.")
         anything = StructuredOutput(StructuredKind.JSON_OBJECT) if nested.json_object else None
         parts = _of(nested.json_, nested.regex, nested.choice, nested.grammar, "structured_outputs")
         said += [anything, parts]
@@ -110,13 +112,18 @@ def _of(
     if regex is not None:
         found.append(StructuredOutput(StructuredKind.REGEX, regex))
     if choice is not None:
-        alternatives = " | ".join(json.dumps(each, ensure_ascii=False) for each in choice)
+        alternatives = " | ".join(map(_quoted, choice))
         found.append(StructuredOutput(StructuredKind.GRAMMAR, f"start: {alternatives}"))
     if grammar is not None:
         found.append(StructuredOutput(StructuredKind.GRAMMAR, grammar))
     if len(found) > 1:
         raise _invalid(f"an answer has one form, but {where} gives several")
     return found[0] if found else None
+
+
+def _quoted(text: str) -> str:
+    """A text as Lark's syntax has it: as JSON has it, but for DEL, which JSON leaves as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _invalid(message: str) -> InvalidRequestError:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel
 from starlette.responses import Response
 
 import outrider
 from outrider.errors import InvalidRequestError, NotFoundError
-from outrider.wire.inference import ModelInfo, TextPrompt
+from outrider.text.tokenizer import Tokenizer
+from outrider.wire.inference import ChatPrompt, ModelInfo, TextPrompt
 from outrider_router.admission import no_verifier
 from outrider_router.http.bodies import JsonRoute
 from outrider_router.http.callers import Caller, Operator, Service
-from outrider_router.http.request_models import DetokenizeRequest, TokenizeRequest
+from outrider_router.http.request_models import (
+    MAX_TOKENIZED_CHARS,
+    DetokenizeRequest,
+    Message,
+    TokenizeRequest,
+)
 from outrider_router.http.response_models import (
     Detokenized,
     Health,
@@ -75,17 +84,26 @@ async def get_model(model: str, service: Service, request: Request, _caller: Cal
     return _model(_known(service, model), request)
 
 
-@router.post("/tokenize", responses=refusals(404, 503), tags=["tokens"])
-async def tokenize(body: TokenizeRequest, service: Service, _caller: Caller) -> Tokenized:
+@router.post("/tokenize", response_model=Tokenized, responses=refusals(404, 503), tags=["tokens"])
+async def tokenize(body: TokenizeRequest, service: Service, caller: Caller) -> Response:
     """Token ids of a text, or of a conversation in the model's chat template."""
     info = _known(service, body.model)
-    ids = await _ids(body, service)
-    return Tokenized(
+    with service.gate.visit(caller):
+        ids = await _ids(body, service)
+        return await asyncio.to_thread(
+            _tokenized, ids, info, service.tokenizer if body.return_token_strs else None
+        )
+
+
+def _tokenized(ids: tuple[int, ...], info: ModelInfo, names: Tokenizer | None) -> Response:
+    """The answer; on a thread, for half a million ids take long to write down."""
+    told = Tokenized(
         count=len(ids),
         max_model_len=info.max_context_len,
         tokens=list(ids),
-        token_strs=[service.tokenizer.name(id_) for id_ in ids] if body.return_token_strs else None,
+        token_strs=None if names is None else [names.name(id_) for id_ in ids],
     )
+    return _json(told)
 
 
 async def _ids(body: TokenizeRequest, service: RouterService) -> tuple[int, ...]:
@@ -95,18 +113,41 @@ async def _ids(body: TokenizeRequest, service: RouterService) -> tuple[int, ...]
         )
     if body.prompt == "":
         return service.tokenizer.encode("", add_special_tokens=body.add_special_tokens)
-    prompt = chat_prompt(body.messages or ()) if body.prompt is None else TextPrompt(body.prompt)
+    prompt = _conversation(body.messages or ()) if body.prompt is None else TextPrompt(body.prompt)
     return await tokenize_prompt(
         prompt, service.tokenizer, add_special_tokens=body.add_special_tokens
     )
 
 
-@router.post("/detokenize", responses=refusals(404, 503), tags=["tokens"])
-async def detokenize(body: DetokenizeRequest, service: Service, _caller: Caller) -> Detokenized:
+def _conversation(messages: Sequence[Message]) -> ChatPrompt:
+    prompt = chat_prompt(messages)
+    size = sum(len(turn.content) for turn in prompt.messages)
+    if size > MAX_TOKENIZED_CHARS:
+        raise InvalidRequestError(
+            f"messages must have at most {MAX_TOKENIZED_CHARS} characters together, got {size}",
+            reason="INVALID_REQUEST",
+        )
+    return prompt
+
+
+@router.post(
+    "/detokenize", response_model=Detokenized, responses=refusals(404, 503), tags=["tokens"]
+)
+async def detokenize(body: DetokenizeRequest, service: Service, caller: Caller) -> Response:
     """The text of token ids, special ones included."""
     info = _known(service, body.model)
-    check_ids(tuple(body.tokens), info.vocab_size, "tokens")
-    return Detokenized(prompt=service.tokenizer.decode(body.tokens, with_special=True))
+    with service.gate.visit(caller):
+        return await asyncio.to_thread(_detokenized, body.tokens, info, service.tokenizer)
+
+
+def _detokenized(ids: list[int], info: ModelInfo, tokenizer: Tokenizer) -> Response:
+    """The answer; on a thread."""
+    check_ids(tuple(ids), info.vocab_size, "tokens")
+    return _json(Detokenized(prompt=tokenizer.decode(ids, with_special=True)))
+
+
+def _json(told: BaseModel) -> Response:
+    return Response(told.model_dump_json(), media_type="application/json")
 
 
 def _known(service: RouterService, name: str | None) -> ModelInfo:

@@ -28,7 +28,7 @@ from outrider_router.http.request_models import (
     Message,
 )
 from outrider_router.http.structure import structure_of
-from outrider_router.http.unsupported import refuse_unsupported
+from outrider_router.http.unsupported import CHAT, COMPLETION, MESSAGE, refuse_unsupported
 
 DEFAULT_TEMPERATURE = 1.0
 """OpenAI's; gRPC's default is 0."""
@@ -39,7 +39,7 @@ def completion_requests(
     body: CompletionRequest, request_id: RequestId | None
 ) -> tuple[GenerateRequest, ...]:
     """One request a choice, those of a prompt side by side. Raises InvalidRequestError."""
-    refuse_unsupported(body.model_extra)
+    refuse_unsupported(body.model_extra, COMPLETION)
     return _choices(
         body,
         completion_prompts(body),
@@ -53,7 +53,7 @@ def chat_requests(
     body: ChatCompletionRequest, request_id: RequestId | None
 ) -> tuple[GenerateRequest, ...]:
     """One request a choice. Raises InvalidRequestError."""
-    refuse_unsupported(body.model_extra)
+    refuse_unsupported(body.model_extra, CHAT)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", reason="INVALID_LOGPROBS")
     longest = body.max_completion_tokens
@@ -91,7 +91,7 @@ def chat_prompt(messages: Sequence[Message]) -> ChatPrompt:
     """A conversation; "developer" is the newer name of "system". Raises InvalidRequestError."""
     turns = []
     for number, message in enumerate(messages):
-        refuse_unsupported(message.model_extra, f"messages.{number}.")
+        refuse_unsupported(message.model_extra, MESSAGE, f"messages.{number}.")
         content = message.content
         turns.append(
             ChatMessage(

@@ -11,43 +11,100 @@ from typing import Final
 
 from outrider.errors import InvalidRequestError
 
-HARMLESS: Final[dict[str, tuple[object, ...]]] = {
+Fields = Mapping[str, tuple[object, ...]]
+"""By field: values beside null that ask for nothing."""
+
+_BOTH: Final[dict[str, tuple[object, ...]]] = {
+    # OpenAI's.
     "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
     "prediction": (),
-    "prompt_logprobs": (),
-    "suffix": ("",),
+    "reasoning_effort": ("none",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "use_beam_search": (False,),
+    "verbosity": ("medium",),
     "web_search_options": (),
+    # vLLM's: what is sampled.
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "early_stopping": (False,),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    # What it is made of.
     "prompt_embeds": (),
-    "continue_final_message": (False,),
+    "truncate_prompt_tokens": (),
+    # Which form it has.
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    # What is told of it.
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "logprob_token_ids": ([],),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+}
+COMPLETION: Final[Fields] = {
+    **_BOTH,
+    "add_special_tokens": (True,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+CHAT: Final[Fields] = {
+    **_BOTH,
     "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
     "documents": ([],),
-    "function_calls": ([],),
-    "tool_calls": ([],),
-    "tool_call_id": (),
-    "truncate_prompt_tokens": (),
+    "echo": (False,),
 }
-"""By field: values beside null that ask for nothing."""
+MESSAGE: Final[Fields] = {
+    "audio": (),
+    "function_call": (),
+    "function_calls": ([],),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
+    "refusal": ("",),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+"""Of a turn of a conversation."""
+STRUCTURE: Final[Fields] = {
+    "disable_additional_properties": (False,),
+    "disable_any_whitespace": (False,),
+    "structural_tag": (),
+    "whitespace_pattern": (),
+}
+"""Of `structured_outputs`."""
 
 
-def refuse_unsupported(extra: Mapping[str, object] | None, where: str = "") -> None:
-    """Raise InvalidRequestError (UNSUPPORTED) for a field that would change the answer."""
+class UnsupportedFieldError(InvalidRequestError):
+    """A field that would change the answer; `param` is its name."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message, reason="UNSUPPORTED")
+        self.param = param
+
+
+def refuse_unsupported(extra: Mapping[str, object] | None, fields: Fields, where: str = "") -> None:
+    """Raise UnsupportedFieldError for one of `fields` that would change the answer; `where` stands
+    before its name."""
     for name, value in (extra or {}).items():
-        harmless = HARMLESS.get(name)
+        harmless = fields.get(name)
         if harmless is None or value is None or value in harmless:
             continue
         allowed = " or ".join(["null", *(repr(each) for each in harmless)])
-        raise InvalidRequestError(
-            f"{where}{name} is not supported here; it may be {allowed}", reason="UNSUPPORTED"
+        raise UnsupportedFieldError(
+            f"{where}{name} is not supported here; it may be {allowed}", param=f"{where}{name}"
         )

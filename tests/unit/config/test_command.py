@@ -23,7 +23,7 @@ def loaded() -> Loaded[object]:
     return load(
         Outer,
         None,
-        {"named.x": {"size": 2, "secret": "t0p"}},
+        {"named": {"x": {"size": 2, "secret": "t0p"}, "token": {"size": 3}}},
         environment=Environment("O_", variables),
     )
 
@@ -40,6 +40,7 @@ def test_secrets_are_not_shown() -> None:
     said = json.loads(as_json(loaded()))
     assert said["inner.secret"] == {"value": REDACTED, "source": "O_INNER__SECRET"}
     assert said["named.x.size"] == {"value": 2, "source": "flag"}
+    assert said["named.token.size"]["value"] == 3, "what a user calls something is no secret"
     assert said["limit"] == {"value": None, "source": "default"}
 
 

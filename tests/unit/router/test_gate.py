@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from outrider_router.config import OverloadConfig, RouterConfig
-from outrider_router.gate import LOOK_S, Gate
+from outrider_router.gate import LOOK_S, Gate, Pass
 from outrider_router.keys import ANYBODY, Caller
 from outrider_router.metrics import RouterMetrics
 from outrider_router.tenants import TenantSource
@@ -63,6 +63,11 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "keys.toml"
 
 
+def enter(bed: Bed, caller: Caller, request: GenerateRequest = REQUEST) -> Pass:
+    (passed,) = bed.gate.enter(caller, [request])
+    return passed
+
+
 def bearer(name: str) -> str:
     return f"Bearer secret-{name}"
 
@@ -105,47 +110,81 @@ def test_a_keys_rate_is_a_bucket_that_says_when_to_come_again(path: Path) -> Non
     bed = Bed(write(path, a="requests_per_s = 2.0\nrequests_burst = 3.0", b=""))
     caller = bed.gate.authorize(bearer("a"))
     for _ in range(3):
-        bed.gate.enter(caller, REQUEST)
+        enter(bed, caller)
     with pytest.raises(ResourceExhaustedError) as refused:
-        bed.gate.enter(caller, REQUEST)
+        enter(bed, caller)
     assert refused.value.reason == "KEY_RATE_LIMITED"
     assert refused.value.retry_after_s == pytest.approx(0.5)
-    bed.gate.enter(bed.gate.authorize(bearer("b")), REQUEST)
+    enter(bed, bed.gate.authorize(bearer("b")))
     bed.now += 0.5
-    bed.gate.enter(caller, REQUEST)
+    enter(bed, caller)
     assert bed.count("refusals_total", reason="KEY_RATE_LIMITED") == 1
 
 
 def test_a_key_has_so_many_requests_at_once_whoever_uses_it(path: Path) -> None:
     bed = Bed(write(path, a="max_concurrent = 2"))
     caller = bed.gate.authorize(bearer("a"))
-    for _ in range(2):
-        bed.gate.enter(caller, REQUEST)
+    first, _ = enter(bed, caller), enter(bed, caller)
     with pytest.raises(ResourceExhaustedError) as refused:
-        bed.gate.enter(caller, REQUEST)
+        enter(bed, caller)
     assert refused.value.reason == "KEY_BUSY" and refused.value.retry_after_s
-    bed.gate.leave(caller)
-    bed.gate.enter(caller, REQUEST)
+    first.leave()
+    first.leave()
+    enter(bed, caller)
+    with pytest.raises(ResourceExhaustedError):
+        enter(bed, caller)
+
+
+def test_what_is_asked_for_at_once_is_let_in_as_a_whole_or_not_at_all(path: Path) -> None:
+    bed = Bed(write(path, a="max_concurrent = 3"))
+    caller = bed.gate.authorize(bearer("a"))
+    passes = bed.gate.enter(caller, [REQUEST] * 2)
+    with pytest.raises(ResourceExhaustedError) as refused:
+        bed.gate.enter(caller, [REQUEST] * 2)
+    assert refused.value.reason == "KEY_BUSY"
+    passes[0].leave()
+    passes = bed.gate.enter(caller, [REQUEST] * 2)
+    with pytest.raises(ResourceExhaustedError), bed.gate.visit(caller):
+        raise AssertionError("there is no room")
+    passes[0].leave()
+    with bed.gate.visit(caller), pytest.raises(ResourceExhaustedError):
+        enter(bed, caller)
+    enter(bed, caller)
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [("max_concurrent = 2", 2), ("requests_per_s = 0.5", 1), ("requests_per_s = 2.5", 2)],
+)
+def test_more_at_once_than_a_key_ever_has_is_no_matter_of_waiting(
+    path: Path, limits: str, most: int
+) -> None:
+    bed = Bed(write(path, a=limits))
+    caller = bed.gate.authorize(bearer("a"))
+    with pytest.raises(InvalidRequestError, match=f"these are {most + 1}") as refused:
+        bed.gate.enter(caller, [REQUEST] * (most + 1))
+    assert refused.value.reason == "KEY_TOO_MANY"
+    assert len(bed.gate.enter(caller, [REQUEST] * most)) == most
 
 
 def test_a_key_bounds_the_length_that_may_be_asked_for(path: Path) -> None:
     bed = Bed(write(path, a="max_tokens = 40"))
     caller = bed.gate.authorize(bearer("a"))
-    assert bed.gate.enter(caller, REQUEST).stopping.max_tokens == 40
+    assert enter(bed, caller).request.stopping.max_tokens == 40
     fits = GenerateRequest(prompt=TextPrompt("a"), stopping=StoppingOptions(max_tokens=40))
-    assert bed.gate.enter(caller, fits) == fits
+    assert enter(bed, caller, fits).request == fits
     long = GenerateRequest(prompt=TextPrompt("a"), stopping=StoppingOptions(max_tokens=41))
     with pytest.raises(InvalidRequestError, match="at most 40"):
-        bed.gate.enter(caller, long)
+        enter(bed, caller, long)
 
 
 def test_a_key_bounds_the_priority_that_may_be_asked_for(path: Path) -> None:
     bed = Bed(write(path, a="max_priority = 0"))
     caller = bed.gate.authorize(bearer("a"))
     for priority in (-100, 0):
-        bed.gate.enter(caller, GenerateRequest(prompt=TextPrompt("a"), priority=priority))
+        enter(bed, caller, GenerateRequest(prompt=TextPrompt("a"), priority=priority))
     with pytest.raises(InvalidRequestError, match="at most 0"):
-        bed.gate.enter(caller, GenerateRequest(prompt=TextPrompt("a"), priority=1))
+        enter(bed, caller, GenerateRequest(prompt=TextPrompt("a"), priority=1))
 
 
 def test_a_changed_file_counts_within_a_second_and_a_bad_one_not_at_all(path: Path) -> None:
@@ -169,15 +208,56 @@ def test_a_changed_file_counts_within_a_second_and_a_bad_one_not_at_all(path: Pa
     assert bed.count("api_keys_failing") == 0
 
 
+def test_a_bad_file_is_told_of_when_it_goes_bad_and_not_at_every_look(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bed = Bed(write(path, a=""))
+
+    def told_after_looks(count: int) -> int:
+        caplog.clear()
+        for _ in range(count):
+            bed.now += LOOK_S
+            bed.gate.authorize(bearer("a"))
+        return sum(record.levelname == "ERROR" for record in caplog.records)
+
+    path.write_text("[keys")
+    assert told_after_looks(5) == 1
+    path.unlink()
+    assert told_after_looks(5) == 1
+    bed.gate.reload()
+    assert told_after_looks(1) == 0
+    write(path, a="", b="")
+    assert told_after_looks(1) == 0 and bed.gate.authorize(bearer("b")).key == "b"
+    path.unlink()
+    assert told_after_looks(2) == 1, "it was well in between"
+
+
+def test_a_file_that_could_not_be_read_is_tried_again_unchanged(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed = Bed(write(path, a=""))
+    write(path, b="")
+
+    def locked(_path: Path) -> None:
+        raise NotFoundError("no rights")
+
+    bed.now += LOOK_S
+    with monkeypatch.context() as patched:
+        patched.setattr("outrider_router.gate._read", locked)
+        assert bed.gate.authorize(bearer("a")).key == "a"
+    bed.now += LOOK_S
+    assert bed.gate.authorize(bearer("b")).key == "b"
+
+
 def test_new_limits_count_for_the_next_request(path: Path) -> None:
     bed = Bed(write(path, a="max_concurrent = 1"))
     caller = bed.gate.authorize(bearer("a"))
-    bed.gate.enter(caller, REQUEST)
+    enter(bed, caller)
     write(path, a="max_concurrent = 2")
     bed.gate.reload()
-    bed.gate.enter(caller, REQUEST)
+    enter(bed, caller)
     with pytest.raises(ResourceExhaustedError):
-        bed.gate.enter(caller, REQUEST)
+        enter(bed, caller)
 
 
 def test_a_router_does_not_start_with_keys_that_it_cannot_read(path: Path) -> None:

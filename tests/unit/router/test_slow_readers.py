@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
-from outrider_router.config import OverloadConfig
+from outrider_router.config import OverloadConfig, RouterConfig
 from outrider_router.grpc_api import INFERENCE_SERVICE
 from outrider_router.service import RouterService
 from outrider_router.slow_readers import timely
@@ -146,3 +147,19 @@ async def test_a_request_that_is_aborted_ends_at_the_verifier_although_its_clien
         call.cancel()
         await eventually(lambda: len(router.journal) == 0)
         await assert_all_freed(router, verifier)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan, 1e9])
+def test_a_patience_without_end_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="slow_reader_s must be positive and at most 86400"):
+        OverloadConfig(slow_reader_s=seconds)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.inf, math.nan])
+@pytest.mark.parametrize(
+    "name",
+    ["discovery_s", "poll_interval_s", "silence_s", "failover_s", "resume_grace_s", "drain_s"],
+)
+def test_times_are_finite(name: str, seconds: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        RouterConfig(model=Path("m"), verifiers=("v",), **{name: seconds})  # type: ignore[arg-type]

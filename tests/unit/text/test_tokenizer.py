@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import InvalidRequestError, NotFoundError
-from outrider.text.tokenizer import Tokenizer, tokenizer_hash
+from outrider.text.tokenizer import LONG, Tokenizer, tokenizer_hash
 from tests.fakes.tokenizer import make_tokenizer_dir
 
 
@@ -45,6 +45,17 @@ def test_a_conversation_ends_where_the_answer_begins(model_dir: Path) -> None:
     rendered = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert ids == tokenizer.encode(rendered, add_special_tokens=False)
     assert tokenizer.decode(ids) == "user\nHi\nassistant\n"
+
+
+def test_a_long_text_has_the_ids_of_its_parts_and_back(model_dir: Path) -> None:
+    tokenizer = Tokenizer.load(model_dir)
+    part = "a<|im_end|>\u00e9 "
+    long = part * (LONG // 4)
+    assert len(long) > LONG
+    ids = tokenizer.encode(long)
+    assert ids == tokenizer.encode(part) * (LONG // 4)
+    assert tokenizer.decode(ids, with_special=True) == long
+    assert tokenizer.decode(ids) == "a\u00e9 " * (LONG // 4)
 
 
 def test_end_of_turn_ids_come_from_every_file_that_names_one(model_dir: Path) -> None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from outrider_router.http.errors import STATUSES, describe
+from outrider_router.http.unsupported import UnsupportedFieldError
 
 from outrider import errors
 from outrider.errors import OutriderError, ResourceExhaustedError
@@ -40,6 +41,11 @@ def test_every_class_has_its_status_and_openais_form(kind: type[OutriderError]) 
     error = json.loads(told.body)["error"]
     assert error["message"] == "it went wrong" and error["code"] == "some_reason"
     assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_field_that_is_not_supported_is_named() -> None:
+    told = describe(UnsupportedFieldError("echo is not supported", param="echo"))
+    assert (told.status, told.param, told.code) == (400, "echo", "unsupported")
 
 
 def test_every_code_has_an_entry_of_its_own() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from outrider_router.config import OverloadConfig
-from outrider_router.http import HttpServer, guard
+from outrider_router.http import HttpServer, guard, request_models
 from outrider_router.service import RouterService
 from outrider_router.tenants import TenantLimits, TenantSource
 
@@ -109,6 +111,39 @@ async def test_texts_become_tokens_and_tokens_texts(router: RouterService) -> No
         named = await client.post("/tokenize", json={"prompt": "a", "return_token_strs": True})
         assert named.json()["token_strs"] == ["a"]
         assert (await client.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
+
+
+async def test_long_texts_hold_nobody_up_and_too_long_ones_are_refused(
+    router: RouterService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return function(*args, **options)
+
+        return noted
+
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(router.tokenizer, name, noting(getattr(router.tokenizer, name)))
+    most = request_models.MAX_TOKENIZED_CHARS
+    async with http_client(router) as client:
+        text = "a" * 30_000
+        ids = (await client.post("/tokenize", json={"prompt": text})).json()["tokens"]
+        assert len(ids) == len(text)
+        back = await client.post("/detokenize", json={"tokens": ids})
+        assert back.json() == {"prompt": text}
+        assert len(threads) == 2 and threading.main_thread().name not in threads
+        turn = {"role": "user", "content": "a" * (most // 2 + 1)}
+        for path, body in (
+            ("/tokenize", {"prompt": "a" * (most + 1)}),
+            ("/tokenize", {"messages": [turn, turn]}),
+            ("/detokenize", {"tokens": [97] * (request_models.MAX_DETOKENIZED_IDS + 1)}),
+        ):
+            refused = await client.post(path, json=body)
+            assert refused.status_code == 400 and "at most" in refused.text, refused.text
+        assert len(threads) == 2
 
 
 @pytest.mark.parametrize(

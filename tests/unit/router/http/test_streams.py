@@ -118,6 +118,28 @@ async def test_an_error_after_the_first_text_is_an_event_of_the_stream(
     await assert_all_freed(router, verifier)
 
 
+async def test_a_deadline_has_a_status_before_the_first_text_and_an_event_after_it(
+    router: RouterService, verifier: FakeVerifier
+) -> None:
+    body = {"prompt": "abc", "max_tokens": 1000}
+    async with http_client(router) as client:
+        verifier.gate = asyncio.Event()
+        for stream in (False, True):
+            request = body | {"stream": stream, "timeout_s": 0.1}
+            answer = await client.post("/v1/completions", json=request)
+            error = answer.json()["error"]
+            assert answer.status_code == 504
+            assert (error["code"], error["type"]) == ("deadline", "timeout_error")
+        verifier.gate = None
+        verifier.round_s = 0.05
+        request = body | {"stream": True, "timeout_s": 2.0}
+        *_, error, last = events((await client.post("/v1/completions", json=request)).text)
+        assert last == "[DONE]" and json.loads(error)["error"]["code"] == "deadline"
+        refused = await client.post("/v1/completions", json=body | {"timeout_s": 0})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "timeout_s"
+    await assert_all_freed(router, verifier)
+
+
 async def test_many_streams_at_once_are_all_whole(tmp_path: Path) -> None:
     verifier = FakeVerifier(max_sessions=STREAMS, kv_blocks=4096, tokens_per_round=3)
     limits = httpx.Limits(max_connections=None)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from outrider_router.http.structure import StructureFields, structure_of
 from pydantic import ValidationError
 
 from outrider.errors import InvalidRequestError
+from outrider.grammar.constraint import allows
+from outrider.grammar.grammars import Grammars
 from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.text.tokenizer import Tokenizer
+from tests.fakes.tokenizer import EOS_ID, make_tokenizer_dir
 
 SCHEMA = {"type": "object"}
 AS_TEXT = json.dumps(SCHEMA)
@@ -54,6 +60,19 @@ def test_choices_are_a_grammar_of_their_texts() -> None:
     assert asked(guided_choice=['a "b"', "c\\\n|\u00e9"]) == StructuredOutput(
         StructuredKind.GRAMMAR, 'start: "a \\"b\\"" | "c\\\\\\n|\u00e9"'
     )
+
+
+def test_every_character_may_be_in_a_choice(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(make_tokenizer_dir(tmp_path))
+    odd = "".join(map(chr, [*range(0x100), 0x2028, 0x2029, 0xFEFF, 0xFFFF, 0x1F600]))
+    form = asked(guided_choice=[odd])
+    assert form is not None and tokenizer.file is not None
+    grammars = Grammars(tokenizer.file.read_text(), vocab_size=tokenizer.num_ids)
+    constraint = grammars.compile(form).begin([EOS_ID])
+    ids = np.array(tokenizer.encode(odd), dtype=np.int32)
+    constraint.follow(ids)
+    assert not constraint.failed
+    assert allows(constraint.legal(), EOS_ID), "the whole text was taken, to the letter"
 
 
 def test_text_is_no_form() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ from outrider_router.http.request_models import (
     CompletionRequest,
 )
 from outrider_router.http.translate import chat_requests, completion_requests
-from outrider_router.http.unsupported import HARMLESS
+from outrider_router.http.unsupported import (
+    CHAT,
+    COMPLETION,
+    Fields,
+    UnsupportedFieldError,
+)
 from pydantic import ValidationError
 
 from outrider.errors import InvalidRequestError
@@ -180,13 +186,38 @@ def test_logprobs_of_a_chat_need_to_be_asked_for() -> None:
         chat(top_logprobs=4)
 
 
-@pytest.mark.parametrize("name", HARMLESS)
-def test_what_is_not_supported_is_refused_by_its_name(name: str) -> None:
-    for harmless in (None, *HARMLESS[name]):
-        completion(**{name: harmless})
-    with pytest.raises(InvalidRequestError, match=f"^{name} is not supported") as raised:
-        completion(**{name: {"something": "else"}})
-    assert raised.value.reason == "UNSUPPORTED"
+def test_every_field_that_would_change_an_answer_is_refused_by_its_name() -> None:
+    kinds: list[tuple[Callable[..., object], Fields]] = [(completion, COMPLETION), (chat, CHAT)]
+    for ask, fields in kinds:
+        for name, harmless in fields.items():
+            for value in (None, *harmless):
+                ask(**{name: value})
+            with pytest.raises(UnsupportedFieldError, match=f"^{name} is not sup") as raised:
+                ask(**{name: {"something": "else"}})
+            assert (raised.value.reason, raised.value.param) == ("UNSUPPORTED", name)
+
+
+@pytest.mark.parametrize(
+    ("ask", "fields"),
+    [
+        (completion, {"allowed_token_ids": [1]}),
+        (completion, {"bad_words": ["a"]}),
+        (completion, {"skip_special_tokens": False}),
+        (completion, {"include_stop_str_in_output": True}),
+        (completion, {"add_special_tokens": False}),
+        (completion, {"best_of": 2}),
+        (completion, {"echo": True}),
+        (completion, {"prompt_logprobs": 0}),
+        (chat, {"add_special_tokens": True}),
+        (chat, {"reasoning_effort": "low"}),
+        (chat, {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}),
+        (chat, {"structured_outputs": {"structural_tag": "{}"}}),
+        (chat, {"messages": [{**HELLO[0], "tool_call_id": "1"}]}),
+    ],
+)
+def test_so_is_what_clients_send(ask: Callable[..., object], fields: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedFieldError):
+        ask(**fields)
 
 
 def test_fields_that_nobody_knows_are_ignored() -> None:

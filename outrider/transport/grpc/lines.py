@@ -1,0 +1,65 @@
+"""A channel and the calls on it: one that is used no more is closed after the last of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+Call = grpc.aio.UnaryUnaryCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, bytes]
+
+
+class Line:
+    """One channel. Of one event loop."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self._calls = 0
+        self._on_closed: Callable[[Line], object] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    def unary(
+        self, path: str, request: bytes, timeout_s: float
+    ) -> grpc.aio.UnaryUnaryCall[bytes, bytes]:
+        """Begin a call that is answered once."""
+        rpc: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(path)
+        call = rpc(request, timeout=timeout_s)
+        self._begun(call)
+        return call
+
+    def stream(self, path: str) -> grpc.aio.StreamStreamCall[bytes, bytes]:
+        """Begin a stream of both sides."""
+        rpc: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self.channel.stream_stream(path)
+        call = rpc()
+        self._begun(call)
+        return call
+
+    def retire(self, on_closed: Callable[[Line], object]) -> None:
+        """No call begins any more: close the channel when the last one has ended, or now."""
+        self._on_closed = on_closed
+        self._close_if_idle()
+
+    async def close(self) -> None:
+        """Close it now, and end its calls. Idempotent."""
+        self._on_closed = None
+        await self.channel.close()
+        if self._closing is not None:
+            await self._closing
+
+    def _begun(self, call: Call) -> None:
+        self._calls += 1
+        call.add_done_callback(self._ended)
+
+    def _ended(self, _call: Any) -> None:
+        self._calls -= 1
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if self._on_closed is not None and not self._calls and self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close(self._on_closed))
+
+    async def _close(self, on_closed: Callable[[Line], object]) -> None:
+        await self.channel.close()
+        on_closed(self)

@@ -1,0 +1,168 @@
+"""Connections that say nothing, or say it slowly, cost themselves alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import httpx
+import pytest
+from outrider_router.http import connections
+from outrider_router.service import RouterService
+
+from tests.fakes.router import eventually, sample
+from tests.fakes.verifier import FakeVerifier
+from tests.unit.router.http.helpers import http_router
+
+ENOUGH_S = 30.0
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+BODY = {"prompt": "abc", "max_tokens": 2}
+
+
+class Socket:
+    """One connection, byte by byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def closed(self) -> bytes:
+        """Wait until the other side closes; what it said."""
+        try:
+            return await asyncio.wait_for(self._reader.read(), ENOUGH_S)
+        except ConnectionError:
+            return b""
+
+    async def dribble(self, first: bytes) -> None:
+        """Send something now and then until it is closed; fails if it never is."""
+        closed = asyncio.create_task(self.closed())
+        async with asyncio.timeout(ENOUGH_S):
+            while not closed.done():
+                try:
+                    await self.send(first)
+                except ConnectionError:
+                    break
+                first = b"a"
+                await asyncio.wait([closed], timeout=0.05)
+        await closed
+
+    async def ask(self, path: str) -> str:
+        """A GET; the whole answer."""
+        await self.send(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        head = (await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), ENOUGH_S)).decode()
+        length = head.lower().partition("content-length: ")[2].partition("\r\n")[0]
+        return head + (await self._reader.readexactly(int(length))).decode()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@asynccontextmanager
+async def sockets(url: str, count: int) -> AsyncGenerator[list[Socket]]:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    async with AsyncExitStack() as stack:
+        made = []
+        for _ in range(count):
+            made.append(Socket(*await asyncio.open_connection(host, int(port))))
+            stack.callback(made[-1].close)
+        yield made
+
+
+def few(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", most)
+
+
+async def complete(url: str) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=url, timeout=ENOUGH_S, trust_env=False) as client:
+        return await client.post("/v1/completions", json=BODY)
+
+
+@pytest.mark.parametrize(
+    "first", [b"", b"GET /version HTTP/1.1\r\nx-long: ", HEAD + b"content-length: 99999\r\n\r\n"]
+)
+async def test_heads_and_bodies_have_to_come_in_time(
+    router: RouterService, monkeypatch: pytest.MonkeyPatch, first: bytes
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    monkeypatch.setattr(connections, "BODY_S", 0.3)
+    async with http_router(router) as url, sockets(url, 2) as (dribbling, silent):
+        await dribbling.dribble(first or b"G")
+        if first:
+            await silent.send(first)
+        await silent.closed()
+
+
+async def test_a_further_request_has_its_time_from_its_first_byte(
+    router: RouterService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with http_router(router) as url, sockets(url, 1) as (kept,):
+        for _ in range(3):
+            assert "200 OK" in await kept.ask("/version")
+            monkeypatch.setattr(connections, "HEAD_S", 0.2)
+            # Longer than a head may take: between two requests another time counts.
+            await asyncio.sleep(0.3)
+        await kept.dribble(b"GET /version")
+
+
+async def test_a_connection_without_requests_is_closed(
+    router: RouterService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider_router.http.server.KEEP_ALIVE_S", 0.2)
+    async with http_router(router) as url, sockets(url, 1) as (kept,):
+        assert "200 OK" in await kept.ask("/version")
+        assert await kept.closed() == b""
+
+
+async def test_idle_connections_make_room_the_one_that_was_idle_longest_first(
+    router: RouterService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few(monkeypatch, 8)
+    async with http_router(router) as url, sockets(url, 8) as idle:
+        assert "200 OK" in await idle[0].ask("/version"), "idle again, later than all others"
+        for _ in range(3):
+            answer = await complete(url)
+            assert answer.json()["choices"][0]["text"] == "ab"
+        assert await idle[1].closed() == b""
+        assert "200 OK" in await idle[0].ask("/version")
+        assert sample(router, "outrider_refusals_total", reason="CONNECTIONS_EXHAUSTED") == 0
+
+
+async def test_many_silent_connections_shut_nobody_out(
+    router: RouterService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few(monkeypatch, 50)
+    async with http_router(router) as url, sockets(url, 200):
+        answers = await asyncio.gather(*(complete(url) for _ in range(4)))
+        assert [answer.status_code for answer in answers] == [200] * 4
+
+
+async def test_whoever_waits_for_an_answer_keeps_its_place_and_others_hear_why(
+    router: RouterService, verifier: FakeVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few(monkeypatch, 2)
+    verifier.gate = asyncio.Event()
+    body = json.dumps(BODY).encode()
+    ask = HEAD + f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    async with http_router(router) as url, sockets(url, 2) as running:
+        for connection in running:
+            await connection.send(ask)
+        await eventually(lambda: len(verifier.live) == 2, ENOUGH_S)
+        refused = await complete(url)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "connections_exhausted"
+        monkeypatch.setattr(connections, "REFUSAL_S", 0.1)
+        async with sockets(url, 1) as (silent,):
+            assert await silent.closed() == b""
+        monkeypatch.setattr(connections, "MAX_REFUSALS", 0)
+        with pytest.raises(httpx.TransportError):
+            await complete(url)
+        assert sample(router, "outrider_refusals_total", reason="CONNECTIONS_EXHAUSTED") == 3
+        verifier.gate.set()
+        for connection in running:
+            assert b'"text":"ab"' in (await connection.closed()).replace(b": ", b":")
+        assert (await complete(url)).status_code == 200
