@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import re
 import secrets
 import sys
+import tomllib
+from collections.abc import Collection
 from pathlib import Path
 
 from outrider.client.flags import at_least, number_from
-from outrider.errors import AlreadyExistsError, InvalidRequestError
+from outrider.config.toml import toml_key, toml_value
+from outrider.errors import AlreadyExistsError, FailedPreconditionError, InvalidRequestError
 
 PREFIX = "sk-outrider-"
 """By which keys are found where they should not be."""
@@ -56,21 +58,61 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table_of(name: str, key: str, limits: dict[str, object]) -> str:
-    """A key's part of the file. Limits of None are left out."""
-    # JSON's scalars are TOML's.
+    """A key's part of the file. Limits of None are left out.
+
+    Raises InvalidRequestError for a text that no file of TOML can hold.
+    """
     values = {"sha256": hashlib.sha256(key.encode()).hexdigest(), **limits}
-    lines = (f"{k} = {json.dumps(v)}\n" for k, v in values.items() if v is not None)
-    return f"[keys.{name}]\n{''.join(lines)}"
+    lines = [f"[keys.{toml_key(name)}]\n"]
+    for limit, value in values.items():
+        if value is None:
+            continue
+        try:
+            lines.append(f"{limit} = {toml_value(value)}\n")
+        except ValueError as error:
+            flag = limit.replace("_", "-")
+            raise InvalidRequestError(f"--{flag}: {error}", reason="INVALID_FLAG") from None
+    return "".join(lines)
 
 
 def append(path: Path, name: str, table: str) -> None:
-    """Add a table to a file of keys. AlreadyExistsError if it has a key of this name."""
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
-    if f"[keys.{name}]" in before:
+    """Add a table to a file of keys.
+
+    Raises AlreadyExistsError if it has a key of this name, FailedPreconditionError (BAD_FILE) for
+    a file to which none can be added.
+    """
+    before, there = _read(path)
+    if name in there:
         raise AlreadyExistsError(f"{path} has a key {name!r} already", reason="KEY_EXISTS")
+    after = f"{before}\n{table}" if before else table
+    try:
+        tomllib.loads(after)
+    except tomllib.TOMLDecodeError as error:
+        raise _bad(path, f"no table can be added to it: {error}") from None
     # A router that reads meanwhile sees the old file or the new one.
     new = path.with_name(path.name + ".new")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(f"{before}\n{table}" if before else table)
-    new.replace(path)
+    try:
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(after)
+        new.replace(path)
+    except OSError as error:
+        raise _bad(path, error) from None
+
+
+def _read(path: Path) -> tuple[str, Collection[str]]:
+    """The text of a file of keys, "" where there is none, and the names in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        keys = tomllib.loads(text).get("keys", {})
+    except FileNotFoundError:
+        return "", ()
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise _bad(path, error) from None
+    if not isinstance(keys, dict):
+        raise _bad(path, "keys must be a table")
+    return text, keys
+
+
+def _bad(path: Path, problem: object) -> FailedPreconditionError:
+    return FailedPreconditionError(f"the file of keys {path}: {problem}", reason="BAD_FILE")

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +18,11 @@ from types import TracebackType
 from typing import Self
 
 from outrider.client.certs_command import tls_from
-from outrider.client.connecting import is_serving
+from outrider.client.healthy import check_hosts, wait_healthy
 from outrider.client.processes import ChildProcess
-from outrider.client.retry import RetryPolicy
-from outrider.client.sync import Client
-from outrider.errors import (
-    InvalidRequestError,
-    OutriderError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
-from outrider.transport.tls import Role, TlsConfig
-from outrider.wire.inference import ServerInfo
+from outrider.transport.tls import Role
 
 START_S = 600.0
 """Longest wait for a process to load its model and serve."""
@@ -198,7 +189,8 @@ class LocalCluster:
     def start(self) -> str:
         """Start everything and wait until requests can be served; the router's address.
 
-        Raises UnavailableError with the end of its log if a process does not come up.
+        Raises UnavailableError with the end of its log if a process does not come up, and
+        FailedPreconditionError (WRONG_HOST) where no client would believe the certificate.
         """
         try:
             return self._start()
@@ -217,6 +209,8 @@ class LocalCluster:
     def _start(self) -> str:
         config, logs = self._config, self._log_dir()
         name = config.model_name or config.model.name
+        if config.tls_dir is not None:
+            check_hosts(config.tls_dir, filter(None, (config.listen, config.http)))
         gpus = count_gpus() if config.device != CPU else 0
         where = "" if config.placement == SEPARATE else f", {config.placement} drafting"
         self._progress(
@@ -247,7 +241,13 @@ class LocalCluster:
         )
         self.router.start()
         address = self.router.wait_ready(START_S)
-        self._wait_healthy(address)
+        wait_healthy(
+            address,
+            self.processes,
+            tls_dir=config.tls_dir,
+            timeout_s=START_S,
+            progress=self._progress,
+        )
         self._progress(f"ready on {address}")
         if "http" in self.router.ready:
             self._progress(f"OpenAI's API on http://{self.router.ready['http']}/v1")
@@ -261,34 +261,6 @@ class LocalCluster:
             return self._config.log_dir
         self._own_logs = Path(tempfile.mkdtemp(prefix="outrider-"))
         return self._own_logs
-
-    def _wait_healthy(self, address: str) -> None:
-        end = time.monotonic() + START_S
-        directory = self._config.tls_dir
-        tls = None if directory is None else TlsConfig(ca=directory / "ca.pem")
-        with Client(address, retry=RetryPolicy(max_attempts=1), tls=tls) as client:
-            while not _healthy(client, address, tls):
-                for process in self.processes:
-                    if process.exit_status is not None:
-                        raise process.died()
-                if time.monotonic() > end:
-                    words = "".join(process.last_words() for process in self.processes)
-                    raise UnavailableError(
-                        f"the processes did not find each other in {START_S:g} s{words}",
-                        reason="NOT_HEALTHY",
-                    )
-                time.sleep(0.05)
-
-
-def _healthy(client: Client, address: str, tls: TlsConfig | None) -> bool:
-    try:
-        info: ServerInfo = client.server_info()
-    except UnauthenticatedError:
-        # Without a key of our own we hear no more than whether a verifier was found.
-        return is_serving(address, tls)
-    except OutriderError:
-        return False
-    return all(v.healthy for v in info.verifiers) and all(d.healthy for d in info.drafters)
 
 
 def _tls_flags(config: LocalConfig, role: Role) -> dict[str, object]:

@@ -6,7 +6,9 @@ import argparse
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from outrider.client.flags import add_look_ahead_arguments, at_least, number_from
 from outrider.client.local import LocalCluster, LocalConfig, say
@@ -24,6 +26,8 @@ FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 STEADY_S = 60.0
 """A process that ran for this long is restarted after the first pause again."""
+SIGNALLED = 128
+"""What shells add to the number of the signal that ended a process."""
 RAY_MODULE = "outrider_ray"
 
 
@@ -70,22 +74,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status. Raises OutriderError."""
+    """Serve until SIGTERM or SIGINT; the exit status. Raises OutriderError, and SystemExit (143,
+    130) when one of them came before all was up: nothing was served."""
     own = ray_flags(args)
     config = make_config(args)
     if args.runtime == "ray":
         # Ray's launcher is a process of its own: this one imports no Ray.
         return run_module(RAY_MODULE, [*ray_args(config), *own])
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    _on_stop(_give_up)
     with LocalCluster(config) as cluster:
+        _on_stop(lambda *_: stop.set())
         keepers = [Keeper(process) for process in cluster.processes]
         while not stop.wait(LOOK_S):
             for keeper in keepers:
                 keeper.look(time.monotonic())
         say("stopping")
     return 0
+
+
+def _on_stop(handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def _give_up(number: int, _frame: FrameType | None) -> None:
+    # Another one must not disturb what stops the processes on the way out.
+    _on_stop(lambda *_: None)
+    say("stopping before all was up")
+    raise SystemExit(SIGNALLED + number)
 
 
 def make_config(args: argparse.Namespace) -> LocalConfig:

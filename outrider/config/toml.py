@@ -10,13 +10,18 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def toml_value(value: object) -> str:
-    """A value in TOML: booleans, numbers, texts, lists and inline tables. Raises TypeError."""
+    """A value in TOML: booleans, numbers, texts, lists and inline tables.
+
+    Raises TypeError for other types, ValueError for texts that are no Unicode.
+    """
     match value:
         case bool():
             return "true" if value else "false"
         case int() | float():
             return repr(value)
         case str():
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                raise ValueError(f"half of a surrogate pair is no character: {value!a}")
             # A JSON text is a TOML text, but for the one character that TOML wants escaped.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
         case list() | tuple():

@@ -8,6 +8,7 @@ certificate opens no session.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
 from collections.abc import Iterable
@@ -194,6 +195,45 @@ def uvicorn_tls(config: TlsConfig) -> dict[str, Any]:
     if config.client_auth:
         arguments |= {"ssl_ca_certs": str(config.ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
     return arguments
+
+
+def check_host(config: TlsConfig, host: str, advice: str) -> None:
+    """FailedPreconditionError (WRONG_HOST, with the advice) unless a client that trusts `config.ca`
+    and dials `host`, a name or an IP address, takes the certificate for that.
+
+    Raises FailedPreconditionError (BAD_TLS) for a certificate that is not of that authority, or
+    out of its time.
+    """
+    assert config.cert is not None
+    server = server_context(config, require_client=False)
+    client = ssl.create_default_context(cafile=config.ca)
+    # Nothing else than a client's own handshake knows what clients take: wildcards, addresses.
+    client.check_hostname = False
+    try:
+        names = ", ".join(name for _, name in _handshake(client, server, host))
+        client.check_hostname = True
+        _handshake(client, server, host)
+    except ssl.SSLCertVerificationError as error:
+        if not client.check_hostname:
+            raise _bad(config.cert, error.verify_message) from None
+        raise FailedPreconditionError(
+            f"the certificate {config.cert} is not for {host!r}, but for {names}; {advice}",
+            reason="WRONG_HOST",
+        ) from None
+
+
+def _handshake(
+    client: ssl.SSLContext, server: ssl.SSLContext, host: str
+) -> tuple[tuple[str, str], ...]:
+    """One in memory; (kind, name) of the server's certificate. Raises SSLCertVerificationError."""
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    caller = client.wrap_bio(back, there, server_hostname=host)
+    called = server.wrap_bio(there, back, server_side=True)
+    for side in (caller, called, caller):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    found: dict[str, Any] = caller.getpeercert() or {}
+    return tuple(found.get("subjectAltName", ()))
 
 
 def _check(config: TlsConfig) -> None:

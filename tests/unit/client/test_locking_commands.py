@@ -14,9 +14,17 @@ from outrider_verifier.__main__ import parse_args as verifier_config
 from outrider.client import cli
 from outrider.client.certs_command import make_certificates, tls_from
 from outrider.client.connecting import call_metadata
-from outrider.client.local import LocalConfig, drafter_args, router_args, verifier_args
+from outrider.client.healthy import check_hosts
+from outrider.client.keys_command import append
+from outrider.client.local import (
+    LocalCluster,
+    LocalConfig,
+    drafter_args,
+    router_args,
+    verifier_args,
+)
 from outrider.config import load_config
-from outrider.errors import AlreadyExistsError, InvalidRequestError
+from outrider.errors import AlreadyExistsError, FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import Role, TlsFiles
 
@@ -93,3 +101,59 @@ def test_a_key_comes_from_the_caller_or_the_environment(monkeypatch: pytest.Monk
     assert call_metadata((), api_key="") == ()
     with pytest.raises(InvalidRequestError):
         call_metadata((), api_key="a\nb")
+
+
+@pytest.mark.parametrize("tenant", ["größe 😀", 'a"b\\c', "\x7f\t\n"])
+def test_any_text_of_a_key_is_read_back_by_the_router(tmp_path: Path, tenant: str) -> None:
+    path = tmp_path / "keys.toml"
+    assert cli.main(["keys", "new", "alice", "--file", str(path), "--tenant", tenant]) == 0
+    assert load_config(KeysFile, path).keys["alice"].tenant == tenant
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        # An argument that was no UTF-8: Python hands its bytes on as halves of pairs.
+        (b"", "--tenant: half of a surrogate pair"),
+        (b"[keys.alice", "Expected"),
+        (b"keys = 3", "must be a table"),
+        (b"keys = { bob = {} }", "no table can be added"),
+        (b"\xff", "utf-8"),
+    ],
+)
+def test_what_cannot_be_written_leaves_the_file_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], before: bytes, said: str
+) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_bytes(before)
+    tenant = "team" if before else "\udcff"
+    assert cli.main(["keys", "new", "alice", "--file", str(path), "--tenant", tenant]) == 2
+    assert said in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_a_key_of_this_name_is_found_however_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("# [keys.bob]\n[keys.'alice']\nsha256 = ''\n")
+    with pytest.raises(AlreadyExistsError):
+        append(path, "alice", "")
+    append(path, "bob", "[keys.bob]\n")
+    assert path.read_text().endswith("\n[keys.bob]\n")
+
+
+@pytest.mark.parametrize("flags", [{"listen": "10.9.8.7:0"}, {"http": "[fd00::1]:8000"}])
+def test_a_host_that_is_not_in_the_certificate_is_said_before_anything_starts(
+    tmp_path: Path, flags: dict[str, str]
+) -> None:
+    make_certificates(tmp_path)
+    config = LocalConfig(model=tmp_path, methods=(), tls_dir=tmp_path, **flags)
+    cluster = LocalCluster(config)
+    with pytest.raises(FailedPreconditionError, match=r"not for .*localhost.*--host") as caught:
+        cluster.start()
+    assert caught.value.reason == "WRONG_HOST" and not cluster.processes
+
+
+def test_hosts_in_the_certificate_and_all_interfaces_are_served(tmp_path: Path) -> None:
+    make_certificates(tmp_path, hosts=["router.example", "10.9.8.7"])
+    addresses = ("router.example:1", "10.9.8.7:1", "localhost:1", "[::1]:1", "0.0.0.0:1", "[::]:1")
+    check_hosts(tmp_path, addresses)

@@ -146,7 +146,11 @@ def _references(documents: list[Document]) -> Iterator[str]:
     there = {(d["kind"], d["metadata"]["name"]) for d in documents}
     there |= {("Secret", d["spec"]["secretName"]) for d in documents if d["kind"] == "Certificate"}
     # Made by hand, before: keys are in no repository.
-    there.add(("Secret", "outrider-api-keys"))
+    there |= {("Secret", "outrider-api-keys"), ("Secret", "outrider-operator-key")}
+    for document in documents:
+        for secret in _credentials(document):
+            if ("Secret", secret) not in there:
+                yield f"{document['kind']}/{document['metadata']['name']}: there is no {secret}"
     for pod in pods(documents):
         wanted = [("ServiceAccount", pod.spec.get("serviceAccountName", "default"))]
         names = set()
@@ -163,6 +167,18 @@ def _references(documents: list[Document]) -> Iterator[str]:
             for mount in container.get("volumeMounts", ()):
                 if mount["name"] not in names:
                     yield f"{name}: there is no volume {mount['name']}"
+
+
+def _credentials(document: Document) -> Iterator[str]:
+    """Secrets that Prometheus shows to whom it scrapes, or believes."""
+    if document["kind"] != "PodMonitor":
+        return
+    for endpoint in document["spec"]["podMetricsEndpoints"]:
+        tls = endpoint.get("tlsConfig", {})
+        named = [tls[key]["secret"] for key in ("ca", "cert") if key in tls]
+        named += [tls[key] for key in ("keySecret",) if key in tls]
+        named += [endpoint[key]["credentials"] for key in ("authorization",) if key in endpoint]
+        yield from (secret["name"] for secret in named)
 
 
 def _volume(volume: Document) -> list[tuple[str, str]]:
@@ -258,6 +274,18 @@ def _scalers(documents: list[Document]) -> Iterator[str]:
         target = spec["scaleTargetRef"]
         if (target["kind"], target["name"]) not in there:
             yield f"{where}: there is no {target['kind']}/{target['name']}"
+
+
+def scales_down_blindly(scalers: list[Document]) -> Iterator[str]:
+    """Where KEDA takes no answer of Prometheus's for no work; by the scaled object's target."""
+    for spec in scalers:
+        name = spec["scaleTargetRef"]["name"]
+        fallback = spec.get("fallback", {})
+        if fallback.get("behavior") != "currentReplicasIfHigher":
+            yield f"{name}: sets replicas to {fallback.get('replicas')} when it sees nothing"
+        for trigger in spec["triggers"]:
+            if trigger["metadata"].get("ignoreNullValues") != "false":
+                yield f"{name}: {trigger['name']}: no series is a zero"
 
 
 def pre_stop_s(container: Document) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -56,3 +57,17 @@ def configs_of(documents: list[Document], directory: Path) -> dict[str, Any]:
             process = PROCESSES[role]
             configs[role] = parse_config(process.config, process.parser, arguments, role).config
     return configs
+
+
+def dockerfile_of(role: str) -> Path:
+    """What the image of a process is built from."""
+    own = ROOT / role / "Dockerfile"
+    return own if own.exists() else ROOT / "deploy" / "engine.Dockerfile"
+
+
+def stages_of(role: str) -> str:
+    """The stages of a Dockerfile that the image of a process is of; its own is the last one."""
+    text = dockerfile_of(role).read_text("utf-8")
+    head, *stages = re.split(r"^(?=FROM )", text, flags=re.M)
+    others = tuple(f" AS {other}" for other in PROCESSES if other != role)
+    return head + "".join(s for s in stages if not s.splitlines()[0].endswith(others))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import ssl
 import subprocess
+import threading
 from functools import cache
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
 
 import outrider
+from outrider.client.certs_command import make_certificates
 from tests.unit.deploy.manifests import (
     TEARDOWN_S,
     Document,
@@ -21,7 +25,9 @@ from tests.unit.deploy.manifests import (
     pre_stop_s,
     problems,
     quantity,
+    scales_down_blindly,
 )
+from tests.unit.deploy.scraping import scrapes, strangers
 from tests.unit.deploy.support import KUBERNETES, ROOT, configs_of, load, parse, tool
 
 HELM = ROOT / "deploy" / "helm"
@@ -156,11 +162,82 @@ def test_two_releases_share_no_names_nor_pods() -> None:
     assert not any(s.items() <= pod.labels.items() for s in services for pod in pods(second))
 
 
-def test_the_notes_say_how_to_reach_it() -> None:
-    result = helm("install", "demo", str(CHART), "--dry-run=client", "--namespace", "team")
+@pytest.mark.parametrize("case", ["", "locked"])
+def test_the_notes_say_how_to_reach_it(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they print is run, but for kubectl: by a shell, against a server with the router's
+    certificate."""
+    notes = _notes(case)
+    assert "port-forward service/demo-outrider-router 8000 50050" in notes
+    (asked,) = re.findall(r"^ +(curl .*)$", notes, re.M)
+    if case:
+        assert "get secret demo-outrider-router-tls" in notes
+        make_certificates(tmp_path)
+        (tmp_path / "ca.pem").rename(tmp_path / "ca.crt")
+        monkeypatch.setenv("OUTRIDER_API_KEY", "sk-test")
+    heard, port = _serve_once(tmp_path if case else None)
+    command = [tool("sh"), "-c", asked.replace("8000", str(port))]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "models"), result.stderr
+    assert heard == ["Bearer sk-test" if case else None]
+
+
+def _notes(case: str) -> str:
+    values = ("--values", str(HELM / "cases" / f"{case}.yaml")) if case else ()
+    install = ("install", "demo", str(CHART), "--dry-run=client", "--namespace", "team")
+    result = helm(*install, *values)
     if result.returncode:
         pytest.skip("this Helm renders notes with a cluster only")
-    assert "port-forward service/demo-outrider-router 8000 50050" in result.stdout
+    return result.stdout.partition("\nNOTES:\n")[2]
+
+
+def _serve_once(certificates: Path | None) -> tuple[list[str | None], int]:
+    """A server on loopback that answers once; the Authorization that it heard, and its port."""
+    heard: list[str | None] = []
+
+    class Models(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append(self.headers.get("Authorization"))
+            self.send_response(200 if self.path == "/v1/models" else 404)
+            self.end_headers()
+            self.wfile.write(b"models")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Models)
+    if certificates is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificates / "router.pem", certificates / "router-key.pem")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.handle_request, daemon=True).start()
+    return heard, server.server_port
+
+
+@pytest.mark.parametrize("flags", [("apiKeys.existingSecret=keys",), ("tls.enabled=true",), ()])
+def test_prometheus_and_the_processes_believe_each_other(flags: tuple[str, ...]) -> None:
+    settings = ["tls.certManager=true", "monitoring.podMonitor=true", *flags]
+    settings.append("monitoring.operatorKeySecret=outrider-operator-key")
+    result = template("--set", ",".join(settings))
+    assert result.returncode == 0, result.stderr
+    everything = parse(result.stdout)
+    assert sorted(s.job for s in scrapes(everything)) == [
+        "outrider-drafter",
+        "outrider-router",
+        "outrider-verifier",
+    ]
+    assert [*strangers(everything)] == []
+
+
+def test_keys_without_one_for_prometheus_are_refused() -> None:
+    result = template("--set", "monitoring.podMonitor=true,apiKeys.existingSecret=keys")
+    assert result.returncode != 0 and "monitoring.operatorKeySecret" in result.stderr
+
+
+def test_what_cannot_be_measured_scales_nothing_down() -> None:
+    scalers = [d["spec"] for d in documents("keda") if d["kind"] == "ScaledObject"]
+    assert len(scalers) == 2 and [*scales_down_blindly(scalers)] == []
 
 
 def test_the_schema_of_the_values_is_that_of_the_processes() -> None:

@@ -1,4 +1,4 @@
-"""Dockerfiles and what builds images."""
+"""Dockerfiles, and the programs of deploy/tools."""
 
 from __future__ import annotations
 
@@ -8,34 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.deploy.support import ROOT, load, tool
+from tests.unit.deploy.support import ROOT, dockerfile_of, load, stages_of, tool
 
 ROLES = ("router", "verifier", "drafter")
 
 
-def dockerfile(role: str) -> str:
-    return (ROOT / role / "Dockerfile").read_text("utf-8")
-
-
 def test_hadolint_finds_nothing() -> None:
-    files = [str(ROOT / role / "Dockerfile") for role in ROLES]
+    files = {str(dockerfile_of(role)) for role in ROLES} | {str(ROOT / "deploy/ray/Dockerfile")}
     result = subprocess.run([tool("hadolint"), *files], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_an_image_runs_as_nobody_special_and_starts_its_process(role: str) -> None:
-    final = dockerfile(role).rpartition("\nFROM ")[2]
-    assert "USER 10001:10001" in final
-    assert f'ENTRYPOINT ["outrider-{role}"]' in final
+    built, _, run = stages_of(role).partition("\nFROM ")[2].partition("\nFROM ")
+    assert "sbom.cdx.json" in built and "COPY --from=build /opt/outrider " in run
+    assert re.findall(r"^USER .*$", run, re.M) == ["USER 10001:10001"]
+    assert re.findall(r"^ENTRYPOINT .*$", run, re.M) == [f'ENTRYPOINT ["outrider-{role}"]']
     # Kubernetes has probes; a second opinion would only cost.
-    assert "HEALTHCHECK" not in final
-    assert "COPY --from=build /opt/outrider " in final and "sbom.cdx.json" in dockerfile(role)
+    assert "HEALTHCHECK" not in run
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_everything_is_installed_within_the_constraints(role: str) -> None:
-    installs = re.findall(r"/opt/venv/bin/pip install ([^&]*)", dockerfile(role))
+    installs = re.findall(r"/opt/venv/bin/pip install ([^&]*)", stages_of(role))
     assert installs
     assert all(re.search(r"-c constraints.txt|--no-deps|\$torch", line) for line in installs)
 
@@ -71,7 +67,7 @@ def test_what_is_copied_into_an_image_is_not_ignored() -> None:
         if line.startswith("!")
     }
     for role in ROLES:
-        for line in re.findall(r"^COPY (?!--from)(.*)$", dockerfile(role), re.M):
+        for line in re.findall(r"^COPY (?!--from)(.*)$", stages_of(role), re.M):
             for source in line.split()[:-1]:
                 assert (ROOT / source).exists()
                 assert any(name == source or name.startswith(f"{source}/") for name in allowed)
@@ -108,3 +104,37 @@ def test_manifests_are_put_into_pods_for_podman() -> None:
     assert pod["spec"]["containers"] == [
         {"image": "localhost/i:1", "args": ["--id", "v-0"], "name": "c"}
     ]
+
+
+def test_manifests_are_said_as_an_older_kubernetes_knows_it() -> None:
+    container = {
+        "name": "c",
+        "readinessProbe": {"grpc": {"port": 1, "service": "s"}, "periodSeconds": 5},
+        "livenessProbe": {"httpGet": {"port": 2}},
+        "lifecycle": {"preStop": {"sleep": {"seconds": 5}}},
+    }
+    documents = [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}},
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": "d", "namespace": "n"},
+            "spec": {"template": {"spec": {"containers": [container]}}},
+        },
+        {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": "p"}},
+        {"apiVersion": "keda.sh/v1alpha1", "kind": "ScaledObject", "metadata": {"name": "k"}},
+    ]
+    (space, deployment, budget), left = load("for_1_20").convert(documents, "other")
+    assert left == ["ScaledObject"] and budget["apiVersion"] == "policy/v1beta1"
+    assert space["metadata"] == {"name": "other"}
+    assert deployment["metadata"]["namespace"] == "other"
+    assert deployment["spec"]["template"]["spec"]["containers"] == [
+        {
+            "name": "c",
+            "readinessProbe": {"tcpSocket": {"port": 1}, "periodSeconds": 5},
+            "livenessProbe": {"httpGet": {"port": 2}},
+            "lifecycle": {"preStop": {"exec": {"command": ["sleep", "5"]}}},
+        }
+    ]
+    # What was given is as it was.
+    assert "grpc" in container["readinessProbe"]

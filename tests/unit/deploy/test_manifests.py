@@ -25,8 +25,18 @@ from tests.unit.deploy.manifests import (
     pre_stop_s,
     problems,
     quantity,
+    scales_down_blindly,
 )
-from tests.unit.deploy.support import KUBERNETES, ROOT, configs_of, load, parse, tool
+from tests.unit.deploy.scraping import scrapes, strangers
+from tests.unit.deploy.support import (
+    KUBERNETES,
+    ROOT,
+    configs_of,
+    load,
+    parse,
+    stages_of,
+    tool,
+)
 
 K8S = ROOT / "deploy" / "k8s"
 OVERLAYS = sorted(path.parent.name for path in K8S.glob("overlays/*/kustomization.yaml"))
@@ -133,11 +143,10 @@ def test_images_are_of_this_version_and_have_dockerfiles(overlay: str) -> None:
     for pod in pods(documents(overlay)):
         for role, container in pod.processes():
             assert container["image"].endswith(f"outrider-{role}:{outrider.__version__}")
-            dockerfile = (ROOT / role / "Dockerfile").read_text("utf-8")
-            assert f'image.title="outrider-{role}"' in dockerfile
-            exposed = re.search(r"^EXPOSE (.*)$", dockerfile, re.M)
-            assert exposed is not None
-            assert {str(p["containerPort"]) for p in container["ports"]} == {*exposed[1].split()}
+            image = stages_of(role)
+            assert f'image.title="outrider-{role}"' in image
+            (exposed,) = re.findall(r"^EXPOSE (.*)$", image, re.M)
+            assert {str(p["containerPort"]) for p in container["ports"]} == {*exposed.split()}
 
 
 @pytest.mark.parametrize("overlay", ["autoscaling", "autoscaling-keda"])
@@ -169,25 +178,37 @@ def test_the_operators_rules_are_those_that_promtool_tests() -> None:
     assert parse(written)[0]["spec"]["groups"] == groups and len(groups) > 1
 
 
-def test_who_is_scraped_is_called_what_rules_call_it() -> None:
-    everything = documents("monitoring")
-    monitor = next(d for d in everything if d["kind"] == "PodMonitor")["spec"]
-    jobs = set()
-    for endpoint in monitor["podMetricsEndpoints"]:
-        for pod in pods([*everything, *documents("gpu")]):
-            for role, container in pod.processes():
-                names = {port["name"] for port in container["ports"]}
-                if endpoint["port"] in names and monitor["selector"]["matchLabels"].items() <= (
-                    pod.labels.items()
-                ):
-                    component = pod.labels["app.kubernetes.io/component"]
-                    (relabeling,) = endpoint["relabelings"]
-                    job = relabeling["replacement"].replace("$1", component)
-                    assert job == f"outrider-{role}"
-                    jobs.add(job)
+@pytest.mark.parametrize("overlay", ["monitoring", "monitoring-tls"])
+def test_every_process_is_scraped_once_by_the_name_that_rules_call_it(overlay: str) -> None:
+    everything = documents(overlay)
+    # Where verifier and drafter share a pod, too.
+    for fleet in (everything, [d for d in everything if d["kind"] == "PodMonitor"]):
+        found = fleet if fleet is everything else [*fleet, *documents("gpu")]
+        assert sorted((s.role, s.job) for s in scrapes(found)) == [
+            (role, f"outrider-{role}") for role in ("drafter", "router", "verifier")
+        ]
     said = yaml.safe_dump([d for d in everything if d["kind"] == "PrometheusRule"])
-    asked = set(re.findall(r'job="(outrider-\w+)"', said))
-    assert asked <= jobs == {"outrider-router", "outrider-verifier", "outrider-drafter"}
+    assert set(re.findall(r'job="(outrider-\w+)"', said)) == {
+        f"outrider-{role}" for role in ("drafter", "router", "verifier")
+    }
+
+
+@pytest.mark.parametrize("overlay", ["monitoring", "monitoring-tls"])
+def test_prometheus_and_the_processes_believe_each_other(overlay: str) -> None:
+    assert [*strangers(documents(overlay))] == []
+
+
+def test_locked_processes_and_an_open_monitor_are_found_out() -> None:
+    plain = [d for d in documents("monitoring") if d["kind"] == "PodMonitor"]
+    locked = [d for d in documents("monitoring-tls") if d["kind"] != "PodMonitor"]
+    found = [*strangers(locked + plain)]
+    assert sum("TLS at one end only" in problem for problem in found) == 3
+    assert sum("keys at one end only" in problem for problem in found) == 1
+
+
+def test_what_cannot_be_measured_scales_nothing_down() -> None:
+    scalers = [d["spec"] for d in documents("autoscaling-keda") if d["kind"] == "ScaledObject"]
+    assert len(scalers) == 2 and [*scales_down_blindly(scalers)] == []
 
 
 def test_yaml_has_no_duplicate_keys_nor_tabs() -> None:

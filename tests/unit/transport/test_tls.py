@@ -10,7 +10,15 @@ import pytest
 
 from outrider.config import from_plain
 from outrider.errors import FailedPreconditionError, InvalidRequestError, PermissionDeniedError
-from outrider.transport.tls import Role, RoleNames, TlsConfig, TlsFiles, server_context, uvicorn_tls
+from outrider.transport.tls import (
+    Role,
+    RoleNames,
+    TlsConfig,
+    TlsFiles,
+    check_host,
+    server_context,
+    uvicorn_tls,
+)
 from tests.fakes.certificates import Authority
 
 
@@ -110,6 +118,20 @@ def test_other_servers_get_the_same_certificates(authority: Authority) -> None:
     assert uvicorn_tls(strict)["ssl_cert_reqs"] is ssl.CERT_REQUIRED
     assert server_context(config, require_client=True).verify_mode is ssl.CERT_REQUIRED
     assert server_context(config, require_client=False).verify_mode is ssl.CERT_NONE
+
+
+def test_a_host_is_looked_for_as_a_client_does(authority: Authority, tmp_path: Path) -> None:
+    config = authority.issue("router", "router.example", "*.team.example", "10.0.0.1")
+    for host in ("router.example", "a.team.example", "10.0.0.1"):
+        check_host(config, host, "advice")
+    for host in ("example", "a.b.team.example", "10.0.0.2", "::1"):
+        with pytest.raises(FailedPreconditionError, match=r"router.example.*; advice") as caught:
+            check_host(config, host, "advice")
+        assert caught.value.reason == "WRONG_HOST"
+    stranger = Authority(tmp_path / "other")
+    with pytest.raises(FailedPreconditionError, match="unable to get") as caught:
+        check_host(TlsConfig(cert=config.cert, key=config.key, ca=stranger.ca), "10.0.0.1", "")
+    assert caught.value.reason == "BAD_TLS"
 
 
 def _touch(path: Path, seconds: int) -> None:

@@ -1,4 +1,6 @@
-# Build from the repository root: docker build -f drafter/Dockerfile -t outrider-drafter .
+# Verifier and drafter: one set of layers, two entry points. Build from the repository root:
+#     docker build -f deploy/engine.Dockerfile --target verifier -t outrider-verifier .
+#     docker build -f deploy/engine.Dockerfile --target drafter -t outrider-drafter .
 # PYTHON_IMAGE: any image with Python 3.11 or newer and its venv module.
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
@@ -34,7 +36,7 @@ RUN /opt/venv/bin/pip install --no-deps . \
     && /opt/sbom/bin/cyclonedx-py environment /opt/venv --pyproject pyproject.toml \
         --output-reproducible -o /opt/outrider/sbom.cdx.json
 
-FROM ${PYTHON_IMAGE}
+FROM ${PYTHON_IMAGE} AS engine
 # A GPU build: --build-arg APT_PACKAGES="gcc libc6-dev"; Triton compiles its launchers where it runs.
 ARG APT_PACKAGES=
 # hadolint ignore=DL3008,SC2086
@@ -52,6 +54,16 @@ ENV PATH=/opt/venv/bin:$PATH \
     TRITON_CACHE_DIR=/tmp/triton
 # A number, so that runAsNonRoot can be checked.
 USER 10001:10001
+
+FROM engine AS verifier
+LABEL org.opencontainers.image.title="outrider-verifier" \
+      org.opencontainers.image.description="Outrider's verifier: the target model" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# gRPC, metrics
+EXPOSE 50051 9101
+ENTRYPOINT ["outrider-verifier"]
+
+FROM engine AS drafter
 LABEL org.opencontainers.image.title="outrider-drafter" \
       org.opencontainers.image.description="Outrider's drafter: draft heads and models" \
       org.opencontainers.image.licenses="Apache-2.0"

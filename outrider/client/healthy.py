@@ -1,0 +1,85 @@
+"""Waiting for a fleet on this machine, and what would keep its clients out for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from outrider.client.certs_command import tls_from
+from outrider.client.connecting import is_serving
+from outrider.client.processes import ChildProcess
+from outrider.client.retry import RetryPolicy
+from outrider.client.sync import Client
+from outrider.errors import OutriderError, UnauthenticatedError, UnavailableError
+from outrider.transport.tls import Role, RoleNames, TlsConfig, check_host
+from outrider.wire.inference import ServerInfo
+
+EVERYWHERE: Final = frozenset({"", "0.0.0.0", "::"})
+"""Hosts to listen on that are no host to dial."""
+SAY_AFTER_S: Final = 5.0
+"""Silence of a fleet before it is said what it waits for."""
+_LOOK_S: Final = 0.05
+
+
+def check_hosts(directory: Path, addresses: Iterable[str]) -> None:
+    """FailedPreconditionError unless the router's certificate in this folder is for all HOST:PORT,
+    or no good at all: WRONG_HOST, BAD_TLS."""
+    tls = tls_from(directory, Role.ROUTER)
+    for address in addresses:
+        host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        if host not in EVERYWHERE:
+            check_host(tls, host, "`outrider certs DIR --host` puts names into certificates")
+
+
+def wait_healthy(
+    address: str,
+    processes: Sequence[ChildProcess],
+    *,
+    tls_dir: Path | None,
+    timeout_s: float,
+    progress: Callable[[str], None],
+) -> None:
+    """Wait until the router at `address` says that all it knows serve.
+
+    Raises UnavailableError when a process ends, or it takes too long.
+    """
+    tls = None if tls_dir is None else _by_role(tls_dir)
+    begin, said = time.monotonic(), ""
+    with Client(address, retry=RetryPolicy(max_attempts=1), tls=tls) as client:
+        while trouble := _trouble(client, address, tls):
+            for process in processes:
+                if process.exit_status is not None:
+                    raise process.died()
+            waited_s = time.monotonic() - begin
+            if waited_s > timeout_s:
+                words = "".join(process.last_words() for process in processes)
+                raise UnavailableError(
+                    f"the processes did not find each other in {timeout_s:g} s: {trouble}{words}",
+                    reason="NOT_HEALTHY",
+                )
+            if waited_s > SAY_AFTER_S and trouble != said:
+                progress(f"waiting: {trouble}")
+                said = trouble
+            time.sleep(_LOOK_S)
+
+
+def _by_role(directory: Path) -> TlsConfig:
+    # Its role is in every router's certificate; 0.0.0.0 is in none.
+    config = TlsConfig(ca=tls_from(directory, Role.ROUTER).ca)
+    return TlsConfig(ca=config.ca, names=RoleNames(router=config.names_of(Role.ROUTER)))
+
+
+def _trouble(client: Client, address: str, tls: TlsConfig | None) -> str:
+    """What keeps requests from being served; "" when nothing does."""
+    try:
+        info: ServerInfo = client.server_info()
+    except UnauthenticatedError:
+        # Without a key of our own we hear no more than whether a verifier was found.
+        return "" if is_serving(address, tls) else "the router serves nobody yet"
+    except OutriderError as error:
+        return f"the router at {address} does not answer: {error.message}"
+    away = [f"the verifier at {v.address}" for v in info.verifiers if not v.healthy]
+    away += [f"the drafter at {d.address}" for d in info.drafters if not d.healthy]
+    return f"{' and '.join(away)} is not healthy" if away else ""
