@@ -13,7 +13,7 @@ PYTEST_X2 := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reo
 # Tests that start processes and look at the clock: one after another.
 SERIAL := tests/integration tests/chaos
 
-.PHONY: setup setup-serve demo test test-fast test-ray test-real check format proto generated helm docs bench clean
+.PHONY: setup setup-serve demo test test-fast test-thorough test-ray test-real check format proto generated helm docs bench clean
 
 setup: $(STAMP)
 
@@ -58,6 +58,10 @@ test: setup helm
 
 test-fast: setup
 	$(PYTEST_X2) -m "not gpu and not slow" tests/unit tests/wire
+
+# The rest of the grids whose corners `make test` runs: no branch, only more values of each.
+test-thorough: setup
+	$(PYTEST_X2) --thorough -m "thorough and not gpu" tests/unit
 
 test-ray: setup
 	$(PYTEST) --transport ray tests/integration/test_transport_contract.py tests/integration/test_transport_bundles.py

@@ -21,6 +21,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="inproc,grpc",
         help=f"comma-separated transports that transport-agnostic tests run over: {TRANSPORTS}",
     )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="also what is marked thorough: the rest of the grids whose corners run every time",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked thorough, unless asked for; pytest counts it as deselected."""
+    if config.getoption("--thorough"):
+        return
+    rest = [item for item in items if item.get_closest_marker("thorough") is not None]
+    if rest:
+        config.hook.pytest_deselected(items=rest)
+        items[:] = [item for item in items if item.get_closest_marker("thorough") is None]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

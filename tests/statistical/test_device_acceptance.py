@@ -19,12 +19,14 @@ from outrider.spec.noise import Stream
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.acceptance_oracle import softmax
 from tests.reference.device_rounds import DeviceRound, device_law, device_round
-from tests.reference.goodness import LIMIT, chi_square_excess
+from tests.reference.goodness import LEAST_P, least_bias, p_value
 from tests.reference.rounds import Drafts, draft, seeded, tree_shape
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 POSITION = 17
 BATCH_ELEMENTS = 1 << 24
+LEAST_BIAS = 0.25
+"""What is seen of the likeliest first token's probability; `test_joint_laws` sees an eighth."""
 
 
 @pytest.fixture(params=DEVICES)
@@ -77,11 +79,11 @@ def _batches(base: SamplingParams, trials: int, elements: int) -> list[list[Samp
 
 
 def _check(counts: list[NDArray[np.int64]], target_LV: Tensor, base: SamplingParams) -> None:
-    assert counts[0].sum() > 0
-    for index, observed in enumerate(counts):
-        expected = softmax(target_LV[index].double().numpy() / base.temperature)
+    laws = [softmax(row.double().numpy() / base.temperature) for row in target_LV]
+    for index, (observed, expected) in enumerate(zip(counts, laws, strict=True)):
         if observed.sum() >= 1000:
-            assert chi_square_excess(observed, expected) < LIMIT, f"token {index}"
+            assert p_value(observed, expected) > LEAST_P, f"token {index}"
+    assert least_bias(laws[0], int(counts[0].sum())) < LEAST_BIAS
 
 
 def _with_sparse_laws(
@@ -151,7 +153,7 @@ def _with_dense_laws(
 def test_a_chain_emits_the_target_law(rule: Rule, device: torch.device) -> None:
     target, drafted = _levels(3, 128, seed=1)
     base = SamplingParams(temperature=0.8, rule=rule)
-    _check(_with_sparse_laws(target, drafted, base, [1, 1], 20_000, device), target, base)
+    _check(_with_sparse_laws(target, drafted, base, [1, 1], 8_000, device), target, base)
 
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION, Rule.TARGET_ONLY])
@@ -160,13 +162,13 @@ def test_a_tree_emits_the_target_law(rule: Rule, device: torch.device) -> None:
     target = torch.tensor([[0.2, 0.6, 0.2, 0.3], [0.5, 0.1, 0.3, 0.1], [0.4, 0.2, 0.1, 0.3]]).log()
     drafted = torch.tensor([[0.5, 0.4, 0.2, 0.1], [0.1, 0.4, 0.3, 0.2]]).log()
     base = SamplingParams(temperature=1.0, rule=rule)
-    _check(_with_sparse_laws(target, drafted, base, [3, 2], 10_000, device), target, base)
+    _check(_with_sparse_laws(target, drafted, base, [3, 2], 5_000, device), target, base)
 
 
 def test_a_missing_law_keeps_the_target_law(device: torch.device) -> None:
     target, drafted = _levels(3, 16, seed=2)
     base = SamplingParams(temperature=1.0, rule=Rule.REJECTION)
-    counts = _with_sparse_laws(target, drafted, base, [1, 1], 20_000, device, with_law=False)
+    counts = _with_sparse_laws(target, drafted, base, [1, 1], 8_000, device, with_law=False)
     _check(counts, target, base)
 
 
@@ -175,18 +177,18 @@ def test_a_dense_law_keeps_the_target_law(device: torch.device) -> None:
     target, drafted = _levels(3, 128, seed=3)
     ids = torch.randperm(128, generator=torch.Generator().manual_seed(4))[:64].to(torch.int32)
     base = SamplingParams(temperature=0.7, rule=Rule.REJECTION)
-    counts = _with_dense_laws(target, drafted[:, ids.long()], ids, base, 40_000, device)
+    counts = _with_dense_laws(target, drafted[:, ids.long()], ids, base, 10_000, device)
     _check(counts, target, base)
 
 
-OPPOSITE = torch.linspace(-2.0, 2.0, 16).repeat(2, 1)
+OPPOSITE, TRIALS = torch.linspace(-2.0, 2.0, 16).repeat(2, 1), 10_000
 
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION])
 def test_opposite_laws_leave_no_trace_of_the_draft(rule: Rule, device: torch.device) -> None:
     """Draft logits are minus the target's: noise shared by two streams shows up here first."""
     base, ids = SamplingParams(temperature=1.0, rule=rule), torch.arange(16, dtype=torch.int32)
-    counts = _with_dense_laws(OPPOSITE, -OPPOSITE, ids, base, 100_000, device)
+    counts = _with_dense_laws(OPPOSITE, -OPPOSITE, ids, base, TRIALS, device)
     _check(counts, OPPOSITE, base)
 
 
@@ -198,6 +200,6 @@ def test_noise_shared_with_the_draft_would_be_noticed(monkeypatch: pytest.Monkey
     )
     base = SamplingParams(temperature=1.0, rule=Rule.REJECTION)
     ids, cpu = torch.arange(16, dtype=torch.int32), torch.device("cpu")
-    counts = _with_dense_laws(OPPOSITE, -OPPOSITE, ids, base, 40_000, cpu)
+    counts = _with_dense_laws(OPPOSITE, -OPPOSITE, ids, base, TRIALS, cpu)
     expected = softmax(OPPOSITE[0].double().numpy())
-    assert chi_square_excess(counts[0], expected) > LIMIT
+    assert p_value(counts[0], expected) < LEAST_P

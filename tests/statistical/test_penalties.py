@@ -25,7 +25,7 @@ from tests.reference.device_rounds import device_law, device_round
 from tests.reference.goodness import LIMIT, chi_square_excess
 from tests.reference.rounds import accept_rows, draft, seeded
 
-TRIALS, BATCH, POSITION = 5_000, 1_000, 9
+TRIALS, BATCH, POSITION = 3_000, 1_000, 9
 PROMPT, OUTPUT = (0, 0), (1, 1)
 TARGET = torch.tensor([[0.9, 1.4, 0.2, 0.8, 1.1], [1.2, 0.1, 0.9, 0.6, 1.0], [0.0] * 5])
 DRAFT = torch.tensor([[0.2, 0.4, 0.6, 1.5, 1.9], [0.0, 1.3, 0.4, 1.1, 0.2]])

@@ -17,7 +17,7 @@ from outrider.spec.tree import DraftTree
 from tests.reference.acceptance_oracle import softmax
 from tests.reference.goodness import LEAST_P, p_value
 
-TRIALS = 6_000
+TRIALS = 2_500
 POSITION = 12
 WANTED, LIKELY, V = 0, 1, 6
 LOGITS = np.log([0.08, 0.62, 0.1, 0.1, 0.06, 0.04])

@@ -12,6 +12,7 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import PlanChange, Proposals, Verdicts
 from tests.fakes.rounds_by_digest import Rounds, Row, ahead, fresh, markov, table_engine
+from tests.grids import thorough
 
 V, PROMPT, MAX_LEN = 6, 2, 16
 TARGET, DRAFT = markov(3, V), markov(3, V) + 0.4 * markov(4, V)
@@ -122,13 +123,15 @@ def run_schedule(seed: int, sampling: SamplingParams, plan: Plan) -> tuple[list[
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "coupled"])
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
-def test_a_thousand_schedules_of_late_lost_and_reordered_frames_change_no_token(
-    sampling: SamplingParams, plan: Plan
+@pytest.mark.parametrize("seeds", [range(50), thorough(range(50, 250))], ids=["few", "rest"])
+def test_schedules_of_late_lost_and_reordered_frames_change_no_token(
+    sampling: SamplingParams, plan: Plan, seeds: range
 ) -> None:
-    """250 of them here."""
+    """A thousand in all. Fifty of a kind find with 95 % what breaks one schedule in seventeen;
+    the rest is for what is rarer."""
     expected, share = plain_texts(sampling), 0.0
-    for seed in range(250):
+    for seed in seeds:
         texts, rounds = run_schedule(seed, sampling, plan)
         assert texts == expected, seed
         share += rounds.drafted / rounds.verified
-    assert share > 250 / 4, "nearly nothing arrived: no test of drafts"
+    assert share > len(seeds) / 4, "nearly nothing arrived: no test of drafts"

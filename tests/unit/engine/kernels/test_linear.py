@@ -24,6 +24,7 @@ from outrider.engine.kernels.linear.fused import (
 )
 from outrider.engine.kernels.runtime import cdiv
 from outrider.errors import InternalError, InvalidRequestError
+from tests.grids import thorough
 
 CPU = torch.device("cpu")
 # Relative to the largest value: roundings of the operands, of the result and, in the wide path, of
@@ -100,7 +101,7 @@ def test_float64_is_kept() -> None:
 
 
 @pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("split_k", [1, 2, 4])
+@pytest.mark.parametrize("split_k", [1, thorough(2), 4])
 @pytest.mark.parametrize("fusions", FUSIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_agrees_with_the_formula(

@@ -74,7 +74,7 @@ def _dense(batch: MixedBatch, vocab: int) -> ChainLaw:
 def test_a_dense_law_that_is_none_is_judged_target_only(
     launch: Launch, device: torch.device, value: float
 ) -> None:
-    batch = mixed_batch(32, 40, [1, 1, 1], seed=21, rules=(Rule.REJECTION,))
+    batch = mixed_batch(16, 40, [1, 1, 1], seed=21, rules=(Rule.REJECTION,))
     lawless = batch._replace(rows=[replace(row, law=None) for row in batch.rows])
     law = _dense(batch, 40)
     found = _judge(launch, batch, law._replace(probs=torch.full_like(law.probs, value)), device)
@@ -84,7 +84,7 @@ def test_a_dense_law_that_is_none_is_judged_target_only(
 
 @pytest.mark.parametrize(("launch", "device"), LAUNCHES)
 def test_a_law_may_be_missing_at_one_node_only(launch: Launch, device: torch.device) -> None:
-    batch = mixed_batch(48, 40, [1, 1, 1], seed=22, rules=(Rule.REJECTION,))
+    batch = mixed_batch(20, 40, [1, 1, 1], seed=22, rules=(Rule.REJECTION,))
     law = _dense(batch, 40)
     whole = _judge(launch, batch, law, device)
     law.probs[:, 1] = torch.nan
@@ -102,10 +102,10 @@ def test_infinite_logits_share_their_probability(
     launch: Launch, device: torch.device, widths: list[int]
 ) -> None:
     """Columns 3 and 7 of every row; among the drafts there are some of them."""
-    batch = mixed_batch(32, 24, widths, seed=23)
+    batch = mixed_batch(16, 24, widths, seed=23)
     batch.logits[:, [3, 7]] = torch.inf
     if widths:
-        tokens = batch.device.tokens.view(32, -1)
+        tokens = batch.device.tokens.view(16, -1)
         tokens[::3, 1], batch.drafts.tokens[::3, 0] = 7, 7
         rows = []
         for index, row in enumerate(batch.rows):

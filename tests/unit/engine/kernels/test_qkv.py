@@ -15,6 +15,7 @@ from outrider.engine.kernels.linear.launch import RotaryOut
 from outrider.engine.kernels.linear.qkv import rotary_qkv, rotary_qkv_torch, rotary_qkv_triton
 from outrider.engine.kernels.norm import rms_norm_torch
 from outrider.errors import InternalError, InvalidRequestError
+from tests.grids import thorough
 
 HEADS, KV_HEADS, SLOTS = 3, 2, 80
 EPS = 1e-3
@@ -122,7 +123,8 @@ def test_on_a_cpu_it_is_the_formula(rows: int, biased: bool, dtype: torch.dtype)
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("split_k", [1, 3])
-@pytest.mark.parametrize("rows", [1, 3, 16, 33, 64])
+# One row, a full tile and one that is not full: three rows and four full tiles add no branch.
+@pytest.mark.parametrize("rows", [1, thorough(3), 16, 33, thorough(64)])
 def test_kernel_is_the_formula(rows: int, split_k: int, normed: bool) -> None:
     case = _case(rows, 32, k=72, biased=True)
     x: Any = case.x
@@ -143,9 +145,11 @@ def test_kernel_is_the_formula(rows: int, split_k: int, normed: bool) -> None:
 
 
 HALVES = [torch.float16, torch.bfloat16]
-TILES = [(32, 32), (32, 16), (64, 64), (64, 32), (96, 32), (128, 128), (128, 32)]
+# A head in one tile, in two, in three and in four; wider heads cut likewise are as these.
+TILES = [(32, 16), (64, 64), (96, 32), (128, 32)]
 TYPED_TILES = [
     *((*tile, torch.float32) for tile in TILES),
+    *(thorough(*tile, torch.float32) for tile in ((32, 32), (64, 32), (128, 128))),
     *((*tile, dtype) for tile in ((32, 16), (64, 64)) for dtype in HALVES),
 ]
 

@@ -25,6 +25,7 @@ from outrider.engine.warper import EMPTY_HISTORY, plain_argmax, warp
 from outrider.errors import InvalidRequestError
 from outrider.spec.noise import Stream
 from outrider.spec.sampling import Rule, SamplingParams
+from tests.grids import thorough
 from tests.reference.device_rounds import DEVICE, sampling_state
 
 STREAMS: dict[Side, dict[Rule, Stream | None]] = {
@@ -188,7 +189,7 @@ def test_the_topk_twin_is_the_formula(k: int, heated: bool) -> None:
         assert logprobs[row].tolist() == pytest.approx(values + [-np.inf] * missing, abs=1e-5)
 
 
-@pytest.mark.parametrize("k", [1, 8, MAX_TOPK])
+@pytest.mark.parametrize("k", [1, thorough(8), MAX_TOPK])
 @pytest.mark.parametrize("heated", [False, True])
 @pytest.mark.parametrize("columns", [10, 300])
 def test_the_topk_kernel_agrees_with_its_twin(k: int, heated: bool, columns: int) -> None:

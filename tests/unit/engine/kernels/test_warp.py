@@ -21,6 +21,7 @@ from outrider.engine.kernels.warp.logits import (
 )
 from outrider.errors import InvalidRequestError
 from outrider.spec.sampling import SamplingParams
+from tests.grids import thorough
 from tests.reference.device_rounds import DEVICE, sampling_state
 from tests.reference.warp_cases import NODES, WarpCase, warp_case
 
@@ -90,7 +91,10 @@ def test_the_twin_is_the_hosts_warper(
     _same(case, case.scores(_twin(case)))
 
 
-@pytest.mark.parametrize(("seed", "grammars"), [(0, False), (1, False), (2, True), (3, True)])
+# A seed is another order of the same sessions and kinds of rows.
+@pytest.mark.parametrize(
+    ("seed", "grammars"), [(0, False), thorough(1, False), (2, True), thorough(3, True)]
+)
 def test_the_kernels_are_the_twin(seed: int, grammars: bool) -> None:
     """Every session meets other rows, and rows of all kinds, with each seed."""
     case = warp_case(LISTED, VOCAB, seed=seed, grammars=grammars)
