@@ -15,28 +15,19 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from outrider.client import Client, OutriderError, RetryPolicy, user
-from outrider.client.local import (
-    LocalConfig,
-    count_gpus,
-    drafter_args,
-    router_args,
-    verifier_args,
-)
+from outrider.client import Client, OutriderError, user
 from outrider.client.processes import ChildProcess
-from outrider.errors import UnavailableError
 from outrider_bench.environment import describe
+from outrider_bench.fleet import START_S, Fleet
 from outrider_bench.models import add_model_arguments, describe_placing, local_config
 from outrider_bench.prompts import load_prompts
 from outrider_bench.report import finish, percentiles, say
 
-START_S = 600.0
 BEGUN = 8
 """Tokens that every stream has emitted when the fault comes."""
 
@@ -68,88 +59,6 @@ class Seen:
     token_ids: tuple[int, ...]
     pause_s: float
     """Longest time without a message once it had begun."""
-
-
-class Fleet:
-    """Two verifiers, two drafters and a router, of which every one can be killed and put back."""
-
-    def __init__(self, config: LocalConfig, directory: Path) -> None:
-        gpus = count_gpus() if config.device != "cpu" else 0
-        self._config, self._directory = config, directory
-
-        def numbered(kind: str, args: list[str]) -> list[ChildProcess]:
-            return [
-                self._child(
-                    f"{kind}-{i}", f"outrider_{kind}", [*args, f"--{kind}-id", f"{kind}-{i}"]
-                )
-                for i in range(2)
-            ]
-
-        self.kinds = {"verifier": numbered("verifier", verifier_args(config, gpus))}
-        methods = config.drafter_methods
-        self.kinds["drafter"] = numbered("drafter", drafter_args(config, gpus)) if methods else []
-
-    def _child(self, name: str, module: str, args: list[str]) -> ChildProcess:
-        return ChildProcess(name, module, args, log_dir=self._directory)
-
-    @contextmanager
-    def running(self) -> Iterator[Fleet]:
-        """Start everything, router last; stop it at the end."""
-        with ExitStack() as stack:
-            peers = [process for kind in self.kinds.values() for process in kind]
-            for process in peers:
-                stack.callback(process.close)
-                process.start()
-            addresses = {process.name: process.wait_ready(START_S) for process in peers}
-            drafters = [process.name for process in self.kinds["drafter"]]
-            args = router_args(self._config, addresses["verifier-0"], None)
-            for name in ("verifier-1", *drafters):
-                args += [f"--{name.split('-')[0]}", addresses[name]]
-            args += ["--journal", str(self._directory / "journal")]
-            router = self._child("router", "outrider_router", args)
-            self.kinds["router"] = [router]
-            stack.callback(router.close)
-            router.start()
-            router.wait_ready(START_S)
-            self.wait_healthy()
-            yield self
-
-    @property
-    def address(self) -> str:
-        """The router's."""
-        return self.kinds["router"][0].address
-
-    def repair(self, process: ChildProcess) -> None:
-        """Put back what a fault took."""
-        if process.pid is not None and process.exit_status is None:
-            os.kill(process.pid, signal.SIGCONT)
-        time.sleep(0.1)
-        if process.exit_status is not None:
-            process.start()
-            process.wait_ready(START_S)
-        self.wait_healthy()
-
-    def wait_healthy(self) -> None:
-        """Wait until the router sees everybody, and nothing runs."""
-        end = time.monotonic() + START_S
-        with Client(self.address, timeout_s=5.0, retry=RetryPolicy(max_attempts=1)) as client:
-            while not self._calm(client):
-                if time.monotonic() > end:
-                    raise UnavailableError("the fleet is not healthy", reason="NOT_HEALTHY")
-                time.sleep(0.05)
-
-    def _calm(self, client: Client) -> bool:
-        try:
-            info = client.server_info()
-        except OutriderError:
-            return False
-        links = sum(len(drafter.links) for drafter in info.drafters)
-        return (
-            all(verifier.healthy for verifier in info.verifiers)
-            and all(drafter.healthy for drafter in info.drafters)
-            and not any(verifier.draining or verifier.sessions for verifier in info.verifiers)
-            and links == len(info.verifiers) * len(info.drafters)
-        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
