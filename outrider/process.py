@@ -1,11 +1,14 @@
-"""What Outrider's serving processes do to themselves: their event loop and their interpreter."""
+"""What Outrider's processes do to themselves: their event loop, their interpreter, their end."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import gc
+import multiprocessing
+import os
 import sys
+import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -23,6 +26,23 @@ def run(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     except ImportError:
         return asyncio.run(main)
     return uvloop.run(main)
+
+
+def end_with_parent() -> None:
+    """End this process once the one that spawned it by `multiprocessing` is gone, however it died.
+
+    The workers of a pool hold each other's pipes open: none of them would ever hear of it. Does
+    nothing in a process that was not spawned so.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="outrider-watch-parent", daemon=True).start()
 
 
 def add_tls_arguments(parser: argparse.ArgumentParser) -> None:

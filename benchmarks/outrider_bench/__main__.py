@@ -27,6 +27,7 @@ BENCHMARKS: Final = {
     "exchange": ("exchange", "round trips between verifier and drafter, without models"),
     "host": ("host", "the host's share of a round in both processes, step by step"),
     "recovery": ("recovery", "pauses of streams whose verifier or drafter is killed or stopped"),
+    "rolling": ("rolling", "restarts of every process, one by one, under sessions that ask on"),
     "serve": ("serve.cli", "tokens/s, latencies and efficiency through the router, by placement"),
     "pipeline": ("serve.pipeline", "what look-ahead gives, from the cells of serve"),
     "timeline": ("timeline", "what several processes did when, for Perfetto and as a picture"),

@@ -22,9 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         if args.fuzz is not None:
-            from outrider_chaos.fuzzing import run_fuzz
+            from outrider_chaos.fuzzing import parse_ports, run_fuzz
 
-            return run_fuzz(args.fuzz, seed=args.seed, jobs=args.jobs)
+            ports = parse_ports(args.ports)
+            return run_fuzz(args.fuzz, seed=args.seed, jobs=args.jobs, ports=ports)
         if args.router is not None:
             return _run_siege(args)
         return _run_seeds(args)
@@ -50,6 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--slowness", metavar="F", type=float, default=1.0, help="times are longer by so much"
     )
     seeds.add_argument("--head", metavar="DIR", type=Path, help="default: that of the model")
+    fuzzing = parser.add_argument_group("of frames")
+    fuzzing.add_argument("--ports", metavar="A,B", default="", help="decoders; default: all")
     running = parser.add_argument_group("of a running fleet")
     running.add_argument(
         "--process",

@@ -6,16 +6,21 @@ import multiprocessing
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import outrider
 from outrider.chaos.fuzz import PORTS, FuzzReport, fuzz_port
 from outrider.chaos.fuzz_lane import PORT as LANE
 from outrider.chaos.fuzz_lane import fuzz_lane
+from outrider.errors import InvalidRequestError
+from outrider.process import end_with_parent
 
+EVERY_PORT: Final = (*PORTS, LANE)
 MAX_GROWTH_MB = 16.0
 """Of a process between the first tenth of its frames and the last."""
 _CHUNK = 50_000
@@ -30,12 +35,24 @@ class PortReport:
     seconds: float
 
 
-def run_fuzz(frames: int, *, seed: int, jobs: int) -> int:
+def parse_ports(text: str) -> tuple[str, ...]:
+    """Ports by name, comma-separated; "" is all of them. InvalidRequestError if one is not."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in EVERY_PORT:
+            raise InvalidRequestError(
+                f"a port must be one of {', '.join(EVERY_PORT)}, got {name!r}",
+                reason="UNKNOWN_PORT",
+            )
+    return names or EVERY_PORT
+
+
+def run_fuzz(frames: int, *, seed: int, jobs: int, ports: Sequence[str] = EVERY_PORT) -> int:
     """Feed so many frames to every port and print what came of it; the exit status."""
     context = multiprocessing.get_context("spawn")
     failed = False
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for done in pool.map(partial(fuzz, frames=frames, seed=seed), (*PORTS, LANE)):
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=end_with_parent) as pool:
+        for done in pool.map(partial(fuzz, frames=frames, seed=seed), ports):
             rate = frames / max(done.seconds, 1e-9)
             sys.stdout.write(
                 f"{done.report}\nmemory grew by {done.growth_mb:.1f} MB, {rate:.0f} frames/s\n"

@@ -19,7 +19,7 @@ import torch
 from outrider.chaos.faults import Fault
 from outrider.chaos.schedule import Schedule
 from outrider.chaos.shrink import shrink
-from outrider.process import run, tune_interpreter
+from outrider.process import end_with_parent, run, tune_interpreter
 from outrider_chaos.parts import Models
 from outrider_chaos.run import Oracle, Outcome, listen_in_calm, run_schedule
 from outrider_chaos.tiny import make_eagle3_head, make_target
@@ -60,7 +60,7 @@ def run_seeds(
     with ProcessPoolExecutor(
         min(jobs, len(seeds)),
         mp_context=context,
-        initializer=_prepare,
+        initializer=_prepare_worker,
         initargs=(target, head, slowness),
     ) as pool:
         for outcome in pool.map(_run_here, map(Schedule.of, seeds)):
@@ -135,6 +135,12 @@ class _Process:
 
     models: Models
     oracle: Oracle
+
+
+def _prepare_worker(target: Path, head: Path, slowness: float) -> None:
+    # Loading takes long enough for a driver to die meanwhile.
+    end_with_parent()
+    _prepare(target, head, slowness)
 
 
 def _prepare(target: Path, head: Path, slowness: float = 1.0) -> None:

@@ -1,14 +1,13 @@
-"""Commands that are processes of their own: they import what the client must not (torch, Ray)."""
+"""Commands that are programs of their own: they import what the client must not (torch, Ray)."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import outrider
 from outrider.errors import NotFoundError
@@ -21,10 +20,11 @@ _FOLDERS = {
 """Where a checkout keeps packages that may not be installed."""
 
 
-def run_module(module: str, args: Sequence[str]) -> int:
-    """Run `python -m MODULE ARGS` in the foreground; its exit status.
+def run_module(module: str, args: Sequence[str]) -> NoReturn:
+    """Become `python -m MODULE ARGS`: signals, and the exit status, are those of that module.
 
-    Raises NotFoundError if this installation does not have it.
+    A process of its own beside this one would go on when this one is killed. Raises NotFoundError
+    if this installation does not have the module.
     """
     env = dict(os.environ)
     top_level = module.partition(".")[0]
@@ -34,19 +34,6 @@ def run_module(module: str, args: Sequence[str]) -> int:
         if not (folder / top_level / "__init__.py").is_file():
             raise NotFoundError(f"{top_level} is not installed here", reason="NOT_INSTALLED")
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
-    with subprocess.Popen([sys.executable, "-m", module, *args], env=env) as child:
-        # A terminal's Ctrl-C reaches the child by itself; a SIGTERM is sent to us alone.
-        before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-        try:
-            return _wait(child)
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Its exit status; interrupts are the child's to handle."""
-    while True:
-        try:
-            return child.wait()
-        except KeyboardInterrupt:
-            continue
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, "-m", module, *args], env)

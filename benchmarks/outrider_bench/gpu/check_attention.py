@@ -26,6 +26,7 @@ from outrider.engine.kernels.attention.config import AttentionConfig, choose_con
 from outrider.engine.kernels.attention.layout import RoundLayout, tree_layout
 from outrider.engine.kernels.attention.rotary import rotary_table, rotary_write
 from outrider.engine.kernels.attention.tree import tree_attention
+from outrider.process import end_with_parent
 from outrider_bench.gpu.tune_linear import seconds
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN = 32, 32, 8, 128, 4096
@@ -217,7 +218,7 @@ def compile_all(shapes: tuple[Shape, ...]) -> None:
     started = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     workers = min(14, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
         failed = [error for error in pool.map(_compile, jobs.values(), chunksize=2) if error]
     spent = time.perf_counter() - started
     print(f"compiled {len(jobs)} kernels in {spent:.0f} s, {len(failed)} failed", flush=True)

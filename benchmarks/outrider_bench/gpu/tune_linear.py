@@ -34,6 +34,7 @@ from outrider.engine.kernels.linear.configs import (
 from outrider.engine.kernels.linear.fused import fused_linear_torch, fused_linear_triton
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.runtime import cdiv
+from outrider.process import end_with_parent
 
 TUNED_ROWS = (8, 32, 64)  # for the row tiles 16, 32 and 64
 TIMED_ROWS = (1, 8, 16, 32, 64)
@@ -176,7 +177,7 @@ def compile_all(jobs: Iterable[tuple[Product, LinearConfig]]) -> None:
     workers = min(14, os.cpu_count() or 1)
     started = time.perf_counter()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
         failed = [error for error in pool.map(_compile, unique, chunksize=4) if error]
     spent = f"{time.perf_counter() - started:.0f} s"
     print(f"compiled {len(unique)} variants in {spent}, {len(failed)} failed", flush=True)
