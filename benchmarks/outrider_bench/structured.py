@@ -31,7 +31,8 @@ WORDS = ["name", "age", "city", "colour", "price", "score", "title", "tags", "co
 WORDS += ["active", "level", "size", "note"]
 TOPICS = ["a fruit", "a city", "a film", "a bird", "a meal", "a planet", "a song", "a tool"]
 TOPICS += ["a sport", "a book"]
-MAX_TOKENS = 200
+FREE_TOKENS = 50
+"""Of an answer without a form."""
 
 
 def schemas(count: int, seed: int) -> list[dict[str, Any]]:
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="the model's directory")
     parser.add_argument("--schemas", type=int, default=500)
     parser.add_argument("--free", type=int, default=100, help="prompts to answer without a form")
+    parser.add_argument("--max-tokens", type=int, default=400, help="of an answer with a form")
     parser.add_argument("--at-a-time", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -153,10 +155,10 @@ def main() -> None:
 
     def bound(number: int) -> GenerateResult:
         schema = forms[number]
-        return ask(args.router, schema, number, json_schema=schema, max_tokens=MAX_TOKENS)
+        return ask(args.router, schema, number, json_schema=schema, max_tokens=args.max_tokens)
 
     def free(number: int) -> GenerateResult:
-        return ask(args.router, forms[number], number, max_tokens=MAX_TOKENS // 4)
+        return ask(args.router, forms[number], number, max_tokens=FREE_TOKENS)
 
     with ThreadPoolExecutor(args.at_a_time) as pool:
         answers = list(pool.map(bound, range(len(forms))))
