@@ -32,7 +32,8 @@ WORDS = ["name", "age", "city", "colour", "price", "score", "title", "tags", "co
 WORDS += ["active", "level", "size", "note"]
 TOPICS = ["a fruit", "a city", "a film", "a bird", "a meal", "a planet", "a song", "a tool"]
 TOPICS += ["a sport", "a book"]
-MAX_TOKENS = 200
+FREE_TOKENS = 50
+"""Of an answer without a form."""
 
 
 def schemas(count: int, seed: int) -> list[dict[str, Any]]:
@@ -171,15 +172,16 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="the model's directory")
     parser.add_argument("--schemas", type=int, default=500)
     parser.add_argument("--free", type=int, default=100, help="prompts to answer without a form")
+    parser.add_argument("--max-tokens", type=int, default=400, help="of an answer with a form")
     parser.add_argument("--at-a-time", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--free-tokens", type=int, default=MAX_TOKENS // 4, help="of those at most")
+    parser.add_argument("--free-tokens", type=int, default=FREE_TOKENS, help="of those at most")
     args = parser.parse_args()
     forms = schemas(args.schemas, args.seed)
 
     def bound(number: int) -> Answer:
         schema = forms[number]
-        return ask(args.router, schema, number, json_schema=schema, max_tokens=MAX_TOKENS)
+        return ask(args.router, schema, number, json_schema=schema, max_tokens=args.max_tokens)
 
     def free(number: int) -> Answer:
         return ask(args.router, forms[number], number, max_tokens=args.free_tokens)

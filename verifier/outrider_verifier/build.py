@@ -149,7 +149,12 @@ def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
             # The head's vocabulary is no larger.
             warp_bytes=(2 if config.drafts_itself else 1)
             * warp_bytes(config.max_sessions, model.vocab_size)
-            + legal_bytes(config.max_sessions, config.max_tree_nodes + 1, model.vocab_size),
+            + legal_bytes(
+                config.max_sessions,
+                config.max_tree_nodes + 1,
+                config.draft_length + 1 if config.drafts_itself else 0,
+                model.vocab_size,
+            ),
         ),
         bytes_per_token=per_token,
         most_tokens=config.max_sessions * (longest + config.max_tree_nodes),

@@ -245,10 +245,8 @@ class Core:
             )
 
     def _own_draft(self, spec: SessionSpec, plan: Plan) -> int:
-        """Length of the drafts that this process makes for a session; 0: it makes none. Where the
-        tree is drawn on the device nobody could have masked it."""
+        """Length of the drafts that this process makes for a session; 0: it makes none."""
         own = spec.drafter_id is None and plan.speculative and plan.method in OWN_METHODS
-        own = own and spec.structured_output is None
         return self._runner.drafts_itself if own else 0
 
     def _set_drafter(self, command: SetDrafter) -> None:

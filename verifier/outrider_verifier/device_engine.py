@@ -46,6 +46,7 @@ from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_groups import Chunk, Group, add_prompts, asked_of, group_rows
 from outrider_verifier.device_seats import Seats
 from outrider_verifier.engine import wire_array
+from outrider_verifier.form_drafts import follow_forms
 from outrider_verifier.judged import Judged, decoded, read_logprobs
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.runner import Flight, RoundOutcome, RowOutcome
@@ -128,6 +129,7 @@ class DeviceRoundEngine:
             max_nodes=config.max_tree_nodes + 1,
             vocab_size=target.vocab_size,
             device=target.device,
+            own_nodes=1 + shape.num_nodes if head is not None else 0,
         )
         own_head = None
         if head is not None:
@@ -285,6 +287,7 @@ class DeviceRoundEngine:
         for group in groups:
             prompts = [chunk.row for chunk in group.chunks]
             group.blank = self._seats.note_drafts(group.seats, prompts, own=group.own)
+            follow_forms(group, self.rounds.form_drafts)
         submitted = time.perf_counter()
         for group in groups:
             group.launched = self.rounds.launch(

@@ -105,7 +105,10 @@ def group_rows(
         for places in [alike] if own else _fitting(alike, verify, most_rows):
             rows = [verify[place] for place in places]
             group = Group(places, rows, [seats[place] for place in places])
-            group.inputs = _masked(round_rows(rows, group.seats), rows)
+            group.inputs = round_rows(rows, group.seats)
+            if not own:
+                # What is legal behind own drafts is known once these are.
+                group.inputs = _masked(group.inputs, rows)
             group.drafts = Drafts.OWN if own else group.inputs.drafts
             group.judge = _judge(group.seats)
             groups.append(group)

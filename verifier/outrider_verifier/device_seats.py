@@ -72,7 +72,7 @@ class Seats:
         its own: the next round has none."""
         slot = self._slots.open(session.kv)
         kept = self._suspended.give(session)
-        # The own head drafts for no session that is in a grammar.
+        # What a grammar allows the own head to draft, the host says round by round.
         warped = [
             _begin_warp(warps, slot, session, target=warps is self._slots.warp)
             for warps in self._warps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from outrider.engine.acceptance import AcceptRow
 from outrider_verifier.inbox import Held
 from outrider_verifier.rows import Draft, tree_mask
 from outrider_verifier.sessions import Session
+
+_NO_IDS: Final = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -170,10 +173,18 @@ def accept_row(session: Session, logits_start: int, draft: Draft | None) -> Acce
 def legal_masks(session: Session, draft: Draft | None) -> NDArray[np.uint32] | None:
     """uint32 [1 + N, W]: what the session's grammar allows after its root and after the N nodes of
     its draft; None if it has none."""
-    constraint = session.constraint
-    if constraint is None:
+    if session.constraint is None:
         return None
-    constraint.follow(session.tokens[session.spec.prompt_len : session.length])
     if draft is None:
-        return constraint.legal()[None]
-    return constraint.masks(draft.tree.tokens, draft.tree.parents)
+        return legal_after(session, _NO_IDS, _NO_IDS)
+    return legal_after(session, draft.tree.tokens, draft.tree.parents)
+
+
+def legal_after(
+    session: Session, tokens: NDArray[np.int32], parents: NDArray[np.int32]
+) -> NDArray[np.uint32]:
+    """The same for tokens and parents int32 [N] of a session that is in a grammar."""
+    constraint = session.constraint
+    assert constraint is not None
+    constraint.follow(session.tokens[session.spec.prompt_len : session.length])
+    return constraint.masks(tokens, parents)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outrider.engine.device.drawing import Drawing, chain_path, tree_path
 from outrider.engine.device.head_weights import HeadWeights
+from outrider.engine.device.legal_drafts import only_legal
 from outrider.engine.device.own_law import own_law
 from outrider.engine.draft_sampling import LawLimits
 from outrider.engine.kernels.attention.rotary import rotary_table, rotary_write
@@ -146,6 +147,7 @@ class DraftProgram:
         with_probs: bool = False,
         law_limits: LawLimits | None = None,
         drawing: Drawing | None = None,
+        legal: Tensor | None = None,
         prune: bool = True,
     ) -> ChainDraft:
         """Catch up, then draft `length` tokens by each session's rule.
@@ -154,6 +156,8 @@ class DraftProgram:
         ones draw from the laws that `with_probs` returns. warp: what sessions do to draft logits;
         None: nothing. law_limits: draw from laws within these instead, and return them; rejection
         sessions only. drawing: whose rule, warper and noise; None: those of the rows' slots.
+        legal: int32 [length, B, W], bits of the target ids that may be drafted at each level, none
+        of them being any; None: any.
         """
         layout = self._layout(rows, num_steps=length - 1)
         places = self._places(layout)
@@ -173,6 +177,8 @@ class DraftProgram:
                 session = Seen(rows.tables, rows.slots, layout.positions[here])
                 x = self._step(block, places.at(here), session, num_nodes=1, mask=None)
             logits = self.logits(x)
+            if legal is not None:
+                logits = only_legal(logits, legal[level], ids)
             if warp is not None:
                 logits = warp_drafts(logits, warp, *where, chain_path(told, columns))
             if law_limits is not None:
@@ -203,11 +209,13 @@ class DraftProgram:
         warp: WarpState | None = None,
         coupled: bool = False,
         drawing: Drawing | None = None,
+        legal: Tensor | None = None,
     ) -> TreeDraft:
         """Catch up, then grow EAGLE's dynamic tree.
 
         Nodes are ranked by sums of log softmax(logits / T); those of coupled sessions by shared
-        noise, if `coupled` says that there may be any. warp, drawing: as for `chain`.
+        noise, if `coupled` says that there may be any. warp, drawing: as for `chain`; legal: too,
+        int32 [1, B, W], of the first level.
         """
         batch, width = rows.slots.shape[0], min(top_k, num_nodes)
         layout = self._layout(rows, num_steps=depth - 1, step_rows=width)
@@ -234,6 +242,8 @@ class DraftProgram:
                 x = self._step(block, places.at(here), session, num_nodes=width, mask=mask)
                 place += batch * width
             logits, count = self.logits(x), width if level else 1
+            if legal is not None and not level:
+                logits = only_legal(logits, legal[0], target_ids)
             if warp is not None:
                 path = tree_path(told, drafted, mask)
                 following = layout.following[level].repeat_interleave(count)

@@ -21,25 +21,33 @@ Masks = NDArray[np.uint32]
 """[n, W], id i is bit i % 32 of word i // 32."""
 
 
-def legal_bytes(max_sessions: int, max_nodes: int, vocab_size: int) -> int:
+def legal_bytes(max_sessions: int, max_nodes: int, own_nodes: int, vocab_size: int) -> int:
     """Memory of `LegalRows`."""
-    return 4 * _rows(max_sessions, max_nodes) * -(-vocab_size // 32)
+    return 4 * _rows(max_sessions, max_nodes, own_nodes) * -(-vocab_size // 32)
 
 
-def _rows(max_sessions: int, max_nodes: int) -> int:
+def _rows(max_sessions: int, max_nodes: int, own_nodes: int) -> int:
     """Rows of bits of a launch: one is for rows that nobody looks at."""
     decoding = max(min(max_sessions * max_nodes, MOST_TOKEN_ROWS), max_nodes)
-    return 1 + decoding + PIECE_BUCKETS[-1]
+    # Launches with own drafts are not split.
+    return 1 + max(decoding, max_sessions * own_nodes) + PIECE_BUCKETS[-1]
 
 
 class LegalRows:
     """Static tensors of what is legal, filled before a launch, in the order of the stream."""
 
     def __init__(
-        self, *, max_sessions: int, max_nodes: int, vocab_size: int, device: torch.device
+        self,
+        *,
+        max_sessions: int,
+        max_nodes: int,
+        own_nodes: int,
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
-        """`max_nodes`: of a row, the root included."""
-        rows = _rows(max_sessions, max_nodes)
+        """`max_nodes`: of a row, the root included; `own_nodes`: of one with own drafts, 0 if there
+        are none."""
+        rows = _rows(max_sessions, max_nodes, own_nodes)
         words = -(-vocab_size // 32)
         bits = zeros(rows * words, device).view(rows, words)
         with torch.inference_mode(False):

@@ -45,6 +45,12 @@ class OwnShape(NamedTuple):
         return min(self.depth or default_depth(self.num_nodes), self.num_nodes)
 
     @property
+    def maskable_levels(self) -> int:
+        """Levels of which the host can say what may be drafted there: all of a chain, in which a
+        level has one place; of a tree the first."""
+        return 1 if self.is_tree else self.num_nodes
+
+    @property
     def extra_slots(self) -> int:
         """K/V slots that may be written past those that the host knows to be committed: two rounds
         may be unsettled, and the steps of the next drafts stand behind them."""
@@ -87,6 +93,13 @@ class OwnHead:
             count, config.draft_vocab_size, device, draft_columns=weights.draft_columns
         )
         """What the sessions do to the head's logits."""
+        self._features = torch.zeros(
+            (count, config.hidden_size), dtype=pool.storage.dtype, device=device
+        )
+        """[X, H]: of what each session's newest token was sampled from; kept in rounds in which a
+        session may be in a grammar."""
+        self.padding = slots.padding
+        """The slot of padding rows."""
         if shape.is_tree:
             self.parents = torch.full(size, PADDING_NODE, dtype=torch.int32, device=device)
             return
@@ -106,6 +119,27 @@ class OwnHead:
     def draft(self, rows: NewRows, *, sampled: bool) -> None:
         """Catch up on real rows and draft for each of their sessions. sampled: whether any session
         may warp its logits or need the laws of its drafts."""
+        if sampled:
+            live = _live_rows(rows.counts, rows.tokens.shape[1])
+            features = rows.features.flatten(0, 1)[live].to(self._features.dtype)
+            self._features.index_copy_(0, rows.slots.long(), features)
+        self._draft(rows, sampled=sampled)
+
+    def redraft(self, slots: Tensor, legal: Tensor) -> None:
+        """Draft anew for sessions whose last drafts nobody has verified. slots: int32 [B]; legal:
+        int32 [L, B, W], the target ids that may be drafted at each maskable level."""
+        sequence, places = self._slots.sequence, slots.long()
+        newest = NewRows(
+            slots=slots,
+            tables=sequence.tables,
+            tokens=sequence.roots[places][:, None],
+            features=self._features[places][:, None],
+            counts=(slots != self.padding).int(),
+            starts=(sequence.lengths[places] - 2).clamp(min=0),
+        )
+        self._draft(newest, sampled=True, legal=legal)
+
+    def _draft(self, rows: NewRows, *, sampled: bool, legal: Tensor | None = None) -> None:
         places, state = rows.slots.long(), self._slots.sampling
         warp = self.warp.state if sampled else None
         if self.parents is not None:
@@ -117,13 +151,26 @@ class OwnHead:
                 depth=self.shape.levels,
                 warp=warp,
                 coupled=True,
+                legal=legal,
             )
             self.tokens.index_copy_(0, places, tree.tokens)
             self.parents.index_copy_(0, places, tree.parents)
             return
         chain = self.program.chain(
-            rows, length=self.shape.num_nodes, state=state, warp=warp, with_probs=sampled
+            rows,
+            length=self.shape.num_nodes,
+            state=state,
+            warp=warp,
+            with_probs=sampled,
+            legal=legal,
         )
         self.tokens.index_copy_(0, places, chain.tokens)
         if self.law is not None and chain.probs is not None:
             self.law.probs.index_copy_(0, places, chain.probs)
+
+
+def _live_rows(counts: Tensor, width: int) -> Tensor:
+    """int64 [B]: the last of each session's `counts` int32 [B] rows among the B * width rows."""
+    first = torch.arange(0, len(counts) * width, width, dtype=torch.int64, device=counts.device)
+    rows: Tensor = first + counts.clamp(min=1) - 1
+    return rows

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from outrider.engine.device.brake import Brake
 from outrider.engine.device.buffers import Downloader, Readback
 from outrider.engine.device.family import ShapeFamily
+from outrider.engine.device.form_drafts import FormDrafts
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.inputs import RoundInputs
 from outrider.engine.device.law_inputs import LawInputs
@@ -85,6 +86,12 @@ class DeviceRounds:
         self._laws = LawInputs(max_rows=slots.padding, device=target.device)
         self._pieces: dict[int, PieceInputs] = {}
         self._downloads = Downloader(target.device)
+        self.form_drafts: FormDrafts | None = None
+        """Of the own head; None without one."""
+        if own_head is not None:
+            self.form_drafts = FormDrafts(
+                own_head, self.graphs, max_sessions=slots.padding, vocab_size=target.vocab_size
+            )
         self.brake: Brake | None = None
         """Benchmarks only: what makes rounds last longer."""
 

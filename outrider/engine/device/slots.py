@@ -44,8 +44,10 @@ class SessionSlots:
         max_nodes: int,
         vocab_size: int,
         device: torch.device,
+        own_nodes: int = 0,
     ) -> None:
-        """`max_len`: most K/V slots of a session; `max_nodes`: most nodes of a row."""
+        """`max_len`: most K/V slots of a session; `max_nodes`: most nodes of a row; `own_nodes`:
+        nodes of a row with drafts of this process's own head."""
         pool.name_by_tables()
         self._free = FreeSlots(max_sessions, reason="SESSIONS_EXHAUSTED")
         self.padding = self._free.padding
@@ -67,7 +69,11 @@ class SessionSlots:
         self.warp = WarpSlots(count, vocab_size, device)
         """What the sessions do to the target's logits."""
         self.legal = LegalRows(
-            max_sessions=max_sessions, max_nodes=max_nodes, vocab_size=vocab_size, device=device
+            max_sessions=max_sessions,
+            max_nodes=max_nodes,
+            own_nodes=own_nodes,
+            vocab_size=vocab_size,
+            device=device,
         )
         """What their grammars allow, launch by launch."""
         self._pool, self._device, self._blocks = pool, device, blocks

@@ -30,6 +30,8 @@ def warm_up(rounds: DeviceRounds, device: torch.device) -> dict[RoundShape, floa
         if time.monotonic() - said > _PROGRESS_S:
             said = time.monotonic()
             logger.info("capturing rounds", extra={"done": done + 1, "of": len(shapes)})
+    if rounds.form_drafts is not None:
+        rounds.form_drafts.warm_up()
     rounds.graphs.sealed = True
     left, _ = torch.cuda.mem_get_info(device)
     logger.info(

@@ -17,7 +17,6 @@ from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.text.tokenizer import Tokenizer
 from tests.unit.verifier.device_serving import (
-    OWN,
     PROMPTS,
     SAMPLINGS,
     run_all,
@@ -94,19 +93,6 @@ async def test_drafts_from_outside_change_no_text_and_stand(
         results = await run_drafted(service, known, plan, SAMPLINGS[name], **SPEC)
     assert texts_of(results) == texts[name]
     assert all(stats.accepted > 0 for _, stats in results)
-
-
-@pytest.mark.parametrize("placement", ["colocated", "fused"])
-async def test_beside_own_drafts_of_others_a_session_in_a_grammar_decodes_plainly(
-    placement: str, tiny_target: Path, tiny_head: Path, texts: dict[str, Texts]
-) -> None:
-    async with serving(tiny_target, tiny_head, placement=placement) as service:
-        free, bound = await asyncio.gather(
-            run_one(service, "free", OWN, SAMPLINGS["coupled"]),
-            run_one(service, "bound", OWN, SAMPLINGS["coupled"], **SPEC),
-        )
-    assert bound[0] == texts["coupled"][0]
-    assert bound[1].proposed == 0 and free[1].proposed > 0
 
 
 async def run_one(

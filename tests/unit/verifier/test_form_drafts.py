@@ -1,0 +1,170 @@
+"""A head in the verifier's process drafts for sessions in a grammar: one text, legal drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from outrider_verifier import form_drafts
+
+from outrider.engine.device.form_drafts import FormDrafts
+from outrider.engine.kernels.attention.layout import PADDING_NODE
+from outrider.grammar.constraint import allows
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider.text.tokenizer import Tokenizer
+from outrider.wire.messages import SpecStats
+from tests.unit.verifier.device_serving import OWN, SAMPLINGS, run_all, serving
+from tests.unit.verifier.preempting import preempt_often, preemptions
+from tests.unit.verifier.test_structured_sessions import FORM, SPEC, run_one, texts_of
+
+TREE_NODES = 12
+Results = list[tuple[list[int], SpecStats]]
+
+
+def plan_of(topk: int) -> tuple[Plan, dict[str, Any]]:
+    """A chain, or a tree, and the verifier's settings for it."""
+    if topk == 1:
+        return OWN, {}
+    plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=TREE_NODES)
+    return plan, {"draft_length": TREE_NODES, "draft_topk": topk}
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_target: Path) -> dict[str, list[list[int]]]:
+    """Plain text in the form, by sampling, from the host's engine."""
+
+    async def collect() -> dict[str, list[list[int]]]:
+        async with serving(tiny_target, device=None) as service:
+            return {
+                name: texts_of(await run_all(service, Plan(), SAMPLINGS[name], **SPEC))
+                for name in ("greedy", "coupled", "counted")
+            }
+
+    return asyncio.run(collect())
+
+
+def accepted(results: Results) -> int:
+    return sum(stats.accepted for _, stats in results)
+
+
+@pytest.mark.parametrize(
+    ("placement", "topk", "name"),
+    [("fused", 1, "coupled"), ("colocated", 1, "greedy"), ("fused", 4, "counted")],
+)
+async def test_own_drafts_change_no_text_and_stand(
+    name: str,
+    placement: str,
+    topk: int,
+    tiny_target: Path,
+    tiny_head: Path,
+    texts: dict[str, list[list[int]]],
+) -> None:
+    plan, settings = plan_of(topk)
+    async with serving(tiny_target, tiny_head, placement=placement, **settings) as service:
+        results = await run_all(service, plan, SAMPLINGS[name], **SPEC)
+    assert texts_of(results) == texts[name]
+    assert all(stats.proposed > 0 for _, stats in results)
+    # Of a random head over 384 ids; what a form leaves open is little.
+    assert accepted(results) > 0
+
+
+@pytest.mark.parametrize(("rule", "topk"), [(Rule.REJECTION, 1), (Rule.TARGET_ONLY, 4)])
+async def test_rules_that_toss_coins_stay_in_the_grammar(
+    rule: Rule, topk: int, tiny_target: Path, tiny_head: Path
+) -> None:
+    tokenizer, (plan, settings) = Tokenizer.load(tiny_target), plan_of(topk)
+    sampling = SamplingParams(temperature=1.2, rule=rule, seed=3)
+    async with serving(tiny_target, tiny_head, placement="fused", **settings) as service:
+        results = await run_all(service, plan, sampling, **SPEC)
+    for tokens, stats in results:
+        assert re.fullmatch(FORM.text, tokenizer.decode(tokens[:-1]))
+        assert stats.proposed > 0
+    assert accepted(results) > 0
+
+
+async def test_beside_others_each_has_its_own_text(
+    tiny_target: Path, tiny_head: Path, texts: dict[str, list[list[int]]]
+) -> None:
+    async with serving(tiny_target, tiny_head, placement="fused") as service:
+        alone = await run_one(service, "alone", OWN, SAMPLINGS["coupled"])
+        free, bound = await asyncio.gather(
+            run_one(service, "free", OWN, SAMPLINGS["coupled"]),
+            run_one(service, "bound", OWN, SAMPLINGS["coupled"], **SPEC),
+        )
+    assert bound[0] == texts["coupled"][0] and free[0] == alone[0]
+    assert bound[1].proposed > 0 and free[1].accepted == alone[1].accepted
+
+
+async def test_preempted_sessions_draft_on(
+    tiny_target: Path, tiny_head: Path, texts: dict[str, list[list[int]]]
+) -> None:
+    async with serving(tiny_target, tiny_head, placement="fused", preemption="swap") as service:
+        preempt_often(service)
+        results = await run_all(service, OWN, SAMPLINGS["coupled"], **SPEC)
+        assert preemptions(service) >= 6
+    assert texts_of(results) == texts["coupled"]
+
+
+class Seen:
+    """What was drafted and what was legal there, round by round."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.first, self.nodes, self.redrafted = list[bool](), list[bool](), list[bool]()
+        follow, redraft = form_drafts.follow_forms, FormDrafts.redraft
+
+        def spy(group: Any, drafts: FormDrafts | None) -> None:
+            follow(group, drafts)
+            if drafts is not None and group.own and group.inputs.legal is not None:
+                tokens, parents = drafts.read([seat.slot for seat in group.seats])
+                for number, masks in enumerate(group.inputs.legal):
+                    if masks is not None and number not in group.blank:
+                        self._note(tokens[number], parents[number], masks)
+
+        def again(drafts: FormDrafts, slots: Sequence[int], legal: NDArray[np.uint32]) -> None:
+            before, _ = drafts.read(slots)
+            redraft(drafts, slots, legal)
+            after, _ = drafts.read(slots)
+            for old, new, levels in zip(before, after, legal, strict=True):
+                if drafts.levels > 1:
+                    # What was allowed already is drafted again, up to what was not.
+                    fits = [allows(levels[n], t) for n, t in enumerate(old.tolist())]
+                    same = fits.index(False) if False in fits else len(fits)
+                    self.redrafted.append(old[:same].tolist() == new[:same].tolist())
+
+        monkeypatch.setattr("outrider_verifier.device_engine.follow_forms", spy)
+        monkeypatch.setattr(FormDrafts, "redraft", again)
+
+    def _note(
+        self, tokens: NDArray[np.int32], parents: NDArray[np.int32], masks: NDArray[np.uint32]
+    ) -> None:
+        assert len(masks) == 1 + len(tokens)
+        for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
+            if parent != PADDING_NODE:
+                legal = allows(masks[parent + 1], token)
+                self.nodes.append(legal)
+                if parent < 0:
+                    self.first.append(legal)
+
+
+@pytest.mark.parametrize(("rule", "topk"), [("coupled", 1), ("rejection", 1), ("coupled", 4)])
+async def test_what_is_drafted_is_legal(
+    rule: str, topk: int, tiny_target: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen(monkeypatch)
+    sampling = SamplingParams(temperature=0.9, seed=4, rule=Rule(rule))
+    plan, settings = plan_of(topk)
+    async with serving(tiny_target, tiny_head, placement="fused", **settings) as service:
+        await run_all(service, plan, sampling, **SPEC)
+    # Where the head's vocabulary has nothing that may follow, it drafts what it likes.
+    assert sum(seen.first) > 0.9 * len(seen.first) > 20
+    if topk == 1:
+        assert seen.redrafted and all(seen.redrafted)
+    if rule == "coupled" and topk == 1:
+        assert sum(seen.nodes) > 0.9 * len(seen.nodes)
