@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
@@ -23,8 +23,10 @@ from outrider.client.local import (
 )
 from outrider.client.processes import ChildProcess
 from outrider.errors import UnavailableError
+from outrider.wire.inference import ServerInfo
 
 START_S: Final = 600.0
+"""Longest wait for a process to serve, to end, or to be seen by the router."""
 VERIFIER: Final = "verifier"
 DRAFTER: Final = "drafter"
 ROUTER: Final = "router"
@@ -78,7 +80,7 @@ class Pool:
             stack.callback(router.close)
             router.start()
             router.wait_ready(START_S)
-            self.wait_healthy()
+            self.wait_idle()
             yield self
 
     @property
@@ -94,29 +96,40 @@ class Pool:
         if process.exit_status is not None:
             process.start()
             process.wait_ready(START_S)
-        self.wait_healthy()
+        self.wait_idle()
 
-    def wait_healthy(self) -> None:
-        """Wait until the router sees everybody, and nothing runs. Raises UnavailableError."""
+    def wait_idle(self) -> None:
+        """Wait until the router sees everybody, and nothing runs; UnavailableError if never."""
+        self._wait(lambda info: self._serves(info) and not any(v.sessions for v in info.verifiers))
+
+    def wait_serving(self) -> None:
+        """Wait until the router sees everybody, whatever runs; UnavailableError if never."""
+        self._wait(self._serves)
+
+    def _wait(self, holds: Callable[[ServerInfo], bool]) -> None:
         end = time.monotonic() + START_S
         with Client(self.address, timeout_s=5.0, retry=RetryPolicy(max_attempts=1)) as client:
-            while not self._calm(client):
+            while not _asked(client, holds):
                 if time.monotonic() > end:
                     raise UnavailableError("the fleet is not healthy", reason="NOT_HEALTHY")
                 time.sleep(0.05)
 
-    def _calm(self, client: Client) -> bool:
-        try:
-            info = client.server_info()
-        except OutriderError:
-            return False
+    def _serves(self, info: ServerInfo) -> bool:
         links = sum(len(drafter.links) for drafter in info.drafters)
         return (
-            all(verifier.healthy for verifier in info.verifiers)
+            len(info.verifiers) == len(self.kinds[VERIFIER])
+            and len(info.drafters) == len(self.kinds[DRAFTER])
+            and all(verifier.healthy and not verifier.draining for verifier in info.verifiers)
             and all(drafter.healthy for drafter in info.drafters)
-            and not any(verifier.draining or verifier.sessions for verifier in info.verifiers)
             and links == len(info.verifiers) * len(info.drafters)
         )
+
+
+def _asked(client: Client, holds: Callable[[ServerInfo], bool]) -> bool:
+    try:
+        return holds(client.server_info())
+    except OutriderError:
+        return False
 
 
 def gpu_places(verifiers: int, drafters: int, gpus: int) -> list[list[str]]:

@@ -23,7 +23,6 @@ from typing import Final
 from outrider.client import Client, OutriderError, user
 from outrider.client.processes import ChildProcess
 from outrider_bench.environment import describe
-from outrider_bench.fleet import START_S, Fleet
 from outrider_bench.models import add_model_arguments, describe_placing, local_config
 from outrider_bench.pools import DRAFTER, ROUTER, START_S, VERIFIER, Pool
 from outrider_bench.prompts import load_prompts

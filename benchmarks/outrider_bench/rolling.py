@@ -26,8 +26,8 @@ from outrider.client.processes import ChildProcess
 from outrider.errors import InternalError, UnavailableError
 from outrider.wire.inference import ChatMessage
 from outrider_bench.environment import describe
-from outrider_bench.fleet import START_S, Fleet
 from outrider_bench.models import add_model_arguments, describe_placing, local_config
+from outrider_bench.pools import START_S, Pool
 from outrider_bench.prompts import load_prompts
 from outrider_bench.report import finish, percentiles, say
 
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> None:
     )
     with (
         tempfile.TemporaryDirectory(prefix="outrider-") as directory,
-        Fleet(config, Path(directory)).running() as fleet,
+        Pool(config, Path(directory), verifiers=2, drafters=2).running() as fleet,
     ):
         figures = asyncio.run(_measure(fleet, args))
         fleet.wait_idle()
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> None:
         raise InternalError("requests failed, or texts changed", reason="ROLLING_RESTART")
 
 
-async def _measure(fleet: Fleet, args: argparse.Namespace) -> dict[str, object]:
+async def _measure(fleet: Pool, args: argparse.Namespace) -> dict[str, object]:
     sessions = Sessions(fleet.address, args)
     await sessions.listen_in_calm()
     began = time.monotonic()
@@ -192,7 +192,7 @@ class Restart:
     """From there until the router sees everybody again."""
 
 
-def _restart_all(fleet: Fleet, args: argparse.Namespace) -> dict[str, list[Restart]]:
+def _restart_all(fleet: Pool, args: argparse.Namespace) -> dict[str, list[Restart]]:
     """Restart every process, one by one, so many times; blocks."""
     restarts: dict[str, list[Restart]] = {}
     for turn in range(args.turns):
@@ -206,7 +206,7 @@ def _restart_all(fleet: Fleet, args: argparse.Namespace) -> dict[str, list[Resta
     return restarts
 
 
-def _restart(fleet: Fleet, process: ChildProcess) -> Restart:
+def _restart(fleet: Pool, process: ChildProcess) -> Restart:
     assert process.pid is not None
     began = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)
