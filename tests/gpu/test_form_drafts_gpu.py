@@ -1,0 +1,66 @@
+"""Sessions in a grammar on a GPU, with graphs: the texts of the host's engine, own drafts or not."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from outrider.spec.plan import Plan
+from tests.unit.verifier.device_serving import SAMPLINGS, run_all, serving
+from tests.unit.verifier.test_form_drafts import accepted, plan_of
+from tests.unit.verifier.test_structured_sessions import SPEC, texts_of
+
+pytestmark = pytest.mark.gpu
+CUDA = "cuda:0"
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_target: Path) -> dict[str, list[list[int]]]:
+    """Plain text in the form, by sampling, from the host's engine."""
+
+    async def collect() -> dict[str, list[list[int]]]:
+        async with serving(tiny_target, device=None) as service:
+            return {
+                name: texts_of(await run_all(service, Plan(), SAMPLINGS[name], **SPEC))
+                for name in ("greedy", "coupled", "counted")
+            }
+
+    return asyncio.run(collect())
+
+
+@pytest.mark.parametrize("name", ["greedy", "coupled", "counted"])
+async def test_masks_on_the_device_keep_the_text(
+    name: str, tiny_target: Path, texts: dict[str, list[list[int]]]
+) -> None:
+    async with serving(tiny_target, device=CUDA, cuda_graphs=True) as service:
+        results = await run_all(service, Plan(), SAMPLINGS[name], **SPEC)
+    assert texts_of(results) == texts[name]
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("placement", ["fused", "colocated"])
+@pytest.mark.parametrize("topk", [1, 4], ids=["chain", "tree"])
+async def test_own_drafts_change_no_text_and_stand(
+    topk: int,
+    placement: str,
+    cuda_graphs: bool,
+    tiny_target: Path,
+    tiny_head: Path,
+    texts: dict[str, list[list[int]]],
+) -> None:
+    plan, settings = plan_of(topk)
+    for name in ("greedy", "coupled", "counted"):
+        async with serving(
+            tiny_target,
+            tiny_head,
+            device=CUDA,
+            cuda_graphs=cuda_graphs,
+            placement=placement,
+            **settings,
+        ) as service:
+            results = await run_all(service, plan, SAMPLINGS[name], **SPEC)
+        assert texts_of(results) == texts[name]
+        assert all(stats.proposed > 0 for _, stats in results)
+        assert accepted(results) > 0
