@@ -1,4 +1,4 @@
-"""Sessions in a grammar on a GPU, with graphs: the texts of the host's engine, own drafts or not."""
+"""Sessions in a grammar on a GPU, with graphs: the host engine's texts, own drafts or not."""
 
 from __future__ import annotations
 
