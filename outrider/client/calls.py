@@ -13,6 +13,7 @@ from outrider.errors import InternalError, InvalidMessageError, OutriderError
 from outrider.ids import RequestId
 from outrider.transport.grpc.options import GrpcConfig, channel_options
 from outrider.transport.grpc.status import lost_stream_error
+from outrider.wire.answer_codec import event_from_pb, result_from_pb, resumed_event_from_pb
 from outrider.wire.inference import (
     GenerateRequest,
     GenerateResult,
@@ -21,14 +22,7 @@ from outrider.wire.inference import (
     StreamEvent,
     StreamPosition,
 )
-from outrider.wire.inference_codec import (
-    event_from_pb,
-    position_to_pb,
-    request_to_pb,
-    result_from_pb,
-    resumed_event_from_pb,
-    stream_request_to_pb,
-)
+from outrider.wire.inference_codec import position_to_pb, request_to_pb, stream_request_to_pb
 from outrider.wire.server_info_codec import (
     abort_request_to_pb,
     abort_response_from_pb,

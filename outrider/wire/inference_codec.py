@@ -1,4 +1,4 @@
-"""The public API's dataclasses to protobuf and back.
+"""Requests of the public API to protobuf and back; their answers are in `answer_codec`.
 
 `*_from_pb` validate what the other side sent (InvalidMessageError, an InvalidRequestError);
 `*_to_pb` turn values that the contract cannot hold into InvalidRequestError.
@@ -15,20 +15,15 @@ from google.protobuf.message import Message
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.sampling import MAX_BANNED_IDS
-from outrider.wire.checks import count, fail, logprob, number, text, token_ids
+from outrider.wire.checks import count, fail, number, text, token_ids
 from outrider.wire.common_codec import (
-    FINISH_REASONS,
-    FINISH_REASONS_FROM_PB,
     METHODS,
     METHODS_FROM_PB,
     RULES,
     RULES_FROM_PB,
     bias_from_pb,
     bias_to_pb,
-    known,
     maybe,
-    stats_from_pb,
-    stats_to_pb,
     structured_from_pb,
     structured_to_pb,
 )
@@ -43,21 +38,14 @@ from outrider.wire.inference import (
     MAX_TOP_LOGPROBS,
     ChatMessage,
     ChatPrompt,
-    Delta,
-    FinishInfo,
     GenerateRequest,
-    GenerateResult,
     Prompt,
-    PromptInfo,
     SamplingOptions,
     SpeculationOptions,
     StoppingOptions,
-    StreamEvent,
     StreamPosition,
     TextPrompt,
-    TokenLogprobs,
     TokenPrompt,
-    Usage,
 )
 from outrider.wire.limits import MAX_CHARACTERS, MAX_PRIORITY, MAX_SEQUENCE_LEN
 from outrider.wire.v1 import inference_pb2 as pb
@@ -240,100 +228,6 @@ def _speculation_from_pb(message: pb.SpeculationOptions) -> SpeculationOptions:
     )
 
 
-def _prompt_info_to_pb(info: PromptInfo) -> pb.PromptInfo:
-    return pb.PromptInfo(
-        request_id=info.request_id, prompt_tokens=info.prompt_tokens, model=info.model
-    )
-
-
-def _prompt_info_from_pb(message: pb.PromptInfo) -> PromptInfo:
-    return PromptInfo(
-        request_id=RequestId(text(message.request_id, "request_id")),
-        prompt_tokens=message.prompt_tokens,
-        model=text(message.model, "model", empty=True),
-    )
-
-
-def _delta_to_pb(delta: Delta) -> pb.Delta:
-    message = pb.Delta(text=delta.text, token_ids=delta.token_ids)
-    for entry in delta.logprobs:
-        message.logprobs.add(
-            logprob=entry.logprob,
-            top_token_ids=[token for token, _ in entry.top],
-            top_logprobs=[value for _, value in entry.top],
-        )
-    return message
-
-
-def _delta_from_pb(message: pb.Delta) -> Delta:
-    ids = token_ids(message.token_ids, "token_ids", high=MAX_SEQUENCE_LEN)
-    if len(message.logprobs) not in (0, len(ids)):
-        fail(f"logprobs must have {len(ids)} entries or none, got {len(message.logprobs)}")
-    return Delta(
-        text=message.text,
-        token_ids=ids,
-        logprobs=tuple(_token_logprobs_from_pb(entry) for entry in message.logprobs),
-    )
-
-
-def _token_logprobs_from_pb(message: pb.TokenLogprobs) -> TokenLogprobs:
-    ids = token_ids(message.top_token_ids, "top_token_ids", high=MAX_TOP_LOGPROBS)
-    if len(message.top_logprobs) != len(ids):
-        fail(f"top_logprobs must have {len(ids)} entries, got {len(message.top_logprobs)}")
-    values = [logprob(value, "top_logprobs") for value in message.top_logprobs]
-    return TokenLogprobs(logprob(message.logprob, "logprob"), tuple(zip(ids, values, strict=True)))
-
-
-def _finish_to_pb(finish: FinishInfo) -> pb.FinishInfo:
-    return pb.FinishInfo(
-        reason=FINISH_REASONS[finish.reason],
-        usage=pb.Usage(
-            prompt_tokens=finish.usage.prompt_tokens,
-            completion_tokens=finish.usage.completion_tokens,
-        ),
-        spec_decode_stats=stats_to_pb(finish.stats),
-        stop_string=finish.stop_string,
-        stop_token_id=finish.stop_token_id,
-    )
-
-
-def _finish_from_pb(message: pb.FinishInfo) -> FinishInfo:
-    return FinishInfo(
-        reason=known(FINISH_REASONS_FROM_PB, message.reason, "finish reason"),
-        usage=Usage(
-            prompt_tokens=message.usage.prompt_tokens,
-            completion_tokens=message.usage.completion_tokens,
-        ),
-        stats=stats_from_pb(message.spec_decode_stats),
-        stop_string=_set(message, "stop_string", message.stop_string),
-        stop_token_id=_set(message, "stop_token_id", message.stop_token_id),
-    )
-
-
-def event_to_pb(event: StreamEvent) -> pb.GenerateStreamResponse:
-    """Encode one message of a stream."""
-    match event:
-        case Delta():
-            return pb.GenerateStreamResponse(delta=_delta_to_pb(event))
-        case PromptInfo():
-            return pb.GenerateStreamResponse(prompt_info=_prompt_info_to_pb(event))
-        case FinishInfo():
-            return pb.GenerateStreamResponse(finish_info=_finish_to_pb(event))
-
-
-def event_from_pb(message: pb.GenerateStreamResponse) -> StreamEvent:
-    """Decode one message of a stream."""
-    match message.WhichOneof("event"):
-        case "delta":
-            return _delta_from_pb(message.delta)
-        case "prompt_info":
-            return _prompt_info_from_pb(message.prompt_info)
-        case "finish_info":
-            return _finish_from_pb(message.finish_info)
-        case _:
-            fail("a stream message must hold prompt_info, delta or finish_info")
-
-
 def stream_request_to_pb(request: GenerateRequest) -> pb.GenerateStreamRequest:
     """Encode a streaming request."""
     return pb.GenerateStreamRequest(request=request_to_pb(request))
@@ -360,43 +254,4 @@ def position_from_pb(message: pb.ResumeStreamRequest) -> StreamPosition:
         request_id=RequestId(text(message.request_id, "request_id")),
         tokens=number(message.tokens, "tokens", high=MAX_SEQUENCE_LEN),
         characters=number(message.characters, "characters", high=MAX_CHARACTERS),
-    )
-
-
-def resumed_event_to_pb(event: StreamEvent) -> pb.ResumeStreamResponse:
-    """Encode one message of a stream that goes on."""
-    return pb.ResumeStreamResponse(event=event_to_pb(event))
-
-
-def resumed_event_from_pb(message: pb.ResumeStreamResponse) -> StreamEvent:
-    """Decode one message of a stream that goes on."""
-    return event_from_pb(message.event)
-
-
-def result_to_pb(result: GenerateResult) -> pb.GenerateResponse:
-    """Encode a complete answer."""
-    return pb.GenerateResponse(
-        prompt_info=pb.PromptInfo(
-            request_id=result.request_id,
-            prompt_tokens=result.finish.usage.prompt_tokens,
-            model=result.model,
-        ),
-        output=_delta_to_pb(
-            Delta(text=result.text, token_ids=result.token_ids, logprobs=result.logprobs)
-        ),
-        finish_info=_finish_to_pb(result.finish),
-    )
-
-
-def result_from_pb(message: pb.GenerateResponse) -> GenerateResult:
-    """Decode a complete answer."""
-    info = _prompt_info_from_pb(message.prompt_info)
-    output = _delta_from_pb(message.output)
-    return GenerateResult(
-        request_id=info.request_id,
-        model=info.model,
-        text=output.text,
-        token_ids=output.token_ids,
-        finish=_finish_from_pb(message.finish_info),
-        logprobs=output.logprobs,
     )

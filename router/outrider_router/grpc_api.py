@@ -12,15 +12,9 @@ from outrider.errors import ResourceExhaustedError
 from outrider.transport.grpc import Service
 from outrider.transport.grpc.status import Context
 from outrider.transport.tls import Role
+from outrider.wire.answer_codec import event_to_pb, result_to_pb, resumed_event_to_pb
 from outrider.wire.inference import StreamEvent
-from outrider.wire.inference_codec import (
-    event_to_pb,
-    position_from_pb,
-    request_from_pb,
-    result_to_pb,
-    resumed_event_to_pb,
-    stream_request_from_pb,
-)
+from outrider.wire.inference_codec import position_from_pb, request_from_pb, stream_request_from_pb
 from outrider.wire.server_info_codec import (
     abort_request_from_pb,
     abort_response_to_pb,

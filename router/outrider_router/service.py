@@ -256,11 +256,11 @@ class RouterService:
         `own_id` names a request whose client chose no id; by default one is made. `passed`: the
         gate has let it in already, along with others; without one it is let in now.
         """
+        opened = self._open(request, timeout_s, caller, traceparent, own_id, passed)
         if request.resumable:
-            answer = self.resumables.begin(*self._open(request, timeout_s, caller, traceparent))
+            answer = self.resumables.begin(*opened)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
             return
-        opened = self._open(request, timeout_s, caller, traceparent, own_id, passed)
         async with aclosing(self._events(*opened)) as events:
             async for event in events:
                 await write(event)

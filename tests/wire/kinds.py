@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import InvalidMessageError
 from outrider.ids import RequestId
-from outrider.wire import codec, inference_codec, pool_codec, server_info_codec
+from outrider.wire import answer_codec, codec, inference_codec, pool_codec, server_info_codec
 from outrider.wire.arrays import FeatureRows
 from outrider.wire.v1 import inference_pb2, pool_pb2
 from tests.wire.inference_strategies import (
@@ -144,15 +144,15 @@ KINDS = [
         "event",
         EVENTS,
         inference_pb2.GenerateStreamResponse,
-        inference_codec.event_to_pb,
-        inference_codec.event_from_pb,
+        answer_codec.event_to_pb,
+        answer_codec.event_from_pb,
     ),
     _through(
         "result",
         RESULTS,
         inference_pb2.GenerateResponse,
-        inference_codec.result_to_pb,
-        inference_codec.result_from_pb,
+        answer_codec.result_to_pb,
+        answer_codec.result_from_pb,
     ),
     _through(
         "resume",
@@ -165,8 +165,8 @@ KINDS = [
         "resumed_event",
         EVENTS,
         inference_pb2.ResumeStreamResponse,
-        inference_codec.resumed_event_to_pb,
-        inference_codec.resumed_event_from_pb,
+        answer_codec.resumed_event_to_pb,
+        answer_codec.resumed_event_from_pb,
     ),
     _through(
         "abort",

@@ -34,6 +34,7 @@ MAX_TOKENIZED_CHARS = 1 << 19
 MAX_DETOKENIZED_IDS = 1 << 17
 """Ids that /detokenize takes."""
 MAX_TIMEOUT_S = 7 * 86400.0
+"""A week."""
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's own default of max_tokens in completions."""

@@ -67,6 +67,8 @@ class HttpServer:
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=GRACE_S,
                 http=connections_of(self._places()),
+                # Whoever changes to another protocol would leave its place taken.
+                ws="none",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 **uvicorn_tls(tls),
             )

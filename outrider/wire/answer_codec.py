@@ -1,0 +1,161 @@
+"""Answers of the public API, whole and as the messages of streams, to protobuf and back.
+
+`*_from_pb` validate what the other side sent (InvalidMessageError, an InvalidRequestError).
+"""
+
+from __future__ import annotations
+
+from outrider.ids import RequestId
+from outrider.wire.checks import fail, logprob, text, token_ids
+from outrider.wire.common_codec import (
+    FINISH_REASONS,
+    FINISH_REASONS_FROM_PB,
+    known,
+    stats_from_pb,
+    stats_to_pb,
+)
+from outrider.wire.inference import (
+    MAX_TOP_LOGPROBS,
+    Delta,
+    FinishInfo,
+    GenerateResult,
+    PromptInfo,
+    StreamEvent,
+    TokenLogprobs,
+    Usage,
+)
+from outrider.wire.limits import MAX_SEQUENCE_LEN
+from outrider.wire.v1 import inference_pb2 as pb
+
+
+def _prompt_info_to_pb(info: PromptInfo) -> pb.PromptInfo:
+    return pb.PromptInfo(
+        request_id=info.request_id, prompt_tokens=info.prompt_tokens, model=info.model
+    )
+
+
+def _prompt_info_from_pb(message: pb.PromptInfo) -> PromptInfo:
+    return PromptInfo(
+        request_id=RequestId(text(message.request_id, "request_id")),
+        prompt_tokens=message.prompt_tokens,
+        model=text(message.model, "model", empty=True),
+    )
+
+
+def _delta_to_pb(delta: Delta) -> pb.Delta:
+    message = pb.Delta(text=delta.text, token_ids=delta.token_ids)
+    for entry in delta.logprobs:
+        message.logprobs.add(
+            logprob=entry.logprob,
+            top_token_ids=[token for token, _ in entry.top],
+            top_logprobs=[value for _, value in entry.top],
+        )
+    return message
+
+
+def _delta_from_pb(message: pb.Delta) -> Delta:
+    ids = token_ids(message.token_ids, "token_ids", high=MAX_SEQUENCE_LEN)
+    if len(message.logprobs) not in (0, len(ids)):
+        fail(f"logprobs must have {len(ids)} entries or none, got {len(message.logprobs)}")
+    return Delta(
+        text=message.text,
+        token_ids=ids,
+        logprobs=tuple(_token_logprobs_from_pb(entry) for entry in message.logprobs),
+    )
+
+
+def _token_logprobs_from_pb(message: pb.TokenLogprobs) -> TokenLogprobs:
+    ids = token_ids(message.top_token_ids, "top_token_ids", high=MAX_TOP_LOGPROBS)
+    if len(message.top_logprobs) != len(ids):
+        fail(f"top_logprobs must have {len(ids)} entries, got {len(message.top_logprobs)}")
+    values = [logprob(value, "top_logprobs") for value in message.top_logprobs]
+    return TokenLogprobs(logprob(message.logprob, "logprob"), tuple(zip(ids, values, strict=True)))
+
+
+def _finish_to_pb(finish: FinishInfo) -> pb.FinishInfo:
+    return pb.FinishInfo(
+        reason=FINISH_REASONS[finish.reason],
+        usage=pb.Usage(
+            prompt_tokens=finish.usage.prompt_tokens,
+            completion_tokens=finish.usage.completion_tokens,
+        ),
+        spec_decode_stats=stats_to_pb(finish.stats),
+        stop_string=finish.stop_string,
+        stop_token_id=finish.stop_token_id,
+    )
+
+
+def _finish_from_pb(message: pb.FinishInfo) -> FinishInfo:
+    return FinishInfo(
+        reason=known(FINISH_REASONS_FROM_PB, message.reason, "finish reason"),
+        usage=Usage(
+            prompt_tokens=message.usage.prompt_tokens,
+            completion_tokens=message.usage.completion_tokens,
+        ),
+        stats=stats_from_pb(message.spec_decode_stats),
+        stop_string=message.stop_string if message.HasField("stop_string") else None,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+    )
+
+
+def event_to_pb(event: StreamEvent) -> pb.GenerateStreamResponse:
+    """Encode one message of a stream."""
+    match event:
+        case Delta():
+            return pb.GenerateStreamResponse(delta=_delta_to_pb(event))
+        case PromptInfo():
+            return pb.GenerateStreamResponse(prompt_info=_prompt_info_to_pb(event))
+        case FinishInfo():
+            return pb.GenerateStreamResponse(finish_info=_finish_to_pb(event))
+
+
+def event_from_pb(message: pb.GenerateStreamResponse) -> StreamEvent:
+    """Decode one message of a stream."""
+    match message.WhichOneof("event"):
+        case "delta":
+            return _delta_from_pb(message.delta)
+        case "prompt_info":
+            return _prompt_info_from_pb(message.prompt_info)
+        case "finish_info":
+            return _finish_from_pb(message.finish_info)
+        case _:
+            fail("a stream message must hold prompt_info, delta or finish_info")
+
+
+def resumed_event_to_pb(event: StreamEvent) -> pb.ResumeStreamResponse:
+    """Encode one message of a stream that goes on."""
+    return pb.ResumeStreamResponse(event=event_to_pb(event))
+
+
+def resumed_event_from_pb(message: pb.ResumeStreamResponse) -> StreamEvent:
+    """Decode one message of a stream that goes on."""
+    return event_from_pb(message.event)
+
+
+def result_to_pb(result: GenerateResult) -> pb.GenerateResponse:
+    """Encode a complete answer."""
+    return pb.GenerateResponse(
+        prompt_info=pb.PromptInfo(
+            request_id=result.request_id,
+            prompt_tokens=result.finish.usage.prompt_tokens,
+            model=result.model,
+        ),
+        output=_delta_to_pb(
+            Delta(text=result.text, token_ids=result.token_ids, logprobs=result.logprobs)
+        ),
+        finish_info=_finish_to_pb(result.finish),
+    )
+
+
+def result_from_pb(message: pb.GenerateResponse) -> GenerateResult:
+    """Decode a complete answer."""
+    info = _prompt_info_from_pb(message.prompt_info)
+    output = _delta_from_pb(message.output)
+    return GenerateResult(
+        request_id=info.request_id,
+        model=info.model,
+        text=output.text,
+        token_ids=output.token_ids,
+        finish=_finish_from_pb(message.finish_info),
+        logprobs=output.logprobs,
+    )
