@@ -19,7 +19,7 @@ CUDA = "cuda:0"
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-@pytest.mark.parametrize(("placement", "topk"), [("fused", 1), ("colocated", 1), ("fused", 4)])
+@pytest.mark.parametrize(("placement", "topk"), [("fused", 1), ("colocated", 1), ("fused", 3)])
 async def test_own_drafts_change_no_text_and_stand(
     placement: str, topk: int, cuda_graphs: bool, tiny_target: Path, tiny_head: Path
 ) -> None:
