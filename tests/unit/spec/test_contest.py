@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.spec.contest import Contest, Mode, Reason, Seen
+from tests.grids import thorough
 
 PLAIN_S = 0.001
 ROUNDS = 2000
@@ -84,10 +85,12 @@ START = 64
 @pytest.mark.parametrize("cost", [1.05, 1.5, 2.5, 5.0, 12.0, 40.0])
 @pytest.mark.parametrize("rate", [0.0, 0.2, 0.5, 0.7, 0.9, 1.0])
 @pytest.mark.parametrize("make", [Contest, told])
+# What would fall below by bad luck falls in one of the 72 cells: two worlds of each are enough.
+@pytest.mark.parametrize("seeds", [range(2), thorough(range(2, 4))], ids=["few", "rest"])
 def test_no_cell_falls_below_plain_and_gains_are_had(
-    make: Callable[[], Contest], cost: float, rate: float
+    make: Callable[[], Contest], cost: float, rate: float, seeds: range
 ) -> None:
-    for seed in range(4):
+    for seed in seeds:
         world, contest = World(cost, rate, seed=seed), make()
         for _ in range(START):
             world.round(contest)
@@ -161,7 +164,8 @@ def test_rounds_whose_time_tells_nothing_still_tell_of_tokens() -> None:
     assert contest.mode is Mode.PLAIN
 
 
-@pytest.mark.parametrize("seed", range(40))
+# Sixteen times 6,000 rounds find with 95 % what happens once in 32,000.
+@pytest.mark.parametrize("seed", [*range(16), *map(thorough, range(16, 40))])
 def test_speculation_that_wins_clearly_is_never_left_but_for_probes(seed: int) -> None:
     # Drafts that win 2.2 times, noisy rounds, and stalls of up to a second.
     world, contest = World(1.2, 0.66, noise=0.3, seed=seed), Contest()

@@ -19,6 +19,7 @@ from outrider.engine.kernels.warp.logits import warp_drafts
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import TensorDtype, Verdicts, WireTensor
+from tests.grids import thorough
 from tests.unit.verifier.device_serving import (
     OWN,
     PROMPTS,
@@ -46,8 +47,18 @@ async def test_plain_text_is_the_hosts(
     assert [tokens for tokens, _ in results] == texts[name]
 
 
-@pytest.mark.parametrize("placement", ["colocated", "fused"])
-@pytest.mark.parametrize("name", SAMPLINGS)
+# Where the head runs and how a row is warped do not know of each other.
+BESIDE = ("greedy", "coupled", "counted")
+
+
+@pytest.mark.parametrize(
+    ("placement", "name"),
+    [
+        *(("fused", name) for name in SAMPLINGS),
+        *(("colocated", name) for name in BESIDE),
+        *(thorough("colocated", name) for name in SAMPLINGS if name not in BESIDE),
+    ],
+)
 async def test_own_drafts_change_no_text(
     name: str,
     placement: str,
@@ -61,8 +72,15 @@ async def test_own_drafts_change_no_text(
     assert all(stats.proposed > 0 for _, stats in results)
 
 
-@pytest.mark.parametrize("placement", ["colocated", "fused"])
-@pytest.mark.parametrize("name", ["greedy", "coupled"])
+@pytest.mark.parametrize(
+    ("placement", "name"),
+    [
+        ("colocated", "coupled"),
+        ("fused", "greedy"),
+        thorough("colocated", "greedy"),
+        thorough("fused", "coupled"),
+    ],
+)
 async def test_own_trees_change_no_text(
     name: str,
     placement: str,
