@@ -46,7 +46,7 @@ CLEAR_ERRORS: Final = 2.5
 """Standard errors beyond which it is clear which way is faster."""
 CLEAR_GAIN: Final = 1.2
 """How much faster a way must be at one load for it to be no question at the next."""
-TIMES_WINDOW: Final = 48
+TIMES_WINDOW: Final = 32
 """Rounds that tell what one takes: with drafts that are there or not, times differ."""
 TIME_ERROR: Final = 0.02
 """What rounds of one moment leave unknown of those of another, as a share of their time."""
