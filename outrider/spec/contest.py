@@ -124,8 +124,6 @@ class Contest:
 
     expected_s: float = math.nan
     """What a plain round is thought to take until any was seen; nan: nothing tells."""
-    worth: float = 1.0
-    """Tokens that a row of a plain round emits."""
     in_force: Mode = Mode.SPECULATE
     """The mode of now, probes aside."""
     _plain: RoundTimes = field(default_factory=RoundTimes)
@@ -162,11 +160,6 @@ class Contest:
             new.in_force = Mode.SPECULATE
         return new
 
-    @classmethod
-    def begun(cls, mode: Mode) -> Contest:
-        """A contest that begins with this mode and knows nothing of either."""
-        return cls(in_force=mode, _thin=mode is Mode.PLAIN)
-
     @property
     def decided(self) -> bool:
         """Whether enough is known for a verdict."""
@@ -192,7 +185,7 @@ class Contest:
     @property
     def gain(self) -> float:
         """Tokens per second with speculation over those without; nan while one is unknown."""
-        return self._stood.mean / self.worth * self.plain_s / self._drafts.mean_s
+        return self._stood.mean * self.plain_s / self._drafts.mean_s
 
     @property
     def believed(self) -> float:
@@ -286,7 +279,7 @@ class Contest:
         took_s = self._drafts.clipped(seen.round_s) if seen.timed else self._drafts.mean_s
         if math.isnan(took_s):
             return
-        self._deficit += seen.rounds * (took_s / plain_s - seen.tokens / seen.rows / self.worth)
+        self._deficit += seen.rounds * (took_s / plain_s - seen.tokens / seen.rows)
         # A stall may not weigh on all that follow it.
         self._deficit = min(self._deficit, 2.0 * PROVEN_LIMIT)
         if self._deficit <= 0.0:
@@ -302,7 +295,7 @@ class Contest:
 
     def _needed(self, drafts: RoundTimes) -> float:
         """Tokens that a row must emit to be worth such rounds."""
-        return self.worth * drafts.mean_s / self.plain_s
+        return drafts.mean_s / self.plain_s
 
     def _doubt(self) -> None:
         """Compare speculation with plain rounds of right now."""
@@ -341,7 +334,7 @@ class Contest:
     def _probed(self, probe: _Probe, seen: Seen) -> None:
         """A round in the mode that is being tried."""
         usual_s = self._usual_s
-        worth = self.worth if self.in_force is Mode.PLAIN else self._stood.mean
+        worth = 1.0 if self.in_force is Mode.PLAIN else self._stood.mean
         if not math.isnan(usual_s):
             lost = seen.rounds * (seen.round_s - seen.tokens / seen.rows / worth * usual_s)
             probe.lost_s += lost

@@ -31,16 +31,20 @@ SURE: Final = 1.5
 
 @dataclass(slots=True)
 class RoundTimes:
-    """What rounds took lately."""
+    """What the last `window` rounds took."""
 
-    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _weights: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    window: int = WINDOW
+    _seconds: deque[float] = field(default_factory=deque)
+    _weights: deque[float] = field(default_factory=deque)
     _mean: float = math.nan
 
     def observe(self, seconds: float, rounds: float = 1.0) -> None:
         """A round took `seconds`; one of a part of the sessions counts as a part of a round."""
         self._seconds.append(seconds)
         self._weights.append(rounds)
+        if len(self._seconds) > self.window:
+            self._seconds.popleft()
+            self._weights.popleft()
         most = OUTLIER * self._longest_usual()
         counted = sum(
             weight * min(value, most)
@@ -72,6 +76,16 @@ class RoundTimes:
     def mean_s(self) -> float:
         """Seconds of a round; nan while nothing is known."""
         return self._mean
+
+    @property
+    def error(self) -> float:
+        """Standard error of `mean_s` as a share of it, infinite while nothing is known."""
+        if not self._seconds:
+            return math.inf
+        rounds = self.rounds
+        off = [self.clipped(value) / self._mean - 1.0 for value in self._seconds]
+        spread = sum(w * o * o for w, o in zip(self._weights, off, strict=True)) / rounds
+        return math.sqrt((spread + TIME_NOISE**2 / rounds) / rounds)
 
     def clipped(self, seconds: float) -> float:
         """`seconds` of one more round, or as much as a stall counts as."""

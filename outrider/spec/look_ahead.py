@@ -3,26 +3,22 @@ in force (pure).
 
 A model would have to know what a hit hides and what it costs: the drafter is late for a miss
 because it drafts ahead, stale drafts stand less often, and on CPUs drafting ahead takes the
-verifier's cores. So the judge is the one that weighs speculation against plain decoding
-(`spec.contest`), with lock-step in the place of plain decoding. What a row of lock-step emits is
-not one token but has to be learnt: see `LookAhead.worth`.
+verifier's cores. So both ways are tried. What rounds take is judged at each load (`spec.ways`),
+what they emit is compared on the same text (`spec.stale`), whatever the load.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from outrider.spec.contest import Contest, Mode, Seen
 from outrider.spec.evidence import Emitted
+from outrider.spec.stale import StaleShare
+from outrider.spec.ways import Lap, Ways
 
 HALF_LIFE: Final = 256.0
-"""Rounds of a way after which what its rows emitted counts half."""
-LONG_HALF_LIFE: Final = 2048.0
-"""Rounds of the other way after which it does."""
-STALE: Final = 0.95
-STALE_DEVIATION: Final = 0.08
-"""What a row emits under look-ahead over lock-step, as heads were seen to do it: some drafts are
-made from features of a round ago."""
+"""Rounds after which what rows with drafts emitted counts half."""
 CLEAR: Final = 1.2
 """How much faster one way must be for the other to be left out where speculation is in doubt."""
 COUNTED_ROWS: Final = 4096.0
@@ -34,32 +30,28 @@ class LookAhead:
 
     def __init__(self, *, first: bool) -> None:
         """`first`: whether sessions begin with look-ahead."""
-        self._first = Mode.SPECULATE if first else Mode.PLAIN
-        self._contests: dict[int, Contest] = {}
-        self._fresh = Emitted()
-        """Of rows in lock-step."""
-        self._stale = Emitted()
-        """Of rows under look-ahead that had a draft."""
-        self._hits = 0.0
-        self._rows = 0.0
-
-    def ahead(self, load: int) -> bool:
-        """Whether sessions are to be drafted for ahead of their verdicts now."""
-        return self._contest(load).mode is Mode.SPECULATE
-
-    def trying(self, load: int) -> bool:
-        """Whether that is only to see what the other way gives."""
-        return self._contest(load).trying
-
-    def gain(self, load: int) -> float:
-        """Tokens per second under look-ahead over lock-step; nan while one is unknown."""
-        return self._contest(load).gain
+        self._first = first
+        self.forget()
 
     def forget(self) -> None:
         """Another drafter takes over: what was found tells nothing of it."""
-        self._contests.clear()
-        self._fresh, self._stale = Emitted(), Emitted()
+        self._ways: dict[int, Ways] = {}
+        self._stale = StaleShare()
+        self._drafted = Emitted()
+        """Of rows that had a draft, either way."""
         self._hits = self._rows = 0.0
+
+    def ahead(self, load: int) -> bool:
+        """Whether sessions are to be drafted for ahead of their verdicts now."""
+        return self._at(load).ahead
+
+    def trying(self, load: int) -> bool:
+        """Whether that is only to see what the other way gives."""
+        return self._at(load).trying
+
+    def gain(self, load: int) -> float:
+        """Tokens per second under look-ahead over lock-step; nan while one is unknown."""
+        return self._at(load).gain
 
     @property
     def misses(self) -> float:
@@ -67,38 +59,27 @@ class LookAhead:
         [0, 1]; 1 while nothing is known."""
         return 1.0 - self._hits / self._rows if self._rows else 1.0
 
-    @property
-    def worth(self) -> float:
-        """Tokens that a row of lock-step emits.
-
-        Few of them are run while look-ahead is in force, and their tokens vary by half. So those
-        under look-ahead count too, as far as what stale drafts lose can be supposed: at first they
-        tell more, with more rounds of lock-step less.
-        """
-        fresh, stale = self._fresh, self._stale
-        if not stale.rows:
-            return fresh.mean if fresh.rows else 1.0
-        supposed = max(1.0, stale.mean / STALE)
-        doubt = stale.variance + (STALE_DEVIATION * supposed) ** 2
-        if not fresh.rows:
-            return supposed
-        weight = fresh.variance / (fresh.variance + doubt)
-        return weight * supposed + (1.0 - weight) * fresh.mean
+    def begins(self, sessions: int) -> None:
+        """A session begins, one of so many of its kind."""
+        self._stale.begins(sessions)
 
     def observe(
         self, load: int, seen: Seen, *, ahead: bool, hits: int = 0, missed: int = 0
     ) -> bool:
         """Rows of a round that was run so; `hits` of them had a draft that was made ahead,
-        `missed` went without any. Returns whether another way is in force from now on, probes
+        `missed` went without any. Returns whether another way is in force from now on, trials
         aside."""
-        contest = self._contest(load)
+        if not (seen.rows > 0 and seen.seconds > 0.0):
+            return False
         if ahead and seen.settled:
             self._count(seen.rows, hits)
-        self._note(seen, ahead=ahead, missed=missed)
-        before = contest.in_force
-        contest.worth = self.worth
-        contest.observe(Mode.SPECULATE if ahead else Mode.PLAIN, seen)
-        return contest.in_force is not before
+        lap = self._lap(seen, missed)
+        if seen.settled and seen.rows > missed:
+            self._stale.observe(_drafted(seen, missed), ahead=ahead)
+        ways = self._at(load)
+        before = ways.in_force
+        ways.observe(lap, self._stale.estimate(), ahead=ahead)
+        return ways.in_force is not before
 
     def follow(self, speculation: Contest, before: Mode, load: int) -> None:
         """The contest of speculation with plain decoding has changed its mode; `before`: what was
@@ -108,16 +89,24 @@ class LookAhead:
         that gets its turn against plain decoding. And while nobody speculates, it is tried now and
         then one way and now the other, unless that is known to be much worse.
         """
-        contest = self._contest(load)
-        ahead = contest.in_force is Mode.SPECULATE
-        if contest.trying or (contest.gain if ahead else 1.0 / contest.gain) > CLEAR:
+        ways = self._at(load)
+        if ways.trying or (ways.gain if ways.in_force else 1.0 / ways.gain) > CLEAR:
             return
         left = before is Mode.SPECULATE and speculation.in_force is Mode.PLAIN
-        if left and ahead:
-            contest.in_force = Mode.PLAIN
+        if left and ways.in_force:
+            ways.in_force = False
             speculation.renew()
         elif speculation.trying and speculation.mode is Mode.SPECULATE:
-            contest.in_force = Mode.PLAIN if ahead else Mode.SPECULATE
+            ways.in_force = not ways.in_force
+
+    def _lap(self, seen: Seen, missed: int) -> Lap:
+        """The round by what rows with drafts emit: one without emits a token."""
+        drafted = _drafted(seen, missed)
+        self._drafted.fade(seen.rounds / HALF_LIFE)
+        self._drafted.observe(drafted.rows, drafted.tokens, drafted.squares, drafted.rounds)
+        usual = self._drafted.mean
+        rows = drafted.rows + missed / (usual if usual > 1.0 else 1.0)
+        return Lap(rows / max(1, seen.sessions), seen.seconds / rows, seen.settled, seen.timed)
 
     def _count(self, rows: int, hits: int) -> None:
         if self._rows > COUNTED_ROWS:
@@ -125,26 +114,23 @@ class LookAhead:
         self._rows += rows
         self._hits += hits
 
-    def _note(self, seen: Seen, *, ahead: bool, missed: int) -> None:
-        """Count what rows with drafts emitted; others emit a token each."""
-        mine, other = (self._stale, self._fresh) if ahead else (self._fresh, self._stale)
-        mine.fade(seen.rounds / HALF_LIFE)
-        other.fade(seen.rounds / LONG_HALF_LIFE)
-        missed = missed if ahead else 0
-        if seen.settled and seen.rows > missed:
-            mine.observe(
-                seen.rows - missed, seen.tokens - missed, seen.squares - missed, seen.rounds
-            )
-
-    def _contest(self, load: int) -> Contest:
+    def _at(self, load: int) -> Ways:
         """That of a load; where nothing is known it begins with what was found at the nearest."""
-        contest = self._contests.get(load)
-        if contest is None:
-            decided = [known for known, found in self._contests.items() if found.decided]
+        ways = self._ways.get(load)
+        if ways is None:
+            decided = [known for known, found in self._ways.items() if found.decided]
             if decided:
                 near = min(decided, key=lambda known: abs(known - load))
-                contest = Contest.beside(self._contests[near], near - load)
+                ways = Ways.beside(self._ways[near], near - load)
             else:
-                contest = Contest.begun(self._first)
-            self._contests[load] = contest
-        return contest
+                ways = Ways(ahead=self._first, waits=not self._first)
+            self._ways[load] = ways
+        return ways
+
+
+def _drafted(seen: Seen, missed: int) -> Seen:
+    """The rows with drafts; each of the others emitted a token."""
+    if not missed:
+        return seen
+    rows, tokens, squares = seen.rows - missed, seen.tokens - missed, seen.squares - missed
+    return replace(seen, rows=rows, tokens=tokens, squares=squares)

@@ -34,6 +34,8 @@ DRAFT = 4
 PIECE = 64
 ARRIVAL_S = 0.001
 """Until the client of a session that ended has opened its next one."""
+PASSAGE = 96
+"""Tokens after which an answer that drifts is as hard again as it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,11 @@ class Service:
     own: bool = False
     ahead: Ahead | None = None
     """None: plans are of lock-step."""
+    texts: float = 0.0
+    """By how much the tokens of drafts that stand differ from answer to answer: the deviation of
+    their logarithm."""
+    drift: float = 0.0
+    """By how much they do within an answer: the amplitude of slow waves of their logarithm."""
     waves: int = 2
     seed: int = 0
     noise: float = 0.08
@@ -111,8 +118,9 @@ class Service:
         self._answers = np.minimum(lengths.geometric(1.0 / 110.0, count), 256).tolist()
         self._prompts = lengths.integers(42, 244, count).tolist()
         self._rng = np.random.default_rng((self.seed, 1))
-        self._rate = _rate(self.extra_tokens)
-        self._stale_rate = _rate(self.extra_tokens * (self.ahead.stale if self.ahead else 1.0))
+        texts = np.random.default_rng((self.seed, 2))
+        self._ease = (self.texts * texts.normal(size=count) - self.texts**2 / 2.0).tolist()
+        self._phases = texts.uniform(0.0, 2.0 * math.pi, count).tolist()
         self._live: dict[SessionId, Session] = {}
         self._left = list(range(count))
         self._arrivals: list[float] = [self.now + 1e-5 * i for i in range(self.sessions)]
@@ -298,7 +306,7 @@ class Service:
 
     def _commit(self, session: Session, drafted: int, missed: bool | None) -> Settled:
         stood, hit = 0, session.session_id in self._hits
-        rate = self._stale_rate if hit else self._rate
+        rate = self._rate_of(session, hit=hit) if drafted else 0.0
         while stood < drafted and self._rng.random() < rate:
             stood += 1
         count = min(1 + stood, session.handle - session.emitted)
@@ -316,6 +324,14 @@ class Service:
         held = Held(NOTHING, 0, drafted, hit) if drafted and not self.own else None
         verified = VerifyRow(session=session, held=held)
         return Settled(session, result, (1,) * count, None, verified, missed)
+
+    def _rate_of(self, session: Session, *, hit: bool) -> float:
+        """Acceptance of each token of a draft at this place of the session's answer; `hit`: the
+        draft was made ahead."""
+        wave = math.sin(2.0 * math.pi * session.emitted / PASSAGE + self._phases[session.ticket])
+        ease = math.exp(self._ease[session.ticket] + self.drift * wave)
+        stale = self.ahead.stale if hit and self.ahead is not None else 1.0
+        return _rate(round(self.extra_tokens * ease * stale, 2))
 
     def _tell(self, sessions: Sequence[Session], *, first: bool) -> None:
         """The drafter hears of roots and answers, those of one round together."""
@@ -359,6 +375,7 @@ NOTHING = Proposals.of([])
 """Nobody reads the drafts."""
 
 
+@cache
 def _rate(extra: float) -> float:
     """Acceptance of each draft token with which so many of them stand in the mean."""
     low, high = 0.0, 1.0

@@ -86,7 +86,7 @@ class Tally:
     hits: int = 0
     """Rows whose draft was made before their prefix was known."""
     missed: int = 0
-    """Rows that went without a draft that was wanted."""
+    """Rows that went without a draft, wanted or not: each emitted a token."""
 
     def seen(self, *, timed: bool) -> Seen:
         """The round as a contest sees it; `timed`: whether its seconds tell anything."""

@@ -90,6 +90,8 @@ class Policy:
         known.sessions += 1
         own = session.own_draft > 0
         session.pace = Pace(known, own)
+        if known.look is not None:
+            known.look.begins(known.sessions)
         session.ahead = self.looks_ahead(session)
         if own:
             self._own.follow(known.kind)
@@ -275,7 +277,7 @@ class Policy:
         tally.seconds += max(0.0, spent_s)
         tally.alone_s += alone_s
         tally.hits += hit
-        tally.missed += row.missed
+        tally.missed += not nodes
         pace.unsettled -= 1
 
     def _note_costs(self, rows: int, nodes: int, seconds: float, forward_s: float) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from outrider.spec.contest import Contest, Mode, Seen
-from outrider.spec.look_ahead import STALE, LookAhead
+from outrider.spec.look_ahead import LookAhead
 
 LOCKSTEP_S = 0.007
 ROUNDS = 1500
@@ -73,29 +73,18 @@ def test_the_better_way_is_in_force_nearly_all_the_time(
     assert (world.looked > 0.9 * ROUNDS) if gain > 1.0 else (world.looked < 0.15 * ROUNDS)
 
 
-def test_without_a_round_of_lock_step_it_is_thought_to_emit_a_little_more() -> None:
-    look, world = LookAhead(first=True), World(1.3, 0.95)
-    assert look.worth == 1.0
-    for _ in range(7):
-        world.round(look)
-    assert look.worth == pytest.approx(2.5, rel=0.2)
-    assert look.worth == pytest.approx(world.tokens / 56 / STALE, rel=0.06)
-
-
-def test_what_was_counted_of_lock_step_outweighs_what_was_supposed() -> None:
-    look, world = LookAhead(first=True), World(1.0, 0.6)
-    for _ in range(ROUNDS):
-        world.round(look)
-    assert look.worth == pytest.approx(2.5, rel=0.04)
-
-
-def test_rows_that_went_without_a_draft_say_nothing_of_drafts() -> None:
+def test_a_row_without_a_draft_is_worth_a_token_of_a_round() -> None:
+    # Under look-ahead rounds are as long, but half of the rows have no draft: 1 token for 3.
     look = LookAhead(first=True)
-    seen = Seen(rows=4, tokens=8.0, squares=20.0, seconds=0.04, sessions=4)
-    look.observe(2, seen, ahead=True, hits=1, missed=2)
-    # Two rows emitted a token each.
-    assert look.worth == pytest.approx(3.0 / STALE)
-    assert look.misses == 0.75
+    for _ in range(200):
+        ahead = look.ahead(2)
+        drafted, bare = (2, 2) if ahead else (4, 0)
+        tokens, squares = 3.0 * drafted + bare, 9.0 * drafted + bare
+        seen = Seen(rows=4, tokens=tokens, squares=squares, seconds=0.04, sessions=4)
+        look.observe(2, seen, ahead=ahead, hits=2 * ahead, missed=bare)
+    assert not look.ahead(2)
+    assert look.gain(2) == pytest.approx(2.0 / 3.0, rel=0.08)
+    assert look.misses == 0.5
 
 
 def test_the_share_of_misses_is_of_look_ahead_alone() -> None:

@@ -39,9 +39,19 @@ class Found:
 
 
 def found(
-    costs: Costs, ahead: Ahead, sessions: int, tokens: float, *, on_cpus: bool = False
+    costs: Costs,
+    ahead: Ahead,
+    sessions: int,
+    tokens: float,
+    *,
+    on_cpus: bool = False,
+    texts: float = 0.0,
+    drift: float = 0.0,
+    waves: int | None = None,
 ) -> Found:
-    """One world: lock-step always, look-ahead always, and what the planner made of it."""
+    """One world: lock-step always, look-ahead always, and what the planner made of it. `texts`,
+    `drift`: see `Service`; `waves`: other than `WAVES`."""
+    waves = waves or WAVES[sessions]
     plain = lockstep = always = planned = 0.0
     looked = paused = decoded = 0
     for seed in range(SEEDS[sessions]):
@@ -50,10 +60,12 @@ def found(
             sessions=sessions,
             extra_tokens=tokens,
             policy=None,
-            waves=WAVES[sessions],
+            waves=waves,
             seed=seed,
+            texts=texts,
+            drift=drift,
         )
-        plain += plain_s(costs, sessions, WAVES[sessions], seed)
+        plain += plain_s(costs, sessions, waves, seed)
         lockstep += replace(run, policy=Policy(automatic=False, ceiling_s=0.04)).run()
         always += replace(run, policy=Policy(automatic=False, ceiling_s=0.04), ahead=ahead).run()
         policy = Policy(
@@ -89,6 +101,33 @@ def test_look_ahead_that_delays_misses_is_left(sessions: int, tokens: float) -> 
     assert world.planned >= 0.97 * world.lockstep
     assert world.looked < 0.15
     assert world.paused < 0.1
+
+
+@pytest.mark.parametrize(
+    ("sessions", "texts", "drift"),
+    [(1, 0.3, 0.0), (1, 0.5, 0.0), (1, 0.8, 0.0), (1, 0.5, 0.4), (8, 0.5, 0.4)],
+)
+def test_texts_that_differ_are_no_reason_to_leave_look_ahead(
+    sessions: int, texts: float, drift: float
+) -> None:
+    # Half as many answers: hard ones come soon enough.
+    waves = WAVES[sessions] // 2
+    world = found(LARGE, Ahead(hits=0.7), sessions, 2.2, texts=texts, drift=drift, waves=waves)
+    assert world.ahead > 1.2 * world.lockstep
+    assert world.planned >= 0.97 * world.ahead
+    assert world.looked > 0.93
+
+
+def test_nor_are_they_one_to_keep_it() -> None:
+    world = found(LARGE, Ahead(hits=0.2, late=2.5), 1, 2.2, texts=0.8, drift=0.4, waves=18)
+    assert world.ahead < 0.9 * world.lockstep
+    assert world.planned >= 0.96 * world.lockstep
+    assert world.looked < 0.15
+
+
+def test_a_service_of_twelve_answers_loses_little_by_finding_out() -> None:
+    world = found(LARGE, Ahead(hits=0.7), 1, 2.2, texts=0.5, waves=12)
+    assert world.planned >= 0.97 * world.ahead
 
 
 @pytest.mark.parametrize("sessions", [8, 32])
