@@ -111,8 +111,9 @@ class DrafterService:
             limits=limits,
             max_sessions=config.max_sessions,
             metrics=self.metrics,
-            on_sessions=lambda count: kept.keep(count > 0),
+            on_sessions=lambda n: kept.keep(n > 0),
             grammars=grammars,
+            in_time=config.look_ahead_in_time,
         )
         self._worker = DraftWorker(
             engine,
