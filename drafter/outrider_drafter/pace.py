@@ -99,9 +99,9 @@ class Pace:
             foreseen=partial(self._foresee, step),
             fan_out=fan_out,
         )
-        if found.count:
+        if found.lives:
             straight = straight or found.straight
-            return found._replace(straight=straight), [ones[i] for i in able[: found.count]]
+            return found._replace(straight=straight), [ones[i] for i in able[: found.lives]]
         self._passed_over[step] += 1
         if self._passed_over[step] % _ANYWAY:
             return NO_PASS, []

@@ -52,7 +52,7 @@ class Stakes(NamedTuple):
 class Opening(NamedTuple):
     """How a pass begins."""
 
-    count: int
+    lives: int
     """Proposals that are scored, of those that may be, in their order; 0: there is no pass."""
     straight: bool
     """Whether it goes on to the first drafts without a look at messages: one is expected."""
