@@ -99,6 +99,8 @@ class DrafterConfig:
     max_sessions: int = 1024
     """Sessions followed at most, which routers are told; beyond it the verifier with most of them
     gives up its least recently used one."""
+    look_ahead_in_time: bool = True
+    """Whether look-ahead is cut to the time until the next verdict; off, passes are made whole."""
     max_context: int = 131072
     """Longest session followed, tokens."""
     head_kv_rows: int = 131072

@@ -81,9 +81,10 @@ class DraftEngine:
         now: Callable[[], float] = time.perf_counter,
         on_sessions: Callable[[int], None] = lambda _: None,
         grammars: Grammars | None = None,
+        in_time: bool = True,
     ) -> None:
         """`on_sessions` is told how many sessions are followed whenever that may have changed;
-        `grammars`: see `Forms`."""
+        `grammars`: see `Forms`; in_time: see `Pace`."""
         self._forms = Forms(grammars, limits)
         self._sources: Mapping[DraftMethod, DraftSource] = {s.method: s for s in sources}
         self._fed = [s for s in sources if s.feature_size]
@@ -111,6 +112,7 @@ class DraftEngine:
             now=now,
             later=lambda write: self._unbooked.append(write),
             failed=self.check_devices,
+            in_time=in_time,
         )
         self._spans = SessionSpans()
         self.device_lost = False
@@ -141,6 +143,10 @@ class DraftEngine:
         """Whether `book` has something to do."""
         return bool(self._unbooked or self._verdicts)
 
+    def listened(self, *, waited: bool) -> None:
+        """Messages were looked for just now, and are handled next; waited: see `Pace`."""
+        self._ahead.pace.listened(waited=waited)
+
     def handle(self, connection: int, message: SessionMessage) -> None:
         """Take in one message. Never raises for anything that a peer may have sent."""
         match message:
@@ -159,6 +165,7 @@ class DraftEngine:
             case ConnectionClosed():
                 for session in self._table.of_connection(connection):
                     self._remove(session)
+                self._ahead.pace.forget(connection)
         if not isinstance(message, Verdicts):
             self.metrics.sessions.set(len(self._table))
             self._on_sessions(len(self._table))
@@ -288,7 +295,7 @@ class DraftEngine:
             counts, now = drafted.node_counts, time.time()
             self._unbooked.append(partial(self._spans.drafted, sessions, counts, seconds, now))
         if self._ahead.watched:
-            self._ahead.take_up(drafted)
+            self._ahead.take_up(drafted, seconds)
         address = self._address(sessions)
         digests, lengths = table.digests[address.slots], table.lengths[address.slots]
         proposals = drafted.proposals(address.handles, digests, lengths, seconds)

@@ -10,13 +10,11 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider import trace
 from outrider.spec.digest import extend_digests
@@ -27,15 +25,8 @@ from outrider.wire.messages import Proposals, SessionsLost
 from outrider_drafter.calibration import SHARPNESS, Calibration, FixedSpread, Predictor
 from outrider_drafter.fair import MOST_TOGETHER, first_served
 from outrider_drafter.metrics import Metrics
-from outrider_drafter.outcomes import (
-    BRANCH_SIZES,
-    Floats,
-    Indices,
-    Layout,
-    best,
-    seen,
-    worth_drafting,
-)
+from outrider_drafter.outcomes import Indices, Layout, best, seen, worth_drafting
+from outrider_drafter.pace import MAX_FAN_OUT, Pace
 from outrider_drafter.sessions import Session
 from outrider_drafter.source import (
     AheadSource,
@@ -48,76 +39,17 @@ from outrider_drafter.source import (
     Trees,
 )
 from outrider_drafter.table import SessionTable
+from outrider_drafter.timing import Step
+from outrider_drafter.watched import Expected, ScoredLive, Watched
 
 logger = logging.getLogger(__name__)
 
-MAX_FAN_OUT: Final = 16
-"""Outcomes of a proposal where its plan leaves them to the drafter, at most: more are foreseen more
-often, but come too late (decision 20)."""
-MAX_BRANCHES: Final = BRANCH_SIZES[-1]
-"""Outcomes of all sessions that one launch drafts for."""
 _TEMPERATURES: Final = (0.0, 0.5, 0.85, 1.15)
 """Upper ends of the classes whose sessions learn from each other."""
 
 Answers = list[tuple[int, Proposals | SessionsLost]]
 """(connection, message): what goes out together."""
 Kind = tuple[DraftMethod, Rule, int]
-
-
-class _Expected(NamedTuple):
-    """Outcomes that are to be drafted for; [K] each."""
-
-    lives: Indices
-    nodes: Indices
-    tokens: NDArray[np.int32]
-    digests: NDArray[np.uint64]
-    """Of the prefixes that they make."""
-    lengths: Indices
-    """Of these prefixes."""
-    gains: Floats
-
-    def only(self, which: Indices | slice) -> _Expected:
-        """Some of them, in this order."""
-        return _Expected(
-            self.lives[which],
-            self.nodes[which],
-            self.tokens[which],
-            self.digests[which],
-            self.lengths[which],
-            self.gains[which],
-        )
-
-
-class _Scored(NamedTuple):
-    """One of the live proposals that were scored together."""
-
-    layout: Layout
-    logprobs: NDArray[np.float32]
-    """[P, c] of the candidates."""
-    proposal: int
-    """Its place among them."""
-
-
-@dataclass(slots=True, eq=False)
-class _Watched:
-    """A session that looks ahead."""
-
-    session: Session
-    tree: DraftTree | None = None
-    """The live proposal; None while there is none."""
-    length: int = 0
-    """Tokens of the prefix that it continues."""
-    scored: _Scored | None = None
-    """What is known of it, once it was scored."""
-    branches: dict[int, DraftTree] = field(default_factory=dict)
-    """What was sent for outcomes of the live proposal, by prefix digest."""
-    pending: int = 0
-    """Outcomes that were chosen and not drafted for yet."""
-
-    def take_up(self, tree: DraftTree | None) -> None:
-        """There is another live proposal, for the session's present prefix."""
-        self.tree, self.length = tree, len(self.session.tokens)
-        self.scored, self.branches, self.pending = None, {}, 0
 
 
 class LookAhead:
@@ -132,14 +64,16 @@ class LookAhead:
         now: Callable[[], float],
         later: Callable[[Callable[[], None]], None],
         failed: Callable[[], None],
+        in_time: bool,
     ) -> None:
         """`later` keeps what can wait until nobody waits for a draft; `failed` is told of every
-        failure of a source."""
+        failure of a source; in_time: whether passes are cut to the time that there is."""
         self._sources = {s.method: s for s in sources if isinstance(s, AheadSource)}
         self._table = table
         self._metrics = metrics
         self._now, self._later, self._failed = now, later, failed
-        self.watched: dict[int, _Watched] = {}
+        self.pace = Pace(now, in_time=in_time)
+        self.watched: dict[int, Watched] = {}
         """By slot; empty if no session looks ahead."""
         slots = len(table.followed)
         self._is_watched = np.zeros(slots, dtype=np.bool_)
@@ -164,7 +98,7 @@ class LookAhead:
         if not (plan.look_ahead and plan.speculative) or session.slot in self._off:
             return
         if plan.method in self._sources:
-            self.watched[session.slot] = _Watched(session)
+            self.watched[session.slot] = Watched(session)
             self._is_watched[session.slot] = True
 
     def forget(self, session: Session) -> None:
@@ -176,15 +110,17 @@ class LookAhead:
         if self.watched.pop(slot, None) is not None:
             self._is_watched[slot] = self._open[slot] = False
 
-    def take_up(self, drafted: Drafted) -> None:
-        """These drafts are live now."""
-        watched = [self.watched.get(session.slot) for session in drafted.sessions]
-        if not any(watched):
+    def take_up(self, drafted: Drafted, seconds: float) -> None:
+        """These drafts are live now; they took so long."""
+        found = [self.watched.get(session.slot) for session in drafted.sessions]
+        watched = [one for one in found if one is not None]
+        if not watched:
             return
-        trees = _trees(drafted)
-        for one, tree in zip(watched, trees, strict=True):
+        self.pace.steps.saw(_step("draft", watched), len(found), seconds)
+        now = self._now()
+        for one, tree in zip(found, _trees(drafted), strict=True):
             if one is not None:
-                one.take_up(tree if len(tree) else None)
+                one.take_up(tree if len(tree) else None, now)
                 # An outcome takes a token, and a draft for it one more.
                 self._open[one.session.slot] = one.tree is not None and one.session.room >= 2
 
@@ -201,8 +137,9 @@ class LookAhead:
             if one.tree is not None and length > one.length:
                 self._move_on(one, slot, digest)
 
-    def _move_on(self, one: _Watched, slot: int, digest: int) -> None:
+    def _move_on(self, one: Watched, slot: int, digest: int) -> None:
         metrics = self._metrics
+        self.pace.moved(one)
         if one.pending:
             metrics.dropped_outcomes.inc(one.pending)
         if one.scored is not None:
@@ -215,7 +152,7 @@ class LookAhead:
         metrics.outcomes.labels("hit" if hit else "miss").inc()
         if hit:
             self._table.wanting[slot] = False
-        one.take_up(tree if hit else None)
+        one.take_up(tree if hit else None, self._now(), is_hit=hit)
         self._open[slot] = hit and one.session.room >= 2
 
     def work(self) -> Generator[Answers]:
@@ -246,40 +183,65 @@ class LookAhead:
                     self._off.add(one.session.slot)
                 self._failed()
 
-    def _look(self, source: AheadSource, ones: Sequence[_Watched]) -> Generator[Answers]:
-        started = self._now()
-        expected = self._choose(source, ones)
-        seconds = self._metrics.look_ahead_seconds
-        trace.span("score", started, len(ones))
-        self._later(partial(seconds.labels("score").observe, self._now() - started))
-        for first in range(0, len(expected.lives), MAX_BRANCHES):
-            if first or not self._starved:
-                self._starved = not first
+    def _look(self, source: AheadSource, ones: Sequence[Watched]) -> Generator[Answers]:
+        step, pace = _step("score", ones), self.pace
+        opening, chosen = pace.opening(step, ones, self.watched.values(), straight=self._starved)
+        if not chosen:
+            self._metrics.cut_look_aheads.labels("pass").inc(len(ones))
+            self._close(ones)
+            return
+        left, first = self._score(source, chosen, step), True
+        while len(left.lives):
+            if not (first and opening.straight):
+                self._starved = first
                 yield []
-            started = self._now()
-            launch = expected.only(slice(first, first + MAX_BRANCHES))
-            outcomes = [
-                Outcome(*entry)
-                for entry in zip(
-                    launch.lives.tolist(),
-                    launch.nodes.tolist(),
-                    launch.tokens.tolist(),
-                    strict=True,
-                )
-            ]
-            began = self._now()
-            for branches in source.branch(outcomes):
+            first = False
+            count = pace.next_slice(step, chosen, self.watched.values(), left)
+            if not count:
                 self._starved = False
-                trace.span("branch", began, len(branches.outcomes))
-                yield self._sent(ones, launch, branches, self._now() - started)
-                began = self._now()
-            self._later(partial(seconds.labels("branch").observe, self._now() - started))
+                self._metrics.cut_look_aheads.labels("slice").inc(len(left.lives))
+                break
+            yield from self._branch(source, chosen, left.only(slice(0, count)))
+            left = left.only(slice(count, None))
+        self._close(chosen)
+
+    def _score(self, source: AheadSource, ones: Sequence[Watched], step: Step) -> Expected:
+        """Score live proposals and choose among their outcomes, best first."""
+        started = self._now()
+        expected = self.pace.in_order(step, ones, self._choose(source, ones))
+        took = self._now() - started
+        self.pace.steps.saw(step, len(ones), took)
+        trace.span("score", started, len(ones))
+        self._later(partial(self._metrics.look_ahead_seconds.labels("score").observe, took))
+        self._later(partial(self.pace.scored, step, ones, expected))
+        return expected
+
+    def _branch(
+        self, source: AheadSource, ones: Sequence[Watched], launch: Expected
+    ) -> Generator[Answers]:
+        """Draft for outcomes in one launch, or one of each shape."""
+        columns = (launch.lives.tolist(), launch.nodes.tolist(), launch.tokens.tolist())
+        outcomes = [Outcome(*entry) for entry in zip(*columns, strict=True)]
+        step = _step("branch", ones)
+        started = began = self._now()
+        for branches in source.branch(outcomes):
+            self._starved = False
+            trace.span("branch", began, len(branches.outcomes))
+            answers = self._sent(ones, launch, branches, self._now() - started)
+            took = self._now() - began
+            self.pace.steps.saw(step, len(branches.outcomes), took)
+            self._later(partial(self._metrics.look_ahead_seconds.labels("branch").observe, took))
+            yield answers
+            began = self._now()
+
+    def _close(self, ones: Sequence[Watched]) -> None:
+        """There is nothing more to draft for these live proposals."""
         for one in ones:
             one.pending = 0
             self._open[one.session.slot] = False
 
-    def _choose(self, source: AheadSource, ones: Sequence[_Watched]) -> _Expected:
-        """Score live proposals and choose among their outcomes, best first."""
+    def _choose(self, source: AheadSource, ones: Sequence[Watched]) -> Expected:
+        """Score live proposals and choose among their outcomes."""
         self._metrics.look_aheads.labels(source.method).inc()
         scored = source.score([Live(one.session, one.tree) for one in ones if one.tree is not None])
         kinds: dict[tuple[Kind, int], list[int]] = {}
@@ -291,7 +253,7 @@ class LookAhead:
             for (kind, _), lives in kinds.items()
             for part in self._outcomes(kind, lives, [ones[live] for live in lives], scored)
         ]
-        found = _Expected(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        found = Expected(*(np.concatenate(column) for column in zip(*parts, strict=True)))
         found = found.only(np.argsort(-found.gains, kind="stable"))
         # Those that no plan asks for share one launch.
         mine = np.array([one.session.plan.fan_out == 0 for one in ones])[found.lives]
@@ -303,8 +265,8 @@ class LookAhead:
         return found
 
     def _outcomes(
-        self, kind: Kind, lives: Sequence[int], ones: Sequence[_Watched], scored: Scored
-    ) -> Iterator[_Expected]:
+        self, kind: Kind, lives: Sequence[int], ones: Sequence[Watched], scored: Scored
+    ) -> Iterator[Expected]:
         """Of each of these proposals, all of one kind and with as many candidates a place."""
         trees = [one.tree for one in ones if one.tree is not None]
         layout = Layout.of(trees, np.concatenate([scored.tokens[live] for live in lives]))
@@ -313,11 +275,11 @@ class LookAhead:
         slots = np.array([one.session.slot for one in ones])
         digests = layout.digests(self._table.digests[slots])
         for proposal, (live, one) in enumerate(zip(lives, ones, strict=True)):
-            one.scored = _Scored(layout, logprobs, proposal)
+            one.scored = ScoredLive(layout, logprobs, proposal)
             wanted, there = one.session.plan.fan_out or MAX_FAN_OUT, one.branches
             count = wanted + len(there)
             chosen = best(layout, gains, proposal, room=one.session.room, count=count)
-            found = _Expected(
+            found = Expected(
                 lives=np.full(len(chosen.places), live),
                 nodes=chosen.places - layout.roots[proposal] - 1,
                 tokens=chosen.tokens,
@@ -332,17 +294,19 @@ class LookAhead:
             yield found
 
     def _sent(
-        self, ones: Sequence[_Watched], launch: _Expected, branches: Branches, seconds: float
+        self, ones: Sequence[Watched], launch: Expected, branches: Branches, seconds: float
     ) -> Answers:
         """Keep what was made, and address it."""
         places = branches.outcomes
         lives = launch.lives[places].tolist()
         trees = _trees(branches)
         digests = launch.digests[places]
-        for live, digest, tree in zip(lives, digests.tolist(), trees, strict=True):
+        gains = launch.gains[places].tolist()
+        for live, digest, tree, gain in zip(lives, digests.tolist(), trees, gains, strict=True):
             ones[live].pending -= 1
             if len(tree):
                 ones[live].branches[digest] = tree
+                ones[live].covered += gain
         keys = [ones[live].session.key for live in lives]
         handles = np.array([key.handle for key in keys], dtype=np.int64)
         proposals = branches.proposals(handles, digests, launch.lengths[places], seconds)
@@ -365,6 +329,12 @@ class LookAhead:
         return self._predictors[kind]
 
 
+def _step(kind: Literal["draft", "score", "branch"], ones: Sequence[Watched]) -> Step:
+    """What is run for these sessions, all of one method."""
+    plans = [one.session.plan for one in ones]
+    return Step(plans[0].method, kind, max(plan.draft_tokens for plan in plans))
+
+
 def _kind(session: Session) -> Kind:
     """Whom a session learns with."""
     sampling = session.sampling
@@ -372,7 +342,7 @@ def _kind(session: Session) -> Kind:
     return session.plan.method, sampling.effective_rule, warmth
 
 
-def _learn(predictor: Predictor, scored: _Scored, told: Sequence[int]) -> None:
+def _learn(predictor: Predictor, scored: ScoredLive, told: Sequence[int]) -> None:
     what = seen(scored.layout, scored.proposal, told)
     predictor.learn(scored.layout, scored.logprobs, what)
 

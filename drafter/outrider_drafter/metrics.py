@@ -106,6 +106,12 @@ class Metrics:
             "Chosen outcomes that a verdict contradicted before they were drafted for",
             registry=registry,
         )
+        self.cut_look_aheads = Counter(
+            "outrider_drafter_cut_look_aheads",
+            "Left out as verdicts were due: proposals not scored (pass), outcomes (slice)",
+            ["part"],
+            registry=registry,
+        )
         self.look_ahead_failures = Counter(
             "outrider_drafter_look_ahead_failures",
             "Look-aheads that failed; their sessions go on without",
@@ -136,6 +142,8 @@ class Metrics:
                 metric.labels(method)
         for result in ("hit", "miss"):
             self.outcomes.labels(result)
+        for part in ("pass", "slice"):
+            self.cut_look_aheads.labels(part)
         for step in ("score", "branch"):
             self.look_ahead_seconds.labels(step)
 

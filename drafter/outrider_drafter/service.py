@@ -92,8 +92,7 @@ class DrafterService:
         """`awake` is kept while there are sessions; `join` is called on a thread of its own."""
         kept = awake or AwakeCores.claim(0)
         self.metrics = metrics or Metrics()
-        self._config = config
-        self._dialer = dialer
+        self._config, self._dialer = config, dialer
         self._join_lane = join
         self._identity = identity
         self._incarnation = secrets.token_hex(8)
@@ -113,6 +112,7 @@ class DrafterService:
             metrics=self.metrics,
             on_sessions=lambda count: kept.keep(count > 0),
             grammars=grammars,
+            in_time=config.look_ahead_in_time,
         )
         self._worker = DraftWorker(
             engine,

@@ -24,6 +24,8 @@ Deliver = Callable[[Answers], None]
 """Takes the proposals that are ready together and go by no lane, on the drafting thread; must not
 block."""
 
+THERE_S = 0.00003
+"""A wait that ends sooner has found what was there."""
 GIVE_WAY_S = 0.0001
 """How long the thread stands back when proposals have left: the thread that sends them needs the
 interpreter lock. A message ends it."""
@@ -161,6 +163,8 @@ class DraftWorker:
         lanes = self._lanes
         began = trace.now()
         ready = self._inbox.wait(wait_s, lanes.readers, lanes.writers)
+        # What was there already came while something else was done.
+        self._engine.listened(waited=trace.now() - began > THERE_S)
         if wait_s != 0.0:
             trace.span("wait", began)
         lanes.flush()

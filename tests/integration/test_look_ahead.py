@@ -121,7 +121,12 @@ async def test_texts_of_a_round_ahead_are_those_of_plain_decoding(rule: Rule, pl
     async with verifier(target=FakeTarget(num_blocks=1024)) as rig:
         rig.target.forward_s = 0.05
         service = DrafterService(
-            DrafterConfig(drafter_id=DRAFTER, methods=(DraftMethod.NGRAM,), reconnect=FAST),
+            DrafterConfig(
+                drafter_id=DRAFTER,
+                methods=(DraftMethod.NGRAM,),
+                reconnect=FAST,
+                look_ahead_in_time=False,
+            ),
             [ContextSource(rig.target)],
             rig.network.dialer(),
             identity=Identity(vocab_size=rig.target.vocab_size),

@@ -147,14 +147,25 @@ def repeating(name: str = "s") -> Script:
 
 
 def make_engine(
-    sources: Sequence[DraftSource], *, max_sessions: int = 64, max_context: int = 4096
+    sources: Sequence[DraftSource],
+    *,
+    max_sessions: int = 64,
+    max_context: int = 4096,
+    in_time: bool = False,
 ) -> DraftEngine:
-    """An engine over some sources."""
+    """An engine over some sources. in_time: whether this machine's speed decides how far it looks
+    ahead."""
     sizes = [s.feature_size for s in sources if s.feature_size]
     limits = Limits(
         vocab_size=VOCAB, feature_size=sizes[0] if sizes else 0, max_context=max_context
     )
-    return DraftEngine(sources, limits=limits, max_sessions=max_sessions, metrics=Metrics())
+    return DraftEngine(
+        sources,
+        limits=limits,
+        max_sessions=max_sessions,
+        metrics=Metrics(),
+        in_time=in_time,
+    )
 
 
 def drain(engine: DraftEngine) -> list[Proposal]:

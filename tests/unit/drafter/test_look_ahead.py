@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_drafter import look_ahead
+from outrider_drafter import look_ahead, pace
 from outrider_drafter.engine import ConnectionClosed, DraftEngine
 from outrider_drafter.source import AheadSource
 
@@ -228,7 +228,7 @@ def test_outcomes_that_a_verdict_contradicts_are_dropped() -> None:
 def test_the_best_outcomes_of_all_sessions_are_drafted_for_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(look_ahead, "MAX_BRANCHES", 4)
+    monkeypatch.setattr(pace, "BRANCH_SIZES", (4,))
     scripts, source = [counting(name) for name in "abc"], Scripted()
     engine = started(source, *scripts)
     answers(engine)
