@@ -18,8 +18,7 @@ class Event(NamedTuple):
 
     ticket: int
     round_id: int
-    count: int
-    """Tokens."""
+    num_tokens: int
     reason: int
     """Code of a finish reason, 0: the session goes on."""
     flags: int

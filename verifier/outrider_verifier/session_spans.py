@@ -82,12 +82,12 @@ class SessionSpans:
 
     def _saw(self, traced: _Traced, event: Event, now: float) -> None:
         began, traced.last = traced.last, now
-        traced.tokens += event.count
+        traced.tokens += event.num_tokens
         flags, reason = event.flags, REASONS[event.reason]
         if reason is not None:
             traced.span.set({"outrider.finish_reason": reason.value})
         if not event.round_id:
-            about = {"outrider.tokens": event.count}
+            about = {"outrider.tokens": event.num_tokens}
             traced.span.child("outrider.prefill", about, began=began).end()
             return
         traced.rounds += 1
@@ -99,7 +99,7 @@ class SessionSpans:
             "outrider.round",
             {
                 "outrider.round_id": event.round_id,
-                "outrider.tokens": event.count,
+                "outrider.tokens": event.num_tokens,
                 "outrider.draft_tokens": event.proposed,
                 "outrider.accepted_tokens": event.accepted,
                 "outrider.hit": bool(flags & HIT),
