@@ -120,8 +120,9 @@ class VerifierSide:
         self._waiting = self._unsaid = False
         self._rounds.flush = self._flushed
         handover: Any = self._core.handover
+        before = "verifier: rest" + BESIDE if self.offers else "verifier: outcome settled"
         handover.follow = self.until(
-            "verifier: outcome settled", handover.follow, "verifier: prefixes moved"
+            before, handover.follow, "verifier: prefixes moved" + self.offers
         )
         handover.verdicts = self.until(
             None, handover.verdicts, "verifier: verdicts made" + self.offers
@@ -140,13 +141,16 @@ class VerifierSide:
 
         return marked
 
-    def open(self, sessions: int, max_new_tokens: int, plan: Plan) -> list[bytes]:
-        """Attach a drafter, open sessions and run their prompts; what the drafter is told."""
+    def open(
+        self, sessions: int, max_new_tokens: int, plan: Plan, *, drafted: bool = True
+    ) -> list[bytes]:
+        """Attach a drafter, open sessions, which it is to follow if `drafted`, and run their
+        prompts; what it is told."""
         link = Link(
             link_id=_LINK,
             drafter_id=_NAME,
             incarnation="",
-            methods=(DraftMethod.EAGLE3,),
+            methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
             feature_layout=FeatureLayout.PROJECTED,
         )
         self._core.handle(Attached(link), time.monotonic())
@@ -160,7 +164,7 @@ class VerifierSide:
                 stop_token_ids=(2, 3),
                 sampling=SamplingParams(),
                 plan=plan,
-                drafter_id=_NAME,
+                drafter_id=_NAME if drafted else None,
             )
             opened: Any = Open(ticket, spec, None)  # type: ignore[arg-type]
             self._core.handle(opened, time.monotonic())
@@ -303,6 +307,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the verifier where every round is a hit, of N drafts for outcomes a session",
     )
     parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="the verifier where nothing is drafted: sessions that pause beside sessions without",
+    )
+    parser.add_argument(
         "--pause-ms", type=float, default=0.0, help="how long the device works, with --look-ahead"
     )
 
@@ -310,6 +319,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print a table of microseconds by step."""
     counts = [int(sessions) for sessions in args.sessions.split(",")]
+    if args.plain:
+        from outrider_bench import host_plain
+
+        host_plain.run(counts, args.rounds)
+        return
     found = [_measure(count, args) for count in counts]
     print("| us | " + " | ".join(f"{count} sessions" for count in counts) + " |")
     print("|---|" + "---|" * len(counts))

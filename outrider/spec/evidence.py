@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Final
 
 WINDOW: Final = 16
@@ -45,12 +47,12 @@ class RoundTimes:
         if len(self._seconds) > self.window:
             self._seconds.popleft()
             self._weights.popleft()
-        most = OUTLIER * self._longest_usual()
-        counted = sum(
-            weight * min(value, most)
-            for value, weight in zip(self._seconds, self._weights, strict=True)
-        )
-        self._mean = counted / sum(self._weights)
+        lasted: Iterable[float] = self._seconds
+        # Mostly none can be a stall, and every round asks.
+        if max(lasted) > OUTLIER * min(lasted):
+            most = OUTLIER * self._longest_usual()
+            lasted = [min(value, most) for value in self._seconds]
+        self._mean = sum(map(mul, lasted, self._weights)) / sum(self._weights)
 
     def _longest_usual(self) -> float:
         """The longest that is no stall, and at least the median."""

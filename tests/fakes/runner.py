@@ -124,6 +124,9 @@ class FakeRunner:
         """The device is told of the new blocks."""
         self._capacities[session.ticket] = session.kv.capacity
 
+    def tell_grown(self) -> None:
+        """It was told already."""
+
     def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
         """Take the slot; the prefix is kept where the K/V is."""
         flying = [*self.in_flight]

@@ -6,17 +6,51 @@ None of it is waited for: it is done while the next round is on its way, if ther
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from outrider import trace
 from outrider.errors import InvalidRequestError
-from outrider.wire.accounting import add_round
+from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, TARGET_ONLY
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
 from outrider_verifier.flying import InFlight
 from outrider_verifier.packing import VerifyRow
-from outrider_verifier.runner import RoundOutcome
+from outrider_verifier.runner import Decoded, RoundOutcome
 from outrider_verifier.settled import Settled
+
+_NO_ROUND: Final = (0, 0, 0)
+"""What is told of a prompt's first token."""
+
+
+@dataclass(slots=True)
+class _Booked:
+    """Sums over rows, entered into the counters once a round."""
+
+    rounds: int = 0
+    tokens: int = 0
+    fallbacks: int = 0
+    paused: int = 0
+    accepted: int = 0
+    proposed: int = 0
+    used: int = 0
+    """Proposals."""
+
+    def enter(self, counters: Counter[str]) -> None:
+        """Add to the counters; what was never counted is not in them."""
+        for name, count in (
+            ("session_rounds", self.rounds),
+            ("session_round_tokens", self.tokens),
+            ("fallback_rounds", self.fallbacks),
+            ("paused_rounds", self.paused),
+            ("accepted_tokens", self.accepted),
+            ("proposed_tokens", self.proposed),
+            ("proposals_used", self.used),
+        ):
+            if count:
+                counters[name] += count
 
 
 class Accounts:
@@ -27,30 +61,44 @@ class Accounts:
         self._reported_at = 0.0
         """When the last round was reported, on the clock of `time.perf_counter`."""
 
-    def follow_up(self, settled: Settled) -> int:
-        """Count, emit; finish the session if that was its end. Returns the tokens emitted."""
-        session, tokens = settled.session, settled.tokens
-        if session.constraint is not None and session.constraint.failed:
-            self._core.fail(session, _structure_failed(session.constraint.failed))
-            return 0
-        if settled.verified is not None:
-            self._count(settled, settled.verified)
-        if tokens:
-            self._core.emit(session, tokens, settled.reason, settled.result.logprobs)
-        if settled.reason is not None:
-            self._core.counters["finished"] += 1
-            self._core.room.lengths.observe(session.length - session.spec.prompt_len)
-            self._core.free(session)
-        return len(tokens)
+    def follow_up(self, rows: Sequence[Settled]) -> int:
+        """Count, emit; finish the sessions whose end that was. Returns the tokens emitted."""
+        core, booked, emitted = self._core, _Booked(), 0
+        for settled in rows:
+            session, tokens = settled.session, settled.tokens
+            if session.constraint is not None and session.constraint.failed:
+                core.fail(session, _structure_failed(session.constraint.failed))
+                continue
+            if settled.verified is None:
+                seen = _NO_ROUND
+            else:
+                seen = self._count(settled, settled.verified, booked)
+            if tokens:
+                core.emit(session, tokens, settled.reason, settled.result.logprobs, *seen)
+            if settled.reason is not None:
+                core.counters["finished"] += 1
+                core.room.lengths.observe(session.length - session.spec.prompt_len)
+                core.free(session)
+            emitted += len(tokens)
+        booked.enter(core.counters)
+        return emitted
 
-    def keep_features(self, settled: Sequence[Settled]) -> None:
-        """For drafters that must be caught up some day."""
+    def keep_features(self, flying: InFlight, decoded: Decoded, settled: Sequence[Settled]) -> None:
+        """For drafters that must be caught up some day. `settled`: of the prompts and of `decoded`,
+        whoever has ended left out or not."""
         store = self._core.store
         if store is None:
             return
         for row in settled:
-            if row.reason is None and not row.session.ended and row.result.features is not None:
+            if row.result.features is not None and row.reason is None and not row.session.ended:
                 store.append(row.session.session_id, row.result.features)
+        block, rows = decoded.block, flying.verify
+        if block is None:
+            return
+        places = [place for place, row in enumerate(rows) if not row.session.ended]
+        if len(places) < len(rows):
+            block = block[places]
+        store.append_each([rows[place].session.spec.session_id for place in places], block)
 
     def report(self, flying: InFlight, outcome: RoundOutcome, emitted: int) -> float:
         """Post what the round took; returns its seconds, without waiting."""
@@ -83,45 +131,46 @@ class Accounts:
         )
         return total_s
 
-    def _count(self, settled: Settled, row: VerifyRow) -> None:
+    def _count(self, settled: Settled, row: VerifyRow, booked: _Booked) -> tuple[int, int, int]:
+        """What is told of the row's round: flags of its event, nodes verified, nodes that stand
+        and reached the stream."""
         session, result, acceptance = settled.session, settled.result, settled.result.acceptance
         assert acceptance is not None
-        proposed = row.nodes if row.drafted else result.drafted
-        accepted_len = len(acceptance.accepted_nodes)
+        paused, tokens = session.paused, len(settled.tokens)
+        booked.rounds += 1
+        booked.tokens += tokens
+        booked.paused += paused
+        flags = self._core.policy.planned(session)
+        if acceptance.used_target_only_fallback:
+            self._core.counters["target_only_rounds"] += 1
+            flags |= TARGET_ONLY
         fallback = settled.missed or (row.own_depth > 0 and result.drafted == 0)
-        looked_ahead = session.looks_ahead and (row.drafted or settled.missed)
-        hit = looked_ahead and row.held is not None and row.held.ahead
-        counters = self._core.counters
-        counters["session_rounds"] += 1
-        counters["session_round_tokens"] += len(settled.tokens)
-        counters["target_only_rounds"] += int(acceptance.used_target_only_fallback)
         if fallback:
-            counters["fallback_rounds"] += 1
-        if session.paused:
-            counters["paused_rounds"] += 1
+            booked.fallbacks += 1
+            flags |= FALLBACK
+        proposed = row.nodes if row.drafted else result.drafted
+        accepted = len(acceptance.accepted_nodes)
         if proposed:
-            counters["accepted_tokens"] += accepted_len
-            counters["proposed_tokens"] += proposed
-        if row.drafted:
-            counters["proposals_used"] += 1
-        accepted_len = min(accepted_len, len(settled.tokens))
-        if looked_ahead:
-            counters["look_ahead_rounds"] += 1
-            kind = "hit" if hit else "miss" if fallback else "fresh"
-            counters[f"{kind}_rounds"] += 1
-            trace.instant(kind)
-            counters[f"{kind}_accepted_tokens"] += accepted_len
-        session.stats = add_round(
-            session.stats,
-            proposed=proposed,
-            accepted_len=accepted_len,
-            emitted=len(settled.tokens),
-            fallback=fallback,
-            target_only=acceptance.used_target_only_fallback,
-            planned=self._core.policy.planned(session),
-            looked_ahead=looked_ahead,
-            hit=hit,
-        )
+            booked.accepted += accepted
+            booked.proposed += proposed
+        booked.used += row.drafted
+        accepted = min(accepted, tokens)
+        if (row.drafted or settled.missed) and session.looks_ahead:
+            flags |= LOOKED_AHEAD
+            kind = "fresh"
+            if fallback:
+                kind = "miss"
+            if row.held is not None and row.held.ahead:
+                kind, flags = "hit", flags | HIT
+            self._count_ahead(kind, accepted)
+        return flags, proposed, accepted
+
+    def _count_ahead(self, kind: str, accepted: int) -> None:
+        counters = self._core.counters
+        counters["look_ahead_rounds"] += 1
+        counters[f"{kind}_rounds"] += 1
+        counters[f"{kind}_accepted_tokens"] += accepted
+        trace.instant(kind)
 
 
 def _structure_failed(why: str) -> InvalidRequestError:

@@ -23,7 +23,6 @@ from outrider.errors import (
 )
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
-from outrider.wire.accounting import flags_of_round
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     REASON_CODES,
@@ -47,7 +46,7 @@ from outrider_verifier.commands import (
     Stop,
 )
 from outrider_verifier.conduct import Conduct
-from outrider_verifier.effects import Answer, Effect, Emits, Fail, Moved, Post
+from outrider_verifier.effects import Answer, Effect, Emits, Event, Fail, Moved, Post
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.forms import begin_constraint
 from outrider_verifier.handover import FEATURE_FED, Handover, may_need_features
@@ -325,28 +324,21 @@ class Core:
         tokens: tuple[int, ...],
         finish_reason: FinishReason | None,
         logprobs: PathLogprobs | None = None,
+        flags: int = 0,
+        proposed: int = 0,
+        accepted: int = 0,
     ) -> None:
         """Send an event of the session; those of a round leave together. `logprobs` may go on
-        behind the tokens."""
+        behind the tokens; the last three tell of the round: see `SessionEvents`."""
         if self._emits is None:
             self._emits = Emits()
             self.post(self._emits)
-        stats, told = session.stats, session.told
-        session.told = stats
-        attached = self.drafters.link_of(session.spec.drafter_id) is not None
-        flags = DRAFTER_ATTACHED if attached else 0
-        if stats.rounds > told.rounds:
-            flags |= flags_of_round(told, stats) | self.policy.planned(session)
-        self._emits.add(
-            session.ticket,
-            session.round_id,
-            tokens,
-            reason=0 if finish_reason is None else REASON_CODES[finish_reason],
-            flags=flags,
-            proposed=stats.proposed - told.proposed,
-            accepted=stats.accepted - told.accepted,
-            logprobs=logprobs,
-        )
+        if self.drafters.link_of(session.spec.drafter_id) is not None:
+            flags |= DRAFTER_ATTACHED
+        reason = 0 if finish_reason is None else REASON_CODES[finish_reason]
+        count = len(tokens)
+        event = Event(session.ticket, session.round_id, count, reason, flags, proposed, accepted)
+        self._emits.add(event, tokens, logprobs)
 
     def seal(self) -> None:
         """What was posted is about to be handed over: no event may join it any more."""

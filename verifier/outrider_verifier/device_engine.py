@@ -257,8 +257,12 @@ class DeviceRoundEngine:
         self._seats.close(session)
 
     def grown(self, session: Session) -> None:
-        """The next submit tells the device."""
+        """The next submit tells the device, or `tell_grown`."""
         self._seats.grown(session)
+
+    def tell_grown(self) -> None:
+        """See `RoundRunner`."""
+        self._seats.tell_grown()
 
     def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
         """See `RoundRunner`."""
@@ -327,8 +331,7 @@ class DeviceRoundEngine:
                 prompts[chunk.place] = outcome
         # A round that was submitted behind another one began when that one ended.
         now = time.perf_counter()
-        took = now - max(flight.submitted, self._collected)
-        self._collected = now
+        took, self._collected = now - max(flight.submitted, self._collected), now
         return RoundOutcome(
             prefill=[prompt for prompt in prompts if prompt is not None],
             decoded=decoded(judged, len(flight.verify)),

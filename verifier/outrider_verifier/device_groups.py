@@ -65,6 +65,11 @@ class Group:
         )
 
     @property
+    def all_keep_features(self) -> bool:
+        """Whether the session of every row does."""
+        return all([row.session.keeps_features for row in self.rows])
+
+    @property
     def own(self) -> bool:
         """Whether the rows verify drafts of this process's own head."""
         return self.drafts is Drafts.OWN
@@ -98,21 +103,37 @@ def group_rows(
 ) -> list[Group]:
     """Rows, each with its seat, by who judges them and whose drafts they verify; every row is in
     one group. `most_rows`: rows that a launch may have, by the most nodes of any of them."""
+    if _all_plain(verify) and len(verify) <= most_rows(1):
+        slots = RoundRows.plain([seat.slot for seat in seats])
+        places = list(range(len(verify)))
+        return [Group(places, list(verify), list(seats), slots, judge=_judge(seats))]
     kinds = [row.own_depth > 0 and seat.drafted for row, seat in zip(verify, seats, strict=True)]
+    if len(kinds) == 1:
+        return [_group([0], list(verify), list(seats), own=kinds[0])]
     groups: list[Group] = []
     for own in sorted(set(kinds)):
         alike = [place for place, other in enumerate(kinds) if other is own]
         for places in [alike] if own else _fitting(alike, verify, most_rows):
             rows = [verify[place] for place in places]
-            group = Group(places, rows, [seats[place] for place in places])
-            group.inputs = round_rows(rows, group.seats)
-            if not own:
-                # What is legal behind own drafts is known once these are.
-                group.inputs = _masked(group.inputs, rows)
-            group.drafts = Drafts.OWN if own else group.inputs.drafts
-            group.judge = _judge(group.seats)
-            groups.append(group)
+            groups.append(_group(places, rows, [seats[place] for place in places], own=own))
     return groups
+
+
+def _group(places: list[int], rows: list[VerifyRow], seats: list[Seat], *, own: bool) -> Group:
+    inputs = round_rows(rows, seats)
+    if not own:
+        # What is legal behind own drafts is known once these are.
+        inputs = _masked(inputs, rows)
+    drafts = Drafts.OWN if own else inputs.drafts
+    return Group(places, rows, seats, inputs, drafts, _judge(seats))
+
+
+def _all_plain(verify: Sequence[VerifyRow]) -> bool:
+    """Whether there are rows, and none has a draft or is in a grammar."""
+    for row in verify:
+        if row.nodes or row.own_depth or row.session.constraint is not None:
+            return False
+    return bool(verify)
 
 
 def _judge(seats: Sequence[Seat]) -> Judge:
@@ -144,7 +165,7 @@ def round_rows(rows: Sequence[VerifyRow], seats: Sequence[Seat]) -> RoundRows:
         return RoundRows.of([_row_input(*each) for each in zip(rows, seats, strict=True)])
     if len(rows) == 1 and rows[0].held is not None:
         nodes = message.nodes_of(rows[0].held.entry)
-        count = np.array([rows[0].nodes], dtype=np.int64)
+        count = message.node_counts[rows[0].held.entry :][:1]
         return RoundRows(slots, count, message.tokens[nodes], message.parents[nodes])
     drafts = message.only(np.array([row.held.entry for row in rows if row.held is not None]))
     counts = drafts.node_counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.engine.logprobs import PathLogprobs
 from outrider.errors import OutriderError
@@ -12,51 +13,41 @@ from outrider.ids import DrafterId
 from outrider.wire.messages import VerifierMessage
 
 
+class Event(NamedTuple):
+    """What a session emits; its tokens are elsewhere."""
+
+    ticket: int
+    round_id: int
+    num_tokens: int
+    reason: int
+    """Code of a finish reason, 0: the session goes on."""
+    flags: int
+    """DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | LOOKED_AHEAD | HIT | flags of PLANNED."""
+    proposed: int
+    accepted: int
+
+
 @dataclass(slots=True, eq=False)
 class Emits:
-    """Events of sessions, in columns of a row each; rows are added until it is handed over."""
+    """Events of sessions; more are added until it is handed over."""
 
-    tickets: list[int] = field(default_factory=list)
-    round_ids: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    """Tokens of each row."""
+    events: list[Event] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    """The tokens, row after row."""
-    reasons: list[int] = field(default_factory=list)
-    """Codes of finish reasons, 0: the session goes on."""
-    flags: list[int] = field(default_factory=list)
-    """DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | LOOKED_AHEAD | HIT | flags of PLANNED."""
-    proposed: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    """The tokens, event after event."""
     logprobs: dict[int, PathLogprobs] = field(default_factory=dict)
-    """Of the tokens of rows whose sessions ask, by row."""
+    """Of the tokens of events whose sessions ask, by their place."""
 
     def __len__(self) -> int:
-        return len(self.tickets)
+        return len(self.events)
 
     def add(
-        self,
-        ticket: int,
-        round_id: int,
-        tokens: Sequence[int],
-        *,
-        reason: int,
-        flags: int,
-        proposed: int,
-        accepted: int,
-        logprobs: PathLogprobs | None = None,
+        self, event: Event, tokens: Sequence[int], logprobs: PathLogprobs | None = None
     ) -> None:
         """Add the event of one session; `logprobs` may go on behind its tokens."""
         if logprobs is not None:
-            self.logprobs[len(self.tickets)] = logprobs.first(len(tokens))
-        self.tickets.append(ticket)
-        self.round_ids.append(round_id)
-        self.counts.append(len(tokens))
+            self.logprobs[len(self.events)] = logprobs.first(len(tokens))
+        self.events.append(event)
         self.tokens.extend(tokens)
-        self.reasons.append(reason)
-        self.flags.append(flags)
-        self.proposed.append(proposed)
-        self.accepted.append(accepted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,9 @@ class RoundEngine:
     def grown(self, session: Session) -> None:
         """Nothing to do: a forward looks at the blocks."""
 
+    def tell_grown(self) -> None:
+        """The same."""
+
     def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
         """See `RoundRunner`."""
         return self._suspended.take(session, swap)

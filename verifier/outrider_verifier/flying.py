@@ -36,9 +36,14 @@ class InFlight:
     def expect(self, verify_s: Callable[[int, int], float | None]) -> None:
         """Note when it should end, by what a round of so many rows and nodes takes."""
         if math.isinf(self.lands_at):
-            lasts_s = verify_s(len(self.verify), 1 + max([row.nodes for row in self.verify]))
+            lasts_s = verify_s(len(self.verify), 1 + self.most_nodes)
             if lasts_s is not None:
                 self.lands_at = self.began + lasts_s
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of its largest draft from outside."""
+        return max([row.nodes for row in self.verify], default=0)
 
     @property
     def ready(self) -> bool:

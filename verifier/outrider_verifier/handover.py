@@ -245,6 +245,16 @@ class Handover:
                 place = np.array([handle])
                 self._inbox.move(place, self._digests[place], self._tokens[place])
 
+    def digests(
+        self, handles: NDArray[np.int64], lengths: NDArray[np.int64], told: NDArray[np.bool_]
+    ) -> list[int] | None:
+        """[n] of prefixes of so many tokens, of sessions that drafters are told of; None if what
+        is known of any has another length."""
+        if not ((self._tokens[handles] == lengths) | ~told).all():
+            return None
+        digests: list[int] = self._digests[handles].tolist()
+        return digests
+
     def advance(self, told: Told) -> list[tuple[int, Verdicts]]:
         """`follow`, and the verdicts at once."""
         return self.verdicts(self.follow(told)) if len(told) else []

@@ -68,7 +68,17 @@ class Offers(NamedTuple):
 class _Seat:
     """What is held of a session."""
 
-    __slots__ = ("ahead", "digest", "later", "length", "missed", "next", "ring", "usable")
+    __slots__ = (
+        "ahead",
+        "digest",
+        "later",
+        "length",
+        "missed",
+        "next",
+        "ring",
+        "stepped",
+        "usable",
+    )
 
     def __init__(self, per_session: int) -> None:
         self.digest, self.length = 0, _NEVER
@@ -77,6 +87,8 @@ class _Seat:
         """The draft for it."""
         self.ahead = False
         """Whether that was there before its prefix was."""
+        self.stepped = False
+        """Whether what is stale is still to be dropped."""
         self.later: dict[int, Kept] = {}
         """By the digests of prefixes that may be next."""
         self.ring: list[Kept | None] = [None] * per_session
@@ -122,8 +134,23 @@ class Inbox:
         before = self._count
         columns = handles.tolist(), digests.tolist(), lengths.tolist()
         for handle, digest, length in zip(*columns, strict=True):
-            self._move(self._seats[handle], digest, length)
+            self._move(handle, digest, length)
         return before - self._count
+
+    def step(self, handle: int, digest: int, length: int) -> bool:
+        """A session has this prefix now; whether a draft for it was there before, which can be
+        taken. `move` is to follow, with the same prefix, and drops what is stale."""
+        seat = self._seats[handle]
+        if seat.usable is not None:
+            self._forget(seat.usable)
+        seat.digest, seat.length, seat.ahead, seat.stepped = digest, length, False, True
+        hit = seat.later.get(digest)
+        if hit is None or hit.length != length:
+            return False
+        del seat.later[digest]
+        seat.ring[hit.place] = None
+        seat.usable, seat.ahead, hit.place = hit, True, _NONE
+        return True
 
     def drop(self, handle: int) -> None:
         """Forget everything of a session."""
@@ -133,6 +160,7 @@ class Inbox:
                 self._forget(kept)
         seat.next = 0
         seat.missed = (0, 0)
+        seat.stepped = False
 
     def missed(self, handle: int) -> None:
         """The session's round did without a draft that was waited for."""
@@ -166,12 +194,6 @@ class Inbox:
             for kept in list(oldest.held.values()):
                 self._forget(kept)
         return offers
-
-    def hits(self, handles: Handles) -> bool:
-        """Whether any of these sessions has a draft that was there before its prefix; handles
-        below 0 are of none."""
-        seats = [self._seats[handle] for handle in handles.tolist() if handle >= 0]
-        return any([seat.ahead and seat.usable is not None for seat in seats])
 
     def nodes(self, handles: Sequence[int]) -> list[int]:
         """Nodes of the drafts that `take` would return; -1 where there is none."""
@@ -255,18 +277,14 @@ class Inbox:
         else:
             seat.ring[place] = seat.later[kept.digest] = kept
 
-    def _move(self, seat: _Seat, digest: int, length: int) -> None:
-        """Another prefix: sorts out what was kept for later."""
-        if seat.usable is not None:
-            self._forget(seat.usable)
-        seat.digest, seat.length, seat.ahead = digest, length, False
+    def _move(self, handle: int, digest: int, length: int) -> None:
+        """Another prefix, unless `step` was there before: sorts out what was kept for later."""
+        seat = self._seats[handle]
+        if not seat.stepped or (digest, length) != (seat.digest, seat.length):
+            self.step(handle, digest, length)
+        seat.stepped = False
         if not seat.later:
             return
-        hit = seat.later.get(digest)
-        if hit is not None and hit.length == length:
-            del seat.later[digest]
-            seat.ring[hit.place] = None
-            seat.usable, seat.ahead, hit.place = hit, True, _NONE
         gone = [k for k in seat.later.values() if k.length <= length or k.digest == digest]
         for kept in gone:
             del seat.later[kept.digest]

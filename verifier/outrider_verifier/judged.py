@@ -7,6 +7,7 @@ bucket stand (the root's included), flags, these rows, and the tokens that follo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -63,9 +64,11 @@ class Judged(NamedTuple):
             )
         ]
 
-    def outcomes(self) -> list[RowOutcome]:
-        """The rows one by one."""
+    def outcomes(self, *, apart: bool = True) -> list[RowOutcome]:
+        """The rows one by one; `apart`: each with its features."""
         nodes, blank = self.nodes, self.group.blank
+        if nodes == 1:
+            return self._plain_outcomes(apart)
         return [
             RowOutcome(
                 Acceptance(
@@ -80,6 +83,29 @@ class Judged(NamedTuple):
             )
             for number, (words, features) in enumerate(
                 zip(self.words.tolist(), self.row_features(), strict=True)
+            )
+        ]
+
+    def block(self) -> NDArray[np.generic] | None:
+        """See `Decoded.block`."""
+        rows = self.features
+        if rows is None or self.nodes > 1 or not self.group.all_keep_features:
+            return None
+        return rows[: len(self.counts)]
+
+    def _plain_outcomes(self, apart: bool) -> list[RowOutcome]:
+        """`outcomes` of rows without nodes, of which a root and a token are all."""
+        told = self.logprobs.get
+        kept = self.row_features() if apart else [None] * len(self.counts)
+        return [
+            RowOutcome(
+                Acceptance((), (token,), bool(flags & RESAMPLED), bool(flags & FALLBACK)),
+                features,
+                0,
+                told(number),
+            )
+            for number, ((_, flags, _, token), features) in enumerate(
+                zip(self.words.tolist(), kept, strict=True)
             )
         ]
 
@@ -109,11 +135,13 @@ def decoded(judged: Sequence[Judged], rows: int) -> Decoded:
     """The outcome of all rows of a round, in the order of the round."""
     if len(judged) == 1 and judged[0].group.places == list(range(rows)):
         (all_rows,) = judged
+        block = all_rows.block()
         return Decoded(
             counts=all_rows.words[:, 0].astype(np.int64),
             tokens=all_rows.tokens(),
-            features=all_rows.row_features(),
-            rows=all_rows.outcomes,
+            features=all_rows.row_features,
+            rows=partial(all_rows.outcomes, apart=block is None),
+            block=block,
         )
     return Decoded.of(_placed(judged, rows))
 

@@ -100,6 +100,14 @@ class Tally:
             timed=timed,
         )
 
+    def add(self, rows: int, tokens: int, squares: int, seconds: float, alone_s: float) -> None:
+        """Count rows that took `seconds` together."""
+        self.rows += rows
+        self.tokens += tokens
+        self.squares += squares
+        self.seconds += seconds
+        self.alone_s += alone_s
+
     def clear(self) -> None:
         """Begin with the next round."""
         self.rows = self.tokens = self.squares = self.hits = self.missed = 0
@@ -148,9 +156,9 @@ class Known:
             Tally(self, mode, ahead, settled) for mode, ahead in ways for settled in (False, True)
         )
 
-    def tally(self, session: Session, *, settled: bool) -> Tally:
-        """Where a row of the session counts."""
-        return self.tallies[2 * (2 if session.paused else session.ahead) + settled]
+    def tally(self, paused: bool, ahead: bool, *, settled: bool) -> Tally:
+        """Where a row of a session counts that is paused or drafted for ahead."""
+        return self.tallies[2 * (2 if paused else ahead) + settled]
 
     @property
     def arrival(self) -> ArrivalEstimate:
@@ -217,6 +225,22 @@ def begun_contest(known: Known, others: Iterable[Known], load: int) -> Contest:
     return held.get(load) or Contest()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """The end of a round."""
+
+    at: float
+    prompts_s: float
+    alone_s: float
+    """What `Loads` had counted then."""
+
+    def since(self, last: Mark) -> tuple[float, float]:
+        """Seconds from the end of `last`, what prompts added to rounds left out; and how many of
+        them went to rounds of nothing but prompts."""
+        spent_s = self.at - last.at - (self.prompts_s - last.prompts_s)
+        return spent_s, self.alone_s - last.alone_s
+
+
 @dataclass(slots=True, eq=False)
 class Pace:
     """What the planner keeps of one session, and how long that waits for its drafter."""
@@ -224,11 +248,8 @@ class Pace:
     known: Known
     own: bool
     """Whether drafts are made in this process."""
-    last_at: float = math.nan
-    """When its last round ended; nan before its first one."""
-    prompts_s: float = 0.0
-    alone_s: float = 0.0
-    """What `Loads` had counted then."""
+    mark: Mark | None = None
+    """The end of its last round, shared by the sessions of that; None before its first one."""
     unsettled: int = TURN_ROUNDS
     """Rounds to come that tell of a change."""
     holding: bool = True
@@ -254,7 +275,7 @@ class Pace:
 
     def resumed(self) -> None:
         """It was preempted: what passed since its last round tells nothing of rounds."""
-        self.last_at = math.nan
+        self.mark = None
 
     def arrived(self, session: Session, *, prefix_len: int, usable: bool, now: float) -> None:
         """A proposal came that was not there when its prefix was; `usable`: it is for the present

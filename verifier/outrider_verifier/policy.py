@@ -26,8 +26,9 @@ from outrider.spec.estimates import LEAST_ROUNDS, patience_s
 from outrider.spec.look_ahead import LookAhead
 from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
-from outrider_verifier.known import Kind, Known, Pace, Tally, begun_contest, named_gain
+from outrider_verifier.known import Kind, Known, Mark, Pace, Tally, begun_contest, named_gain
 from outrider_verifier.loads import Loads, Times
+from outrider_verifier.observing import observe_plain
 from outrider_verifier.own_verdicts import MAX_KINDS, OwnVerdicts
 from outrider_verifier.sessions import NO_LIMIT, Session
 from outrider_verifier.settled import Settled
@@ -215,15 +216,16 @@ class Policy:
         """A round ended that took `seconds` without waiting, `forward_s` of them for the target's
         forward. `prompts`: the tokens of each prompt that it took."""
         decoded = [row for row in rows if row.verified is not None]
-        nodes = sum(row.nodes for row in decoded)
+        nodes = sum([row.nodes for row in decoded])
         own = [row for row in decoded if row.result.drafted and not row.nodes]
         pieces = sum(-(-tokens // self._piece_tokens) for tokens in prompts)
         left_s = self._loads.observe(
             len(decoded), nodes, pieces, self._piece_tokens, seconds, own=bool(own)
         )
+        mark = Mark(now, self._loads.prompts_s, self._loads.alone_s)
         touched: list[Tally] = []
-        for row in decoded:
-            self._observe_row(row, now, touched)
+        for row in observe_plain(decoded, mark, touched):
+            self._observe_row(row, mark, touched)
         if own:
             self._own.observe(own, seconds if len(own) == len(decoded) else None, pieces, now)
             self.changed = self.changed or (self._automatic and self._own.plain(now))
@@ -234,19 +236,17 @@ class Policy:
                 self._judge(tally)
             tally.clear()
 
-    def _observe_row(self, row: Settled, now: float, touched: list[Tally]) -> None:
+    def _observe_row(self, row: Settled, mark: Mark, touched: list[Tally]) -> None:
         """Add what a session got to what its kind did."""
         session, pace = row.session, row.session.pace
         if pace is None or pace.own:
             return
-        loads, last_at = self._loads, pace.last_at
-        spent_s = now - last_at - (loads.prompts_s - pace.prompts_s)
-        alone_s = loads.alone_s - pace.alone_s
-        pace.last_at, pace.prompts_s, pace.alone_s = now, loads.prompts_s, loads.alone_s
+        last, pace.mark = pace.mark, mark
         if session.link_id is None:
             # Without a drafter there was no choice, so nothing is learnt about it.
             return
         known, nodes, hit = pace.known, row.nodes, row.hit
+        spent_s, alone_s = (0.0, 0.0) if last is None else mark.since(last)
         if hit:
             # Nothing arrived after the root, and yet the drafter follows.
             session.suspect = False
@@ -263,19 +263,15 @@ class Policy:
             pace.went_by(session)
             if absent:
                 return
-        if math.isnan(last_at):
+        if last is None:
             # Its first round: the drafter had the prompt to read, as it will not again.
             pace.unsettled -= 1
             return
-        tally = known.tally(session, settled=pace.unsettled <= 0)
+        tally = known.tally(session.paused, session.ahead, settled=pace.unsettled <= 0)
         if not tally.rows:
             touched.append(tally)
         count = len(row.tokens)
-        tally.rows += 1
-        tally.tokens += count
-        tally.squares += count * count
-        tally.seconds += max(0.0, spent_s)
-        tally.alone_s += alone_s
+        tally.add(1, count, count * count, max(0.0, spent_s), alone_s)
         tally.hits += hit
         tally.missed += not nodes
         pace.unsettled -= 1
@@ -338,12 +334,10 @@ class Policy:
 
     def planned(self, session: Session) -> int:
         """Flags of the mode in force for the session and why; 0 without a choice."""
-        if not self._automatic or session.pace is None:
+        pace = session.pace
+        if pace is None or not self._automatic:
             return 0
-        if session.pace.own:
-            why = REASON_FLAGS[Reason.FASTER]
-        else:
-            why = self._fresh(session.pace.known).why
+        why = REASON_FLAGS[Reason.FASTER] if pace.own else self._fresh(pace.known).why
         return why | PAUSED if session.paused else why
 
     def summary(self) -> str:

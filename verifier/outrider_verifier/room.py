@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from outrider import trace
@@ -115,6 +115,14 @@ class Room:
         short = [s for s in self.running.values() if s.length > s.covered]
         return all([self._hold(session) for session in short]) if short else True
 
+    def grow_ahead(self, sessions: Iterable[Session], tokens: int) -> None:
+        """While a round runs: let these sessions hold what they need once it has committed up to
+        `tokens` of each, and tell the device, so that the next round need not wait for that. Where
+        blocks are short nothing is done."""
+        short = [s for s in sessions if s.length + tokens > s.covered and not s.ended]
+        if all([self._hold(session, tokens) for session in short]) and short:
+            self._runner.tell_grown()
+
     def ready(self, now: float, *, touched: int, flying: Collection[SessionId]) -> bool:
         """Before a round is planned: let in whom there is room for, preempt whom the policy picks,
         and have blocks for every running session. False: the round in flight, with the sessions
@@ -170,9 +178,11 @@ class Room:
 
     # ---- effects -------------------------------------------------------------------------------
 
-    def _hold(self, session: Session) -> bool:
+    def _hold(self, session: Session, tokens: int = 0) -> bool:
+        """`tokens` more than it has are on their way, but none past its end."""
         beyond = self._runner.slack.beyond(session)
-        if not session.kv.reserve(session.kv_len + beyond):
+        tokens = min(tokens, session.max_len - session.length)
+        if not session.kv.reserve(session.kv_len + tokens + beyond):
             return False
         self._cover(session)
         self._runner.grown(session)

@@ -16,20 +16,20 @@ from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.spec.costs import GAIN
 from outrider_verifier.accounts import Accounts
 from outrider_verifier.core import Core
-from outrider_verifier.flying import InFlight, await_drafts, drafted_row, is_drafted, prompted
+from outrider_verifier.flying import InFlight, await_drafts, is_drafted, prompted
 from outrider_verifier.halves import Halves
-from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.packing import PrefillRow
 from outrider_verifier.planning import turn
 from outrider_verifier.row_states import RowStates
 from outrider_verifier.runner import RoundOutcome, RoundRunner
 from outrider_verifier.schedule import (
-    DecodeRow,
     Limits,
     RoundPlan,
     Times,
     plan_ahead,
     plan_beside,
     plan_drafted,
+    plan_plain,
     plan_round,
 )
 from outrider_verifier.sessions import Session
@@ -116,10 +116,16 @@ class Rounds:
             return plan
         if half is None and self._stays_for_drafts(flying):
             return RoundPlan(wait_until=now + LOOK_S)
-        rows = self._rows.all()
         if half is None:
-            return plan_ahead(rows, flying.plan, self._limits)
+            return self._behind(flying.plan)
+        rows = self._rows.all()
         return plan_beside(rows, now, flying.plan, self._limits, most_rows=half)
+
+    def _behind(self, flying: RoundPlan) -> RoundPlan:
+        """The round to submit behind `flying`."""
+        names = self._rows.plain(set(flying.session_ids))
+        plan = None if names is None else plan_plain(names, self._limits)
+        return plan_ahead(self._rows.all(), flying, self._limits) if plan is None else plan
 
     def _next(self, now: float) -> RoundPlan:
         """The next round where none is in flight."""
@@ -168,7 +174,8 @@ class Rounds:
         policy = self._core.policy
         if not (self._engine.run_ahead and policy.automatic):
             return None
-        drafted = [s for s in self._core.room.running.values() if is_drafted(s)]
+        sessions = self._core.room.running.values()
+        drafted = [s for s in sessions if s.link_id is not None and is_drafted(s)]
         # Who drafts ahead is at work while a round runs, without halves.
         if not drafted or any(session.looks_ahead for session in drafted):
             return None
@@ -213,31 +220,35 @@ class Rounds:
     def _settle(self, flying: InFlight, *, go_on: bool) -> _Failure | None:
         """Act on the outcome of a round; what failed if the next one could not be submitted."""
         # While the device works.
-        sheet = flying.sheet(self._core.touched)
+        may_go_on = go_on and self._may_go_on(flying)
+        sheet = self._sheet(flying) if may_go_on else flying.sheet(self._core.touched)
         outcome = self._collect(flying)
-        followed = self._core.handover.follow(sheet.verdicts(outcome.decoded))
         failure: _Failure | None = None
         decoded: list[Settled] | None = None
         emitted = 0
-        if go_on and self._may_go_on(flying, sheet):
+        if may_go_on and sheet.step(outcome.decoded, self._core.inbox):
             decoded = commit_rows(flying.verify, outcome.decoded, self._idle_since)
             # Who is at its end must not be in the next round.
-            emitted = sum([self._accounts.follow_up(row) for row in decoded if row.reason])
+            if ended := [row for row in decoded if row.reason]:
+                emitted = self._accounts.follow_up(ended)
             if self._core.room.grow() and not (plan := self._next(self._idle_since)).empty:
                 self._flying, failure = self._attempt(plan, self._ended_at, 0.0)
-        self._core.drafters.say(self._core.handover.verdicts(followed))
+        told = sheet.verdicts(outcome.decoded)
+        if len(told):
+            followed = self._core.handover.follow(told)
+            self._core.drafters.say(self._core.handover.verdicts(followed))
         # A prompt's features take long to copy: who decodes does not wait for them.
         handed = self.flush()
         prompts = commit_prompts(flying.prefill, outcome.prefill, self._idle_since)
-        self._core.drafters.tell_round(prompted(prompts))
+        if prompts:
+            self._core.drafters.tell_round(prompted(prompts))
         if (self.flush() or handed) and self._flying is None and await_drafts(flying):
             time.sleep(GIVE_WAY_S)
         if decoded is None:
             decoded = commit_rows(flying.verify, outcome.decoded, self._idle_since)
-            emitted = sum([self._accounts.follow_up(row) for row in decoded if row.reason])
+            emitted = self._accounts.follow_up([row for row in decoded if row.reason])
         settled = prompts + decoded
-        open_ = [row for row in settled if not row.session.ended]
-        emitted += sum(map(self._accounts.follow_up, open_))
+        emitted += self._accounts.follow_up([row for row in settled if not row.session.ended])
         self._core.policy.observe_round(
             settled,
             seconds=self._accounts.report(flying, outcome, emitted),
@@ -247,7 +258,7 @@ class Rounds:
         )
         # Copying takes long: what clients wait for goes first.
         self.flush()
-        self._accounts.keep_features(settled)
+        self._accounts.keep_features(flying, outcome.decoded, settled)
         return failure
 
     def _collect(self, flying: InFlight) -> RoundOutcome:
@@ -269,14 +280,21 @@ class Rounds:
             self._core.room.saw_prefill(tokens, max(0.0, outcome.forward_s - alone_s))
         return outcome
 
-    def _may_go_on(self, flying: InFlight, sheet: Sheet) -> bool:
-        """Whether the next round is submitted before this one is told: there is something to run,
-        and nothing to be decided first."""
+    def _may_go_on(self, flying: InFlight) -> bool:
+        """Whether the next round may be submitted before this one is told: nothing is to be
+        decided first."""
         if not self._engine.run_ahead or flying.prefill or self._half is not None:
             return False
         # The planner turns, and the room preempts, sessions that are in no round only.
-        settled_first = self._core.policy.changed or self._core.room.pressed
-        return not settled_first and self._core.inbox.hits(sheet.handles)
+        return not (self._core.policy.changed or self._core.room.pressed)
+
+    def _sheet(self, flying: InFlight) -> Sheet:
+        """The sheet of a round that drafts for its outcome may be there for."""
+        sheet = flying.sheet(self._core.touched)
+        if sheet.digests is None:
+            handover = self._core.handover
+            sheet.digests = handover.digests(sheet.handles, sheet.lengths, sheet.told)
+        return sheet
 
     def check_device(self, bug: BaseException | None) -> None:
         """After a failure, `bug` if it is known: note whether the device is the reason."""
@@ -303,7 +321,7 @@ class Rounds:
             PrefillRow.next_of(self._core.sessions[chunk.session_id], chunk.num_tokens)
             for chunk in plan.prefill
         ]
-        verify = self._verify_rows(plan.decode)
+        verify = self._rows.verified(plan)
         marked = trace.now()
         flight = self._engine.submit(prefill, verify)
         trace.span("submit", marked, len(verify))
@@ -320,6 +338,8 @@ class Rounds:
         )
 
     def _may_stay_in_flight(self, flying: InFlight) -> bool:
+        if flying.plan.plain:
+            return True
         if self._half is not None and len(flying.sessions) < len(self._core.room.running):
             return True
         if self._stays_for_drafts(flying):
@@ -331,30 +351,14 @@ class Rounds:
 
     def _stays_for_drafts(self, flying: InFlight) -> bool:
         """Whether drafts for what the round may emit can be taken in while it runs."""
-        if not flying.looks_ahead:
+        if flying.plan.plain or not flying.looks_ahead:
             return False
         # It is ready when the round lands.
-        flying.sheet(self._core.touched)
+        if not flying.ready and self._engine.run_ahead:
+            self._core.room.grow_ahead(flying.sessions, 1 + flying.most_nodes)
+        self._sheet(flying)
         flying.expect(self._engine.verify_s)
         return True
-
-    def _verify_rows(self, decode: Sequence[DecodeRow]) -> list[VerifyRow]:
-        """The rows of a plan, with their proposals taken out of the inbox."""
-        sessions = [self._core.sessions[row.session_id] for row in decode]
-        drafted = [s.handle for s, row in zip(sessions, decode, strict=True) if row.drafted]
-        taken = self._core.inbox.take(drafted) if drafted else []
-        if len(taken) == len(sessions):
-            return list(map(drafted_row, sessions, taken))
-        left = iter(taken)
-        rows: list[VerifyRow] = []
-        for session, row in zip(sessions, decode, strict=True):
-            if row.drafted:
-                rows.append(drafted_row(session, next(left)))
-                continue
-            if row.missed:
-                self._core.incoming.missed(session)
-            rows.append(VerifyRow(session, own_depth=session.own_depth))
-        return rows
 
     def _fail_one(self, session: Session, bug: Exception) -> None:
         """A session could not be let in."""

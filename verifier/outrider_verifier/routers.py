@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -166,7 +165,7 @@ class RouterHub:
             self._spans.emitted(batch)
         rows: dict[_Router, list[int]] = {}
         handles: dict[_Router, list[int]] = {}
-        for row, ticket in enumerate(batch.tickets):
+        for row, ticket in enumerate([event.ticket for event in batch.events]):
             # A session that its router has left is gone from the table; its Close is on the way.
             served = self._served.get(ticket)
             if served is not None:
@@ -174,9 +173,9 @@ class RouterHub:
                 handles.setdefault(served.router, []).append(served.handle)
         for router, mine in rows.items():
             self._tell(router, _events(batch, mine, handles[router]))
-        for ticket, reason in zip(batch.tickets, batch.reasons, strict=True):
-            if reason:
-                self._forget(ticket)
+        for event in batch.events:
+            if event.reason:
+                self._forget(event.ticket)
 
     def fail(self, ticket: int, error: OutriderError) -> None:
         """Tell a session's router that the session was refused or failed."""
@@ -321,26 +320,23 @@ class RouterHub:
 
 def _events(batch: Emits, rows: list[int], handles: list[int]) -> SessionEvents:
     """The rows of one router as a message."""
-    counts = np.array(batch.counts, np.uint32)
+    columns = np.array(batch.events, np.int64).T
     tokens = np.array(batch.tokens, np.int32)
     if len(rows) < len(batch):
         mine = np.zeros(len(batch), np.bool_)
         mine[rows] = True
-        tokens = tokens[np.repeat(mine, counts)]
-
-    def column(values: list[int], dtype: type[np.generic]) -> np.ndarray[Any, Any]:
-        whole = np.array(values, dtype)
-        return whole if len(rows) == len(batch) else whole[rows]
-
+        tokens = tokens[mine.repeat(columns[2])]
+        columns = columns[:, rows]
+    _, round_ids, counts, reasons, flags, proposed, accepted = columns
     return SessionEvents(
         handles=np.array(handles, np.uint32),
-        round_ids=column(batch.round_ids, np.uint32),
-        counts=column(batch.counts, np.uint32),
+        round_ids=round_ids.astype(np.uint32),
+        counts=counts.astype(np.uint32),
         tokens=tokens,
-        finish_reasons=column(batch.reasons, np.uint8),
-        flags=column(batch.flags, np.uint8),
-        proposed=column(batch.proposed, np.uint16),
-        accepted=column(batch.accepted, np.uint16),
+        finish_reasons=reasons.astype(np.uint8),
+        flags=flags.astype(np.uint8),
+        proposed=proposed.astype(np.uint16),
+        accepted=accepted.astype(np.uint16),
         logprobs=_event_logprobs(batch.logprobs, rows),
     )
 

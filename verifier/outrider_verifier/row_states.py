@@ -1,10 +1,15 @@
-"""What the schedule must know of the sessions that run."""
+"""What the schedule must know of the sessions that run, and the rows that it makes of them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from outrider.ids import SessionId
 from outrider_verifier.core import Core
+from outrider_verifier.flying import drafted_row
+from outrider_verifier.packing import VerifyRow
 from outrider_verifier.runner import RoundRunner
-from outrider_verifier.schedule import RowState
+from outrider_verifier.schedule import RoundPlan, RowState
 from outrider_verifier.sessions import Session
 
 
@@ -54,9 +59,48 @@ class RowStates:
             priority=spec.priority,
         )
 
+    def plain(self, flying: Collection[SessionId]) -> list[SessionId] | None:
+        """The sessions of the round to submit behind the one in flight, with the sessions `flying`,
+        where all that run decode plainly and need nothing else; None: `all` are to be looked at.
+        """
+        if not self._engine.run_ahead or self._core.policy.changed:
+            return None
+        names: list[SessionId] = []
+        for session in self._core.room.running.values():
+            spec = session.spec
+            plain = session.paused or (session.link_id is None and not session.plan.speculative)
+            if not plain or session.own_draft or session.constraint is not None:
+                return None
+            if session.prefill_sent < session.fill_to:
+                return None
+            # Every round emits a token at least.
+            if session.emitted + 1 < spec.max_new_tokens or spec.session_id not in flying:
+                names.append(spec.session_id)
+        return names
+
     def runs_ahead(self, session: Session) -> bool:
         """Whether the session's next round may be submitted before the one in flight is settled."""
         # A drafter that is told of every round could never catch up with one that runs ahead.
         alone = session.link_id is None or (session.paused and self._core.policy.pauses(session))
         # What a grammar allows next, the host finds out from what stands.
         return self._engine.run_ahead and alone and session.constraint is None
+
+    def verified(self, plan: RoundPlan) -> list[VerifyRow]:
+        """The rows of a plan, with their proposals taken out of the inbox."""
+        sessions = [self._core.sessions[row.session_id] for row in plan.decode]
+        if plan.plain:
+            return [VerifyRow(session) for session in sessions]
+        drafted = [s.handle for s, row in zip(sessions, plan.decode, strict=True) if row.drafted]
+        taken = self._core.inbox.take(drafted) if drafted else []
+        if len(taken) == len(sessions):
+            return list(map(drafted_row, sessions, taken))
+        left = iter(taken)
+        rows: list[VerifyRow] = []
+        for session, row in zip(sessions, plan.decode, strict=True):
+            if row.drafted:
+                rows.append(drafted_row(session, next(left)))
+                continue
+            if row.missed:
+                self._core.incoming.missed(session)
+            rows.append(VerifyRow(session, own_depth=session.own_depth))
+        return rows

@@ -44,10 +44,13 @@ class Decoded:
     """[n]: tokens of each row."""
     tokens: NDArray[np.int32]
     """Of all rows in turn."""
-    features: Sequence[NDArray[np.generic] | None]
-    """[n]: as `RowOutcome.features`."""
+    features: Callable[[], Sequence[NDArray[np.generic] | None]]
+    """[n]: as `RowOutcome.features`; asked for if anybody is told."""
     rows: Callable[[], Sequence[RowOutcome]]
     """All rows one by one."""
+    block: NDArray[np.generic] | None = None
+    """[n, H]: their features, if all keep them and emitted one token each; then `rows` have none.
+    """
 
     @classmethod
     def of(cls, rows: Sequence[RowOutcome]) -> Decoded:
@@ -56,7 +59,7 @@ class Decoded:
         return cls(
             counts=np.array([len(row) for row in tokens], dtype=np.int64),
             tokens=np.array([token for row in tokens for token in row], dtype=np.int32),
-            features=[row.features for row in rows],
+            features=lambda: [row.features for row in rows],
             rows=lambda: rows,
         )
 
@@ -157,6 +160,11 @@ class RoundRunner(Protocol):
     def grown(self, session: Session) -> None:
         """A session that is not suspended holds more K/V blocks than before; to be called before
         the submit that needs them. A round may be in flight."""
+        ...
+
+    def tell_grown(self) -> None:
+        """Tell the device of what has grown, behind the round in flight; else the next submit does
+        so."""
         ...
 
     def suspend(self, session: Session, swap: SwapSpace | None) -> bool:

@@ -96,6 +96,8 @@ class RoundPlan:
     decode: tuple[DecodeRow, ...] = ()
     wait_until: float | None = None
     """Look again at this time; None: nothing will happen without a new command."""
+    plain: bool = False
+    """Whether all its sessions decode plainly, and need no more for the round after it."""
 
     @property
     def session_ids(self) -> list[SessionId]:
@@ -132,6 +134,13 @@ def plan_drafted(
     if not session_ids or len(session_ids) + sum(nodes) > limits.decode_tokens:
         return None
     return RoundPlan(decode=tuple([DecodeRow(name, True) for name in session_ids]))
+
+
+def plan_plain(session_ids: Sequence[SessionId], limits: Limits) -> RoundPlan | None:
+    """The next round of sessions that all decode plainly. None if not all fit one round."""
+    if len(session_ids) > limits.decode_tokens:
+        return None
+    return RoundPlan(decode=tuple([DecodeRow(name) for name in session_ids]), plain=True)
 
 
 _at = attrgetter("at")

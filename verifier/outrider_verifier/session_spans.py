@@ -13,7 +13,7 @@ from outrider import spans
 from outrider.errors import OutriderError
 from outrider.spans import Sampling, Span
 from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, PAUSED, REASONS, SessionSpec
-from outrider_verifier.effects import Emits
+from outrider_verifier.effects import Emits, Event
 
 
 @dataclass(slots=True, eq=False)
@@ -60,10 +60,10 @@ class SessionSpans:
     def emitted(self, batch: Emits) -> None:
         """Events of a round are about to leave."""
         now = time.time()
-        for row, ticket in enumerate(batch.tickets):
-            traced = self._traced.get(ticket)
+        for event in batch.events:
+            traced = self._traced.get(event.ticket)
             if traced is not None:
-                self._saw(traced, batch, row, now)
+                self._saw(traced, event, now)
 
     def ended(self, ticket: int, error: OutriderError | None = None) -> None:
         """A session is over, or its router has left it; idempotent."""
@@ -80,28 +80,28 @@ class SessionSpans:
         )
         traced.span.end(error)
 
-    def _saw(self, traced: _Traced, batch: Emits, row: int, now: float) -> None:
+    def _saw(self, traced: _Traced, event: Event, now: float) -> None:
         began, traced.last = traced.last, now
-        traced.tokens += batch.counts[row]
-        flags, reason = batch.flags[row], REASONS[batch.reasons[row]]
+        traced.tokens += event.num_tokens
+        flags, reason = event.flags, REASONS[event.reason]
         if reason is not None:
             traced.span.set({"outrider.finish_reason": reason.value})
-        if not batch.round_ids[row]:
-            about = {"outrider.tokens": batch.counts[row]}
+        if not event.round_id:
+            about = {"outrider.tokens": event.num_tokens}
             traced.span.child("outrider.prefill", about, began=began).end()
             return
         traced.rounds += 1
-        traced.drafted += batch.proposed[row]
-        traced.accepted += batch.accepted[row]
+        traced.drafted += event.proposed
+        traced.accepted += event.accepted
         if not traced.sampling.take():
             return
         traced.span.child(
             "outrider.round",
             {
-                "outrider.round_id": batch.round_ids[row],
-                "outrider.tokens": batch.counts[row],
-                "outrider.draft_tokens": batch.proposed[row],
-                "outrider.accepted_tokens": batch.accepted[row],
+                "outrider.round_id": event.round_id,
+                "outrider.tokens": event.num_tokens,
+                "outrider.draft_tokens": event.proposed,
+                "outrider.accepted_tokens": event.accepted,
                 "outrider.hit": bool(flags & HIT),
                 "outrider.look_ahead": bool(flags & LOOKED_AHEAD),
                 "outrider.fallback": bool(flags & FALLBACK),

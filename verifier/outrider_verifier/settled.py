@@ -6,16 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.spec.digest import extend_digest
 from outrider.wire.messages import FinishReason
 from outrider_verifier.handover import Told
+from outrider_verifier.inbox import Inbox
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.rows import cut_emission
 from outrider_verifier.runner import Decoded, RowOutcome
 from outrider_verifier.sessions import Session
+
+_NOBODY: Final = Told.present([], [])
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +54,7 @@ class Sheet:
     """What of the sessions decides over the verdicts, written down while the device works."""
 
     sessions: list[Session]
+    """Of all rows that decode; none if no drafter hears of any."""
     handles: NDArray[np.int64]
     lengths: NDArray[np.int64]
     """Tokens before the round."""
@@ -60,10 +66,14 @@ class Sheet:
     """Whether a draft could help, but for the budget."""
     stop_ids: frozenset[int]
     """Of all sessions."""
+    digests: list[int] | None = None
+    """[n]: of the prefixes before the round; None if they do not cover these, of some session."""
 
     @classmethod
     def of(cls, sessions: list[Session]) -> Sheet:
         """The sheet of a round that is not settled."""
+        if not any([is_told(session) for session in sessions]):
+            sessions = []
         columns = np.array([_columns(session) for session in sessions], dtype=np.int64)
         handles, lengths, most, told, wishes = np.ascontiguousarray(columns.reshape(-1, 5).T)
         stop_ids = frozenset[int]().union(*{session.stop_ids for session in sessions})
@@ -71,6 +81,8 @@ class Sheet:
 
     def verdicts(self, decoded: Decoded) -> Told:
         """What the round told of those sessions that go on, and that a drafter follows."""
+        if not self.sessions:
+            return _NOBODY
         counts = decoded.counts
         going = self.told & (counts < self.most)
         if self.stop_ids and not self.stop_ids.isdisjoint(decoded.tokens.tolist()):
@@ -86,9 +98,32 @@ class Sheet:
             whole=np.ones(len(counts), dtype=np.bool_),
             # One token beyond the draft is emitted.
             wanted=self.wishes & (counts + 1 < self.most),
-            features=decoded.features,
+            features=decoded.features(),
         )
         return told if going.all() else told.only(going)
+
+    def step(self, decoded: Decoded, inbox: Inbox) -> bool:
+        """Let `inbox` know of the prefixes that the round made, before anything else does; whether
+        there was a draft for any of them. In plain numbers, which few rows are told in sooner than
+        in columns."""
+        if not self.digests:
+            return False
+        tokens, end, hits = decoded.tokens.tolist(), 0, False
+        for session, length, digest, most, told, count in zip(
+            self.sessions,
+            self.lengths.tolist(),
+            self.digests,
+            self.most.tolist(),
+            self.told.tolist(),
+            decoded.counts.tolist(),
+            strict=True,
+        ):
+            mine = tokens[end : end + count]
+            end += count
+            if told and count < most and session.stop_ids.isdisjoint(mine):
+                now = extend_digest(digest, mine)
+                hits = inbox.step(session.handle, now, length + count) or hits
+        return hits
 
     def _stopped(self, decoded: Decoded) -> NDArray[np.bool_]:
         """[n]: which rows hold a token at which their session stops."""
@@ -137,10 +172,11 @@ def _commit(
     session: Session, result: RowOutcome, now: float, row: VerifyRow | None = None
 ) -> Settled:
     assert result.acceptance is not None
-    tokens, reason = cut_emission(
-        result.acceptance.tokens, stop_ids=session.stop_ids, remaining=session.remaining
-    )
-    missed = row is not None and row.held is None and session.draft_wanted
+    tokens, reason = result.acceptance.tokens, None
+    stop_ids, remaining = session.stop_ids, session.remaining
+    if len(tokens) >= remaining or not stop_ids.isdisjoint(tokens):
+        tokens, reason = cut_emission(tokens, stop_ids=stop_ids, remaining=remaining)
+    missed = row is not None and row.held is None and not session.paused and session.draft_wanted
     session.append(tokens, now)
     session.round_id += int(row is not None)
     return Settled(session, result, tokens, reason, row, missed)

@@ -191,12 +191,34 @@ def test_a_proposal_for_a_predicted_outcome_waits_for_it() -> None:
     assert offer(box, proposal(99, 13)) is Offer.STORED
     assert peek(box, A) is None
     assert move(box, A, digest=55, prefix_len=12) == 0
-    assert not box.hits(np.array([A]))
     assert move(box, A, digest=99, prefix_len=13) == 0
-    assert box.hits(np.array([A, -1])) and not box.hits(np.array([B, C, -1]))
     held = take_held(box, A)
     assert held is not None and held.ahead
-    assert len(box) == 0 and not box.hits(np.array([A]))
+    assert len(box) == 0
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_step_finds_the_hit_and_the_move_behind_it_drops_the_rest(taken: bool) -> None:
+    box = inbox()
+    offer(box, proposal(99, 13), proposal(98, 12), proposal(97, 14))
+    assert box.step(A, 99, 13)
+    assert len(box) == 3
+    if taken:
+        held = take_held(box, A)
+        assert held is not None and held.ahead
+    assert move(box, A, digest=99, prefix_len=13) == 1
+    assert len(box) == 2 - taken
+    # Nothing is left of the step: the same prefix again is another move.
+    assert move(box, A, digest=99, prefix_len=13) == 1 - taken
+
+
+def test_a_step_to_a_prefix_that_nobody_drafted_for_is_no_hit() -> None:
+    box = inbox()
+    offer(box, proposal(7, 10), proposal(99, 13), proposal(97, 14))
+    assert not box.step(A, 99, 12)
+    assert peek(box, A) is None
+    assert move(box, A, digest=99, prefix_len=12) == 1
+    assert len(box) == 1
 
 
 def test_a_proposal_for_what_has_happened_is_no_hit() -> None:

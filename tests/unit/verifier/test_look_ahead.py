@@ -300,7 +300,7 @@ async def test_a_change_of_mind_is_not_put_off_by_hits() -> None:
         running = asyncio.create_task(rig.run(make_spec(max_new_tokens=400, plan=AHEAD)))
         await mid_stream(rig)
         session = rig.service._core.sessions[SessionId("s")]
-        await until(lambda: session.stats.hit_rounds > 3)
+        await until(lambda: rig.service._core.counters["hit_rounds"] > 3)
         pauses = policy.changed = True
         await until(lambda: session.paused)
         pauses, policy.changed = False, True

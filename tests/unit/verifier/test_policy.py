@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from outrider_verifier.known import Mark, Tally
+from outrider_verifier.observing import observe_plain
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.policy import Policy
 from outrider_verifier.rows import trim
@@ -306,6 +308,32 @@ def test_a_round_of_64_sessions_is_observed_in_no_time() -> None:
         took.append(time.perf_counter() - began)
     # A hundred microseconds on a machine that has nothing else to do.
     assert sorted(took)[len(took) // 2] < 0.0005
+
+
+def test_paused_sessions_are_observed_together_as_one_by_one() -> None:
+    together, alone = (Policy(automatic=True, ceiling_s=0.04) for _ in range(2))
+    seen: list[list[tuple[float, ...]]] = []
+    for policy in (together, alone):
+        sessions = [_session(policy) for _ in range(5)] + [_session(policy, 1.0)]
+        for session in sessions[1:]:
+            policy.turn(session, paused=True)
+        seen.append([])
+        for number in range(4):
+            # Two of them are in every other round only.
+            rows = [_row(session) for session in sessions[: 6 if number % 2 else 4]]
+            mark = Mark(0.5 * number * number, 0.01 * number, 0.02 * number)
+            touched: list[Tally] = []
+            others = rows
+            if policy is together:
+                others = observe_plain(rows, mark, touched)
+                assert len(others) == (4, 3, 1, 1)[number]
+            for row in others:
+                policy._observe_row(row, mark, touched)
+            for tally in touched:
+                seen[-1].append((number, tally.rows, tally.tokens, tally.seconds, tally.alone_s))
+                tally.clear()
+    assert sorted(seen[0]) == [pytest.approx(each) for each in sorted(seen[1])]
+    assert len(seen[0]) > 6
 
 
 def test_a_fixed_planner_carries_plans_out() -> None:

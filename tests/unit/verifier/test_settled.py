@@ -39,7 +39,7 @@ def decoded(*rows: tuple[int, ...]) -> Decoded:
     return Decoded(
         counts=np.array([len(row) for row in rows]),
         tokens=np.array([token for row in rows for token in row], dtype=np.int32),
-        features=[np.full((len(row), 2), index) for index, row in enumerate(rows)],
+        features=lambda: [np.full((len(row), 2), index) for index, row in enumerate(rows)],
         rows=list,
     )
 

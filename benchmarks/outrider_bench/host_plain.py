@@ -1,0 +1,97 @@
+"""The verifier's share of a plain round, with sessions that pause speculation and without any.
+
+As `host`, but rounds run ahead and verify nothing. Sessions whose drafts a planner has found to
+lose are to decode as fast as those that never had any: ways to be plain take turns, round by round,
+in one process, so that what else the machine does is the same for all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from outrider.spec.contest import Contest, Mode
+from outrider.spec.plan import DraftMethod, Plan
+from outrider_bench.host import VerifierSide
+from outrider_bench.host_canned import Steps
+
+WAYS: Final = {
+    "no drafter": None,
+    "n-gram, paused": DraftMethod.NGRAM,
+    "head, paused": DraftMethod.EAGLE3,
+}
+"""How sessions come to decode plainly, and the drafts that they did without."""
+
+
+class PlainSide(VerifierSide):
+    """A verifier's engine thread whose sessions decode plainly, a round always in flight."""
+
+    def __init__(self, sessions: int, rounds: int, method: DraftMethod | None) -> None:
+        self.steps = Steps()
+        super().__init__(sessions, self.steps, planner="automatic")
+        plan = Plan() if method is None else Plan(method=method, draft_tokens=4)
+        self.open(sessions, rounds + 64, plan, drafted=method is not None)
+        self._pause()
+        own: Any = self._rounds
+        own._attempt = self.until(None, own._attempt, "verifier: submitted")
+        own._collect = self.until("verifier: made ready", own._collect, "verifier: outcome read")
+        policy: Any = self._core.policy
+        policy.observe_round = self.until(
+            "verifier: accounts, events", policy.observe_round, "verifier: planner"
+        )
+        for _ in range(8):
+            self.plain_round()
+        self.steps.taken.clear()
+
+    def _pause(self) -> None:
+        """Have the planner find that drafts lose, by so much that it does not try them again."""
+        policy: Any = self._core.policy
+        for known in policy._kinds.values():
+            contest: Any = Contest.begun(Mode.PLAIN)
+            contest._decided = True
+            contest._cost_s[Mode.SPECULATE] = float("inf")
+            known.contests = {load: contest for load in range(10)}
+        policy.changed = True
+
+    def plain_round(self) -> None:
+        """Plan and submit a round, settle the one before it."""
+        self._steps.begin()
+        plan = self._rounds.plan(time.monotonic())
+        assert not plan.empty, "nothing to do"
+        self._steps.mark("verifier: planned")
+        self._rounds.run(plan)
+        self._steps.mark("verifier: features kept")
+        assert self._rounds.flying, "plain rounds run ahead"
+        self._outbox.clear()
+        self._core.seal()
+        self._steps.end_round()
+
+
+def measure(sessions: int, rounds: int) -> dict[str, Steps]:
+    """Run so many rounds of each way in turn; steps by way."""
+    with torch.inference_mode():
+        sides = {name: PlainSide(sessions, rounds, method) for name, method in WAYS.items()}
+        for _ in range(rounds):
+            for side in sides.values():
+                side.plain_round()
+    return {name: side.steps for name, side in sides.items()}
+
+
+def run(counts: Sequence[int], rounds: int) -> None:
+    """Print microseconds by step, and of a whole round, of each way with so many sessions."""
+    found = {
+        f"{count}, {name}": steps
+        for count in counts
+        for name, steps in measure(count, rounds).items()
+    }
+    names = list(dict.fromkeys(name for steps in found.values() for name in steps.taken))
+    print("| us | " + " | ".join(found) + " |")
+    print("|---|" + "---|" * len(found))
+    for name in names:
+        cells = (f"{steps.lowest(name):.0f}" for steps in found.values() if name in steps.taken)
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    totals = (sum(map(steps.lowest, names)) for steps in found.values())
+    print("| **verifier** | " + " | ".join(f"{total:.0f}" for total in totals) + " |")
