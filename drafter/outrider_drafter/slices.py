@@ -15,8 +15,8 @@ from outrider_drafter.timing import SESSION_SIZES
 
 Cost = Callable[[int], float]
 """Seconds of a launch, by how many it is for."""
-_LEAST_GAIN: Final = 1e-5
-"""What a launch must gain, a session: what it gains is not known more closely."""
+_LEAST_GAIN: Final = 1e-7
+"""What a launch must gain, a session: less is rounding."""
 
 
 class Stakes(NamedTuple):

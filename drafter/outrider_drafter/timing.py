@@ -22,6 +22,8 @@ _STEPS: Final = 9
 _VERDICTS: Final = 32
 _BLIND: Final = 64
 """Rounds in a row in which verdicts came unseen, after which one is waited for."""
+_SHARP: Final = 0.05
+"""Bounds that are so near to each other, as a share of the wait, are as good as the time itself."""
 _EARLY: Final = 0.25
 """Share of verdicts that come before the time that is reckoned with."""
 _SMALLER: Final = 0.8
@@ -115,7 +117,7 @@ class Arrivals:
     def saw(self, wait: Wait, least: float, most: float) -> None:
         """A verdict came so long after the wait began."""
         waits = self._waits.setdefault(wait, _Waits())
-        if most > least:
+        if most - least > _SHARP * most:
             waits.blind += 1
         else:
             if waits.blind >= _BLIND:

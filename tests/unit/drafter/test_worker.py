@@ -11,7 +11,7 @@ import pytest
 from outrider_drafter.engine import Answers, SessionMessage
 from outrider_drafter.ngram import NgramSource
 from outrider_drafter.sessions import Session
-from outrider_drafter.source import Drafted
+from outrider_drafter.source import Drafted, Live, Scored
 from outrider_drafter.worker import DraftWorker
 
 from outrider.spec.plan import DraftMethod, Plan
@@ -224,3 +224,35 @@ def lengths_of(answers: Answers) -> list[int]:
 
 def _never() -> None:
     raise AssertionError("no device was lost")
+
+
+class SlowToScore(Scripted):
+    """Scores take far longer than its verdicts."""
+
+    def score(self, lives: Sequence[Live]) -> Scored:
+        time.sleep(0.1)
+        return super().score(lives)
+
+
+def test_look_ahead_that_verdicts_never_wait_for_is_left() -> None:
+    script, source = counting(), SlowToScore()
+    script.tokens[11:] += 50
+    engine = make_engine([source], in_time=True)
+    left = engine.metrics.cut_look_aheads.labels("pass")._value
+    lengths: list[int] = []
+    over = threading.Event()
+
+    def deliver(answers: Answers) -> None:
+        lengths.extend(lengths_of(answers))
+        if script.told == 50:
+            over.set()
+        elif lengths[-1] == script.told:
+            verdict = script.verdict(script.told + 1, with_features=False)
+            threading.Timer(0.005, worker.submit, (1, verdict)).start()
+
+    worker = DraftWorker(engine, deliver, on_lost=_never)
+    worker.submit(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
+    worker.start()
+    assert over.wait(30)
+    worker.stop()
+    assert left.get() > 10 and len(source.scored) < 30
