@@ -16,6 +16,7 @@ from outrider_verifier.schedule import (
     RowState,
     plan_ahead,
     plan_drafted,
+    plan_plain,
     plan_round,
 )
 
@@ -280,3 +281,15 @@ def test_a_prompt_of_a_higher_priority_waits_for_no_proposal() -> None:
 def test_rows_do_not_give_way_to_prompts_of_their_own_priority() -> None:
     rows = [row("a", since=9.99, priority=1), row("p", prefill_left=8, priority=1, since=9.9)]
     assert decoded(plan_round(rows, 10.0, LIMITS)) == ["a"]
+
+
+@given(st.integers(0, 14), st.sets(st.integers(0, 13)))
+def test_plain_sessions_are_planned_as_by_their_rows(count: int, under_way: set[int]) -> None:
+    names = [SessionId(str(number)) for number in range(count)]
+    rows = [row(name, runs_ahead=True) for name in names]
+    plan = plan_plain(names, LIMITS)
+    if count > LIMITS.decode_tokens:
+        assert plan is None
+        return
+    assert plan is not None and plan.plain
+    assert plan.decode == plan_ahead(rows, flight(*map(str, under_way)), LIMITS).decode

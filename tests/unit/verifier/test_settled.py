@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 from outrider_verifier.flying import InFlight
 from outrider_verifier.handover import Told
+from outrider_verifier.inbox import Inbox
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.runner import Decoded
 from outrider_verifier.schedule import RoundPlan
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Sheet
 
+from outrider.spec.digest import extend_digest
 from outrider.spec.plan import Plan
+from outrider.wire.messages import Proposal, Proposals
+from tests.fakes.scripted_drafter import make_tree
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import make_spec
 
@@ -75,6 +79,42 @@ def test_who_ends_or_is_followed_by_nobody_is_left_out(reason: str) -> None:
     assert told.handles.tolist() == [1, 2]
     assert pieces(told) == [[5, 6], [6]]
     assert [None if rows is None else rows[0, 0] for rows in told.features] == [0, 2]
+
+
+@pytest.mark.parametrize("reason", ["nobody", "paused", "drafter"])
+def test_where_no_drafter_hears_of_any_session_there_is_nothing_to_work_out(reason: str) -> None:
+    sessions = [session(n, drafter="d" if reason == "drafter" else None) for n in range(2)]
+    if reason == "paused":
+        sessions = [session(number) for number in range(2)]
+        for each in sessions:
+            each.paused = True
+    told = Sheet.of(sessions).verdicts(decoded((5, 6), (7,)))
+    assert len(told) == (2 if reason == "drafter" else 0)
+
+
+def test_who_goes_on_steps_to_the_prefix_that_a_drafter_will_be_told_of() -> None:
+    sessions = [session(0), session(1, stop_token_ids=(6,)), session(2), session(3)]
+    sessions[2].paused = True
+    box = Inbox(max_sessions=4, per_session=2, reach=5, budget_bytes=1 << 20)
+    columns = np.arange(4), np.arange(4, dtype=np.uint64) + 40, np.full(4, 6)
+    box.move(*columns)
+    ahead = [
+        Proposal(
+            handle=handle,
+            prefix_digest=extend_digest(40 + handle, (5, 6)),
+            prefix_len=8,
+            tree=make_tree([1]),
+        )
+        for handle in range(3)
+    ]
+    box.offer(Proposals.of(ahead), range(3))
+    sheet, outcome = Sheet.of(sessions), decoded(*[(5, 6)] * 4)
+    assert not sheet.step(outcome, box), "the digests are not known"
+    sheet.digests = [40, 41, 42, 43]
+    assert sheet.step(outcome, box)
+    # One stops, of one nobody is told, and for one there is no draft.
+    assert box.nodes(range(4)) == [1, -1, -1, -1]
+    assert not sheet.step(decoded(*[(5, 7)] * 4), box)
 
 
 def test_a_draft_is_wanted_where_the_budget_and_the_plan_leave_room_for_one() -> None:
