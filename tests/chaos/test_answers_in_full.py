@@ -17,6 +17,7 @@ from outrider.wire.logprobs import TokenLogprobs
 from tests.integration.stack import Stack, connect, metric, wait_until
 from tests.integration.test_structured_output import SCHEMA, conforms
 
+pytestmark = pytest.mark.timeout(300)
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 TOP = 3
 FIRST = 4
@@ -148,9 +149,9 @@ def test_sessions_are_preempted(stack: Stack, calm: Heard) -> None:
         """More requests of a higher priority than there are places."""
 
         def urgent(number: int) -> None:
-            client.generate(PROMPT, max_tokens=60, ignore_eos=True, priority=5, seed=number)
+            client.generate(PROMPT, max_tokens=24, ignore_eos=True, priority=5, seed=number)
 
-        count = 2 * len(stack.verifiers) * SESSIONS
+        count = len(stack.verifiers) * SESSIONS + 2
         with patient(stack) as client, concurrent.futures.ThreadPoolExecutor(count) as pool:
             list(pool.map(urgent, range(count)))
         wait_until(lambda: preemptions(stack) > before, timeout_s=30.0, what="a preemption")
