@@ -13,7 +13,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 # Tests that compute: two processes of one thread each, files in order, the long ones first.
 PYTEST_X2 := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 # Tests that start processes wait for them half of their time: more at once than there are cores.
-# None judges speed, and a file has its fleet for itself.
+# What they ask of the clock leaves room for that, and a file has its fleet for itself.
 PYTEST_X3 := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 FLEETS := tests/chaos tests/integration
 
