@@ -90,7 +90,8 @@ class PoolStack:
         return process
 
     def repair(self) -> None:
-        """As in the beginning: d0 and d1, alive and in the pool, and nobody else."""
+        """As in the beginning: d0 and d1, alive and in the pool, nobody else, and all well: a
+        verifier that is not gets no sessions."""
         for name in list(self.drafters):
             if name not in ("d0", "d1"):
                 self.drafters.pop(name).stop()
@@ -101,13 +102,13 @@ class PoolStack:
                 process.restart()
             add_drafter(self.pool, process.address)
         both = {process.address for process in self.drafters.values()}
-        wait_until(
-            lambda: (
-                both <= {d.address for d in self.info().drafters if len(d.links) == 2 and d.healthy}
-            ),
-            timeout_s=30.0,
-            what="two drafters at two verifiers",
-        )
+
+        def well() -> bool:
+            info = self.info()
+            linked = {d.address for d in info.drafters if len(d.links) == 2 and d.healthy}
+            return both <= linked and all(verifier.healthy for verifier in info.verifiers)
+
+        wait_until(well, timeout_s=30.0, what="two drafters at two verifiers")
 
     def info(self) -> ServerInfo:
         """What the router says."""

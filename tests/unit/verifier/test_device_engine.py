@@ -213,7 +213,7 @@ async def test_prompts_of_many_pieces_give_the_hosts_text(
 ) -> None:
     head = {} if placement == "separate" else {"placement": placement}
     accepted = []
-    for chunk in (7, 64, 200, 1024):
+    for chunk in (7, 64, 1024):  # less than a piece, one, and all of them at once
         async with serving(
             tiny_target, tiny_head, prefill_tokens_per_round=chunk, **head
         ) as service:
@@ -221,7 +221,7 @@ async def test_prompts_of_many_pieces_give_the_hosts_text(
         assert [tokens for tokens, _ in results] == long_texts
         accepted.append([stats.accepted for _, stats in results])
     # The head's drafts follow from the features of the whole prompt, however it was cut.
-    assert accepted == [accepted[0]] * 4
+    assert accepted == [accepted[0]] * 3
     assert (sum(accepted[0]) > 0) == bool(head)
 
 

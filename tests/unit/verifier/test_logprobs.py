@@ -19,6 +19,7 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import FinishReason, TokenLogprobs
 from tests.fakes.scripted_drafter import ProposeFn
+from tests.grids import thorough
 from tests.reference.logprobs import assert_the_targets_own, full_forward
 from tests.unit.verifier.device_serving import OWN, PROMPTS, attached, follow, serving
 from tests.unit.verifier.harness import CHAIN, DRAFTER, TREE, make_spec
@@ -98,9 +99,20 @@ def proposals(target: TargetModel) -> Iterator[dict[str, ProposeFn]]:
     yield {"chain": guesses(target, CHAIN), "tree": guesses(target, TREE)}
 
 
-@pytest.mark.parametrize("device", [None, "cpu"], ids=["host", "device"])
-@pytest.mark.parametrize("drafts", ["none", "chain", "tree"])
-@pytest.mark.parametrize("name", SAMPLINGS)
+# Every rule by trees on the device and plainly on the host, one rule in every cell: how a token
+# was chosen and what is told of it do not know of each other.
+CELLS = [("tree", "cpu"), ("none", None)]
+REST = [("tree", None), ("chain", None), ("chain", "cpu"), ("none", "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts", "device"),
+    [
+        *((name, *cell) for name in SAMPLINGS for cell in CELLS),
+        *(("greedy", *cell) for cell in REST),
+        *(thorough(name, *cell) for name in SAMPLINGS if name != "greedy" for cell in REST),
+    ],
+)
 async def test_logprobs_are_the_targets_own(
     name: str,
     drafts: str,

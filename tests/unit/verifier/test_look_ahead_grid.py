@@ -13,6 +13,7 @@ from outrider_verifier.policy import Policy
 
 from outrider.ids import DrafterId
 from tests.fakes.simulated_service import PIECE, Ahead, Costs, Service, plain_s
+from tests.grids import thorough
 from tests.unit.verifier.test_planner_grid import HOPED, LARGE
 
 ON_CPUS = Costs(
@@ -85,7 +86,7 @@ def found(
 
 
 @pytest.mark.parametrize("sessions", [1, 8, 32])
-@pytest.mark.parametrize("hits", [0.7, 0.8])
+@pytest.mark.parametrize("hits", [0.7, thorough(0.8)])  # more hits win by more
 def test_look_ahead_that_wins_is_kept(sessions: int, hits: float) -> None:
     world = found(LARGE, Ahead(hits=hits), sessions, 2.2)
     assert world.ahead > 1.05 * world.lockstep
@@ -151,7 +152,7 @@ def test_on_cpus_look_ahead_that_wins_is_found_in_the_end() -> None:
     assert world.planned > 1.1 * world.lockstep
 
 
-@pytest.mark.parametrize("sessions", [1, 8, 32])
+@pytest.mark.parametrize("sessions", [1, thorough(8), 32])  # eight lie between them
 @pytest.mark.parametrize(
     ("costs", "ahead"),
     [
