@@ -239,6 +239,7 @@ FAULTS: dict[str, Callable[[list[Document]], object]] = {
     "may gain privileges": lambda d: _verifier(d).pop("securityContext"),
     "there is no volume": lambda d: _verifier(d)["volumeMounts"][0].update(name="elsewhere"),
     "no namespace": lambda d: d[1]["metadata"].pop("namespace"),
+    "grpc is TLS, not": lambda d: _verifier(d)["args"].append("--tls-cert=/tls.crt"),
 }
 
 
