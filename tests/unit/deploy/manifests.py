@@ -135,6 +135,9 @@ def _services(documents: list[Document]) -> Iterator[str]:
             for pod in behind:
                 if port.get("targetPort", port["port"]) not in _ports(pod):
                     yield f"Service/{name}: {pod.owner} has no port {port['targetPort']}"
+                plain = port.get("appProtocol") in ("http", "kubernetes.io/h2c")
+                if plain and any("--tls-cert" in str(c["args"]) for _, c in pod.processes()):
+                    yield f"Service/{name}: port {port['name']} is TLS, not {port['appProtocol']}"
 
 
 def _ports(pod: Pod) -> set[object]:

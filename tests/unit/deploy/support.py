@@ -19,6 +19,8 @@ from tests.unit.deploy.manifests import Document, config_of, pods
 
 ROOT = Path(__file__).resolve().parents[3]
 KUBERNETES = "1.37"
+TOOL_S = 300
+"""Longest run of a program, on a machine that has much else to do."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 

@@ -28,7 +28,15 @@ from tests.unit.deploy.manifests import (
     scales_down_blindly,
 )
 from tests.unit.deploy.scraping import scrapes, strangers
-from tests.unit.deploy.support import KUBERNETES, ROOT, configs_of, load, parse, tool
+from tests.unit.deploy.support import (
+    KUBERNETES,
+    ROOT,
+    TOOL_S,
+    configs_of,
+    load,
+    parse,
+    tool,
+)
 
 HELM = ROOT / "deploy" / "helm"
 CHART = HELM / "outrider"
@@ -37,7 +45,7 @@ CASES = ["", *sorted(path.stem for path in HELM.glob("cases/*.yaml"))]
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [tool("helm"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S)
 
 
 def template(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -178,7 +186,7 @@ def test_the_notes_say_how_to_reach_it(
         monkeypatch.setenv("OUTRIDER_API_KEY", "sk-test")
     heard, port = _serve_once(tmp_path if case else None)
     command = [tool("sh"), "-c", asked.replace("8000", str(port))]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TOOL_S)
     assert (result.returncode, result.stdout) == (0, "models"), result.stderr
     assert heard == ["Bearer sk-test" if case else None]
 

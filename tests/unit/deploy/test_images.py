@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.deploy.support import ROOT, dockerfile_of, load, stages_of, tool
+from tests.unit.deploy.support import ROOT, TOOL_S, dockerfile_of, load, stages_of, tool
 
 ROLES = ("router", "verifier", "drafter")
 
 
 def test_hadolint_finds_nothing() -> None:
     files = {str(dockerfile_of(role)) for role in ROLES} | {str(ROOT / "deploy/ray/Dockerfile")}
-    result = subprocess.run([tool("hadolint"), *files], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [tool("hadolint"), *files], capture_output=True, text=True, timeout=TOOL_S
+    )
     assert result.returncode == 0, result.stdout
 
 

@@ -31,6 +31,7 @@ from tests.unit.deploy.scraping import scrapes, strangers
 from tests.unit.deploy.support import (
     KUBERNETES,
     ROOT,
+    TOOL_S,
     configs_of,
     load,
     parse,
@@ -45,7 +46,7 @@ OVERLAYS = sorted(path.parent.name for path in K8S.glob("overlays/*/kustomizatio
 @cache
 def built(overlay: str) -> str:
     command = [tool("kubectl"), "kustomize", str(K8S / "overlays" / overlay)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S)
     assert result.returncode == 0 and not result.stderr, result.stderr
     return result.stdout
 
@@ -214,7 +215,7 @@ def test_what_cannot_be_measured_scales_nothing_down() -> None:
 def test_yaml_has_no_duplicate_keys_nor_tabs() -> None:
     files = [str(path) for path in sorted(K8S.rglob("*.yaml"))]
     command = [tool("yamllint"), "--strict", "-c", str(ROOT / "deploy" / ".yamllint"), *files]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S)
     assert result.returncode == 0, result.stdout
 
 
@@ -239,6 +240,7 @@ FAULTS: dict[str, Callable[[list[Document]], object]] = {
     "may gain privileges": lambda d: _verifier(d).pop("securityContext"),
     "there is no volume": lambda d: _verifier(d)["volumeMounts"][0].update(name="elsewhere"),
     "no namespace": lambda d: d[1]["metadata"].pop("namespace"),
+    "grpc is TLS, not": lambda d: _verifier(d)["args"].append("--tls-cert=/tls.crt"),
 }
 
 
