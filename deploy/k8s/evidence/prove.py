@@ -3,8 +3,9 @@
     bash deploy/k8s/evidence/build.sh FOLDER    # etcd, 1.20's control plane, 1.36's CRD server
     python deploy/k8s/evidence/prove.py --binaries FOLDER/bin --crds CRDS > ...
 
-Needs kubectl, helm and, for CRDS, a folder with the definitions of KubeRay, LeaderWorkerSet and
-DisaggregatedSet as their projects publish them (none of it is part of this one). On loopback.
+Needs kubectl and helm of today to render and, for CRDS, a folder with the definitions of KubeRay,
+LeaderWorkerSet and DisaggregatedSet as their projects publish them (none of it is part of this
+one). On loopback.
 """
 
 from __future__ import annotations
@@ -175,8 +176,10 @@ class Proof:
         say(f"3 of 4 pairs run; of the fourth: {unplaced()[0]}")
 
     def kubectl(self, documents: list[Document], *verb: str) -> tuple[int, str]:
-        """kubectl with these documents; (status, what it said)."""
-        command = ["kubectl", f"--kubeconfig={self._servers.kubeconfig}", *(verb or ("apply",))]
+        """1.20's own kubectl with these documents, which it validates by the server's schema;
+        (status, what it said)."""
+        own = str(self._servers.binaries / "kubectl")
+        command = [own, f"--kubeconfig={self._servers.kubeconfig}", *(verb or ("apply",))]
         text = yaml.safe_dump_all(documents)
         done = subprocess.run([*command, "-f", "-"], input=text, capture_output=True, text=True)
         return done.returncode, done.stderr
@@ -281,10 +284,10 @@ def _claim(namespace: str) -> Document:
 
 def brief(text: str) -> str:
     """What was wrong, of all that a server or kubectl says about it."""
-    line = " ".join(text.split())
-    for before in ("error validating data: ", " is invalid: ", "in the patch: ", "field: "):
+    line = " ".join(text.split()).partition("; if you choose")[0].partition(", error found in")[0]
+    for before in ("error validating data: ", " is invalid: ", "Decoder: ", "}: "):
         line = line.rpartition(before)[2] if before in line else line
-    return line[:140]
+    return line[:160]
 
 
 if __name__ == "__main__":
