@@ -75,7 +75,10 @@ OURS: dict[str, tuple[str, Plant]] = {
     "no probe": ("StatefulSet", lambda d: _first(d).pop("livenessProbe")),
 }
 """By what they are: the kind that they are planted in, and how."""
-PASS = ("a volume that is not there, of a StatefulSet", "a probe of no port", "no probe")
+PASS = (
+    *("a volume that is not there, of a StatefulSet", "a probe of no port", "no probe"),
+    "LeaderWorkerSet: groups of nobody",
+)
 
 
 def _ray(document: Document) -> Document:
@@ -121,6 +124,7 @@ CUSTOM: dict[str, tuple[str, Plant]] = {
         "LeaderWorkerSet",
         lambda d: _lead(d).update(restartPolicy="Perhaps"),
     ),
+    "LeaderWorkerSet: groups of nobody": ("LeaderWorkerSet", lambda d: _lead(d).update(size=0)),
     "LeaderWorkerSet: no workers": (
         "LeaderWorkerSet",
         lambda d: _lead(d).pop("workerTemplate"),

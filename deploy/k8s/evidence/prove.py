@@ -103,9 +103,10 @@ class Proof:
             code, text = self.kubectl(made)
             assert code == 0, text
             pods, took_s = self._all_ready(name)
+            ran = f", {pods:2} pods ready in {took_s:3.1f} s" if pods else ""
             others = ", ".join(f"{n} {kind}" for kind, n in sorted(Counter(left).items()))
             say(
-                f"{name:20} {len(made):3} objects accepted, {pods:2} pods ready in {took_s:4.1f} s"
+                f"{name:20} {len(made):3} objects accepted{ran}"
                 f"{f'; not of Kubernetes itself: {others}' if others else ''}"
             )
             if name in ("gpu", "chart-gpu"):
@@ -148,7 +149,7 @@ class Proof:
         ):
             labels = f"app.kubernetes.io/component={name.removeprefix('outrider-')}"
             path = f"/apis/apps/v1/namespaces/pools/{kind}/{name}"
-            self._all_ready("pools")
+            wait(f"all of {name}", partial(self._all_serve, labels, count))
             fewest = Fewest(partial(self._serving, "pools", labels))
             with fewest:
                 note = {"metadata": {"annotations": {"rolled": "1"}}}
@@ -199,6 +200,9 @@ class Proof:
     def _serving(self, name: str, labels: str) -> int:
         found = self._api.items(f"/api/v1/namespaces/{name}/pods?labelSelector={labels}")
         return sum(map(ready, found))
+
+    def _all_serve(self, labels: str, count: int) -> bool:
+        return self._serving("pools", labels) == count
 
     def _rolled(self, path: str, count: int) -> bool:
         owner = self._api.call("GET", path)[1]
@@ -262,12 +266,13 @@ def custom(api: Api, folder: Path, sets: dict[str, list[Document]]) -> None:
         broken = copy.deepcopy(ours[kind])
         plant(broken)
         status, text = post(broken)
-        assert status in (400, 422), (name, status, text)
-        say(f"refused {name}: {brief(text)}")
+        assert status == 201 if name in faults.PASS else status in (400, 422), (name, status, text)
+        said = "TAKEN  " if status == 201 else "refused"
+        say(f"{said} {name}{'' if status == 201 else f': {brief(text)}'}")
 
 
 def _established(definition: Document) -> bool:
-    conditions = definition.get("status", {}).get("conditions", ())
+    conditions = definition.get("status", {}).get("conditions") or ()
     return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
 
 
@@ -282,10 +287,14 @@ def _claim(namespace: str) -> Document:
     return _named("PersistentVolumeClaim", "") | {"metadata": metadata, "spec": spec}
 
 
+_PREFACES = ("error validating data: ", " is invalid: ", "Decoder: ", "}: ", "decoding error: ")
+
+
 def brief(text: str) -> str:
     """What was wrong, of all that a server or kubectl says about it."""
     line = " ".join(text.split()).partition("; if you choose")[0].partition(", error found in")[0]
-    for before in ("error validating data: ", " is invalid: ", "Decoder: ", "}: "):
+    line = line.partition(", <nil>:")[0]
+    for before in _PREFACES:
         line = line.rpartition(before)[2] if before in line else line
     return line[:160]
 
