@@ -209,6 +209,7 @@ def check_host(config: TlsConfig, host: str, advice: str) -> None:
     client = ssl.create_default_context(cafile=config.ca)
     # Nothing else than a client's own handshake knows what clients take: wildcards, addresses.
     client.check_hostname = False
+    names = ""
     try:
         names = ", ".join(name for _, name in _handshake(client, server, host))
         client.check_hostname = True

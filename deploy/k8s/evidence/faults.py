@@ -32,15 +32,15 @@ OURS: dict[str, tuple[str, Plant]] = {
     ),
     "no quantity": ("StatefulSet", lambda d: _first(d)["resources"]["limits"].update(memory="4GB")),
     "a request beyond its limit": (
-        "StatefulSet",
+        "Deployment",
         lambda d: _first(d)["resources"]["requests"].update(memory="9Gi"),
     ),
     "a long name of a port": (
-        "StatefulSet",
-        lambda d: _first(d)["ports"][0].update(name="grpc-of-the-verifier"),
+        "Deployment",
+        lambda d: _first(d)["ports"][0].update(name="grpc-of-the-router"),
     ),
     "a volume that is not there": (
-        "StatefulSet",
+        "Deployment",
         lambda d: _first(d)["volumeMounts"][0].update(name="elsewhere"),
     ),
     "two containers of one name": ("Deployment", lambda d: _pod(d)["containers"].append(_first(d))),
@@ -62,7 +62,12 @@ OURS: dict[str, tuple[str, Plant]] = {
         "StatefulSet",
         lambda d: _pod(d).update(topologySpreadConstraints=[{"maxSkew": 0}]),
     ),
-    # These no server can know: tests/unit/deploy/manifests.py does.
+    # Of a StatefulSet 1.20 looks at pods when they are made; and no server knows what a probe is
+    # for. tests/unit/deploy/manifests.py finds these three.
+    "a volume that is not there, of a StatefulSet": (
+        "StatefulSet",
+        lambda d: _first(d)["volumeMounts"][0].update(name="elsewhere"),
+    ),
     "a probe of no port": (
         "Deployment",
         lambda d: _first(d)["livenessProbe"].update(tcpSocket={"port": "nowhere"}),
@@ -70,7 +75,10 @@ OURS: dict[str, tuple[str, Plant]] = {
     "no probe": ("StatefulSet", lambda d: _first(d).pop("livenessProbe")),
 }
 """By what they are: the kind that they are planted in, and how."""
-PASS = ("a probe of no port", "no probe")
+PASS = (
+    *("a volume that is not there, of a StatefulSet", "a probe of no port", "no probe"),
+    "LeaderWorkerSet: groups of nobody",
+)
 
 
 def _ray(document: Document) -> Document:
@@ -116,6 +124,7 @@ CUSTOM: dict[str, tuple[str, Plant]] = {
         "LeaderWorkerSet",
         lambda d: _lead(d).update(restartPolicy="Perhaps"),
     ),
+    "LeaderWorkerSet: groups of nobody": ("LeaderWorkerSet", lambda d: _lead(d).update(size=0)),
     "LeaderWorkerSet: no workers": (
         "LeaderWorkerSet",
         lambda d: _lead(d).pop("workerTemplate"),

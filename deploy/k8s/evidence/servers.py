@@ -69,7 +69,7 @@ class Servers:
     """etcd and kube-apiserver, and further servers; a context manager that stops them."""
 
     def __init__(self, binaries: Path, folder: Path) -> None:
-        self._binaries, self.folder = binaries, folder
+        self.binaries, self.folder = binaries, folder
         self._running: list[subprocess.Popen[bytes]] = []
         self.token = secrets.token_hex(16)
         self.api = Api(API_PORT, self.token)
@@ -145,7 +145,7 @@ class Servers:
         """Start a binary; what it says is in the folder."""
         log = (self.folder / f"{name}.log").open("wb")
         with log:
-            command = [str(self._binaries / name), *flags]
+            command = [str(self.binaries / name), *flags]
             self._running.append(subprocess.Popen(command, stdout=log, stderr=log))
 
     def alive(self) -> None:

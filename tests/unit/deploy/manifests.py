@@ -268,6 +268,9 @@ def _scalers(documents: list[Document]) -> Iterator[str]:
     there = {(d["kind"], d["metadata"]["name"]) for d in documents}
     for document in documents:
         spec, where = document.get("spec", {}), f"{document['kind']}/{document['metadata']['name']}"
+        # Its definition takes it.
+        if spec.get("leaderWorkerTemplate", {}).get("size", 1) < 1:
+            yield f"{where}: groups of nobody"
         if document["kind"] not in ("HorizontalPodAutoscaler", "ScaledObject"):
             continue
         low = spec.get("minReplicas", spec.get("minReplicaCount", 1))

@@ -8,6 +8,7 @@ import re
 import ssl
 import subprocess
 import threading
+from collections.abc import Generator
 from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -184,9 +185,11 @@ def test_the_notes_say_how_to_reach_it(
         make_certificates(tmp_path)
         (tmp_path / "ca.pem").rename(tmp_path / "ca.crt")
         monkeypatch.setenv("OUTRIDER_API_KEY", "sk-test")
-    heard, port = _serve_once(tmp_path if case else None)
-    command = [tool("sh"), "-c", asked.replace("8000", str(port))]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TOOL_S)
+    with _server(tmp_path if case else None) as (heard, port):
+        command = [tool("sh"), "-c", asked.replace("8000", str(port))]
+        result = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=TOOL_S
+        )
     assert (result.returncode, result.stdout) == (0, "models"), result.stderr
     assert heard == ["Bearer sk-test" if case else None]
 
@@ -200,8 +203,9 @@ def _notes(case: str) -> str:
     return result.stdout.partition("\nNOTES:\n")[2]
 
 
-def _serve_once(certificates: Path | None) -> tuple[list[str | None], int]:
-    """A server on loopback that answers once; the Authorization that it heard, and its port."""
+@contextlib.contextmanager
+def _server(certificates: Path | None) -> Generator[tuple[list[str | None], int]]:
+    """A server on loopback that answers once; the Authorization that it hears, and its port."""
     heard: list[str | None] = []
 
     class Models(BaseHTTPRequestHandler):
@@ -219,8 +223,11 @@ def _serve_once(certificates: Path | None) -> tuple[list[str | None], int]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificates / "router.pem", certificates / "router-key.pem")
         server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.handle_request, daemon=True).start()
-    return heard, server.server_port
+    with server:
+        thread = threading.Thread(target=server.handle_request, daemon=True)
+        thread.start()
+        yield heard, server.server_port
+        thread.join(TOOL_S)
 
 
 @pytest.mark.parametrize("flags", [("apiKeys.existingSecret=keys",), ("tls.enabled=true",), ()])

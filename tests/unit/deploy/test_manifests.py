@@ -251,6 +251,13 @@ def test_a_planted_fault_is_found(problem: str) -> None:
     assert any(problem in found for found in problems(broken)), problems(broken)
 
 
+def test_a_group_of_nobody_is_found() -> None:
+    broken = documents("lws")
+    (group,) = [d for d in broken if d["kind"] == "LeaderWorkerSet"]
+    group["spec"]["leaderWorkerTemplate"]["size"] = 0
+    assert problems(broken) == ["LeaderWorkerSet/outrider: groups of nobody"]
+
+
 @pytest.mark.parametrize("kind", ["StatefulSet", "Service", "PodDisruptionBudget"])
 def test_a_selector_that_selects_nobody_is_found(kind: str) -> None:
     broken = documents("cpu-demo")
