@@ -59,6 +59,8 @@ class Seen:
     token_ids: tuple[int, ...]
     pause_s: float
     """Longest time without a message once it had begun."""
+    drafted: int
+    """Draft tokens that were verified for it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,13 +111,14 @@ class _Lab:
         """Cause a fault again and again; what the streams saw."""
         pauses: list[float] = []
         failed: list[str] = []
-        changed = 0
+        changed = drafting = 0
         for turn in range(self._args.injections):
             victims = self._fleet.kinds[fault.victim]
             victim = victims[turn % len(victims)]
             seen = self._streams(lambda hit=victim: self._hit(hit, fault))  # type: ignore[misc]
             pauses.append(max(stream.pause_s for stream in seen))
             failed += [stream.code for stream in seen if stream.code != "OK"]
+            drafting += sum(stream.drafted > 0 for stream in seen)
             changed += sum(
                 stream.token_ids != calm.token_ids
                 for stream, calm in zip(seen, self._calm, strict=True)
@@ -127,6 +130,8 @@ class _Lab:
             "injections": len(pauses),
             "longest_pause_s": percentiles(pauses) | {"max": round(max(pauses), 4)},
             "requests": len(pauses) * self._args.streams,
+            # A drafter without whose drafts its streams went on anyway proves nothing.
+            "requests_with_drafts": drafting,
             "failed": failed,
             "changed_texts": changed,
         }
@@ -157,7 +162,7 @@ class _Lab:
     def _one(self, client: Client, index: int, begun: threading.Semaphore) -> Seen:
         options = {"temperature": 0.8, "seed": index} if index % 2 else {"temperature": 0.0}
         ids: list[int] = []
-        longest, last, code, told = 0.0, 0.0, "OK", False
+        longest, last, code, told, drafted = 0.0, 0.0, "OK", False, 0
         try:
             with client.stream(
                 [user(self._prompts[index])],
@@ -172,9 +177,10 @@ class _Lab:
                     if len(ids) >= BEGUN and not told:
                         told = True
                         begun.release()
+                drafted = stream.result().finish.stats.proposed
         except OutriderError as error:
             code = error.reason
         finally:
             if not told:
                 begun.release()
-        return Seen(code=code, token_ids=tuple(ids), pause_s=longest)
+        return Seen(code=code, token_ids=tuple(ids), pause_s=longest, drafted=drafted)

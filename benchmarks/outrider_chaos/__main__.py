@@ -1,6 +1,6 @@
 """`outrider chaos`: faults for a fleet, and whether texts and promises survive them.
 
-Exit status: 0 every promise was kept; 1 one was not; 2 misuse.
+Exit status: 0 every promise was kept; 1 one was not; 2 misuse, or it could not run.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 from outrider.chaos.faults import Fault
 from outrider.chaos.schedule import Schedule
 from outrider.chaos.shrink import shrink
+from outrider.errors import InternalError
 from outrider.process import end_with_parent, run, tune_interpreter
 from outrider_chaos.parts import Models
 from outrider_chaos.run import Oracle, Outcome, listen_in_calm, run_schedule
@@ -54,7 +56,10 @@ def run_seeds(
     on_outcome: OnOutcome,
     slowness: float = 1.0,
 ) -> None:
-    """Run the schedules of seeds in so many processes; outcomes come in order of seeds."""
+    """Run the schedules of seeds in so many processes; outcomes come in order of seeds.
+
+    Raises InternalError if a process dies, or hears no text in calm.
+    """
     # Forked children of a process with threads hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
@@ -63,8 +68,12 @@ def run_seeds(
         initializer=_prepare_worker,
         initargs=(target, head, slowness),
     ) as pool:
-        for outcome in pool.map(_run_here, map(Schedule.of, seeds)):
-            on_outcome(outcome)
+        try:
+            for outcome in pool.map(_run_here, map(Schedule.of, seeds)):
+                on_outcome(outcome)
+        except BrokenProcessPool as error:
+            detail = "a process that runs seeds died; what it logged is above"
+            raise InternalError(detail, reason="WORKER_DIED") from error
 
 
 def replay(seed: int, target: Path, head: Path, *, shrinks: bool, slowness: float = 1.0) -> Outcome:
@@ -146,10 +155,10 @@ def _prepare_worker(target: Path, head: Path, slowness: float) -> None:
 def _prepare(target: Path, head: Path, slowness: float = 1.0) -> None:
     """Load the models, hear every text in calm, and keep the loop for all runs."""
     torch.set_num_threads(1)
-    # A process whose peers die all the time logs nothing else.
-    logging.disable(logging.CRITICAL)
     _Process.models = Models.load(target, head, slowness)
     _Process.oracle = run(listen_in_calm(_Process.models))
+    # A process whose peers die all the time logs nothing else; what goes wrong in calm is logged.
+    logging.disable(logging.CRITICAL)
     tune_interpreter()
 
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 import random
 
 import pytest
-from outrider_chaos.fuzzing import honest_frames
+from outrider_chaos import fuzzing
+from outrider_chaos.fuzzing import LANE, MAX_GROWTH_MB, honest_frames
 
 from outrider.chaos import fuzz
-from outrider.chaos.fuzz import DECODERS, PORTS, Decoder, fuzz_port, mutated, random_frame
+from outrider.chaos.fuzz import (
+    DECODERS,
+    PORTS,
+    Decoder,
+    FuzzReport,
+    fuzz_port,
+    mutated,
+    random_frame,
+)
 from outrider.chaos.fuzz_lane import fuzz_lane
 from outrider.wire.v1 import inference_pb2
 
@@ -60,3 +69,20 @@ def test_frames_are_a_matter_of_the_seed_and_bounded() -> None:
     assert len(mutated(bytes(fuzz.MAX_FRAME_BYTES + 9), random.Random(1), [b"x"])) <= (
         fuzz.MAX_FRAME_BYTES
     )
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_growth_is_what_is_kept_not_a_large_frame_that_came_by(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[bytearray] = []
+
+    def read(frames: int, *, seed: int) -> FuzzReport:
+        frame = bytearray(b"x" * (8 << 20) * min(seed, 4))
+        if keeps:
+            kept.append(frame)
+        return FuzzReport()
+
+    monkeypatch.setattr(fuzzing, "fuzz_lane", read)
+    grown = fuzzing.fuzz(LANE, frames=100, seed=0).growth_mb
+    assert (grown > MAX_GROWTH_MB) == keeps
