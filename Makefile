@@ -14,7 +14,8 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 PYTEST_X2 := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 # Tests that start processes wait for them half of their time: more at once than there are cores.
 # What they ask of the clock leaves room for that, and a file has its fleet for itself.
-PYTEST_X3 := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
+FLEETS_AT_ONCE ?= 3
+PYTEST_FLEETS := $(PYTEST) -n $(FLEETS_AT_ONCE) --dist loadfile --no-loadscope-reorder
 FLEETS := tests/chaos tests/integration
 
 .PHONY: setup setup-serve demo test test-fast test-thorough test-ray test-real check format proto generated helm docs bench clean
@@ -57,7 +58,7 @@ helm: setup
 test: setup helm
 	@$(BIN)/outrider models pull smollm2-135m
 	$(PYTEST_X2) -m "not gpu" tests $(addprefix --ignore=,$(FLEETS))
-	$(PYTEST_X3) -m "not gpu" $(FLEETS)
+	$(PYTEST_FLEETS) -m "not gpu" $(FLEETS)
 	$(PYTEST) --transport ray tests/integration/test_transport_contract.py tests/integration/test_transport_bundles.py
 
 test-fast: setup
