@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider_bench import host_ahead
+from outrider_bench import host_ahead, host_plain
 from outrider_bench.host import measure
 from outrider_bench.host_canned import BESIDE
 
@@ -25,7 +25,6 @@ def test_with_look_ahead_every_round_is_a_hit_and_drafts_are_taken_in_beside() -
         for step in (
             "sheet",
             "outcome settled",
-            "prefixes moved",
             "committed",
             "planned",
             "rows staged",
@@ -33,3 +32,11 @@ def test_with_look_ahead_every_round_is_a_hit_and_drafts_are_taken_in_beside() -
         )
     }
     assert "verifier: proposals offered" + BESIDE in steps.taken
+
+
+def test_plain_rounds_are_timed_whatever_their_sessions_did_without() -> None:
+    found = host_plain.measure(2, 3)
+    assert set(found) == set(host_plain.WAYS)
+    for steps in found.values():
+        assert {len(taken) for taken in steps.taken.values()} == {3}
+        assert "verifier: planner" in steps.taken
