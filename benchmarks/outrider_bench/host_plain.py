@@ -50,7 +50,7 @@ class PlainSide(VerifierSide):
         """Have the planner find that drafts lose, by so much that it does not try them again."""
         policy: Any = self._core.policy
         for known in policy._kinds.values():
-            contest: Any = Contest.begun(Mode.PLAIN)
+            contest: Any = Contest(in_force=Mode.PLAIN)
             contest._decided = True
             contest._cost_s[Mode.SPECULATE] = float("inf")
             known.contests = {load: contest for load in range(10)}
