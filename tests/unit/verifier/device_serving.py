@@ -79,6 +79,8 @@ async def serving(
         "max_tree_nodes": 16,
         "prefill_tokens_per_round": 16,
         "planner": "fixed",
+        # On a GPU all of it is pinned at the start, and tests run side by side.
+        "swap_space_gb": 0.05,
     }
     config = VerifierConfig(model="tiny", max_sessions=8, device=place, **(defaults | settings))
     runner = DeviceRoundEngine.build(config, target, projection, head) if device else None
