@@ -84,9 +84,8 @@ def test_a_file_is_checked_without_the_environment(
 
 def test_the_outrider_command_has_it() -> None:
     # A process of its own: the command becomes the module.
-    assert (
-        json.loads(outrider("schema", "verifier", status=0))["title"] == "Configuration: verifier"
-    )
+    schema = json.loads(outrider("schema", "verifier", status=0))
+    assert schema["title"] == "Configuration: verifier"
     assert outrider("schema", "sidecar", status=2) == ""
 
 
