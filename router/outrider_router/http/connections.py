@@ -63,9 +63,9 @@ class Places:
     def take(self, connection: Connection) -> bool:
         """Give a new connection a place, if need be that of an idle one; whether it has one."""
         if len(self._held) >= self._most:
-            if not self._idle:
+            oldest = next((held for held in self._idle if held.is_sent), None)
+            if oldest is None:
                 return False
-            oldest = next(iter(self._idle))
             self.leave(oldest)
             oldest.cut()
         self._held.add(connection)
@@ -131,7 +131,12 @@ class Connection(H11Protocol):
             return
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
-            self._wait_for("head", HEAD_S)
+            if self.conn.trailing_data[0]:
+                self._wait_for("head", HEAD_S)
+            else:
+                # The rest of a body whose answer did not need it: uvicorn forgot its own timer.
+                self.places.idle(self)
+                self._wait_for("head", KEEP_ALIVE_S)
         else:
             self.places.busy(self)
             self._wait_for_body()
@@ -145,6 +150,11 @@ class Connection(H11Protocol):
             self.places.idle(self)
         else:
             self._wait_for_body()
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether all that was answered is on its way: a slow reader's answer may wait here."""
+        return self.transport.get_write_buffer_size() == 0
 
     def cut(self) -> None:
         """End it now."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -130,6 +131,27 @@ async def test_idle_connections_make_room_the_one_that_was_idle_longest_first(
         assert await idle[1].closed() == b""
         assert "200 OK" in await idle[0].ask("/version")
         assert sample(router, "outrider_refusals_total", reason="CONNECTIONS_EXHAUSTED") == 0
+
+
+class Held:
+    """A connection as far as places know it."""
+
+    def __init__(self, *, is_sent: bool) -> None:
+        self.is_sent, self.was_cut = is_sent, False
+
+    def cut(self) -> None:
+        self.was_cut = True
+
+
+def test_an_answer_that_its_reader_has_not_taken_is_not_cut() -> None:
+    slow, idle, third, fourth = (Held(is_sent=sent) for sent in (False, True, True, False))
+    places: Any = connections.Places(2, lambda: None)
+    assert places.take(slow) and places.take(idle)
+    assert places.take(third)
+    assert idle.was_cut and not slow.was_cut
+    third.is_sent = False
+    assert not places.take(fourth)
+    assert not third.was_cut
 
 
 async def test_many_silent_connections_shut_nobody_out(
