@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import multiprocessing
-import os
 import sys
-import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -26,23 +23,6 @@ def run(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     except ImportError:
         return asyncio.run(main)
     return uvloop.run(main)
-
-
-def end_with_parent() -> None:
-    """End this process once the one that spawned it by `multiprocessing` is gone, however it died.
-
-    The workers of a pool hold each other's pipes open: none of them would ever hear of it. Does
-    nothing in a process that was not spawned so.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="outrider-watch-parent", daemon=True).start()
 
 
 def add_tls_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from outrider.chaos.fuzz import PORTS, FuzzReport, fuzz_port
 from outrider.chaos.fuzz_lane import PORT as LANE
 from outrider.chaos.fuzz_lane import fuzz_lane
 from outrider.errors import InvalidRequestError
-from outrider.process import end_with_parent
+from outrider_chaos.spawned import end_with_parent
 
 EVERY_PORT: Final = (*PORTS, LANE)
 MAX_GROWTH_MB = 16.0

@@ -21,9 +21,10 @@ from outrider.chaos.faults import Fault
 from outrider.chaos.schedule import Schedule
 from outrider.chaos.shrink import shrink
 from outrider.errors import InternalError
-from outrider.process import end_with_parent, run, tune_interpreter
+from outrider.process import run, tune_interpreter
 from outrider_chaos.parts import Models
 from outrider_chaos.run import Oracle, Outcome, listen_in_calm, run_schedule
+from outrider_chaos.spawned import end_with_parent
 from outrider_chaos.tiny import make_eagle3_head, make_target
 
 _LAYERS = 4

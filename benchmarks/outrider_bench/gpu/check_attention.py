@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from outrider_chaos.spawned import end_with_parent
 from torch import Tensor
 
 from outrider.engine.kernels.attention.compaction import compact_kv, gather_rows
@@ -26,7 +27,6 @@ from outrider.engine.kernels.attention.config import AttentionConfig, choose_con
 from outrider.engine.kernels.attention.layout import RoundLayout, tree_layout
 from outrider.engine.kernels.attention.rotary import rotary_table, rotary_write
 from outrider.engine.kernels.attention.tree import tree_attention
-from outrider.process import end_with_parent
 from outrider_bench.gpu.tune_linear import seconds
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN = 32, 32, 8, 128, 4096

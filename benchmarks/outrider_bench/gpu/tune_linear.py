@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from outrider_chaos.spawned import end_with_parent
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -34,7 +35,6 @@ from outrider.engine.kernels.linear.configs import (
 from outrider.engine.kernels.linear.fused import fused_linear_torch, fused_linear_triton
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.runtime import cdiv
-from outrider.process import end_with_parent
 
 TUNED_ROWS = (8, 32, 64)  # for the row tiles 16, 32 and 64
 TIMED_ROWS = (1, 8, 16, 32, 64)
