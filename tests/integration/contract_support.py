@@ -13,7 +13,7 @@ from outrider.wire.messages import SessionEvent, Verdict, Verdicts, VerifierInfo
 from tests.integration.fake_endpoints import spec
 from tests.integration.transport_harness import Harness
 
-NOTICE_S = 5.0
+NOTICE_S = 20.0
 """Within this time a lost peer must have been noticed."""
 
 
