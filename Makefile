@@ -14,7 +14,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 PYTEST_X2 := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 # Tests that start processes wait for them half of their time: more at once than there are cores.
 # What they ask of the clock leaves room for that, and a file has its fleet for itself.
-FLEETS_AT_ONCE ?= 3
+FLEETS_AT_ONCE ?= 2
 PYTEST_FLEETS := $(PYTEST) -n $(FLEETS_AT_ONCE) --dist loadfile --no-loadscope-reorder
 FLEETS := tests/chaos tests/integration
 

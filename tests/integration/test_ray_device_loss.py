@@ -18,7 +18,7 @@ from tests.integration.fake_endpoints import FakeVerifier
 from tests.integration.ray_harness import CONFIG, start_ray
 
 NAME = "verifier-that-loses-its-device"
-REPLACED_S = 30.0
+REPLACED_S = 90.0
 
 
 @asynccontextmanager

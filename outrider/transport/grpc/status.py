@@ -17,6 +17,7 @@ from grpc_status import rpc_status
 from outrider.errors import (
     CancelledRequestError,
     ConnectionLostError,
+    InternalError,
     OutriderError,
     UnavailableError,
 )
@@ -87,9 +88,11 @@ def typed_error(error: grpc.aio.AioRpcError, *, peer: str = "") -> OutriderError
 
 def lost_stream_error(error: grpc.aio.AioRpcError, *, peer: str) -> OutriderError:
     """Like `typed_error`, for a stream that was open: unavailability is a lost connection, and so
-    is a cancellation that is nobody's: a server that ends cancels the calls that it has left."""
+    is a cancellation that is nobody's: a server that ends cancels the calls that it has left. So is
+    an internal error of gRPC itself ("Internal error from Core"): a write that met a dead peer."""
     typed = typed_error(error, peer=peer)
-    lost = isinstance(typed, CancelledRequestError) or type(typed) is UnavailableError
+    lost = isinstance(typed, CancelledRequestError | InternalError)
+    lost = lost or type(typed) is UnavailableError
     if lost and typed.reason == "TRANSPORT":
         return ConnectionLostError(typed.message, reason="PEER_LOST")
     return typed
