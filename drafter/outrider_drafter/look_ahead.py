@@ -116,7 +116,9 @@ class LookAhead:
         watched = [one for one in found if one is not None]
         if not watched:
             return
-        self.pace.steps.saw(_step("draft", watched), len(found), seconds)
+        if drafted.node_counts.any():
+            # An answer without any draft took no time, and says nothing of what one takes.
+            self.pace.steps.saw(_step("draft", watched), len(found), seconds)
         now = self._now()
         for one, tree in zip(found, _trees(drafted), strict=True):
             if one is not None:

@@ -163,8 +163,9 @@ class DraftWorker:
         lanes = self._lanes
         began = trace.now()
         ready = self._inbox.wait(wait_s, lanes.readers, lanes.writers)
-        # What was there already came while something else was done.
-        self._engine.listened(waited=trace.now() - began > THERE_S)
+        # What was there already came while something else was done; a look that waits for nothing
+        # may be kept long by the interpreter lock.
+        self._engine.listened(waited=wait_s != 0.0 and trace.now() - began > THERE_S)
         if wait_s != 0.0:
             trace.span("wait", began)
         lanes.flush()

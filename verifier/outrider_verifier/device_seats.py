@@ -150,14 +150,13 @@ class Seats:
         """Tell the device of all blocks that were added, at once."""
         if not self._grown:
             return
-        added: list[tuple[int, int, Sequence[int]]] = []
-        for session in self._grown.values():
-            seat, blocks = self.of(session), session.kv.blocks
-            if len(blocks) > seat.told:
-                added.append((seat.slot, seat.told, blocks[seat.told :]))
-                seat.told = len(blocks)
-        self._grown.clear()
+        grown = [(self.of(session), session.kv.blocks) for session in self._grown.values()]
+        added = [(s.slot, s.told, blocks[s.told :]) for s, blocks in grown if len(blocks) > s.told]
         self._slots.grow(added)
+        # Only now: what the device was not told of is told again.
+        for seat, blocks in grown:
+            seat.told = max(seat.told, len(blocks))
+        self._grown.clear()
 
 
 def _begin_warp(warps: WarpSlots, slot: int, session: Session, *, target: bool) -> bool:

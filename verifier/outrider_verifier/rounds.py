@@ -296,6 +296,15 @@ class Rounds:
             sheet.digests = handover.digests(sheet.handles, sheet.lengths, sheet.told)
         return sheet
 
+    def _grow_ahead(self, flying: InFlight) -> None:
+        """Blocks for the round after this one. It saves time and may fail: the next round asks
+        again, where a failure has somebody to end."""
+        try:
+            self._core.room.grow_ahead(flying.sessions, 1 + flying.most_nodes)
+        except Exception as bug:
+            logger.exception("blocks were not told of ahead of their round")
+            self.check_device(bug)
+
     def check_device(self, bug: BaseException | None) -> None:
         """After a failure, `bug` if it is known: note whether the device is the reason."""
         if self.device_lost or self._engine.usable:
@@ -355,7 +364,7 @@ class Rounds:
             return False
         # It is ready when the round lands.
         if not flying.ready and self._engine.run_ahead:
-            self._core.room.grow_ahead(flying.sessions, 1 + flying.most_nodes)
+            self._grow_ahead(flying)
         self._sheet(flying)
         flying.expect(self._engine.verify_s)
         return True
