@@ -243,7 +243,7 @@ class LookAhead:
             self._open[one.session.slot] = False
 
     def _choose(self, source: AheadSource, ones: Sequence[Watched]) -> Expected:
-        """Score live proposals and choose among their outcomes."""
+        """Score live proposals and choose among their outcomes, likeliest first."""
         self._metrics.look_aheads.labels(source.method).inc()
         scored = source.score([Live(one.session, one.tree) for one in ones if one.tree is not None])
         kinds: dict[tuple[Kind, int], list[int]] = {}

@@ -110,14 +110,14 @@ class Pace:
         return whole, list(ones)
 
     def in_order(self, step: Step, ones: Sequence[Watched], found: Expected) -> Expected:
-        """Outcomes by what a draft for each is expected to save, best first."""
-        values = found.gains
-        if self._is_timed and len(ones) > 1 and len(values):
-            ends = self.steps.expect(step._replace(kind="branch"), len(values))
-            saved = np.array(self._stakes(step, ones).saved(ends))
-            if bool(saved.any()):
-                values = values * saved[found.lives]
-        return found.only(np.argsort(-values, kind="stable"))
+        """Outcomes, likeliest first, by what a draft for each is expected to save, best first."""
+        if not (self._is_timed and len(ones) > 1 and len(found.gains)):
+            return found
+        ends = self.steps.expect(step._replace(kind="branch"), len(found.gains))
+        saved = np.array(self._stakes(step, ones).saved(ends))
+        if not saved.any():
+            return found
+        return found.only(np.argsort(-found.gains * saved[found.lives], kind="stable"))
 
     def next_slice(
         self, step: Step, ones: Sequence[Watched], watched: Collection[Watched], left: Expected
