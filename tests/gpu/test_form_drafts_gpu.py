@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from outrider.spec.plan import Plan
 from tests.unit.verifier.device_serving import SAMPLINGS, run_all, serving
-from tests.unit.verifier.test_form_drafts import accepted, plan_of
+from tests.unit.verifier.test_form_drafts import accepted, plan_of, texts_by_sampling
 from tests.unit.verifier.test_structured_sessions import SPEC, texts_of
 
 pytestmark = pytest.mark.gpu
@@ -18,16 +17,7 @@ CUDA = "cuda:0"
 
 @pytest.fixture(scope="module")
 def texts(tiny_target: Path) -> dict[str, list[list[int]]]:
-    """Plain text in the form, by sampling, from the host's engine."""
-
-    async def collect() -> dict[str, list[list[int]]]:
-        async with serving(tiny_target, device=None) as service:
-            return {
-                name: texts_of(await run_all(service, Plan(), SAMPLINGS[name], **SPEC))
-                for name in ("greedy", "coupled", "counted")
-            }
-
-    return asyncio.run(collect())
+    return texts_by_sampling(tiny_target, "greedy", "coupled", "counted")
 
 
 @pytest.mark.parametrize("name", ["greedy", "coupled", "counted"])

@@ -36,18 +36,22 @@ def plan_of(topk: int) -> tuple[Plan, dict[str, Any]]:
     return plan, {"draft_length": TREE_NODES, "draft_topk": topk}
 
 
-@pytest.fixture(scope="module")
-def texts(tiny_target: Path) -> dict[str, list[list[int]]]:
+def texts_by_sampling(target: Path, *names: str) -> dict[str, list[list[int]]]:
     """Plain text in the form, by sampling, from the host's engine."""
 
     async def collect() -> dict[str, list[list[int]]]:
-        async with serving(tiny_target, device=None) as service:
+        async with serving(target, device=None) as service:
             return {
                 name: texts_of(await run_all(service, Plan(), SAMPLINGS[name], **SPEC))
-                for name in ("greedy", "coupled")
+                for name in names
             }
 
     return asyncio.run(collect())
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_target: Path) -> dict[str, list[list[int]]]:
+    return texts_by_sampling(tiny_target, "greedy", "coupled")
 
 
 def accepted(results: Results) -> int:
