@@ -13,7 +13,8 @@ from outrider.chaos.mangling import Mangling
 from outrider.chaos.network import Way
 from outrider_chaos.clients import Reader
 from outrider_chaos.fleet import Fleet
-from outrider_chaos.parts import DrafterPart, RouterPart, VerifierPart, until
+from outrider_chaos.parts import DrafterPart, VerifierPart, until
+from outrider_chaos.router_part import RouterPart
 
 PHASE_S = 0.6
 """How long a fault waits for its phase; then it hits whatever there is."""
