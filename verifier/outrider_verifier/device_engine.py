@@ -126,9 +126,7 @@ class DeviceRoundEngine:
             device=target.device,
             own_nodes=1 + shape.num_nodes if head is not None else 0,
         )
-        own_head = None
-        if head is not None:
-            own_head = OwnHead(head, slots, pool, shape=shape, max_len=max_len)
+        own_head = OwnHead(head, slots, pool, shape=shape, max_len=max_len) if head else None
         rounds = DeviceRounds(
             target,
             slots,
@@ -140,14 +138,13 @@ class DeviceRoundEngine:
             simulated_rates=config.simulated_rates or None,
             recorder=recorder,
         )
-        bfloat16 = config.dtype == "bfloat16"
         return cls(
             slots,
             rounds,
             slack=slack,
             device=target.device,
             own_head=own_head,
-            feature_dtype=TensorDtype.BFLOAT16 if bfloat16 else TensorDtype.FLOAT32,
+            feature_dtype=config.feature_dtype,
             prompt_stretch=config.prompt_stretch,
             as_of=_larger_model(config),
         )
