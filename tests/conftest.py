@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tests.integration.stack import Stack, StackOptions
 
 if not torch.cuda.is_available():
     # Read by Triton when a kernel is defined: without a device, kernels run in its interpreter.
@@ -62,3 +67,24 @@ def tiny_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.factories import make_eagle3_head
 
     return make_eagle3_head(tmp_path_factory.mktemp("head"))
+
+
+@pytest.fixture(scope="module")
+def stack_options() -> StackOptions:
+    """What the module's processes are told; for modules to override."""
+    return {"router": ["--metrics-port", "0"]}
+
+
+@pytest.fixture(scope="module")
+def survivor(
+    tiny_target: Path,
+    tiny_head: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    stack_options: StackOptions,
+) -> Iterator[Stack]:
+    """The processes of a module, which live through all of its tests."""
+    from tests.integration.stack import Stack
+
+    directory = tmp_path_factory.mktemp("stack")
+    with Stack(directory, model=str(tiny_target), head=str(tiny_head), **stack_options) as running:
+        yield running

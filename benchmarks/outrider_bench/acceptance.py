@@ -11,7 +11,7 @@ import concurrent.futures
 from dataclasses import dataclass
 
 from outrider.client import Client, GenerateResult, user
-from outrider.client.local import LocalCluster
+from outrider.client.local_cluster import LocalCluster
 from outrider_bench.environment import describe
 from outrider_bench.models import add_model_arguments, local_config
 from outrider_bench.prompts import BenchPrompt, is_loop, load_prompts

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from outrider.client import Client
-from outrider.client.local import LocalCluster
+from outrider.client.local_cluster import LocalCluster
 from outrider.errors import InvalidRequestError
 
 SETTLE_S = 20.0

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from outrider.client import Client, OutriderError, RetryPolicy, ServerInfo, user
-from outrider.client.local import LocalCluster
+from outrider.client.local_cluster import LocalCluster
 from outrider_bench.environment import describe
 from outrider_bench.models import add_model_arguments, local_config
 from outrider_bench.prompts import BenchPrompt, load_prompts

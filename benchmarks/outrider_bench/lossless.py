@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from outrider.client import Client, GenerateResult, user
-from outrider.client.local import LocalCluster
+from outrider.client.local_cluster import LocalCluster
 from outrider.engine.kvcache import KVSequence
 from outrider.engine.loading import load_target
 from outrider.engine.target import ForwardBatch, Segment, TargetModel

@@ -12,20 +12,20 @@ import argparse
 import concurrent.futures
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
 from outrider.client import Client, OutriderError, user
+from outrider.client.local_cluster import START_S, LocalCluster
 from outrider.client.processes import ChildProcess
+from outrider.transport.tls import Role
 from outrider_bench.environment import describe
 from outrider_bench.models import add_model_arguments, describe_placing, local_config
-from outrider_bench.pools import DRAFTER, ROUTER, START_S, VERIFIER, Pool
 from outrider_bench.prompts import load_prompts
+from outrider_bench.repair import repair, spare_of_each
 from outrider_bench.report import finish, percentiles, say
 
 BEGUN = 8
@@ -36,18 +36,17 @@ BEGUN = 8
 class Fault:
     """What is done to which process."""
 
-    victim: str
-    """verifier, drafter or router."""
+    victim: Role
     number: signal.Signals
 
 
 FAULTS: Final = {
-    "verifier-killed": Fault(VERIFIER, signal.SIGKILL),
-    "verifier-stopped": Fault(VERIFIER, signal.SIGSTOP),
-    "verifier-drained": Fault(VERIFIER, signal.SIGTERM),
-    "drafter-killed": Fault(DRAFTER, signal.SIGKILL),
-    "drafter-stopped": Fault(DRAFTER, signal.SIGSTOP),
-    "router-killed": Fault(ROUTER, signal.SIGKILL),
+    "verifier-killed": Fault(Role.VERIFIER, signal.SIGKILL),
+    "verifier-stopped": Fault(Role.VERIFIER, signal.SIGSTOP),
+    "verifier-drained": Fault(Role.VERIFIER, signal.SIGTERM),
+    "drafter-killed": Fault(Role.DRAFTER, signal.SIGKILL),
+    "drafter-stopped": Fault(Role.DRAFTER, signal.SIGSTOP),
+    "router-killed": Fault(Role.ROUTER, signal.SIGKILL),
 }
 
 
@@ -81,10 +80,7 @@ def run(args: argparse.Namespace) -> None:
     names = [name.strip() for name in args.faults.split(",")]
     config = replace(local_config(args, max_sessions=4 * args.streams), planner="automatic")
     cases: dict[str, object] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="outrider-") as directory,
-        Pool(config, Path(directory), verifiers=2, drafters=2).running() as fleet,
-    ):
+    with spare_of_each(config) as fleet:
         lab = _Lab(fleet, args)
         for name in names:
             cases[name] = lab.inject(name, FAULTS[name])
@@ -99,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
 class _Lab:
     """Runs streams over a fleet, with and without faults."""
 
-    def __init__(self, fleet: Pool, args: argparse.Namespace) -> None:
+    def __init__(self, fleet: LocalCluster, args: argparse.Namespace) -> None:
         self._fleet, self._args = fleet, args
         prompts = load_prompts(args.prompts, args.limit)
         self._prompts = [prompts[i % len(prompts)].text for i in range(args.streams)]
@@ -113,7 +109,7 @@ class _Lab:
         failed: list[str] = []
         changed = drafting = 0
         for turn in range(self._args.injections):
-            victims = self._fleet.kinds[fault.victim]
+            victims = self._fleet.members[fault.victim]
             victim = victims[turn % len(victims)]
             seen = self._streams(lambda hit=victim: self._hit(hit, fault))  # type: ignore[misc]
             pauses.append(max(stream.pause_s for stream in seen))
@@ -125,7 +121,7 @@ class _Lab:
                 if stream.code == "OK"
             )
             say(f"{name} {turn + 1}: longest pause {pauses[-1]:.3f} s")
-            self._fleet.repair(victim)
+            repair(self._fleet, victim)
         return {
             "injections": len(pauses),
             "longest_pause_s": percentiles(pauses) | {"max": round(max(pauses), 4)},
@@ -139,7 +135,7 @@ class _Lab:
     def _hit(self, victim: ChildProcess, fault: Fault) -> None:
         assert victim.pid is not None
         os.kill(victim.pid, fault.number)
-        if fault.victim == ROUTER:
+        if fault.victim is Role.ROUTER:
             # What a keeper does at once.
             victim.start()
             victim.wait_ready(START_S)

@@ -13,26 +13,23 @@ import argparse
 import asyncio
 import os
 import signal
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from outrider.client import AsyncClient, OutriderError, user
+from outrider.client.local_cluster import START_S, LocalCluster
 from outrider.client.options import GenerateOptions
 from outrider.client.processes import ChildProcess
 from outrider.errors import InternalError, UnavailableError
 from outrider.wire.inference import ChatMessage
 from outrider_bench.environment import describe
 from outrider_bench.models import add_model_arguments, describe_placing, local_config
-from outrider_bench.pools import START_S, Pool
 from outrider_bench.prompts import load_prompts
+from outrider_bench.repair import spare_of_each, wait_idle, wait_serving
 from outrider_bench.report import finish, percentiles, say
 
-ORDER = ("verifier", "drafter", "router")
-"""Kinds of processes as they are restarted."""
 ASK_S = 300.0
 """A request that has no answer by then has failed."""
 
@@ -141,12 +138,9 @@ def run(args: argparse.Namespace) -> None:
         local_config(args, max_sessions=args.sessions, queue_limit=4 * args.sessions),
         planner="automatic",
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="outrider-") as directory,
-        Pool(config, Path(directory), verifiers=2, drafters=2).running() as fleet,
-    ):
+    with spare_of_each(config) as fleet:
         figures = asyncio.run(_measure(fleet, args))
-        fleet.wait_idle()
+        wait_idle(fleet)
     result = {"benchmark": "rolling", **describe(), "model": config.model_name}
     result |= {**describe_placing(config), "planner": config.planner}
     result |= {"load_1min": round(os.getloadavg()[0], 1), **figures}
@@ -155,7 +149,7 @@ def run(args: argparse.Namespace) -> None:
         raise InternalError("requests failed, or texts changed", reason="ROLLING_RESTART")
 
 
-async def _measure(fleet: Pool, args: argparse.Namespace) -> dict[str, object]:
+async def _measure(fleet: LocalCluster, args: argparse.Namespace) -> dict[str, object]:
     sessions = Sessions(fleet.address, args)
     await sessions.listen_in_calm()
     began = time.monotonic()
@@ -192,21 +186,21 @@ class Restart:
     """From there until the router sees everybody again."""
 
 
-def _restart_all(fleet: Pool, args: argparse.Namespace) -> dict[str, list[Restart]]:
+def _restart_all(fleet: LocalCluster, args: argparse.Namespace) -> dict[str, list[Restart]]:
     """Restart every process, one by one, so many times; blocks."""
     restarts: dict[str, list[Restart]] = {}
     for turn in range(args.turns):
-        for kind in ORDER:
-            for process in fleet.kinds[kind]:
+        for role, processes in fleet.members.items():
+            for process in processes:
                 time.sleep(args.between_s)
                 took = _restart(fleet, process)
                 say(f"turn {turn + 1}: {process.name} {took}")
-                restarts.setdefault(kind, []).append(took)
+                restarts.setdefault(role, []).append(took)
     time.sleep(args.between_s)
     return restarts
 
 
-def _restart(fleet: Pool, process: ChildProcess) -> Restart:
+def _restart(fleet: LocalCluster, process: ChildProcess) -> Restart:
     assert process.pid is not None
     began = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)
@@ -217,7 +211,7 @@ def _restart(fleet: Pool, process: ChildProcess) -> Restart:
     ended = time.monotonic()
     process.start()
     process.wait_ready(START_S)
-    fleet.wait_serving()
+    wait_serving(fleet)
     return Restart(round(ended - began, 3), round(time.monotonic() - ended, 3))
 
 

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 
 from outrider.client import AsyncClient, OutriderError, RetryPolicy, user
-from outrider.client.local import LocalCluster
+from outrider.client.local_cluster import LocalCluster
 from outrider_bench.environment import describe
 from outrider_bench.held import Course, check_proc, leaks, look, settled
 from outrider_bench.models import add_model_arguments, describe_placing, local_config

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from outrider.client import Client, user
-from outrider.client.local import LocalCluster, LocalConfig
+from outrider.client.local import LocalConfig
+from outrider.client.local_cluster import LocalCluster
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.grpc import GrpcDialer
+from outrider.transport.tls import Role
 from outrider.wire.messages import VerifierInfo
 from outrider_bench.baseline import TransformersBaseline
 from outrider_bench.environment import describe
@@ -120,8 +122,7 @@ def _measure(lanes: list[Lane], prompts: list[BenchPrompt]) -> list[int]:
 
 
 def _verifier_info(cluster: LocalCluster) -> VerifierInfo:
-    assert cluster.verifier is not None
-    address = cluster.verifier.address
+    address = cluster.members[Role.VERIFIER][0].address
 
     async def ask() -> VerifierInfo:
         dialer = GrpcDialer()

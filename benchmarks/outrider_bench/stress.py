@@ -17,7 +17,7 @@ import grpc
 
 from outrider.client import AsyncClient, OutriderError, RetryPolicy, user
 from outrider.client.calls import GENERATE_STREAM, typed
-from outrider.client.local import LocalCluster
+from outrider.client.local_cluster import LocalCluster
 from outrider.client.options import GenerateOptions, make_request
 from outrider.errors import InternalError
 from outrider.wire.inference import ChatMessage

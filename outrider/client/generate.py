@@ -22,7 +22,8 @@ from outrider.client.flags import (
     tls_of,
     top_logprobs,
 )
-from outrider.client.local import CPU, LocalCluster, LocalConfig, say
+from outrider.client.local import CPU, LocalConfig
+from outrider.client.local_cluster import LocalCluster, say
 from outrider.client.modelfiles import DEFAULT_MODEL, ModelFiles, find_model
 from outrider.client.options import GenerateOptions, assistant, user
 from outrider.client.placing import add_placing_arguments, placing_of

@@ -26,7 +26,11 @@ def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
     add("--device", choices=DEVICES, help="of target and draft models; default: cpu")
-    add("--drafter-device", metavar="DEVICE", help="default: a GPU of its own where there are two")
+    add(
+        "--drafter-device",
+        metavar="DEVICE",
+        help="of the drafters; default: GPUs of their own where there are enough",
+    )
     add(
         "--placement",
         choices=PLACEMENTS,

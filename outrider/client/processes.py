@@ -86,7 +86,7 @@ class ChildProcess:
         """Wait until it serves; its address. UnavailableError, with its last words, if not."""
         if not self._said.wait(timeout_s):
             raise UnavailableError(
-                f"the {self.name} was not ready after {timeout_s:g} s{self.last_words()}",
+                f"{self.name} was not ready after {timeout_s:g} s{self.last_words()}",
                 reason="CHILD_NOT_READY",
             )
         if "address" not in self.ready:
@@ -97,7 +97,7 @@ class ChildProcess:
         """The error of a process that ended by itself."""
         status = None if self._process is None else self._process.wait()
         return UnavailableError(
-            f"the {self.name} ended with status {status}{self.last_words()}", reason="CHILD_DIED"
+            f"{self.name} ended with status {status}{self.last_words()}", reason="CHILD_DIED"
         )
 
     def last_words(self) -> str:

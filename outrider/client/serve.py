@@ -1,4 +1,4 @@
-"""`outrider serve`: router, verifier and drafter on this machine, restarted when one dies."""
+"""`outrider serve`: router, verifiers and drafters on this machine, restarted when one dies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from types import FrameType
 
 from outrider.client.flags import add_look_ahead_arguments, at_least, number_from
-from outrider.client.local import LocalCluster, LocalConfig, say
+from outrider.client.local import LocalConfig
+from outrider.client.local_cluster import LocalCluster, say
 from outrider.client.modelfiles import DEFAULT_MODEL, find_model
 from outrider.client.modules import run_module
 from outrider.client.on_ray import add_ray_arguments, ray_flags
@@ -39,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--head", metavar="DIR", type=Path, help="default: the one that ships for the model")
     add("--draft-model", metavar="NAME|DIR", help="for the draft method `model`")
     add("--drafter-methods", metavar="A,B", help="eagle3, eagle, ngram, model; or none")
+    add("--verifiers", type=at_least(1), metavar="N", default=1, help="default: 1")
+    add("--drafters", type=at_least(1), metavar="N", default=1, help="default: 1")
     add("--host", default="127.0.0.1", help="default: 127.0.0.1")
     add("--port", type=at_least(0), default=50050, help="of the router; default: 50050")
     add("--http", metavar="HOST:PORT", help="OpenAI's API over HTTP; default: none")
@@ -47,16 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--planner", choices=("automatic", "fixed"), help="whether plans follow measurements")
     add("--draft-topk", type=at_least(1), metavar="K", help="children that head tries of a node")
     add_look_ahead_arguments(add)
-    add("--kv-tokens", type=at_least(1), metavar="N", help="KV budget of the verifier")
-    add("--max-sessions", type=at_least(1), metavar="N", help="sessions served at once")
+    add("--kv-tokens", type=at_least(1), metavar="N", help="KV budget of each verifier")
+    add("--max-sessions", type=at_least(1), metavar="N", help="that each verifier serves at once")
     add("--queue-limit", type=at_least(0), metavar="N", help="requests that may wait")
     add("--journal", type=Path, metavar="FILE", help="log by which requests survive the router")
-    add("--threads", type=at_least(1), metavar="N", help="of verifier and drafter each")
+    add("--threads", type=at_least(1), metavar="N", help="of each verifier and drafter")
     add("--tls-dir", type=Path, metavar="DIR", help="certificates, from `outrider certs DIR`")
     add("--api-keys", type=Path, metavar="FILE", help="keys that clients must have")
     add("--metrics-port", type=at_least(0), metavar="P", help="of the router")
     add("--metrics-compat", choices=("vllm",), help="export its metrics under these names, too")
-    add("--trace-dir", type=Path, help="verifier and drafter leave their timelines there")
+    add("--trace-dir", type=Path, help="verifiers and drafters leave their timelines there")
     bench = parser.add_argument_group("benchmarks only").add_argument
     bench(
         "--exchange-delay-ms",
@@ -116,6 +119,8 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         methods=methods,
         head=files.head,
         draft_model=draft_model,
+        verifiers=args.verifiers,
+        drafters=args.drafters,
         dtype=args.dtype or "",
         **placing_of(args),
         listen=f"{args.host}:{args.port}",
@@ -171,7 +176,7 @@ class Keeper:
                 return
             if now - self._started > STEADY_S:
                 self._pause_s = FIRST_PAUSE_S
-            say(f"the {self._process.name} ended with status {status}; starting it again")
+            say(f"{self._process.name} ended with status {status}; starting it again")
             self._restart_at = now + self._pause_s
             self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
         elif now >= self._restart_at:
@@ -201,6 +206,8 @@ def ray_args(config: LocalConfig) -> list[str]:
         "model-name": config.model_name,
         "head": config.head,
         "draft-model": config.draft_model,
+        "verifiers": config.verifiers,
+        "drafters": config.drafters,
         "methods": ",".join(config.methods) or DraftMethod.NONE.value,
         "dtype": config.element_type,
         "placement": config.placement,

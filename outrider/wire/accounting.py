@@ -7,11 +7,7 @@ from typing import Final
 from outrider.spec.contest import Mode, Reason
 from outrider.wire.messages import (
     DECISION_SHIFT,
-    FALLBACK,
-    HIT,
-    LOOKED_AHEAD,
     PAUSED,
-    TARGET_ONLY,
     SpecStats,
 )
 
@@ -36,17 +32,6 @@ _DECISION_BITS: Final = PAUSED | 3 << DECISION_SHIFT
 _DECISIONS: Final = {
     flags: _decision(flags) for flags in range(_DECISION_BITS + 1) if not flags & ~_DECISION_BITS
 }
-
-
-def flags_of_round(before: SpecStats, after: SpecStats) -> int:
-    """What of one round between two states of the statistics is told by flags of its event, the
-    planner's left out."""
-    flags = FALLBACK if after.fallback_rounds > before.fallback_rounds else 0
-    if after.target_only_rounds > before.target_only_rounds:
-        flags |= TARGET_ONLY
-    if after.look_ahead_rounds > before.look_ahead_rounds:
-        flags |= LOOKED_AHEAD
-    return flags | HIT if after.hit_rounds > before.hit_rounds else flags
 
 
 def add_round(

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
 from outrider.errors import OutriderError
+from outrider_router.config import RouterConfig
 from outrider_router.fleet import PeerState
 from outrider_router.names import Named, split
 from outrider_router.peers import DrafterPeer, VerifierPeer
@@ -44,20 +45,18 @@ class Discovery:
 
     def __init__(
         self,
+        config: RouterConfig,
         registry: Registry,
         *,
-        verifiers: Iterable[str],
-        drafters: Iterable[str],
-        interval_s: float,
         resolve: Resolve = resolve,
     ) -> None:
-        """`interval_s`: between two looks at a name. Raises InvalidRequestError."""
+        """Raises InvalidRequestError for names that cannot be any."""
         self._registry = registry
-        self._interval_s = interval_s
+        self._interval_s = config.discovery_s
         self._resolve = resolve
         self._names = [
-            *((*name, self._verifiers) for name in split(verifiers)[1]),
-            *((*name, self._drafters) for name in split(drafters)[1]),
+            *((*name, self._verifiers) for name in split(config.verifiers)[1]),
+            *((*name, self._drafters) for name in split(config.drafters)[1]),
         ]
         self._tasks: list[asyncio.Task[None]] = []
         self.on_forgotten: Callable[[str], Awaitable[None]] = _nothing

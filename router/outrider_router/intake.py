@@ -26,10 +26,10 @@ class Intake:
     def __init__(
         self,
         config: RouterConfig,
+        journal: Journal,
         tokenizer: Tokenizer,
         *,
         gate: Gate,
-        journal: Journal,
         admission: AdmissionQueue,
         registry: Registry,
         clock: Callable[[], float],

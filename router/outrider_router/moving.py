@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from outrider.ids import DrafterId
 from outrider.wire.pool_codec import Removed
+from outrider_router.config import RouterConfig
 from outrider_router.journal import Entry, Journal
 from outrider_router.metrics import RouterMetrics
 from outrider_router.peers import DrafterPeer, VerifierPeer
@@ -33,19 +34,20 @@ class Mover:
 
     def __init__(
         self,
+        config: RouterConfig,
         journal: Journal,
         registry: Registry,
         metrics: RouterMetrics,
         *,
         clock: Callable[[], float],
-        interval_s: float,
     ) -> None:
-        """`clock` is monotonic, in seconds; `interval_s` is between looks at nothing special."""
+        """`clock` is monotonic, in seconds."""
         self._journal = journal
         self._registry = registry
         self._metrics = metrics
         self._clock = clock
-        self._interval_s = interval_s
+        self._interval_s = config.poll_interval_s
+        """Between looks at nothing special."""
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 

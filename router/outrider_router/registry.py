@@ -19,6 +19,7 @@ from outrider.transport.base import Dialer
 from outrider.wire.limits import MAX_PEERS
 from outrider.wire.messages import DrafterInfo, VerifierInfo
 from outrider_router import orders
+from outrider_router.config import RouterConfig
 from outrider_router.fleet import (
     PeerState,
     TokenizerIdentity,
@@ -31,6 +32,7 @@ from outrider_router.fleet import (
 )
 from outrider_router.judging import DrafterJudge
 from outrider_router.metrics import RouterMetrics
+from outrider_router.names import split
 from outrider_router.peers import DrafterPeer, VerifierPeer
 from outrider_router.polling import Peer, in_time, rest
 from outrider_router.pool import Candidate, candidates_of
@@ -43,15 +45,12 @@ class Registry:
 
     def __init__(
         self,
-        *,
-        dialer: Dialer,
-        verifiers: tuple[str, ...],
-        drafters: tuple[str, ...],
+        config: RouterConfig,
         tokenizer: TokenizerIdentity,
+        dialer: Dialer,
         metrics: RouterMetrics,
+        *,
         clock: Callable[[], float],
-        poll_interval_s: float,
-        silence_s: float,
         placed: Callable[[], Mapping[DrafterId, int]],
         on_verifier_up: Callable[[VerifierInfo], None],
         on_verifier_lost: Callable[[VerifierId], None],
@@ -63,13 +62,14 @@ class Registry:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._clock = clock
-        self._interval_s = poll_interval_s
-        self._silence_s = silence_s
+        self._interval_s = config.poll_interval_s
+        self._silence_s = config.silence_s
         self._placed = placed
         self._on_verifier_up = on_verifier_up
         self._on_verifier_lost = on_verifier_lost
         self._on_drafters_changed = on_drafters_changed
         self.judge = DrafterJudge(metrics, clock=clock, on_change=on_drafters_changed)
+        verifiers, drafters = split(config.verifiers)[0], split(config.drafters)[0]
         self.verifiers = {address: VerifierPeer(address=address) for address in verifiers}
         self.drafters = {address: DrafterPeer(address=address) for address in drafters}
         self._polls: dict[Peer, asyncio.Task[None]] = {}

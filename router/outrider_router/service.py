@@ -44,7 +44,6 @@ from outrider_router.journal import Entry, Journal, unless_ended
 from outrider_router.keys import ANYBODY, Caller
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
-from outrider_router.names import split
 from outrider_router.registry import Registry
 from outrider_router.request_spans import describe, request_span
 from outrider_router.resumables import Make, Resumables
@@ -72,64 +71,43 @@ class RouterService:
         of API keys that is no good."""
         self.config = config
         self.metrics = metrics
+        self.tokenizer = tokenizer
+        self._clock = clock
         self.gate = Gate(config, metrics, clock=clock)
         self.journal = Journal()
         self.admission = AdmissionQueue(
             config, metrics, clock=clock, emitted=self.journal.num_emitted
         )
         self.registry = Registry(
-            dialer=dialer,
-            verifiers=split(config.verifiers)[0],
-            drafters=split(config.drafters)[0],
-            tokenizer=TokenizerIdentity(hash=tokenizer.hash, num_ids=tokenizer.num_ids),
-            metrics=metrics,
+            config,
+            TokenizerIdentity(hash=tokenizer.hash, num_ids=tokenizer.num_ids),
+            dialer,
+            metrics,
             clock=clock,
-            poll_interval_s=config.poll_interval_s,
-            silence_s=config.silence_s,
             placed=self.journal.placed,
             on_verifier_up=self._on_verifier_up,
             on_verifier_lost=self._on_verifier_lost,
             on_drafters_changed=lambda: self.mover.wake(),
         )
-        self.discovery = Discovery(
-            self.registry,
-            verifiers=config.verifiers,
-            drafters=config.drafters,
-            interval_s=config.discovery_s,
-        )
-        self.mover = Mover(
-            self.journal, self.registry, metrics, clock=clock, interval_s=config.poll_interval_s
-        )
-        self.tokenizer = tokenizer
+        self.discovery = Discovery(config, self.registry)
+        self.mover = Mover(config, self.journal, self.registry, metrics, clock=clock)
         self._intake = Intake(
-            config,
-            tokenizer,
-            gate=self.gate,
-            journal=self.journal,
-            admission=self.admission,
-            registry=self.registry,
-            clock=clock,
-        )
-        self._clock = clock
-        self.resumables = Resumables(
             config,
             self.journal,
             tokenizer,
-            metrics,
-            run=self._events,
+            gate=self.gate,
+            admission=self.admission,
+            registry=self.registry,
             clock=clock,
-            wall=time.time,
         )
+        common = (config, self.journal, tokenizer, metrics)
+        self.resumables = Resumables(*common, run=self._events, clock=clock, wall=time.time)
         self.serving = Serving(
-            journal=self.journal,
+            *common,
             admission=self.admission,
             registry=self.registry,
             mover=self.mover,
-            tokenizer=tokenizer,
-            metrics=metrics,
             clock=clock,
-            failover_s=config.failover_s,
-            max_failovers=config.max_failovers,
             on_emitted=self.resumables.emitted,
         )
         self._restored = False

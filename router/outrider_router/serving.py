@@ -25,6 +25,7 @@ from outrider.wire.inference import Delta, FinishInfo, StreamEvent
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.admission import NO_VERIFIER
 from outrider_router.admission_queue import AdmissionQueue
+from outrider_router.config import RouterConfig
 from outrider_router.course import Course
 from outrider_router.failover import (
     DRAINING,
@@ -59,20 +60,18 @@ class Serving:
 
     def __init__(
         self,
-        *,
+        config: RouterConfig,
         journal: Journal,
+        tokenizer: Tokenizer,
+        metrics: RouterMetrics,
+        *,
         admission: AdmissionQueue,
         registry: Registry,
         mover: Mover,
-        tokenizer: Tokenizer,
-        metrics: RouterMetrics,
         clock: Callable[[], float],
-        failover_s: float,
-        max_failovers: int,
         on_emitted: Callable[[list[Row]], None],
     ) -> None:
-        """`failover_s` and `max_failovers` bound how a request without a verifier waits;
-        `on_emitted` logs ids of entries with a number, before anybody is told of them."""
+        """`on_emitted` logs ids of entries with a number, before anybody is told of them."""
         self._journal = journal
         self._admission = admission
         self._registry = registry
@@ -80,8 +79,8 @@ class Serving:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._clock = clock
-        self._failover_s = failover_s
-        self._max_failovers = max_failovers
+        self._failover_s = config.failover_s
+        self._max_failovers = config.max_failovers
         self._on_emitted = on_emitted
         self._pacer = Pacer(clock)
         self._numbers = itertools.count()

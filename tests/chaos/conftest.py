@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.integration.stack import Stack
+from tests.integration.stack import Stack, StackOptions
 
 
 @pytest.fixture(scope="module")
-def survivor(
-    tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stack]:
-    with Stack(
-        tmp_path_factory.mktemp("stack"),
-        model=str(tiny_target),
-        head=str(tiny_head),
-        router=["--metrics-port", "0", "--queue-limit", "16"],
-        verifier=["--max-sessions", "8"],
-    ) as running:
-        yield running
+def stack_options() -> StackOptions:
+    return {
+        "router": ["--metrics-port", "0", "--queue-limit", "16"],
+        "verifier": ["--max-sessions", "8"],
+    }
 
 
 @pytest.fixture

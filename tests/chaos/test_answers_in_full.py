@@ -6,15 +6,14 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from outrider.client import Client, FinishReason, GenerateResult, RetryPolicy, user
 from outrider.wire.logprobs import TokenLogprobs
-from tests.integration.stack import Stack, connect, metric, wait_until
+from tests.integration.stack import Stack, StackOptions, connect, metric, wait_until
 from tests.integration.test_structured_output import SCHEMA, conforms
 
 pytestmark = pytest.mark.timeout(300)
@@ -50,24 +49,12 @@ Heard = dict[str, tuple[GenerateResult, list[TokenLogprobs]]]
 
 
 @pytest.fixture(scope="module")
-def pair(
-    tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stack]:
-    with Stack(
-        tmp_path_factory.mktemp("stack"),
-        model=str(tiny_target),
-        head=str(tiny_head),
-        router=["--metrics-port", "0"],
-        verifier=["--max-sessions", str(SESSIONS)],
-        spare=True,
-    ) as running:
-        yield running
-
-
-@pytest.fixture
-def stack(pair: Stack) -> Stack:
-    pair.repair()
-    return pair
+def stack_options() -> StackOptions:
+    return {
+        "router": ["--metrics-port", "0"],
+        "verifier": ["--max-sessions", str(SESSIONS)],
+        "spare": True,
+    }
 
 
 def patient(stack: Stack) -> Client:
@@ -97,9 +84,9 @@ def hear(stack: Stack, fault: Callable[[], None]) -> Heard:
 
 
 @pytest.fixture(scope="module")
-def calm(pair: Stack) -> Heard:
+def calm(survivor: Stack) -> Heard:
     """What is heard when nothing happens."""
-    return hear(pair, lambda: None)
+    return hear(survivor, lambda: None)
 
 
 def assert_same(heard: Heard, calm: Heard) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -29,7 +27,7 @@ from outrider.wire.messages import (
     Verdicts,
     VerifierInfo,
 )
-from tests.integration.stack import Stack, wait_until
+from tests.integration.stack import Stack, StackOptions, wait_until
 
 SERVICES = {
     "router": ("InferenceService", ["Generate", "GenerateStream", "Abort", "GetServerInfo"]),
@@ -50,13 +48,8 @@ PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9")]
 
 
 @pytest.fixture(scope="module")
-def running(
-    tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stack]:
-    directory = tmp_path_factory.mktemp("stack")
-    router = ["--pool-listen", "127.0.0.1:0"]
-    with Stack(directory, model=str(tiny_target), head=str(tiny_head), router=router) as stack:
-        yield stack
+def stack_options() -> StackOptions:
+    return {"router": ["--pool-listen", "127.0.0.1:0"]}
 
 
 def address_of(stack: Stack, role: str) -> str:
@@ -83,9 +76,9 @@ def holds_nothing(client: Client) -> bool:
 
 
 @pytest.mark.parametrize("role", list(SERVICES))
-def test_random_bytes_to_every_method_give_a_typed_error(running: Stack, role: str) -> None:
+def test_random_bytes_to_every_method_give_a_typed_error(survivor: Stack, role: str) -> None:
     service, methods = SERVICES[role]
-    address = address_of(running, role)
+    address = address_of(survivor, role)
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     @given(data=st.binary(min_size=1, max_size=300), method=st.sampled_from(methods))
@@ -102,19 +95,19 @@ def test_random_bytes_to_every_method_give_a_typed_error(running: Stack, role: s
 
     with grpc.insecure_channel(address) as channel:
         probe()
-    check_unharmed(running)
+    check_unharmed(survivor)
 
 
 @pytest.mark.parametrize("role", list(SERVICES))
-def test_an_oversized_message_is_refused(running: Stack, role: str) -> None:
+def test_an_oversized_message_is_refused(survivor: Stack, role: str) -> None:
     service, methods = SERVICES[role]
     options = [("grpc.max_send_message_length", -1)]
-    with grpc.insecure_channel(address_of(running, role), options=options) as channel:
+    with grpc.insecure_channel(address_of(survivor, role), options=options) as channel:
         call = channel.unary_unary(f"/outrider.wire.v1.{service}/{methods[-1]}")
         with pytest.raises(grpc.RpcError) as failure:
             call(bytes(80 << 20), timeout=20.0)
     assert failure.value.code() in TYPED
-    check_unharmed(running)
+    check_unharmed(survivor)
 
 
 def tree(tokens: list[int], parents: list[int], logprobs: list[float]) -> DraftTree:
@@ -135,11 +128,11 @@ HOSTILE_TREES = {
 
 
 @pytest.mark.parametrize("case", list(HOSTILE_TREES))
-async def test_a_lying_drafter_changes_no_token(running: Stack, case: str) -> None:
+async def test_a_lying_drafter_changes_no_token(survivor: Stack, case: str) -> None:
     dialer = GrpcDialer()
     try:
-        info = await (await dialer.verifier(running.verifier.address)).info()
-        connection = await dialer.exchange(running.verifier.address)
+        info = await (await dialer.verifier(survivor.verifier.address)).info()
+        connection = await dialer.exchange(survivor.verifier.address)
         await connection.send(hello(info))
         await connection.receive()
         bad = HOSTILE_TREES[case]
@@ -150,7 +143,7 @@ async def test_a_lying_drafter_changes_no_token(running: Stack, case: str) -> No
         await connection.close()
     finally:
         await dialer.close()
-    await asyncio.to_thread(check_unharmed, running)
+    await asyncio.to_thread(check_unharmed, survivor)
 
 
 HOSTILE_FRAMES = {
@@ -163,11 +156,11 @@ HOSTILE_FRAMES = {
 
 
 @pytest.mark.parametrize("case", list(HOSTILE_FRAMES))
-async def test_hostile_bundles_cost_themselves(running: Stack, case: str) -> None:
+async def test_hostile_bundles_cost_themselves(survivor: Stack, case: str) -> None:
     dialer = GrpcDialer()
     try:
-        info = await (await dialer.verifier(running.verifier.address)).info()
-        connection: Any = await dialer.exchange(running.verifier.address)
+        info = await (await dialer.verifier(survivor.verifier.address)).info()
+        connection: Any = await dialer.exchange(survivor.verifier.address)
         await connection.send(hello(info))
         await connection.receive()
         for _ in range(5):
@@ -178,20 +171,20 @@ async def test_hostile_bundles_cost_themselves(running: Stack, case: str) -> Non
         await connection.close()
     finally:
         await dialer.close()
-    await asyncio.to_thread(check_unharmed, running)
+    await asyncio.to_thread(check_unharmed, survivor)
 
 
-async def test_replayed_proposals_of_a_stranger_are_dropped(running: Stack) -> None:
+async def test_replayed_proposals_of_a_stranger_are_dropped(survivor: Stack) -> None:
     """One proposal sent over and over, for a session that is not there, disturbs no running one."""
     dialer = GrpcDialer()
     try:
-        info = await (await dialer.verifier(running.verifier.address)).info()
-        connection = await dialer.exchange(running.verifier.address)
+        info = await (await dialer.verifier(survivor.verifier.address)).info()
+        connection = await dialer.exchange(survivor.verifier.address)
         await connection.send(hello(info))
         await connection.receive()
 
         def generate() -> tuple[int, ...]:
-            with Client(running.router.address) as client:
+            with Client(survivor.router.address) as client:
                 return client.generate(
                     PROMPT, max_tokens=200, ignore_eos=True, temperature=0.0
                 ).token_ids
@@ -206,7 +199,7 @@ async def test_replayed_proposals_of_a_stranger_are_dropped(running: Stack) -> N
         await connection.close()
     finally:
         await dialer.close()
-    await asyncio.to_thread(check_unharmed, running)
+    await asyncio.to_thread(check_unharmed, survivor)
 
 
 @pytest.mark.parametrize(
@@ -220,12 +213,12 @@ async def test_replayed_proposals_of_a_stranger_are_dropped(running: Stack) -> N
     ids=lambda change: next(iter(change)),
 )
 async def test_a_drafter_that_does_not_fit_is_refused(
-    running: Stack, change: dict[str, object]
+    survivor: Stack, change: dict[str, object]
 ) -> None:
     dialer = GrpcDialer()
     try:
-        info = await (await dialer.verifier(running.verifier.address)).info()
-        connection = await dialer.exchange(running.verifier.address)
+        info = await (await dialer.verifier(survivor.verifier.address)).info()
+        connection = await dialer.exchange(survivor.verifier.address)
         await connection.send(dataclasses.replace(hello(info), **change))  # type: ignore[arg-type]
         with pytest.raises(Exception, match=r"(?i)token ids|protocol|tokenizer|feature") as refused:
             while True:

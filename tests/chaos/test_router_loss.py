@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from outrider.client import Client, ConnectionLostError, GenerateResult, RetryPolicy, user
-from tests.integration.stack import Process, Stack, wait_until
+from tests.integration.stack import Process, Stack, StackOptions, wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 TOKENS = 250
@@ -25,17 +24,9 @@ OPTIONS: dict[str, dict[str, object]] = {
 
 
 @pytest.fixture(scope="module")
-def survivor(
-    tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stack]:
-    directory = tmp_path_factory.mktemp("journalled")
-    with Stack(
-        directory,
-        model=str(tiny_target),
-        head=str(tiny_head),
-        router=["--journal", str(directory / "journal" / "log")],
-    ) as running:
-        yield running
+def stack_options(tmp_path_factory: pytest.TempPathFactory) -> StackOptions:
+    log = tmp_path_factory.mktemp("journalled") / "journal" / "log"
+    return {"router": ["--journal", str(log)]}
 
 
 def answer(client: Client, options: dict[str, object]) -> GenerateResult:

@@ -6,14 +6,13 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from outrider.client import Client, GenerateResult, user
-from tests.integration.stack import Process, Stack, connect, metric, wait_until
+from tests.integration.stack import Process, Stack, StackOptions, connect, metric, wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 TOKENS = 150
@@ -43,30 +42,15 @@ class Calm:
 
 
 @pytest.fixture(scope="module")
-def pair(
-    tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stack]:
-    with Stack(
-        tmp_path_factory.mktemp("stack"),
-        model=str(tiny_target),
-        head=str(tiny_head),
-        router=["--metrics-port", "0"],
-        spare=True,
-    ) as running:
-        yield running
-
-
-@pytest.fixture
-def stack(pair: Stack) -> Stack:
-    pair.repair()
-    return pair
+def stack_options() -> StackOptions:
+    return {"router": ["--metrics-port", "0"], "spare": True}
 
 
 @pytest.fixture(scope="module")
-def calm(pair: Stack) -> Calm:
+def calm(survivor: Stack) -> Calm:
     """What each kind of request answers when nothing happens; those that stop by themselves do so
     in the middle of another one's text."""
-    with connect(pair) as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with connect(survivor) as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
 
         def answers(wishes: Wishes) -> dict[str, GenerateResult]:
             jobs = {name: pool.submit(client.generate, PROMPT, **w) for name, w in wishes.items()}  # type: ignore[arg-type]

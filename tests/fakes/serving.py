@@ -13,11 +13,14 @@ from outrider.ids import DrafterId
 from outrider.transport.base import RouterConnection, ServingConnection
 from outrider.transport.inproc import local_sessions
 from outrider.transport.sessions import SessionIterators, failure_of
-from outrider.wire.accounting import flags_of_round
 from outrider.wire.logprobs import EventLogprobs, TokenLogprobs, pack_logprobs
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
+    FALLBACK,
+    HIT,
+    LOOKED_AHEAD,
     REASON_CODES,
+    TARGET_ONLY,
     MalformedOpen,
     SessionEvent,
     SessionEvents,
@@ -108,3 +111,14 @@ def _one_rows_logprobs(entries: tuple[TokenLogprobs, ...]) -> EventLogprobs:
         values=np.array(values, np.float32),
         top_ids=np.array(top_ids, np.int32),
     )
+
+
+def flags_of_round(before: SpecStats, after: SpecStats) -> int:
+    """What of one round between two states of the statistics is told by flags of its event, the
+    planner's left out."""
+    flags = FALLBACK if after.fallback_rounds > before.fallback_rounds else 0
+    if after.target_only_rounds > before.target_only_rounds:
+        flags |= TARGET_ONLY
+    if after.look_ahead_rounds > before.look_ahead_rounds:
+        flags |= LOOKED_AHEAD
+    return flags | HIT if after.hit_rounds > before.hit_rounds else flags

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
-from pathlib import Path
 
 import pytest
 
-from outrider.client import Client, RetryPolicy
+from outrider.client import Client
 from tests.integration.contract_support import Peer
-from tests.integration.stack import Stack
+from tests.integration.stack import Stack, connect
 from tests.integration.transport_harness import GrpcHarness, Harness, InprocHarness
 
 
 @pytest.fixture(scope="module")
-def stack(
-    tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stack]:
-    directory = tmp_path_factory.mktemp("stack")
-    arguments = ["--metrics-port", "0"]
-    with Stack(directory, model=str(tiny_target), head=str(tiny_head), router=arguments) as running:
-        yield running
+def stack(survivor: Stack) -> Stack:
+    return survivor
 
 
 @pytest.fixture
 def client(stack: Stack) -> Iterator[Client]:
-    retry = RetryPolicy(max_attempts=1)
-    with Client(stack.router.address, timeout_s=60.0, retry=retry) as connected:
+    with connect(stack) as connected:
         yield connected
 
 

@@ -12,7 +12,7 @@ import time
 import urllib.request
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypedDict
 
 from outrider.client import Client, RetryPolicy
 from outrider.client.certs_command import tls_from
@@ -118,6 +118,17 @@ class Process:
         if self._log is not None:
             self._log.close()
         self._popen = None
+
+
+class StackOptions(TypedDict, total=False):
+    """What a module's stack is, beside the usual."""
+
+    router: list[str]
+    verifier: list[str]
+    drafter: list[str]
+    """Flags of the processes."""
+    with_drafter: bool
+    spare: bool
 
 
 class Stack:

@@ -138,8 +138,8 @@ def test_lock_step_and_look_ahead_stand_beside_each_other_at_every_delay(
         for path in both_sides.iterdir()
     }
     verifier = {"plan", "submit", "wait for the device", "forward", "settle", "tell", "wait"}
-    assert names.keys() == {"drafter.json", "verifier.json"}
-    assert names["verifier.json"] > verifier | {"take in"}
-    assert names["drafter.json"] > {"take in", "draft", "score", "branch", "send", "wait"}
-    assert names["drafter.json"] & {"hit", "miss"}
-    assert names["verifier.json"] & {"hit", "fresh", "miss"}
+    assert names.keys() == {"drafter-0.json", "verifier-0.json"}
+    assert names["verifier-0.json"] > verifier | {"take in"}
+    assert names["drafter-0.json"] > {"take in", "draft", "score", "branch", "send", "wait"}
+    assert names["drafter-0.json"] & {"hit", "miss"}
+    assert names["verifier-0.json"] & {"hit", "fresh", "miss"}

@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from outrider.client import Client
-from tests.integration.stack import Stack, connect, wait_until
+from tests.integration.stack import Stack, StackOptions, wait_until
 
 PROMPT = "The quick brown fox"
 SCHEMA = {
@@ -29,13 +29,8 @@ FREE = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def stack(
-    tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stack]:
-    directory = tmp_path_factory.mktemp("http")
-    arguments = ["--http", "127.0.0.1:0", "--model-name", "tiny"]
-    with Stack(directory, model=str(tiny_target), head=str(tiny_head), router=arguments) as running:
-        yield running
+def stack_options() -> StackOptions:
+    return {"router": ["--http", "127.0.0.1:0", "--model-name", "tiny"]}
 
 
 @pytest.fixture
@@ -43,12 +38,6 @@ def api(stack: Stack) -> Iterator[OpenAI]:
     url = f"http://{stack.router.ready['http']}/v1"
     with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60.0) as client:
         yield client
-
-
-@pytest.fixture
-def client(stack: Stack) -> Iterator[Client]:
-    with connect(stack) as connected:
-        yield connected
 
 
 def text_of(api: OpenAI, *, stream: bool = False, **options: Any) -> str:

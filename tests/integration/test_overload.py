@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -16,7 +14,7 @@ from outrider.client.options import make_request
 from outrider.transport.base import VerifierControl
 from outrider.transport.grpc import GrpcDialer
 from outrider.wire.messages import VerifierInfo
-from tests.integration.stack import Stack
+from tests.integration.stack import Stack, StackOptions
 
 ROUND_S = 0.1
 """More than a round takes here, even on a loaded machine."""
@@ -25,19 +23,13 @@ NARROW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
 
 
 @pytest.fixture(scope="module")
-def paced(
-    tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stack]:
+def stack_options() -> StackOptions:
     """A fleet without a drafter, on which four sessions run at a time."""
-    with Stack(
-        tmp_path_factory.mktemp("paced"),
-        model=str(tiny_target),
-        head=str(tiny_head),
-        router=["--slow-reader-s", "0.5"],
-        verifier=["--max-sessions", "4"],
-        with_drafter=False,
-    ) as stack:
-        yield stack
+    return {
+        "router": ["--slow-reader-s", "0.5"],
+        "verifier": ["--max-sessions", "4"],
+        "with_drafter": False,
+    }
 
 
 async def until(control: VerifierControl, sessions: int) -> VerifierInfo:
@@ -51,12 +43,12 @@ async def until(control: VerifierControl, sessions: int) -> VerifierInfo:
 
 @pytest.mark.parametrize("way", ["close", "abort", "deadline"])
 async def test_a_request_that_ends_has_freed_its_blocks_within_a_round(
-    paced: Stack, way: str
+    stack: Stack, way: str
 ) -> None:
     dialer = GrpcDialer()
-    control = await dialer.verifier(paced.verifier.address)
+    control = await dialer.verifier(stack.verifier.address)
     lasted = []
-    async with AsyncClient(paced.router.address, retry=RetryPolicy(max_attempts=1)) as client:
+    async with AsyncClient(stack.router.address, retry=RetryPolicy(max_attempts=1)) as client:
         for number in range(5):
             limit_s = 0.5 + 0.03 * number if way == "deadline" else 60.0
             deadline = time.monotonic() + limit_s
@@ -84,13 +76,13 @@ async def test_a_request_that_ends_has_freed_its_blocks_within_a_round(
     assert sorted(lasted)[2] <= 1.5 * ROUND_S, lasted
 
 
-async def test_requests_that_are_cancelled_late_or_never_read_leave_nothing(paced: Stack) -> None:
+async def test_requests_that_are_cancelled_late_or_never_read_leave_nothing(stack: Stack) -> None:
     dialer = GrpcDialer()
-    control = await dialer.verifier(paced.verifier.address)
+    control = await dialer.verifier(stack.verifier.address)
     codes: list[str] = []
     async with (
-        AsyncClient(paced.router.address, retry=RetryPolicy(max_attempts=1)) as client,
-        grpc.aio.insecure_channel(paced.router.address, options=NARROW) as narrow,
+        AsyncClient(stack.router.address, retry=RetryPolicy(max_attempts=1)) as client,
+        grpc.aio.insecure_channel(stack.router.address, options=NARROW) as narrow,
     ):
 
         async def cancelled(number: int) -> None:

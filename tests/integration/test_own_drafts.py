@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from outrider.client import Client, DraftMethod, RetryPolicy, user
-from tests.integration.stack import Stack, wait_until
+from outrider.client import Client, DraftMethod, user
+from tests.integration.stack import StackOptions, wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 OWN_LENGTH = 2
 
 
 @pytest.fixture(scope="module", params=["colocated", "fused"])
-def stack(
-    request: pytest.FixtureRequest,
-    tiny_target: Path,
-    tiny_head: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Stack]:
+def stack_options(request: pytest.FixtureRequest) -> StackOptions:
     flags = ["--placement", request.param, "--draft-length", str(OWN_LENGTH)]
-    with Stack(
-        tmp_path_factory.mktemp("own"),
-        model=str(tiny_target),
-        head=str(tiny_head),
-        verifier=[*flags, "--kv-tokens", "8192"],
-        with_drafter=False,
-    ) as running:
-        yield running
-
-
-@pytest.fixture
-def client(stack: Stack) -> Iterator[Client]:
-    with Client(stack.router.address, timeout_s=60.0, retry=RetryPolicy(max_attempts=1)) as client:
-        yield client
+    return {"verifier": [*flags, "--kv-tokens", "8192"], "with_drafter": False}
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 11}])

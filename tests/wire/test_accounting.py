@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from outrider.wire.accounting import add_round, flags_of_round
+from outrider.wire.accounting import add_round
 from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, SpecStats
+from tests.fakes.serving import flags_of_round
 
 
 def test_rounds_add_up() -> None:

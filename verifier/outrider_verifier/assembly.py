@@ -23,11 +23,6 @@ from outrider_verifier.runner import RoundRunner
 from outrider_verifier.schedule import Limits
 
 
-def feature_dtype(config: VerifierConfig) -> TensorDtype:
-    """Element type in which features cross the wire: the target's own."""
-    return TensorDtype(config.dtype)
-
-
 def assemble(
     config: VerifierConfig,
     target: Target,
@@ -38,14 +33,7 @@ def assemble(
     outbox: list[Effect],
 ) -> tuple[Core, Rounds]:
     """Everything that the engine thread will own."""
-    dtype = feature_dtype(config)
-    store = None
-    if projection is not None:
-        store = FeatureStore(
-            width=projection.hidden_size,
-            dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
-            budget_bytes=config.feature_budget_mb << 20,
-        )
+    store = _store(config, projection)
     # A session that waits keeps its proposals and its drafter.
     places = config.max_sessions + config.max_waiting
     inbox = Inbox(
@@ -63,7 +51,7 @@ def assemble(
         handover=Handover(
             inbox=inbox,
             store=store,
-            dtype=dtype,
+            dtype=config.feature_dtype,
             chunk_tokens=config.prefill_tokens,
             max_sessions=places,
         ),
@@ -79,31 +67,51 @@ def assemble(
             piece_tokens=runner.piece_tokens,
             shares_cores=not config.device.startswith("cuda"),
         ),
-        room=Room(
-            pool=pool,
-            runner=runner,
-            swap=_swap_space(config, runner, pool),
-            bounds=Bounds(
-                max_running=config.max_sessions,
-                max_preemptions=config.max_preemptions,
-                watermark=config.kv_watermark,
-                aging_s=config.aging_s,
-                guard_blocks=pool.blocks_for(GUARD_TOKENS),
-            ),
-            way=config.way_back,
-            counters=counters,
-        ),
+        room=_room(config, runner, pool, counters),
         counters=counters,
         post=outbox.append,
     )
-    limits = Limits(
+    return core, Rounds(core, runner, _limits(config, runner))
+
+
+def _limits(config: VerifierConfig, runner: RoundRunner) -> Limits:
+    return Limits(
         prefill_tokens=min(config.prefill_tokens, runner.most_prompt_tokens or MAX_SEQUENCE_LEN),
         prefill_beside=runner.prompt_tokens_beside,
         piece_tokens=runner.piece_tokens,
         decode_tokens=config.decode_tokens_per_round,
         gather_s=config.gather_s,
     )
-    return core, Rounds(core, runner, limits)
+
+
+def _store(config: VerifierConfig, projection: Projection | None) -> FeatureStore | None:
+    if projection is None:
+        return None
+    dtype = config.feature_dtype
+    return FeatureStore(
+        width=projection.hidden_size,
+        dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
+        budget_bytes=config.feature_budget_mb << 20,
+    )
+
+
+def _room(
+    config: VerifierConfig, runner: RoundRunner, pool: KVPool, counters: Counter[str]
+) -> Room:
+    return Room(
+        pool=pool,
+        runner=runner,
+        swap=_swap_space(config, runner, pool),
+        bounds=Bounds(
+            max_running=config.max_sessions,
+            max_preemptions=config.max_preemptions,
+            watermark=config.kv_watermark,
+            aging_s=config.aging_s,
+            guard_blocks=pool.blocks_for(GUARD_TOKENS),
+        ),
+        way=config.way_back,
+        counters=counters,
+    )
 
 
 def _swap_space(config: VerifierConfig, runner: RoundRunner, pool: KVPool) -> SwapSpace | None:

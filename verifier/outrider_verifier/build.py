@@ -28,7 +28,6 @@ from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.grammar.grammars import Grammars
 from outrider.models import resolve
 from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
-from outrider_verifier.assembly import feature_dtype
 from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
 from outrider_verifier.engine import RoundEngine
 from outrider_verifier.memory import kv_tokens_that_fit, reserved_bytes
@@ -90,13 +89,7 @@ def build_runner(
 ) -> RoundRunner:
     """What runs the rounds: the host's engine on a CPU, the device's wherever it can do more."""
     if not uses_device_engine(config):
-        return RoundEngine(
-            target,
-            projection,
-            max_nodes=config.max_tree_nodes,
-            feature_dtype=feature_dtype(config),
-            device=config.device,
-        )
+        return RoundEngine.build(config, target, projection)
     head = _load_own_head(config, target) if config.drafts_itself else None
     from outrider_verifier.device_engine import DeviceRoundEngine
 

@@ -11,6 +11,7 @@ from outrider.logs import LEVELS, check_level
 from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_DRAFT_TOP_K
 from outrider.transport.tls import TlsConfig
+from outrider.wire.messages import TensorDtype
 from outrider_verifier.preemption import Way
 from outrider_verifier.simulation import parse_rates
 
@@ -209,6 +210,11 @@ class VerifierConfig:
         """`prefill_tokens_per_round` with the automatic value resolved."""
         automatic = CUDA_PREFILL if self.device.startswith("cuda") else CPU_PREFILL
         return self.prefill_tokens_per_round or automatic
+
+    @property
+    def feature_dtype(self) -> TensorDtype:
+        """Element type in which features cross the wire: the target's own."""
+        return TensorDtype(self.dtype)
 
     @property
     def way_back(self) -> Way | None:

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -26,12 +25,8 @@ from outrider.engine.device.own_head import OwnHead, OwnShape
 from outrider.engine.device.recorder import Recorder
 from outrider.engine.device.rounds import DeviceRounds, Launched
 from outrider.engine.device.shapes import (
-    MOST_MIXED_PIECES,
     PIECE_BUCKETS,
     PIECE_TOKENS,
-    Drafts,
-    Judge,
-    RoundShape,
 )
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warm_up import warm_up
@@ -49,6 +44,7 @@ from outrider_verifier.engine import wire_array
 from outrider_verifier.form_drafts import follow_forms
 from outrider_verifier.judged import Judged, decoded, read_logprobs
 from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.round_times import RoundTimes
 from outrider_verifier.runner import Flight, RoundOutcome, RowOutcome
 from outrider_verifier.sessions import Session
 from outrider_verifier.slack import Slack
@@ -93,15 +89,14 @@ class DeviceRoundEngine:
         self._device = device
         self.slack = slack
         self._seats = Seats(slots, own_head)
-        self._prompt_stretch, self._as_of = prompt_stretch, as_of
+        self._as_of = as_of
         self._asking: set[int] = set()
         """Tickets of sessions that ask for log-probabilities."""
-        self._beside: dict[int, int] = {}
-        """Prompt tokens beside so many rows, once asked for."""
         self._collected = 0.0
         """When the last round had been collected."""
-        self._times: dict[RoundShape, float] = {}
-        """Seconds by shape, as measured at the start; empty without graphs."""
+        self._times = RoundTimes(
+            rounds.family, drafts_itself=own_head is not None, prompt_stretch=prompt_stretch
+        )
 
     @classmethod
     def build(
@@ -131,9 +126,7 @@ class DeviceRoundEngine:
             device=target.device,
             own_nodes=1 + shape.num_nodes if head is not None else 0,
         )
-        own_head = None
-        if head is not None:
-            own_head = OwnHead(head, slots, pool, shape=shape, max_len=max_len)
+        own_head = OwnHead(head, slots, pool, shape=shape, max_len=max_len) if head else None
         rounds = DeviceRounds(
             target,
             slots,
@@ -145,14 +138,13 @@ class DeviceRoundEngine:
             simulated_rates=config.simulated_rates or None,
             recorder=recorder,
         )
-        bfloat16 = config.dtype == "bfloat16"
         return cls(
             slots,
             rounds,
             slack=slack,
             device=target.device,
             own_head=own_head,
-            feature_dtype=TensorDtype.BFLOAT16 if bfloat16 else TensorDtype.FLOAT32,
+            feature_dtype=config.feature_dtype,
             prompt_stretch=config.prompt_stretch,
             as_of=_larger_model(config),
         )
@@ -162,10 +154,11 @@ class DeviceRoundEngine:
         request meets one for the first time."""
         if not self.rounds.graphs.enabled:
             return
-        self._times = warm_up(self.rounds, self._device)
+        seconds = warm_up(self.rounds, self._device)
         if self._as_of is not None:
-            self.rounds.brake = Brake(self._as_of, self._times)
-            self._times = self.rounds.brake.times
+            self.rounds.brake = Brake(self._as_of, seconds)
+            seconds = self.rounds.brake.times
+        self._times.learn(seconds)
 
     def release(self) -> None:
         """Give back what the engine itself holds of the target's pool."""
@@ -187,46 +180,16 @@ class DeviceRoundEngine:
         return PIECE_BUCKETS[-1] * PIECE_TOKENS
 
     def prompt_tokens_beside(self, rows: int) -> int:
-        """Prompt tokens that a round takes in which `rows` sessions decode: so many pieces that it
-        lasts at most `prompt_stretch` times as long as without, by the times at the start; at
-        least one."""
-        found = self._beside.get(rows)
-        if found is None:
-            found = self._beside[rows] = self._pieces_beside(rows) * PIECE_TOKENS
-        return found
+        """See `RoundTimes`, as the next two."""
+        return self._times.prompt_tokens_beside(rows)
 
     def round_s(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:
-        """Seconds of a round, as measured at the start; None without graphs."""
-        return self._time_of(rows, 1, Drafts.OWN if own else Drafts.NONE, pieces)
+        """Seconds of a round without drafts from outside."""
+        return self._times.plain_s(rows, own=own, pieces=pieces)
 
     def verify_s(self, rows: int, nodes: int) -> float | None:
-        """As `round_s`, of rows with drafts from outside."""
-        return self._time_of(rows, nodes, Drafts.CHAIN)
-
-    def _time_of(self, rows: int, nodes: int, drafts: Drafts, pieces: int = 0) -> float | None:
-        if not self._times:
-            return None
-        shape = self.rounds.family.fit(
-            rows=rows, nodes=nodes, drafts=drafts, judge=Judge.MATCH, features=False, pieces=pieces
-        )
-        return self._times.get(shape)
-
-    def _pieces_beside(self, rows: int) -> int:
-        fit = partial(
-            self.rounds.family.fit,
-            rows=rows,
-            nodes=1,
-            drafts=Drafts.OWN if self.drafts_itself else Drafts.NONE,
-            judge=Judge.MATCH,
-            features=False,
-        )
-        alone = self._times.get(fit(pieces=0))
-        most = 1
-        for pieces in range(1, MOST_MIXED_PIECES + 1):
-            took = self._times.get(fit(pieces=pieces))
-            if alone is None or took is None or took <= self._prompt_stretch * alone:
-                most = pieces
-        return most
+        """Seconds of a round of rows with drafts from outside."""
+        return self._times.drafted_s(rows, nodes)
 
     @property
     def usable(self) -> bool:

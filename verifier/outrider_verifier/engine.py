@@ -22,6 +22,7 @@ from outrider.engine.logprobs import AskedPath, PathLogprobs, logprobs_of
 from outrider.engine.swap import SwapSpace
 from outrider.engine.target import ForwardBatch, ForwardOutput, Segment
 from outrider.wire.messages import TensorDtype
+from outrider_verifier.config import VerifierConfig
 from outrider_verifier.packing import Packed, PrefillRow, VerifyRow, pack
 from outrider_verifier.runner import Decoded, Flight, RoundOutcome, RowOutcome
 from outrider_verifier.sessions import Session
@@ -87,6 +88,19 @@ class RoundEngine:
         self._projection = projection
         self._device = torch.device(device)
         self._feature_dtype = feature_dtype
+
+    @classmethod
+    def build(
+        cls, config: VerifierConfig, target: Target, projection: Projection | None
+    ) -> RoundEngine:
+        """The engine of a loaded target."""
+        return cls(
+            target,
+            projection,
+            max_nodes=config.max_tree_nodes,
+            feature_dtype=config.feature_dtype,
+            device=config.device,
+        )
 
     @staticmethod
     def enter_thread() -> None:

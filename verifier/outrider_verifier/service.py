@@ -25,7 +25,7 @@ from outrider.wire.messages import (
     VerifierInfo,
     Welcome,
 )
-from outrider_verifier.assembly import assemble, feature_dtype
+from outrider_verifier.assembly import assemble
 from outrider_verifier.checks import DrafterChecks, Identity
 from outrider_verifier.commands import (
     Attached,
@@ -102,18 +102,11 @@ class VerifierService(SessionIterators):
         self._tokenizer_hash = tokenizer_hash
         self._fingerprint = "" if projection is None else projection.fingerprint
         self._vocab_size = target.vocab_size
-        if runner is None:
-            runner = RoundEngine(
-                target,
-                projection,
-                max_nodes=config.max_tree_nodes,
-                feature_dtype=feature_dtype(config),
-                device=config.device,
-            )
+        runner = runner or RoundEngine.build(config, target, projection)
         self._own_draft_length = runner.drafts_itself
-        # A session longer than the whole budget could never be admitted.
         self._kv_blocks = pool.free_blocks
         """Blocks that sessions can get; what the runner took for itself is out of their reach."""
+        # A session longer than the whole budget could never be admitted.
         fits = self._kv_blocks * pool.block_tokens + 1 - runner.slack.most
         limits = (config.max_context_len, max_context_len, fits)
         self._max_context_len = min(limit for limit in limits if limit > 0)

@@ -59,7 +59,7 @@ class Sheet:
     lengths: NDArray[np.int64]
     """Tokens before the round."""
     most: NDArray[np.int64]
-    """Tokens of the round that are emitted at most: the budget; 0 of a session that has ended."""
+    """Tokens of the round that are emitted at most: the budget."""
     told: NDArray[np.bool_]
     """Whether a drafter hears of it."""
     wishes: NDArray[np.bool_]
@@ -186,12 +186,13 @@ def _columns(session: Session) -> tuple[int, int, int, bool, bool]:
     return (
         session.handle,
         session.length,
-        0 if session.ended else session.remaining,
+        session.remaining,
         is_told(session),
         session.wishes_drafts and session.draft_limit > 0,
     )
 
 
 def is_told(session: Session) -> bool:
-    """Whether a drafter hears of what the session commits."""
-    return session.spec.drafter_id is not None and not session.paused
+    """Whether a drafter hears of what the session commits; of one that has ended, and whose place
+    another may have, nobody does."""
+    return session.spec.drafter_id is not None and not (session.paused or session.ended)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.client import Client, OutriderError, RetryPolicy, ServerInfo
-from outrider.client.local import CPU, HEAD_METHODS, SEPARATE, LocalCluster, LocalConfig
+from outrider.client.local import CPU, HEAD_METHODS, SEPARATE, LocalConfig
+from outrider.client.local_cluster import LocalCluster
 from outrider.client.modelfiles import ModelFiles
 from outrider.spec.plan import DraftMethod
 from outrider.transport.grpc import GrpcDialer
 from outrider.wire.messages import VerifierInfo
-from outrider_bench.pools import Pool
+from outrider_bench.repair import wait_serving
 from outrider_bench.report import say
 from outrider_bench.serve.cells import NO_HANDICAP, OWN_HEAD, PLAIN, Drafts, Handicap
 
@@ -49,11 +49,6 @@ class Machine:
     round_ms: float = 0.0
     row_us: float = 0.0
     """What rounds are made to take: see `LocalConfig`."""
-
-    @property
-    def is_pool(self) -> bool:
-        """Whether there is more than one of a kind."""
-        return self.verifiers > 1 or self.drafters > 1
 
     @property
     def name(self) -> str:
@@ -172,6 +167,8 @@ def local_config(machine: Machine, service: Service) -> LocalConfig:
         methods=tuple(sorted(methods)),
         head=files.head if DraftMethod.EAGLE3 in methods else None,
         draft_model=machine.draft_model if DraftMethod.MODEL in methods else None,
+        verifiers=machine.verifiers,
+        drafters=machine.drafters,
         dtype=machine.dtype,
         device=machine.device,
         placement=service.placement if own else SEPARATE,
@@ -206,29 +203,9 @@ def folder(service: Service) -> str:
 @contextmanager
 def started(machine: Machine, service: Service) -> Iterator[Fleet]:
     """Start a service's processes, and stop them at the end. Raises UnavailableError."""
-    config = local_config(machine, service)
-    if not machine.is_pool:
-        with LocalCluster(config, progress=say) as cluster:
-            yield connected(cluster.address)
-        return
-    with (
-        _logs(config.log_dir) as logs,
-        Pool(
-            config, logs, verifiers=machine.verifiers, drafters=machine.drafters
-        ).running() as pool,
-    ):
-        yield connected(pool.address)
-
-
-@contextmanager
-def _logs(wanted: Path | None) -> Iterator[Path]:
-    """The folder for logs, or one that is removed at the end."""
-    if wanted is not None:
-        wanted.mkdir(parents=True, exist_ok=True)
-        yield wanted
-        return
-    with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
-        yield Path(directory)
+    with LocalCluster(local_config(machine, service), progress=say) as cluster:
+        wait_serving(cluster)
+        yield connected(cluster.address)
 
 
 def connected(address: str) -> Fleet:

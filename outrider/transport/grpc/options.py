@@ -92,7 +92,8 @@ def server_options(config: GrpcConfig) -> ChannelOptions:
     """Options of a server; it tolerates the pings that its clients are configured to send."""
     return [
         *_common(config),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
+        # Its macro in C has `recv` in its name, the option has not; unknown ones are ignored.
+        ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
         # A client that was stopped for a while sends late ones in a row; a flood is cut off.
         ("grpc.http2.max_ping_strikes", _MAX_PING_STRIKES),
         (

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import itertools
 
+from outrider.client.local import LocalConfig
+from outrider.client.local_flags import drafter_args, places, verifier_args
+
 
 def flags_of(arguments: list[str]) -> dict[str, str]:
     """--name value pairs."""
     pairs = itertools.pairwise(arguments)
     return {name[2:]: value for name, value in pairs if name.startswith("--")}
+
+
+def verifier_arguments(config: LocalConfig, *, gpus: int = 0) -> list[str]:
+    """Those of the first verifier, on a machine with so many GPUs."""
+    return verifier_args(config, places(config, gpus)[0][0])
+
+
+def drafter_arguments(config: LocalConfig, *, gpus: int = 0) -> list[str]:
+    """Those of the first drafter, likewise."""
+    return drafter_args(config, places(config, gpus)[1][0])

@@ -22,7 +22,7 @@ from outrider.wire.messages import SpecStats
 from tests.fakes.drafter import FakeDrafter
 from tests.fakes.router import grpc_router, running_router
 from tests.fakes.verifier import FakeVerifier
-from tests.unit.client.flags import flags_of
+from tests.unit.client.flags import flags_of, verifier_arguments
 
 
 class Served:
@@ -253,18 +253,12 @@ def parsed(*flags: str) -> generate.LocalConfig:
 def test_the_processes_get_only_what_their_method_needs() -> None:
     default = parsed()
     assert default.methods == (DraftMethod.EAGLE3,)
-    assert "--features-from" in generate_args(default)
+    assert "--features-from" in verifier_arguments(default)
     assert parsed("--drafter", "none").methods == ()
     ngram = parsed("--drafter", "ngram", "--dtype", "bfloat16")
-    assert "--features-from" not in generate_args(ngram)
-    assert "bfloat16" in generate_args(ngram)
+    assert "--features-from" not in verifier_arguments(ngram)
+    assert "bfloat16" in verifier_arguments(ngram)
     assert parsed("--drafter", "model").draft_model == Path("/models/tiny")
-
-
-def generate_args(config: generate.LocalConfig) -> list[str]:
-    from outrider.client.local import verifier_args
-
-    return verifier_args(config)
 
 
 def test_a_method_without_its_files_is_refused() -> None:
@@ -365,50 +359,14 @@ def test_status_shows_the_fleet(served: Served, capsys: pytest.CaptureFixture[st
         )
 
 
-def test_on_gpus_every_process_gets_one_and_half_the_bits() -> None:
-    config = parsed("--device", "cuda", "--no-cuda-graphs")
-    verifier = local.verifier_args(config, gpus=2)
-    assert flags_of(verifier)["device"] == "cuda:0"
-    assert flags_of(verifier)["dtype"] == "bfloat16"
-    assert "--no-cuda-graphs" in verifier and "--kv-tokens" not in verifier
-    assert "--memory-fraction" not in verifier
-    drafter = local.drafter_args(config, gpus=2)
-    assert flags_of(drafter)["device"] == "cuda:1"
-    assert "--no-cuda-graphs" in drafter
-
-
-def test_on_one_gpu_the_verifier_leaves_room_for_the_drafter() -> None:
-    config = parsed("--device", "cuda")
-    assert flags_of(local.drafter_args(config, gpus=1))["device"] == "cuda:0"
-    assert "memory-fraction" in flags_of(local.verifier_args(config, gpus=1))
-    elsewhere = parsed("--device", "cuda", "--drafter-device", "cpu")
-    assert flags_of(local.drafter_args(elsewhere, gpus=1))["device"] == "cpu"
-    assert "memory-fraction" not in flags_of(local.verifier_args(elsewhere, gpus=1))
-
-
 def test_a_head_in_the_verifier_needs_no_drafter() -> None:
     config = parsed("--placement", "fused", "--draft-length", "5", "--simulated-acceptance", "3")
-    flags = flags_of(local.verifier_args(config))
+    flags = flags_of(verifier_arguments(config))
     assert (flags["placement"], flags["draft-length"]) == ("fused", "5")
     assert (flags["features-from"], flags["simulated-acceptance"]) == ("/heads/tiny", "3")
     assert config.drafter_methods == ()
     with pytest.raises(InvalidRequestError, match="eagle3"):
         parsed("--placement", "colocated", "--drafter", "ngram")
-
-
-def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,7")
-    assert local.count_gpus() == 3
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert local.count_gpus() == 1
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    listing = tmp_path / "nvidia-smi"
-    listing.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
-    listing.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert local.count_gpus() == 2
-    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    assert local.count_gpus() == 1
 
 
 def test_serve_passes_placing_on_to_ray() -> None:

@@ -16,17 +16,14 @@ from outrider.client.certs_command import make_certificates, tls_from
 from outrider.client.connecting import call_metadata
 from outrider.client.healthy import check_hosts
 from outrider.client.keys_command import append
-from outrider.client.local import (
-    LocalCluster,
-    LocalConfig,
-    drafter_args,
-    router_args,
-    verifier_args,
-)
+from outrider.client.local import LocalConfig
+from outrider.client.local_cluster import LocalCluster
+from outrider.client.local_flags import router_args
 from outrider.config import load_config
 from outrider.errors import AlreadyExistsError, FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import Role, TlsFiles
+from tests.unit.client.flags import drafter_arguments, verifier_arguments
 
 
 def test_every_role_gets_a_certificate_whose_key_is_its_owners_alone(tmp_path: Path) -> None:
@@ -75,9 +72,9 @@ def test_the_local_runtime_gives_each_process_the_certificate_of_its_role(tmp_pa
     config = LocalConfig(
         model=tmp_path, methods=(DraftMethod.NGRAM,), tls_dir=tmp_path, api_keys=keys
     )
-    assert verifier_config(verifier_args(config)).tls == tls_from(tmp_path, Role.VERIFIER)
-    assert drafter_config(drafter_args(config)).tls == tls_from(tmp_path, Role.DRAFTER)
-    router = router_config(router_args(config, "a:1", "b:2"))
+    assert verifier_config(verifier_arguments(config)).tls == tls_from(tmp_path, Role.VERIFIER)
+    assert drafter_config(drafter_arguments(config)).tls == tls_from(tmp_path, Role.DRAFTER)
+    router = router_config(router_args(config, ["a:1"], ["b:2"]))
     assert router.tls == router.client_tls == tls_from(tmp_path, Role.ROUTER)
     assert router.api_keys == keys
 

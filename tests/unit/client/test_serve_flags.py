@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from outrider.client import cli, local, serve
+from outrider.client.local_flags import router_args
 from outrider.client.modelfiles import ModelFiles
 from outrider.errors import InvalidRequestError
-from tests.unit.client.flags import flags_of
+from tests.unit.client.flags import drafter_arguments, flags_of, verifier_arguments
 
 Parsed = Callable[..., local.LocalConfig]
 
@@ -28,9 +30,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Parsed:
 
 
 def test_look_ahead_is_a_default_of_the_routers(parsed: Parsed) -> None:
-    router = flags_of(local.router_args(parsed("--look-ahead", "0", "--fan-out", "8"), "v", "d"))
+    router = flags_of(router_args(parsed("--look-ahead", "0", "--fan-out", "8"), ["v"], ["d"]))
     assert (router["look-ahead"], router["fan-out"]) == ("0", "8")
-    router = flags_of(local.router_args(parsed("--look-ahead", "auto"), "v", "d"))
+    router = flags_of(router_args(parsed("--look-ahead", "auto"), ["v"], ["d"]))
     assert "look-ahead" not in router and "fan-out" not in router
     ray = flags_of(serve.ray_args(parsed("--look-ahead", "1")))
     assert ray["look-ahead"] == "1" and "fan-out" not in ray
@@ -38,17 +40,17 @@ def test_look_ahead_is_a_default_of_the_routers(parsed: Parsed) -> None:
 
 def test_only_the_drafter_is_slowed_down(parsed: Parsed) -> None:
     config = parsed("--exchange-delay-ms", ".5", "--drafter-slowdown", "2")
-    drafter = flags_of(local.drafter_args(config))
+    drafter = flags_of(drafter_arguments(config))
     assert (drafter["bench-exchange-delay-ms"], drafter["bench-slowdown"]) == ("0.5", "2.0")
-    usual = [*local.drafter_args(parsed()), *local.verifier_args(config)]
+    usual = [*drafter_arguments(parsed()), *verifier_arguments(config)]
     assert not any("bench" in part for part in usual)
 
 
 def test_both_sides_of_the_exchange_leave_a_timeline(parsed: Parsed) -> None:
     config = parsed("--trace-dir", "/traces")
-    assert flags_of(local.drafter_args(config))["trace-file"] == "/traces/drafter.json"
-    assert flags_of(local.verifier_args(config))["trace-file"] == "/traces/verifier.json"
-    assert "--trace-file" not in local.verifier_args(parsed())
+    assert flags_of(drafter_arguments(config))["trace-file"] == "/traces/drafter-0.json"
+    assert flags_of(verifier_arguments(config))["trace-file"] == "/traces/verifier-0.json"
+    assert "--trace-file" not in verifier_arguments(parsed())
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,15 @@ def test_impossible_handicaps_are_refused(
 
 def test_the_journal_is_the_routers(parsed: Parsed) -> None:
     config = parsed("--journal", "/var/lib/outrider/journal")
-    assert flags_of(local.router_args(config, "v", "d"))["journal"] == "/var/lib/outrider/journal"
+    assert flags_of(router_args(config, ["v"], ["d"]))["journal"] == "/var/lib/outrider/journal"
     assert flags_of(serve.ray_args(config))["journal"] == "/var/lib/outrider/journal"
-    assert "journal" not in flags_of(local.router_args(parsed(), "v", "d"))
+    assert "journal" not in flags_of(router_args(parsed(), ["v"], ["d"]))
+
+
+def test_so_many_processes_are_started_by_either_runtime(parsed: Parsed) -> None:
+    config = parsed("--verifiers", "2", "--drafters", "3")
+    assert (config.verifiers, config.drafters) == (2, 3)
+    ray = flags_of(serve.ray_args(config))
+    assert (ray["verifiers"], ray["drafters"]) == ("2", "3")
+    with pytest.raises(InvalidRequestError, match="at least 1, got 0 and 3"):
+        replace(config, verifiers=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.client import cli, local, serve
+from outrider.client import cli, local_cluster, serve
 from outrider.client.modelfiles import ModelFiles
 from outrider.client.processes import ChildProcess
 
@@ -44,7 +44,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
     files = ModelFiles(path=Path("/models/tiny"), name="tiny", head=None)
     monkeypatch.setattr(serve, "find_model", lambda *_, **__: files)
     # A start that no signal ends must end all the same.
-    monkeypatch.setattr(local, "START_S", STARTED_S)
+    monkeypatch.setattr(local_cluster, "START_S", STARTED_S)
 
 
 def send_when(number: int, children: FakeChildren, count: int) -> threading.Thread:
@@ -67,21 +67,21 @@ def test_a_signal_during_the_start_stops_what_was_started(
     monkeypatch: pytest.MonkeyPatch, number: int, status: int
 ) -> None:
     children = FakeChildren("--silent")
-    monkeypatch.setattr(local, "ChildProcess", children.make)
+    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
     sender = send_when(number, children, 2)
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve"])
     sender.join()
     assert ended.value.code == status
     # Closed: there is no process any more that it could know of.
-    assert [child.name for child in children.started] == ["verifier", "drafter"]
+    assert [child.name for child in children.started] == ["verifier-0", "drafter-0"]
     assert all(child.pid is None for child in children.started)
 
 
 def test_a_signal_while_all_serve_is_a_clean_end(monkeypatch: pytest.MonkeyPatch) -> None:
     children = FakeChildren()
-    monkeypatch.setattr(local, "ChildProcess", children.make)
-    monkeypatch.setattr(local, "wait_healthy", _signal_later)
+    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
+    monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
     assert cli.main(["serve"]) == 0
     assert all(child.pid is None for child in children.started)
 

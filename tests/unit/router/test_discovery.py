@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,13 +107,13 @@ async def following(directory: Path, **first: set[str] | None) -> AsyncGenerator
         dialer = router.registry._dialer
         dialer._verifiers.update(names.verifiers)  # type: ignore[attr-defined]
         dialer._drafters["d0:2"] = names.drafter  # type: ignore[attr-defined]
-        discovery = Discovery(
-            router.registry,
+        config = replace(
+            router.config,
             verifiers=("dns:///v:1",),
             drafters=("dns:///d:2",),
-            interval_s=0.01,
-            resolve=names.resolve,
+            discovery_s=0.01,
         )
+        discovery = Discovery(config, router.registry, resolve=names.resolve)
         discovery.on_forgotten = names.forget
         discovery.start()
         try:

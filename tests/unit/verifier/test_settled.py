@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from outrider_verifier.flying import InFlight
-from outrider_verifier.handover import Told
+from outrider_verifier.handover import Handover, Told
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.runner import Decoded
@@ -15,9 +15,9 @@ from outrider_verifier.schedule import RoundPlan
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Sheet
 
-from outrider.spec.digest import extend_digest
+from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from outrider.spec.plan import Plan
-from outrider.wire.messages import Proposal, Proposals
+from outrider.wire.messages import Proposal, Proposals, TensorDtype
 from tests.fakes.scripted_drafter import make_tree
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import make_spec
@@ -90,6 +90,32 @@ def test_where_no_drafter_hears_of_any_session_there_is_nothing_to_work_out(reas
             each.paused = True
     told = Sheet.of(sessions).verdicts(decoded((5, 6), (7,)))
     assert len(told) == (2 if reason == "drafter" else 0)
+
+
+def test_a_session_closed_in_flight_does_not_cost_the_others_their_hits() -> None:
+    stays, closed = sessions = [session(0), session(1)]
+    box = Inbox(max_sessions=2, per_session=2, reach=5, budget_bytes=1 << 20)
+    handover = Handover(
+        inbox=box, store=None, dtype=TensorDtype.FLOAT32, chunk_tokens=8, max_sessions=2
+    )
+    for each in sessions:
+        handover.open(each)
+    handover.follow(Told.present(sessions, [None, None]))
+    prefix = extend_digest(EMPTY_DIGEST, stays.tokens[: stays.length])
+    ahead = Proposal(
+        handle=0,
+        prefix_digest=extend_digest(prefix, (5, 6)),
+        prefix_len=stays.length + 2,
+        tree=make_tree([1]),
+    )
+    box.offer(Proposals.of([ahead]), [0])
+    closed.ended = True
+    # Its place goes to another one at once, of which nothing is known.
+    handover.open(session(1))
+    sheet = Sheet.of(sessions)
+    sheet.digests = handover.digests(sheet.handles, sheet.lengths, sheet.told)
+    assert sheet.digests is not None and sheet.digests[0] == prefix
+    assert sheet.step(decoded((5, 6), (5, 6)), box)
 
 
 def test_who_goes_on_steps_to_the_prefix_that_a_drafter_will_be_told_of() -> None:

@@ -1,0 +1,162 @@
+"""Router, verifiers and drafters on this machine: started in order, and stopped together."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from outrider.client.healthy import check_hosts, wait_healthy
+from outrider.client.local import CPU, SEPARATE, LocalConfig
+from outrider.client.local_flags import (
+    Place,
+    count_gpus,
+    drafter_args,
+    places,
+    router_args,
+    verifier_args,
+)
+from outrider.client.processes import ChildProcess
+from outrider.transport.tls import Role
+
+START_S = 600.0
+"""Longest wait for a process to load its model and serve."""
+
+
+def say(line: str) -> None:
+    """A progress line on stderr."""
+    sys.stderr.write(f"[outrider] {line}\n")
+    sys.stderr.flush()
+
+
+class LocalCluster:
+    """The running processes; a context manager that stops them."""
+
+    def __init__(self, config: LocalConfig, *, progress: Callable[[str], None] = say) -> None:
+        self._config = config
+        self._progress = progress
+        self._logs: Path | None = None
+        self._own_logs: Path | None = None
+        self.members: dict[Role, list[ChildProcess]] = {}
+        """What was started: verifiers, drafters (none without drafts), the router."""
+
+    @property
+    def address(self) -> str:
+        """Address of the router's API."""
+        assert Role.ROUTER in self.members, "the cluster is not started"
+        return self.members[Role.ROUTER][0].address
+
+    @property
+    def processes(self) -> tuple[ChildProcess, ...]:
+        """Those that were started, the router first."""
+        return tuple(each for role in reversed(self.members) for each in self.members[role])
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start(self) -> str:
+        """Start everything and wait until requests can be served; the router's address.
+
+        Raises UnavailableError with the end of its log if a process does not come up, and
+        FailedPreconditionError (WRONG_HOST) where no client would believe the certificate.
+        """
+        try:
+            return self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop everything; idempotent."""
+        for process in self.processes:
+            process.close()
+        if self._own_logs is not None:
+            shutil.rmtree(self._own_logs, ignore_errors=True)
+            self._own_logs = None
+
+    def _start(self) -> str:
+        config = self._config
+        if config.tls_dir is not None:
+            check_hosts(config.tls_dir, filter(None, (config.listen, config.http)))
+        self._logs = self._log_dir()
+        verifiers, drafters = self._start_peers()
+        self._progress("starting the router")
+        args = router_args(config, verifiers, drafters)
+        (router,) = self._launch(Role.ROUTER, {"router": args}, config.listen)
+        address = router.wait_ready(START_S)
+        wait_healthy(
+            address,
+            self.processes,
+            tls_dir=config.tls_dir,
+            timeout_s=START_S,
+            progress=self._progress,
+        )
+        self._progress(f"ready on {address}")
+        if "http" in router.ready:
+            self._progress(f"OpenAI's API on http://{router.ready['http']}/v1")
+        return address
+
+    def _start_peers(self) -> tuple[list[str], list[str]]:
+        """Start verifiers and drafters together; their addresses."""
+        config = self._config
+        name = config.model_name or config.model.name
+        where = "" if config.placement == SEPARATE else f", {config.placement} drafting"
+        verifying, drafting = places(config, 0 if config.device == CPU else count_gpus())
+        self._progress(
+            f"starting {_counted(verifying, 'verifier')}: {name}, {config.element_type} on "
+            f"{config.device}{where}"
+        )
+        if config.simulated_acceptance:
+            self._progress(f"SIMULATED ACCEPTANCE {config.simulated_acceptance}: no real text")
+        verifiers = self._launch(
+            Role.VERIFIER, {place.name: verifier_args(config, place) for place in verifying}
+        )
+        if drafting:
+            methods = ", ".join(config.drafter_methods)
+            self._progress(f"starting {_counted(drafting, 'drafter')}: {methods}")
+        drafters = self._launch(
+            Role.DRAFTER, {place.name: drafter_args(config, place) for place in drafting}
+        )
+        return (
+            [process.wait_ready(START_S) for process in verifiers],
+            [process.wait_ready(START_S) for process in drafters],
+        )
+
+    def _launch(
+        self, role: Role, args: Mapping[str, Sequence[str]], listen: str = "127.0.0.1:0"
+    ) -> list[ChildProcess]:
+        """Start a process for each name and its arguments."""
+        processes = [
+            ChildProcess(name, f"outrider_{role}", each, listen=listen, log_dir=self._logs)
+            for name, each in args.items()
+        ]
+        self.members[role] = processes
+        for process in processes:
+            process.start()
+        return processes
+
+    def _log_dir(self) -> Path | None:
+        if self._config.inherit_logs:
+            return None
+        if self._config.log_dir is not None:
+            self._config.log_dir.mkdir(parents=True, exist_ok=True)
+            return self._config.log_dir
+        self._own_logs = Path(tempfile.mkdtemp(prefix="outrider-"))
+        return self._own_logs
+
+
+def _counted(places: Sequence[Place], kind: str) -> str:
+    return f"the {kind}" if len(places) == 1 else f"{len(places)} {kind}s"

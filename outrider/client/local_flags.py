@@ -1,0 +1,164 @@
+"""Flags of the processes on this machine, and the devices that each computes on.
+
+Nothing of the processes is imported: what is known of them are their flags.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.client.certs_command import tls_from
+from outrider.client.local import (
+    CPU,
+    CUDA,
+    HEAD_METHODS,
+    SEPARATE,
+    SHARED_MEMORY_FRACTION,
+    LocalConfig,
+)
+from outrider.spec.plan import DraftMethod
+from outrider.transport.tls import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One verifier or drafter, and where it computes."""
+
+    name: str
+    """Its id and the name of its process: verifier-0, drafter-1."""
+    device: str = CPU
+    """Its torch device."""
+    memory_fraction: float | None = None
+    """Share of its GPU's memory that it may take; None is its default."""
+
+
+def count_gpus() -> int:
+    """CUDA devices that processes started here will see; at least 1. Imports no torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return max(1, len([name for name in visible.split(",") if name.strip()]))
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30.0, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 1
+    return max(1, sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))
+
+
+def places(config: LocalConfig, gpus: int) -> tuple[list[Place], list[Place]]:
+    """The verifiers and the drafters of a machine with so many GPUs.
+
+    GPUs are given out in turn, to the verifiers first; those on the same one share its memory, and
+    leave some to a drafter that is there, too.
+    """
+    drafters = config.drafters if config.drafter_methods else 0
+    cuda = [f"{CUDA}:{i % gpus}" for i in range(config.verifiers + drafters)] if gpus else []
+    verifying = [CPU] * config.verifiers if config.device == CPU else cuda[: config.verifiers]
+    drafting = [config.drafter_device or CPU] * drafters
+    if config.device != CPU and not config.drafter_device:
+        drafting = cuda[config.verifiers :]
+
+    def share(device: str) -> float | None:
+        sharers = verifying.count(device)
+        alone = sharers == 1 and device not in drafting
+        return None if device == CPU or alone else round(SHARED_MEMORY_FRACTION / sharers, 3)
+
+    return (
+        [Place(f"verifier-{i}", device, share(device)) for i, device in enumerate(verifying)],
+        [Place(f"drafter-{i}", device) for i, device in enumerate(drafting)],
+    )
+
+
+def verifier_args(config: LocalConfig, place: Place) -> list[str]:
+    """Flags of a verifier."""
+    uses_head = bool(HEAD_METHODS & set(config.methods))
+    flags = _flags(
+        model=config.model,
+        features_from=config.head if uses_head else None,
+        dtype=config.element_type,
+        device=place.device,
+        placement=config.placement,
+        draft_length=config.draft_length,
+        draft_topk=config.draft_topk if config.placement != SEPARATE else None,
+        planner=config.planner,
+        simulated_acceptance=config.simulated_acceptance or None,
+        kv_tokens=config.kv_tokens,
+        memory_fraction=place.memory_fraction,
+        max_sessions=config.max_sessions,
+        bench_round_ms=config.round_ms or None,
+        bench_row_us=config.row_us or None,
+        verifier_id=place.name,
+        **_common_flags(config, place, Role.VERIFIER),
+    )
+    return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
+
+
+def drafter_args(config: LocalConfig, place: Place) -> list[str]:
+    """Flags of a drafter."""
+    methods = config.drafter_methods
+    flags = _flags(
+        model=config.model,
+        head=config.head if HEAD_METHODS & set(methods) else None,
+        methods=",".join(methods),
+        draft_model=config.draft_model if DraftMethod.MODEL in methods else None,
+        dtype=config.element_type,
+        device=place.device,
+        bench_exchange_delay_ms=config.exchange_delay_ms or None,
+        bench_slowdown=config.drafter_slowdown if config.drafter_slowdown != 1.0 else None,
+        drafter_id=place.name,
+        **_common_flags(config, place, Role.DRAFTER),
+    )
+    return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
+
+
+def router_args(
+    config: LocalConfig, verifiers: Sequence[str], drafters: Sequence[str]
+) -> list[str]:
+    """Flags of the router of peers at these addresses."""
+    peers = [flag for address in verifiers for flag in ("--verifier", address)]
+    peers += [flag for address in drafters for flag in ("--drafter", address)]
+    return peers + _flags(
+        model=config.model,
+        model_name=config.model_name or None,
+        http=config.http,
+        look_ahead=config.look_ahead,
+        fan_out=config.fan_out,
+        queue_limit=config.queue_limit,
+        journal=config.journal,
+        slow_reader_s=config.slow_reader_s,
+        metrics_port=config.metrics_port,
+        metrics_compat=config.metrics_compat,
+        api_keys=config.api_keys,
+        **_tls_flags(config, Role.ROUTER),
+    )
+
+
+def _common_flags(config: LocalConfig, place: Place, role: Role) -> dict[str, object]:
+    """What verifiers and drafters have alike."""
+    trace = None if config.trace_dir is None else config.trace_dir / f"{place.name}.json"
+    return {
+        "threads": config.threads,
+        "awake_cores": config.awake_cores,
+        "trace_file": trace,
+        **_tls_flags(config, role),
+    }
+
+
+def _tls_flags(config: LocalConfig, role: Role) -> dict[str, object]:
+    if config.tls_dir is None:
+        return {}
+    tls = tls_from(config.tls_dir, role)
+    return {"tls_cert": tls.cert, "tls_key": tls.key, "tls_ca": tls.ca}
+
+
+def _flags(**values: object) -> list[str]:
+    """--name value for everything that is set."""
+    flags: list[str] = []
+    for name, value in values.items():
+        if value is not None:
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+    return flags

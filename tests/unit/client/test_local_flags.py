@@ -1,0 +1,87 @@
+"""Which devices the processes of one machine compute on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outrider.client.local import LocalConfig
+from outrider.client.local_flags import Place, count_gpus, places, router_args
+from outrider.spec.plan import DraftMethod
+from tests.unit.client.flags import drafter_arguments, flags_of, verifier_arguments
+
+CUDA = LocalConfig(model=Path("m"), head=Path("h"), device="cuda", cuda_graphs=False)
+
+
+def of(verifiers: int, drafters: int) -> LocalConfig:
+    return replace(CUDA, verifiers=verifiers, drafters=drafters)
+
+
+def test_processes_have_a_gpu_each_where_there_are_as_many() -> None:
+    verifiers, drafters = places(of(3, 1), 4)
+    assert verifiers == [Place(f"verifier-{i}", f"cuda:{i}") for i in range(3)]
+    assert drafters == [Place("drafter-0", "cuda:3")]
+
+
+def test_a_verifier_leaves_memory_to_those_on_its_gpu_alone() -> None:
+    verifiers, drafters = places(of(2, 2), 2)
+    assert verifiers == [Place("verifier-0", "cuda:0", 0.7), Place("verifier-1", "cuda:1", 0.7)]
+    assert drafters == [Place("drafter-0", "cuda:0"), Place("drafter-1", "cuda:1")]
+    plain = replace(of(3, 1), methods=())
+    assert places(plain, 2) == (
+        [
+            Place("verifier-0", "cuda:0", 0.35),
+            Place("verifier-1", "cuda:1"),
+            Place("verifier-2", "cuda:0", 0.35),
+        ],
+        [],
+    )
+
+
+def test_drafters_may_be_sent_elsewhere() -> None:
+    verifiers, drafters = places(replace(of(1, 2), drafter_device="cpu"), 1)
+    assert verifiers == [Place("verifier-0", "cuda:0")]
+    assert drafters == [Place("drafter-0", "cpu"), Place("drafter-1", "cpu")]
+    verifiers, _ = places(replace(of(1, 1), drafter_device="cuda:0"), 2)
+    assert verifiers == [Place("verifier-0", "cuda:0", 0.7)]
+
+
+def test_without_gpus_all_compute_on_cpus() -> None:
+    verifiers, drafters = places(replace(of(2, 1), device="cpu"), 0)
+    assert verifiers == [Place("verifier-0"), Place("verifier-1")]
+    assert drafters == [Place("drafter-0")]
+
+
+def test_flags_say_the_place_and_half_the_bits() -> None:
+    verifier = verifier_arguments(CUDA, gpus=1)
+    flags = flags_of(verifier)
+    assert (flags["verifier-id"], flags["device"]) == ("verifier-0", "cuda:0")
+    assert (flags["dtype"], flags["memory-fraction"]) == ("bfloat16", "0.7")
+    assert "--no-cuda-graphs" in verifier and "--kv-tokens" not in verifier
+    assert "--memory-fraction" not in verifier_arguments(CUDA, gpus=2)
+    drafter = drafter_arguments(CUDA, gpus=2)
+    assert (flags_of(drafter)["drafter-id"], flags_of(drafter)["device"]) == ("drafter-0", "cuda:1")
+    assert "--no-cuda-graphs" in drafter
+
+
+def test_the_router_is_told_of_everybody() -> None:
+    config = LocalConfig(model=Path("m"), methods=(DraftMethod.NGRAM,))
+    args = router_args(config, ["a:1", "b:2"], ["c:3"])
+    assert args[:6] == ["--verifier", "a:1", "--verifier", "b:2", "--drafter", "c:3"]
+
+
+def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,7")
+    assert count_gpus() == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert count_gpus() == 1
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    listing = tmp_path / "nvidia-smi"
+    listing.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
+    listing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert count_gpus() == 2
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert count_gpus() == 1

@@ -1,0 +1,50 @@
+"""What is known of the time that rounds on a device take."""
+
+from __future__ import annotations
+
+import pytest
+from outrider_verifier.round_times import RoundTimes
+
+from outrider.engine.device.family import ShapeFamily
+from outrider.engine.device.shapes import MOST_MIXED_PIECES, PIECE_TOKENS
+
+ROUND_S = 4e-3
+ROW_S = 10e-6
+"""Of each row of the forward: 64 more take .64 ms."""
+FAMILY = ShapeFamily(max_rows=8, max_nodes=9, own_nodes=0, features=False, judges=False)
+MEASURED = {shape: ROUND_S + ROW_S * shape.token_rows for shape in FAMILY.shapes()}
+
+
+def times(stretch: float, *, learned: bool = True) -> RoundTimes:
+    made = RoundTimes(FAMILY, drafts_itself=False, prompt_stretch=stretch)
+    if learned:
+        made.learn(MEASURED)
+    return made
+
+
+def test_without_measurements_nothing_is_known_and_prompts_take_what_they_may() -> None:
+    unknown = times(2.0, learned=False)
+    assert unknown.plain_s(4, own=False) is None and unknown.drafted_s(4, 5) is None
+    assert unknown.prompt_tokens_beside(4) == MOST_MIXED_PIECES * PIECE_TOKENS
+
+
+def test_a_round_takes_as_long_as_its_shape() -> None:
+    known = times(2.0)
+    drafted = [known.drafted_s(rows, nodes) for rows, nodes in ((1, 2), (8, 2), (8, 9))]
+    assert None not in drafted and sorted(drafted) == drafted and len(set(drafted)) == 3
+    alone, beside = known.plain_s(4, own=False), known.plain_s(4, own=False, pieces=1)
+    assert alone is not None and beside == pytest.approx(alone + ROW_S * PIECE_TOKENS)
+
+
+@pytest.mark.parametrize(("stretch", "pieces"), [(1.0, 1), (1.2, 1), (1.4, 2), (9.0, 8)])
+def test_prompts_may_stretch_a_round_so_far_and_take_a_piece_in_any_case(
+    stretch: float, pieces: int
+) -> None:
+    assert times(stretch).prompt_tokens_beside(4) == pieces * PIECE_TOKENS
+
+
+def test_what_was_said_before_measuring_does_not_stay() -> None:
+    late = times(1.0, learned=False)
+    before = late.prompt_tokens_beside(4)
+    late.learn(MEASURED)
+    assert late.prompt_tokens_beside(4) == PIECE_TOKENS < before
