@@ -30,7 +30,10 @@ from outrider.wire.v1 import inference_pb2 as pb
 
 def _prompt_info_to_pb(info: PromptInfo) -> pb.PromptInfo:
     return pb.PromptInfo(
-        request_id=info.request_id, prompt_tokens=info.prompt_tokens, model=info.model
+        request_id=info.request_id,
+        prompt_tokens=info.prompt_tokens,
+        model=info.model,
+        prompt_token_ids=info.prompt_token_ids,
     )
 
 
@@ -39,6 +42,9 @@ def _prompt_info_from_pb(message: pb.PromptInfo) -> PromptInfo:
         request_id=RequestId(text(message.request_id, "request_id")),
         prompt_tokens=message.prompt_tokens,
         model=text(message.model, "model", empty=True),
+        prompt_token_ids=token_ids(
+            message.prompt_token_ids, "prompt_token_ids", high=MAX_SEQUENCE_LEN
+        ),
     )
 
 

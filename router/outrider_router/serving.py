@@ -41,7 +41,6 @@ from outrider_router.ledger import Lease
 from outrider_router.log_records import Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
-from outrider_router.output import OutputAssembler
 from outrider_router.pacing import Pacer
 from outrider_router.peers import VerifierPeer
 from outrider_router.planner import drafts_itself, plan_on
@@ -147,7 +146,7 @@ class Serving:
             ),
             reply=Reply(
                 entry,
-                OutputAssembler(self._tokenizer.pieces, job.stop_strings),
+                job.assembler(self._tokenizer),
                 prompt_tokens=len(job.prompt_ids),
             ),
             session_id=SessionId(f"{self._incarnation}-{number}"),

@@ -73,7 +73,7 @@ def _answer(
             model=model_name(service.config, info),
             created=int(time.time()),
             n=body.n or 1,
-            texts=TokenTexts(service.tokenizer),
+            texts=TokenTexts(service.tokenizer, special=body.skip_special_tokens is False),
             stop_token_ids=body.stop_token_ids or (),
             with_logprobs=requests[0].top_logprobs is not None,
         ),

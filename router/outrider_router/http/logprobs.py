@@ -12,12 +12,14 @@ class TokenTexts:
     """What ids are called: the text of what they add to an answer, or their name in the vocabulary
     if they add nothing."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
+        """`special`: whether special tokens are part of the answer."""
         self._tokenizer = tokenizer
+        self._pieces = tokenizer.special_pieces if special else tokenizer.pieces
 
     def raw(self, token_id: int) -> bytes:
         """Bytes that an id adds to the text."""
-        return self._tokenizer.pieces[token_id]
+        return self._pieces[token_id]
 
     def __call__(self, token_id: int) -> str:
         raw = self.raw(token_id)

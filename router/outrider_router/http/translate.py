@@ -134,6 +134,7 @@ def _choices(
             priority=body.priority or 0,
             top_logprobs=top_logprobs,
             structured_output=structure,
+            skip_special_tokens=body.skip_special_tokens,
         )
         for number in range(count)
     )
@@ -161,6 +162,8 @@ def _sampling(body: GenerationRequest, number: int) -> SamplingOptions:
         rule=None if body.rule is None else Rule(body.rule),
         banned_token_ids=tuple(body.banned_token_ids or ()),
         logit_bias=_bias(body),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=tuple(body.bad_words or ()),
     )
 
 
@@ -176,6 +179,7 @@ def _stopping(body: GenerationRequest, max_tokens: int | None) -> StoppingOption
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
     )
 
 

@@ -87,10 +87,14 @@ async def test_options_reach_the_verifier_zeros_included(
         draft_tokens=7,
         draft_top_k=2,
         banned_token_ids=[5],
+        allowed_token_ids=[5, 6],
+        bad_words=["ab"],
     )
     spec = verifier.specs[-1]
     assert (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.seed) == (0.5, 0.9, 0)
     assert spec.sampling.rule is Rule.REJECTION and spec.sampling.banned_ids == (5,)
+    assert spec.token_limits is not None and spec.token_limits.allowed_ids == (5, 6)
+    assert len(spec.token_limits.bad_words) == 2
     assert (spec.plan.method, spec.plan.draft_tokens, spec.plan.top_k) == (
         DraftMethod.NGRAM,
         7,
