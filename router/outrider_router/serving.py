@@ -207,7 +207,7 @@ class Serving:
         entry.on_fail = lambda error: self._admission.fail(entry.request_id, error)
         try:
             with queue_span(entry, ticket.priority) as span:
-                lease = await self._admission.acquire(ticket)
+                lease = await self._admission.acquire(ticket, entry.party)
                 span.set({"outrider.verifier": lease.verifier_id})
                 return lease
         finally:

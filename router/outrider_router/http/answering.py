@@ -25,6 +25,7 @@ from outrider_router.gate import Pass
 from outrider_router.http.errors import describe
 from outrider_router.http.forms import Choice, Form
 from outrider_router.http.usage import usage
+from outrider_router.party import Party
 from outrider_router.service import RouterService
 from outrider_router.slow_readers import SLOW_READER, timely
 
@@ -108,9 +109,11 @@ async def _serve_choices(
             traceparent=asked.traceparent,
             own_id=own_id if len(choices) == 1 else RequestId(f"{own_id}-{choice.index}"),
             passed=passed,
+            party=party,
         )
 
-    # All at once: of a key's places and rate, some choices would keep the others out for ever.
+    # All at once: of places and rates, some choices would keep the others out for ever.
+    party = Party(len(choices)) if len(choices) > 1 else None
     passes = service.gate.enter(asked.caller, asked.requests)
     try:
         await _all([partial(serve, *pair) for pair in zip(choices, passes, strict=True)])
