@@ -179,6 +179,12 @@ class GenerationRequest(StructureFields):
     skip_special_tokens: bool | None = Field(
         default=None, description="False: special tokens are part of the text."
     )
+    return_token_ids: bool | None = Field(
+        default=None, description="The ids of prompts and answers."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Tokens of logprobs are called token_id:N."
+    )
     priority: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] | None = Field(
         default=None, description="Greater goes first (vLLM: lesser)."
     )
@@ -203,6 +209,9 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = Field(
         default=None,
         description="So many alternatives beside each token; 0: the token's own alone.",
+    )
+    echo: bool | None = Field(
+        default=None, description="The text begins with the prompt; without `logprobs`."
     )
 
 

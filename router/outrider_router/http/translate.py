@@ -28,7 +28,13 @@ from outrider_router.http.request_models import (
     Message,
 )
 from outrider_router.http.structure import structure_of
-from outrider_router.http.unsupported import CHAT, COMPLETION, MESSAGE, refuse_unsupported
+from outrider_router.http.unsupported import (
+    CHAT,
+    COMPLETION,
+    MESSAGE,
+    UnsupportedFieldError,
+    refuse_unsupported,
+)
 
 DEFAULT_TEMPERATURE = 1.0
 """OpenAI's; gRPC's default is 0."""
@@ -40,6 +46,10 @@ def completion_requests(
 ) -> tuple[GenerateRequest, ...]:
     """One request a choice, those of a prompt side by side. Raises InvalidRequestError."""
     refuse_unsupported(body.model_extra, COMPLETION)
+    if body.echo and body.logprobs is not None:
+        raise UnsupportedFieldError(
+            "echo with logprobs is not supported here: prompts have none", param="echo"
+        )
     return _choices(
         body,
         completion_prompts(body),
@@ -135,6 +145,7 @@ def _choices(
             top_logprobs=top_logprobs,
             structured_output=structure,
             skip_special_tokens=body.skip_special_tokens,
+            return_prompt_token_ids=bool(body.return_token_ids),
         )
         for number in range(count)
     )

@@ -44,14 +44,11 @@ _BOTH: Final[dict[str, tuple[object, ...]]] = {
     "include_reasoning": (True,),
     "logprob_token_ids": ([],),
     "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
 }
 COMPLETION: Final[Fields] = {
     **_BOTH,
     "add_special_tokens": (True,),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
 CHAT: Final[Fields] = {

@@ -106,6 +106,7 @@ def test_every_field_arrives() -> None:
         bad_words=["no", "never"],
         include_stop_str_in_output=True,
         skip_special_tokens=False,
+        return_token_ids=True,
         priority=3,
         rule="rejection",
         speculate=True,
@@ -153,6 +154,7 @@ def test_every_field_arrives() -> None:
         priority=3,
         top_logprobs=5,
         skip_special_tokens=False,
+        return_prompt_token_ids=True,
     )
 
 
@@ -214,7 +216,8 @@ def test_every_field_that_would_change_an_answer_is_refused_by_its_name() -> Non
     [
         (completion, {"add_special_tokens": False}),
         (completion, {"best_of": 2}),
-        (completion, {"echo": True}),
+        (completion, {"echo": True, "logprobs": 0}),
+        (chat, {"echo": True}),
         (completion, {"prompt_logprobs": 0}),
         (chat, {"add_special_tokens": True}),
         (chat, {"reasoning_effort": "low"}),
