@@ -89,6 +89,8 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs: int
     """Log-probabilities of the emitted tokens, and of so many of the most probable ids in their
     places; in [0, 20], 0 gives the emitted tokens' alone."""
+    return_prompt_token_ids: bool
+    """True: the answer, or the beginning of a stream, has the ids of the prompt."""
     model: str
     """Name of a served model."""
     request_id: str
@@ -177,6 +179,7 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
         top_logprobs=options.get("top_logprobs"),
         structured_output=_structured(options),
         skip_special_tokens=options.get("skip_special_tokens"),
+        return_prompt_token_ids=options.get("return_prompt_token_ids", False),
     )
 
 

@@ -6,7 +6,7 @@ i // 32. N nodes of a tree, P paths.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,12 +21,11 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def mask_of(ids: Iterable[int], words: int) -> Mask:
+def mask_of(ids: Sequence[int] | NDArray[np.int64], words: int) -> Mask:
     """The mask of these ids, uint32 [words]; it must have a bit for each."""
-    mask = np.zeros(words, dtype=np.uint32)
-    found = np.fromiter(ids, dtype=np.int64)
-    np.bitwise_or.at(mask, found >> 5, np.uint32(1) << (found & 31).astype(np.uint32))
-    return mask
+    found = np.zeros(32 * words, dtype=np.bool_)
+    found[np.asarray(ids, dtype=np.int64)] = True
+    return np.packbits(found, bitorder="little").view("<u4").astype(np.uint32)
 
 
 def allows(mask: Mask, token: int) -> bool:

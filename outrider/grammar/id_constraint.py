@@ -33,9 +33,10 @@ class IdConstraint:
         """`form`: at the beginning, of this object alone. Ids beyond the vocabulary are nothing
         that could be emitted."""
         self._form, self._vocab_size = form, vocab_size
-        words = mask_words(vocab_size)
-        allowed = limits.allowed_ids or range(vocab_size)
-        self._allowed = mask_of((id_ for id_ in allowed if id_ < vocab_size), words)
+        allowed = np.array(limits.allowed_ids, dtype=np.int64)
+        if not len(allowed):
+            allowed = np.arange(vocab_size)
+        self._allowed = mask_of(allowed[allowed < vocab_size], mask_words(vocab_size))
         self._bad: dict[Tail, list[tuple[Tail, int]]] = {}
         """Bad words as (what comes before, last id), by the last of what comes before."""
         for word in limits.bad_words:

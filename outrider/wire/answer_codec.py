@@ -145,6 +145,7 @@ def result_to_pb(result: GenerateResult) -> pb.GenerateResponse:
             request_id=result.request_id,
             prompt_tokens=result.finish.usage.prompt_tokens,
             model=result.model,
+            prompt_token_ids=result.prompt_token_ids,
         ),
         output=_delta_to_pb(
             Delta(text=result.text, token_ids=result.token_ids, logprobs=result.logprobs)
@@ -164,4 +165,5 @@ def result_from_pb(message: pb.GenerateResponse) -> GenerateResult:
         token_ids=output.token_ids,
         finish=_finish_from_pb(message.finish_info),
         logprobs=output.logprobs,
+        prompt_token_ids=info.prompt_token_ids,
     )

@@ -220,6 +220,8 @@ class GenerateResult:
     finish: FinishInfo
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of `token_ids` where the request asked for them, else none."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """Where the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

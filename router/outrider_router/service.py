@@ -220,6 +220,7 @@ class RouterService:
             token_ids=tuple(token_ids),
             finish=finish,
             logprobs=tuple(logprobs),
+            prompt_token_ids=info.prompt_token_ids,
         )
 
     async def stream(

@@ -131,6 +131,7 @@ RESULTS = with_logprobs(
     model=MAYBE_NAMES,
     text=MAYBE_NAMES,
     finish=FINISHES,
+    prompt_token_ids=id_lists(),
 )
 SERVER_INFOS = st.builds(
     inference.ServerInfo,

@@ -291,9 +291,8 @@ def check_spec(
         "CONTEXT_TOO_LONG",
     )
     if (limits := spec.token_limits) is not None:
-        limited = {*limits.allowed_ids, *itertools.chain(*limits.bad_words)}
         _require(
-            max(limited) < vocab_size,
+            max(itertools.chain(limits.allowed_ids, *limits.bad_words)) < vocab_size,
             f"allowed ids and those of bad words must be in [0, {vocab_size})",
             "TOKEN_OUT_OF_RANGE",
         )

@@ -102,6 +102,20 @@ async def test_options_reach_the_verifier_zeros_included(
     )
 
 
+async def test_the_ids_of_a_prompt_are_told_whole_and_streamed(
+    client: AsyncClient, router: RouterService
+) -> None:
+    ids = router.tokenizer.encode("abc")
+    result = await client.generate("abc", max_tokens=2, return_prompt_token_ids=True)
+    assert result.prompt_token_ids == ids
+    alone = await client.generate("abc", max_tokens=2, return_prompt_token_ids=True, resume=False)
+    assert alone.prompt_token_ids == ids
+    async with client.stream("abc", max_tokens=2, return_prompt_token_ids=True) as stream:
+        _ = [delta async for delta in stream]
+    assert stream.info is not None and stream.info.prompt_token_ids == ids
+    assert (await client.generate("abc", max_tokens=2)).prompt_token_ids == ()
+
+
 async def test_a_stream_yields_deltas_and_keeps_the_rest_at_hand(client: AsyncClient) -> None:
     async with client.stream("abc", max_tokens=5) as stream:
         texts = [delta.text async for delta in stream]
