@@ -255,8 +255,7 @@ class DeviceHeadSource(DeviceFollower):
         """A session stays where it began: its K/V is there."""
         if session.key in self._known:
             return False
-        masked = session.structured_output is not None
-        covered = not masked and covers(session.sampling, session.plan)
+        covered = not session.constrained and covers(session.sampling, session.plan)
         if session.key not in self._on_host and not covered:
             self._on_host.add(session.key)
         return session.key in self._on_host

@@ -1,4 +1,5 @@
-"""The forms of answers on a drafter: compiled on the side, followed where drafts are made.
+"""What sessions may emit, on a drafter: forms are compiled on the side, and followed where drafts
+are made, as are the limits of ids.
 
 A form is known a moment after its session; until then, and where it cannot be had, drafts are not
 masked: some of them cannot stand then, and nothing else happens.
@@ -16,7 +17,9 @@ from numpy.typing import NDArray
 
 from outrider.errors import OutriderError
 from outrider.grammar.constraint import Constraint
+from outrider.grammar.form_constraint import FormConstraint
 from outrider.grammar.grammars import Grammar, Grammars
+from outrider.grammar.id_constraint import IdConstraint
 from outrider.spec.structured import StructuredOutput
 from outrider_drafter.sessions import Limits, Session
 
@@ -47,16 +50,26 @@ class Forms:
             self._waiting[structured] = self._threads.submit(self._compile, structured)
 
     def give(self, sessions: Sequence[Session]) -> None:
-        """Sessions are about to be drafted for: those whose forms have been compiled meanwhile get
-        their constraints."""
+        """Sessions are about to be drafted for: those without a form, and those whose forms have
+        been compiled meanwhile, get their constraints."""
         for session in sessions:
-            if session.structured_output is not None and session.constraint is None:
-                session.constraint = self._begun(session, session.structured_output)
+            if session.constrained and session.constraint is None:
+                session.constraint = self._constraint(session)
+
+    def _constraint(self, session: Session) -> Constraint | None:
+        form = None
+        if session.structured_output is not None:
+            form = self._begun(session, session.structured_output)
+            if form is None:
+                return None
+        if session.token_limits is None:
+            return form
+        return IdConstraint(session.token_limits, vocab_size=self._limits.vocab_size, form=form)
 
     def _known(self, structured: StructuredOutput) -> Grammar | None:
         return None if self._grammars is None else self._grammars.known(structured)
 
-    def _begun(self, session: Session, structured: StructuredOutput) -> Constraint | None:
+    def _begun(self, session: Session, structured: StructuredOutput) -> FormConstraint | None:
         future = self._waiting.get(structured)
         if future is not None and not future.done():
             return None
@@ -80,7 +93,7 @@ class Forms:
 
 
 def constraint_of(session: Session) -> Constraint | None:
-    """Where a session's output is in its form, by its tokens; None if nothing is known of one."""
+    """What may follow a session's tokens; None if anything may, as far as is known."""
     constraint = session.constraint
     if constraint is None:
         return None

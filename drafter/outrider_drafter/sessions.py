@@ -18,6 +18,7 @@ from outrider.ids import SessionId
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.structured import StructuredOutput
+from outrider.spec.token_limits import TokenLimits
 from outrider.wire.messages import SessionStart
 
 if TYPE_CHECKING:
@@ -78,8 +79,11 @@ class Session:
     """The form that its output must have; None: any."""
     stop_token_ids: tuple[int, ...] = ()
     """What ends such an output."""
+    token_limits: TokenLimits | None = None
+    """Which ids its output may be made of; None: all."""
     constraint: Constraint | None = None
-    """Where its output is in that form; None while that is not known: drafts are not masked."""
+    """What it may emit, by its form and the limits of its ids; None: anything, or its form is not
+    known yet and drafts are not masked."""
     lost: str = ""
     """Why the session is no longer drafted; empty while it is."""
 
@@ -92,6 +96,11 @@ class Session:
     def feature_end(self) -> int:
         """Number of positions whose feature was received."""
         return int(self.table.feature_ends[self.slot])
+
+    @property
+    def constrained(self) -> bool:
+        """Whether not all ids may follow everywhere."""
+        return self.structured_output is not None or self.token_limits is not None
 
     @property
     def room(self) -> int:

@@ -130,6 +130,7 @@ class SessionTable:
             prompt_len=start.prompt_len,
             structured_output=start.structured_output,
             stop_token_ids=start.stop_token_ids,
+            token_limits=start.token_limits,
             tokens=TokenRow(self, slot),
         )
         self._sessions[slot] = session

@@ -68,4 +68,5 @@ class Collected:
             token_ids=tuple(self.token_ids),
             finish=self.finish,
             logprobs=tuple(self.logprobs),
+            prompt_token_ids=self.info.prompt_token_ids,
         )

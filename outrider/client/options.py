@@ -42,6 +42,10 @@ class GenerateOptions(TypedDict, total=False):
     """Ids that end the text beside the model's own."""
     ignore_eos: bool
     """Go on past the model's end-of-turn ids."""
+    include_stop_str_in_output: bool
+    """True: what ends the text, a stop string or the text of a stop token, is part of it."""
+    skip_special_tokens: bool
+    """False: special tokens are part of the text."""
     temperature: float
     """0 decodes greedily."""
     top_p: float
@@ -58,6 +62,10 @@ class GenerateOptions(TypedDict, total=False):
     """Ids that are never emitted."""
     logit_bias: Mapping[int, float]
     """What is added to the logits of ids; amounts in [-100, 100]."""
+    allowed_token_ids: Sequence[int]
+    """Only these are emitted, an end-of-turn id if it is one of them; at least one."""
+    bad_words: Sequence[str]
+    """Texts that are never emitted in the tokens that write them, alone and behind a space."""
     json_schema: Mapping[str, Any] | str
     """The answer is a JSON value that fits this schema. Of this and the next three one at most."""
     json_object: bool
@@ -81,6 +89,8 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs: int
     """Log-probabilities of the emitted tokens, and of so many of the most probable ids in their
     places; in [0, 20], 0 gives the emitted tokens' alone."""
+    return_prompt_token_ids: bool
+    """True: the answer, or the beginning of a stream, has the ids of the prompt."""
     model: str
     """Name of a served model."""
     request_id: str
@@ -145,6 +155,8 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
             rule=None if rule is None else _member(Rule, rule),
             banned_token_ids=tuple(options.get("banned_token_ids", ())),
             logit_bias=tuple(options.get("logit_bias", {}).items()),
+            allowed_token_ids=_allowed(options),
+            bad_words=_strings(options.get("bad_words", ())),
         ),
         stopping=StoppingOptions(
             max_tokens=options.get("max_tokens"),
@@ -152,6 +164,7 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
             stop=_strings(options.get("stop", ())),
             stop_token_ids=tuple(options.get("stop_token_ids", ())),
             ignore_eos=options.get("ignore_eos"),
+            include_stop_str_in_output=options.get("include_stop_str_in_output", False),
         ),
         speculation=SpeculationOptions(
             enabled=options.get("speculate"),
@@ -165,6 +178,8 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
         resumable=resume,
         top_logprobs=options.get("top_logprobs"),
         structured_output=_structured(options),
+        skip_special_tokens=options.get("skip_special_tokens"),
+        return_prompt_token_ids=options.get("return_prompt_token_ids", False),
     )
 
 
@@ -206,8 +221,18 @@ def _structured(options: GenerateOptions) -> StructuredOutput | None:
     return found[0] if found else None
 
 
-def _strings(stop: Sequence[str]) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+def _allowed(options: GenerateOptions) -> tuple[int, ...]:
+    """The only ids that may come, where that was said: none of them would read as all."""
+    allowed = tuple(options.get("allowed_token_ids", ()))
+    if "allowed_token_ids" in options and not allowed:
+        raise InvalidRequestError(
+            "allowed_token_ids must name at least one id", reason="INVALID_OPTION"
+        )
+    return allowed
+
+
+def _strings(texts: Sequence[str]) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
 def _member(kind: type[EnumT], value: str) -> EnumT:

@@ -1,7 +1,9 @@
-"""Structured output: grammars over token ids and the masks that they give.
+"""What sessions may emit: grammars over token ids, limits of ids, and the masks that they give.
 
-    grammars    schemas, expressions and grammars, compiled once each for one tokenizer
-    constraint  where one session is in its grammar; masks for it and for its drafts
+    grammars         schemas, expressions and grammars, compiled once each for one tokenizer
+    constraint       what a session may emit; masks for it and for its drafts
+    form_constraint  the same of a session in a grammar
+    id_constraint    the same of a session with allowed ids or bad words, in a grammar or not
 
 No torch; `llguidance` is imported when the first grammar is compiled.
 """

@@ -1,21 +1,16 @@
-"""Where a session is in its grammar, and which ids may follow there and at every node of a draft.
+"""Which ids may follow where a session is, and at every node of a draft.
 
 A mask is a bit set over target ids: uint32 [W], W = ceil(V / 32), id i is bit i % 32 of word
-i // 32. N nodes of a tree.
+i // 32. N nodes of a tree, P paths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from outrider.spec.tree import ROOT
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 Mask = NDArray[np.uint32]
 ALL = np.uint32(0xFFFFFFFF)
@@ -26,127 +21,45 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+def mask_of(ids: Sequence[int] | NDArray[np.int64], words: int) -> Mask:
+    """The mask of these ids, uint32 [words]; it must have a bit for each."""
+    found = np.zeros(32 * words, dtype=np.bool_)
+    found[np.asarray(ids, dtype=np.int64)] = True
+    return np.packbits(found, bitorder="little").view("<u4").astype(np.uint32)
+
+
 def allows(mask: Mask, token: int) -> bool:
     """Whether an id that the mask has a bit for is in it."""
     return bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
 
-class Constraint:
-    """One session's way through its grammar. Of one thread at a time.
+class Constraint(Protocol):
+    """What one session may emit, wherever it is. Of one thread at a time.
 
-    The ids that end the session are legal where the output is complete, and nowhere else unless
-    the grammar has them as text. What stands is never taken back; drafts are tried and undone.
+    What stands is never taken back; drafts are tried and undone.
     """
 
-    def __init__(
-        self, matcher: LLMatcher, *, vocab_size: int, end_id: int, stop_ids: Sequence[int]
-    ) -> None:
-        """`matcher`: at the beginning, of this object alone; `end_id`: the id by which the matcher
-        says that the output is complete."""
-        self._matcher = matcher
-        self._vocab_size, self._end_id = vocab_size, end_id
-        self._words = mask_words(vocab_size)
-        self._stops = np.zeros(self._words, dtype=np.uint32)
-        for token in stop_ids:
-            self._stops[token >> 5] |= np.uint32(1 << (token & 31))
-        self._seen = 0
-        self.failed = ""
+    @property
+    def failed(self) -> str:
         """Why the session cannot go on; empty while it can."""
+        ...
 
     def follow(self, output_ids: NDArray[np.int32]) -> None:
         """Move on to what stands behind `output_ids`, all that was emitted so far; those that were
-        seen before are not looked at again. What the grammar does not allow makes it `failed`."""
-        new = output_ids[self._seen :].tolist()
-        self._seen = len(output_ids)
-        if not new or self.failed:
-            return
-        taken = self._matcher.try_consume_tokens(new)
-        if taken < len(new):
-            self._fail(f"token {new[taken]} does not fit the grammar")
-
-    def legal(self) -> Mask:
-        """What may follow what stands, uint32 [W]."""
-        mask = np.empty(self._words, dtype=np.uint32)
-        self._read(mask)
-        return mask
+        seen before are not looked at again."""
+        ...
 
     def masks(self, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> NDArray[np.uint32]:
         """uint32 [1 + N, W]: what may follow the root, and each node of a tree.
 
-        Below an id that is not legal itself everything is: nothing there can stand.
+        Below an id that is not legal itself it says anything: nothing there can stand.
         """
-        masks = np.full((1 + len(tokens), self._words), ALL, dtype=np.uint32)
-        below: dict[int, list[int]] = {}
-        for node, parent in enumerate(parents.tolist()):
-            below.setdefault(parent, []).append(node)
-        ids = tokens.tolist()
-        self._read(masks[0])
-        # Each node is entered once, left once: the matcher is always where `path` ends.
-        path: list[list[int]] = [list(reversed(below.get(ROOT, ())))]
-        while path:
-            if not path[-1]:
-                path.pop()
-                if path:
-                    self._matcher.rollback(1)
-                continue
-            node = path[-1].pop()
-            if self._enters(ids[node]):
-                self._read(masks[node + 1])
-                path.append(list(reversed(below.get(node, ()))))
-        return masks
+        ...
 
     def path_masks(self, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
         """uint32 [P, W]: what may follow each of these paths of draft tokens from the root."""
-        masks = np.full((len(paths), self._words), ALL, dtype=np.uint32)
-        for mask, path in zip(masks, paths, strict=True):
-            entered = 0
-            while entered < len(path) and self._enters(path[entered]):
-                entered += 1
-            if entered == len(path):
-                self._read(mask)
-            if entered:
-                self._matcher.rollback(entered)
-        return masks
+        ...
 
     def legal_prefix(self, tokens: Sequence[int]) -> int:
         """How many of these draft tokens may follow one another from the root."""
-        if self.failed:
-            return 0
-        entered = 0
-        while entered < len(tokens) and self._enters(tokens[entered]):
-            entered += 1
-        # An end has nothing behind it, but may be drafted itself.
-        ends = entered < len(tokens) and self._ends(tokens[entered])
-        if entered:
-            self._matcher.rollback(entered)
-        return entered + int(ends)
-
-    def _enters(self, token: int) -> bool:
-        """Step on to a draft token, if the grammar has it here."""
-        if self.failed or token == self._end_id or not 0 <= token < self._vocab_size:
-            return False
-        return int(self._matcher.try_consume_tokens([token])) == 1
-
-    def _ends(self, token: int) -> bool:
-        inside = 0 <= token < self._vocab_size
-        return inside and allows(self._stops, token) and bool(self._matcher.is_accepting())
-
-    def _read(self, mask: Mask) -> None:
-        """The mask of where the matcher is."""
-        if not self.failed:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if self._matcher.is_error():
-                self._fail(self._matcher.get_error())
-        if self.failed:
-            # The session is about to end by an error; whatever is emitted until then ends it too.
-            mask[:] = self._stops
-            return
-        mask[self._end_id >> 5] &= ~np.uint32(1 << (self._end_id & 31))
-        if self._matcher.is_accepting():
-            mask |= self._stops
-        elif not mask.any():
-            self._fail("the tokenizer has no id with which the output could go on")
-            mask[:] = self._stops
-
-    def _fail(self, why: str) -> None:
-        self.failed = why.splitlines()[0] if why else "unknown"
+        ...

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
-from outrider.grammar.constraint import Constraint
+from outrider.grammar.form_constraint import FormConstraint
 from outrider.spec.structured import StructuredKind, StructuredOutput
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ class Grammar:
     def __init__(self, matcher: LLMatcher, *, vocab_size: int, end_id: int) -> None:
         self._matcher, self._vocab_size, self._end_id = matcher, vocab_size, end_id
 
-    def begin(self, stop_ids: Sequence[int]) -> Constraint:
+    def begin(self, stop_ids: Sequence[int]) -> FormConstraint:
         """The constraint of a session that begins; `stop_ids`, below the vocabulary's size, end
         it."""
-        return Constraint(
+        return FormConstraint(
             self._matcher.deep_copy(),
             vocab_size=self._vocab_size,
             end_id=self._end_id,

@@ -7,6 +7,7 @@ makes incremental detokenizing exact: the text of a stream is the text of the wh
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,12 @@ class PieceTable:
         added = fast.get_added_tokens_decoder()
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
         self._cache: dict[int, bytes] = {}
+
+    def with_special(self) -> PieceTable:
+        """The same table, in which special ids contribute their text, too."""
+        table = copy.copy(self)
+        table._special, table._cache = frozenset(), {}
+        return table
 
     @classmethod
     def from_tokenizer(cls, fast: FastTokenizer) -> PieceTable:

@@ -6,18 +6,22 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Passes text through until a stop string is complete, and cuts the text before it.
+    """Passes text through until a stop string is complete, and cuts the text before it or, where it
+    is to be included, behind it.
 
-    Text that could be the start of a stop string is held back. Of several stop strings the one
-    that is complete first wins, the longest if several are complete at once, so the outcome does
-    not depend on how the text was split into pieces.
+    Text that could be the start of a stop string is held back, if that is to be cut off. Of several
+    stop strings the one that is complete first wins, the longest if several are complete at once,
+    so the outcome does not depend on how the text was split into pieces.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are non-empty; none at all passes everything through."""
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """`stops` are non-empty; none at all passes everything through. `include`: whether the one
+        that ends the text is part of it."""
         assert all(stops), "empty stop strings are refused with the request"
         self._stops = tuple(sorted(set(stops), key=len, reverse=True))
+        self._include = include
         self._held = ""
+        """What may begin a stop string; shown already where these are included."""
         self.matched: str | None = None
         """The stop string that ended the text."""
 
@@ -25,20 +29,21 @@ class StopStrings:
         """Text that is safe to show now. After a match nothing more comes out."""
         if not self._stops or self.matched is not None:
             return text if not self._stops else ""
+        shown = len(self._held) if self._include else 0
         held = self._held + text
         match = self._first_match(held)
         if match is not None:
             end, self.matched = match
             self._held = ""
-            return held[: end - len(self.matched)]
+            return held[shown : end if self._include else end - len(self.matched)]
         keep = self._partial_len(held)
         self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+        return text if self._include else held[: len(held) - keep]
 
     def finish(self) -> str:
         """The text held back, once no more can follow."""
         held, self._held = self._held, ""
-        return held
+        return "" if self._include else held
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
         best: tuple[int, str] | None = None

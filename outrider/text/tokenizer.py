@@ -69,6 +69,8 @@ class Tokenizer:
         """One more than the largest id; the vocabulary of a target may be padded beyond it."""
         self.pieces = PieceTable.from_tokenizer(fast)
         """What each id contributes to the text."""
+        self.special_pieces = self.pieces.with_special()
+        """The same where special tokens are part of the text."""
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:

@@ -30,7 +30,10 @@ from outrider.wire.v1 import inference_pb2 as pb
 
 def _prompt_info_to_pb(info: PromptInfo) -> pb.PromptInfo:
     return pb.PromptInfo(
-        request_id=info.request_id, prompt_tokens=info.prompt_tokens, model=info.model
+        request_id=info.request_id,
+        prompt_tokens=info.prompt_tokens,
+        model=info.model,
+        prompt_token_ids=info.prompt_token_ids,
     )
 
 
@@ -39,6 +42,9 @@ def _prompt_info_from_pb(message: pb.PromptInfo) -> PromptInfo:
         request_id=RequestId(text(message.request_id, "request_id")),
         prompt_tokens=message.prompt_tokens,
         model=text(message.model, "model", empty=True),
+        prompt_token_ids=token_ids(
+            message.prompt_token_ids, "prompt_token_ids", high=MAX_SEQUENCE_LEN
+        ),
     )
 
 
@@ -139,6 +145,7 @@ def result_to_pb(result: GenerateResult) -> pb.GenerateResponse:
             request_id=result.request_id,
             prompt_tokens=result.finish.usage.prompt_tokens,
             model=result.model,
+            prompt_token_ids=result.prompt_token_ids,
         ),
         output=_delta_to_pb(
             Delta(text=result.text, token_ids=result.token_ids, logprobs=result.logprobs)
@@ -158,4 +165,5 @@ def result_from_pb(message: pb.GenerateResponse) -> GenerateResult:
         token_ids=output.token_ids,
         finish=_finish_from_pb(message.finish_info),
         logprobs=output.logprobs,
+        prompt_token_ids=info.prompt_token_ids,
     )

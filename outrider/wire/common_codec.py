@@ -11,6 +11,12 @@ from google.protobuf.message import Message
 from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
 from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIASED_IDS, Rule, SamplingParams
 from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.token_limits import (
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    TokenLimits,
+)
 from outrider.wire.checks import count, fail, reading, text, token_ids
 from outrider.wire.limits import MAX_DECISION_BYTES, MAX_METHODS
 from outrider.wire.messages import FeatureLayout, FinishReason, SpecStats
@@ -165,6 +171,29 @@ def structured_from_pb(holder: Message) -> StructuredOutput | None:
     found = "" if which == "json_object" else getattr(message, which)
     with reading("structured_output"):
         return StructuredOutput(StructuredKind(which), found)
+
+
+def token_limits_to_pb(limits: TokenLimits | None) -> pb.TokenLimits | None:
+    """Encode which ids an answer may be made of."""
+    if limits is None:
+        return None
+    words = [pb.TokenSequence(token_ids=word) for word in limits.bad_words]
+    return pb.TokenLimits(allowed_ids=limits.allowed_ids, bad_words=words)
+
+
+def token_limits_from_pb(holder: Message) -> TokenLimits | None:
+    """Decode and validate them, of the message that has them as `token_limits`."""
+    if not holder.HasField("token_limits"):
+        return None
+    message: pb.TokenLimits = getattr(holder, "token_limits")  # noqa: B009
+    allowed = token_ids(message.allowed_ids, "allowed_ids", high=MAX_ALLOWED_IDS)
+    count(message.bad_words, "bad_words", high=MAX_BAD_WORDS)
+    words = [
+        token_ids(word.token_ids, "bad_words", high=MAX_BAD_WORD_TOKENS)
+        for word in message.bad_words
+    ]
+    with reading("token_limits"):
+        return TokenLimits(allowed_ids=allowed, bad_words=tuple(words))
 
 
 def plan_to_pb(plan: Plan) -> pb.Plan:

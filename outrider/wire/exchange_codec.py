@@ -27,6 +27,8 @@ from outrider.wire.common_codec import (
     sampling_to_pb,
     structured_from_pb,
     structured_to_pb,
+    token_limits_from_pb,
+    token_limits_to_pb,
 )
 from outrider.wire.limits import (
     MAX_BUNDLE_BYTES,
@@ -288,6 +290,7 @@ def _session_start_to_pb(start: SessionStart) -> pb.SessionStart:
         max_len=start.max_len,
         prompt_len=start.prompt_len,
         structured_output=structured_to_pb(start.structured_output),
+        token_limits=token_limits_to_pb(start.token_limits),
         stop_token_ids=start.stop_token_ids,
         traceparent=start.traceparent,
     )
@@ -303,6 +306,7 @@ def _session_start_from_pb(message: pb.SessionStart) -> SessionStart:
         max_len=number(message.max_len, "max_len", high=MAX_SEQUENCE_LEN),
         prompt_len=number(message.prompt_len, "prompt_len", high=MAX_SEQUENCE_LEN),
         structured_output=structured_from_pb(message),
+        token_limits=token_limits_from_pb(message),
         stop_token_ids=token_ids(message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS),
         traceparent=traceparent(message.traceparent),
     )

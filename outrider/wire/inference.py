@@ -23,6 +23,9 @@ MAX_CHAT_MESSAGES = 4096
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_BAD_WORD_TEXTS = 128
+"""Each may be two sequences of ids."""
+MAX_BAD_WORD_BYTES = 256
 MAX_NAME_BYTES = 256
 MAX_ABORT_IDS = 4096
 
@@ -78,6 +81,11 @@ class SamplingOptions:
     banned_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(id, what is added to its logit), distinct ids."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these are emitted, an end-of-turn id if it is one of them; none of them: all are."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that are never emitted in the ids that the tokenizer writes them with, alone and behind
+    a space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +102,8 @@ class StoppingOptions:
     """Ids that end generation beside the model's own end-of-turn ids."""
     ignore_eos: bool | None = None
     """Whether to go on past the model's end-of-turn ids."""
+    include_stop_str_in_output: bool = False
+    """Whether the stop string, or the text of the stop token, is part of the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +144,10 @@ class GenerateRequest:
     emitted tokens' log-probabilities alone, None gives none."""
     structured_output: StructuredOutput | None = None
     """The form that the answer must have; None: any."""
+    skip_special_tokens: bool | None = None
+    """Whether special tokens have no text; they have none by default."""
+    return_prompt_token_ids: bool = False
+    """Whether PromptInfo has the ids of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +169,8 @@ class PromptInfo:
     request_id: RequestId
     prompt_tokens: int
     model: str
+    prompt_token_ids: tuple[int, ...] = ()
+    """Where the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +220,8 @@ class GenerateResult:
     finish: FinishInfo
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of `token_ids` where the request asked for them, else none."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """Where the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.sampling import MAX_BANNED_IDS
+from outrider.spec.token_limits import MAX_ALLOWED_IDS
 from outrider.wire.checks import count, fail, number, text, token_ids
 from outrider.wire.common_codec import (
     METHODS,
@@ -28,6 +29,8 @@ from outrider.wire.common_codec import (
     structured_to_pb,
 )
 from outrider.wire.inference import (
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORD_TEXTS,
     MAX_CHAT_MESSAGES,
     MAX_NAME_BYTES,
     MAX_PROMPT_BYTES,
@@ -76,7 +79,10 @@ def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
             resumable=request.resumable,
             top_logprobs=request.top_logprobs,
             structured_output=structured_to_pb(request.structured_output),
+            return_prompt_token_ids=request.return_prompt_token_ids,
         )
+        if request.skip_special_tokens is not None:
+            message.skip_special_tokens = request.skip_special_tokens
         match request.prompt:
             case TextPrompt(text=value):
                 message.text = value
@@ -114,6 +120,8 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
             None if asked is None else number(asked, "top_logprobs", high=MAX_TOP_LOGPROBS)
         ),
         structured_output=structured_from_pb(message),
+        skip_special_tokens=_set(message, "skip_special_tokens", message.skip_special_tokens),
+        return_prompt_token_ids=message.return_prompt_token_ids,
     )
 
 
@@ -157,10 +165,13 @@ def _sampling_to_pb(options: SamplingOptions) -> pb.SamplingOptions:
         rule=None if options.rule is None else RULES[options.rule],
         banned_token_ids=options.banned_token_ids,
         logit_bias=bias_to_pb(options.logit_bias),
+        allowed_token_ids=options.allowed_token_ids,
+        bad_words=options.bad_words,
     )
 
 
 def _sampling_from_pb(message: pb.SamplingOptions) -> SamplingOptions:
+    count(message.bad_words, "bad_words", high=MAX_BAD_WORD_TEXTS)
     return SamplingOptions(
         temperature=_set(message, "temperature", message.temperature),
         top_p=_set(message, "top_p", message.top_p),
@@ -175,6 +186,12 @@ def _sampling_from_pb(message: pb.SamplingOptions) -> SamplingOptions:
             message.banned_token_ids, "banned_token_ids", high=MAX_BANNED_IDS
         ),
         logit_bias=bias_from_pb(message.logit_bias),
+        allowed_token_ids=token_ids(
+            message.allowed_token_ids, "allowed_token_ids", high=MAX_ALLOWED_IDS
+        ),
+        bad_words=tuple(
+            text(word, "bad_words", limit=MAX_BAD_WORD_BYTES) for word in message.bad_words
+        ),
     )
 
 
@@ -184,6 +201,7 @@ def _stopping_to_pb(options: StoppingOptions) -> pb.StoppingOptions:
         min_tokens=options.min_tokens,
         stop=options.stop,
         stop_token_ids=options.stop_token_ids,
+        include_stop_str_in_output=options.include_stop_str_in_output,
     )
     if options.ignore_eos is not None:
         message.ignore_eos = options.ignore_eos
@@ -201,6 +219,7 @@ def _stopping_from_pb(message: pb.StoppingOptions) -> StoppingOptions:
         stop=tuple(text(stop, "stop", limit=MAX_STOP_STRING_BYTES) for stop in message.stop),
         stop_token_ids=token_ids(message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS),
         ignore_eos=_set(message, "ignore_eos", message.ignore_eos),
+        include_stop_str_in_output=message.include_stop_str_in_output,
     )
 
 

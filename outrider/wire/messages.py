@@ -18,6 +18,7 @@ from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.structured import StructuredOutput
+from outrider.spec.token_limits import TokenLimits
 from outrider.wire.arrays import FeatureRows as FeatureRows
 from outrider.wire.arrays import TensorDtype as TensorDtype
 from outrider.wire.arrays import WireTensor as WireTensor
@@ -139,6 +140,8 @@ class SessionStart:
     """The form that the output must have; None: any."""
     stop_token_ids: tuple[int, ...] = ()
     """Said beside a structured output: ids that end the session, legal where that is complete."""
+    token_limits: TokenLimits | None = None
+    """Which ids the output may be made of; None: all."""
     traceparent: str = ""
     """As in `SessionSpec`."""
 
@@ -199,6 +202,8 @@ class SessionSpec:
     emitted tokens' log-probabilities alone, None reports none."""
     structured_output: StructuredOutput | None = None
     """The form that the answer must have; None: any."""
+    token_limits: TokenLimits | None = None
+    """Which ids the answer may be made of; None: all."""
     traceparent: str = ""
     """W3C Trace Context of the span that the session's belong to; "": it is not traced."""
 

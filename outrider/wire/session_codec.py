@@ -22,6 +22,8 @@ from outrider.wire.common_codec import (
     seeded_sampling_from_pb,
     structured_from_pb,
     structured_to_pb,
+    token_limits_from_pb,
+    token_limits_to_pb,
 )
 from outrider.wire.limits import (
     LOWEST_LOGPROB,
@@ -282,6 +284,7 @@ def _spec_to_pb(spec: SessionSpec) -> pb.SessionSpec:
         priority=spec.priority,
         top_logprobs=spec.top_logprobs,
         structured_output=structured_to_pb(spec.structured_output),
+        token_limits=token_limits_to_pb(spec.token_limits),
         traceparent=spec.traceparent,
     )
 
@@ -315,5 +318,6 @@ def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
             None if asked is None else number(asked, "top_logprobs", high=MAX_TOP_LOGPROBS)
         ),
         structured_output=structured_from_pb(message),
+        token_limits=token_limits_from_pb(message),
         traceparent=traceparent(message.traceparent),
     )

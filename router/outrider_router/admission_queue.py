@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from outrider.errors import DeadlineExceededError, OutriderError, ResourceExhaustedError
 from outrider.ids import RequestId, VerifierId
@@ -22,32 +22,13 @@ from outrider_router.admission import (
 )
 from outrider_router.config import RouterConfig
 from outrider_router.expectation import Lengths
+from outrider_router.guest import Guest
 from outrider_router.hints import Places
 from outrider_router.ledger import Lease, Ledger
 from outrider_router.metrics import RouterMetrics
+from outrider_router.party import Party
 from outrider_router.tenants import Tenant, Tenants
 from outrider_router.waiting import Ticket, who_makes_way
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Guest:
-    """A request between its arrival and `leave`."""
-
-    ticket: Ticket
-    tenant: Tenant
-    charged: int
-    """Tokens that its tenant was charged."""
-    place: asyncio.Future[Lease] | None = None
-    """While it waits."""
-    leases: list[Lease] = field(default_factory=list)
-    """Its places: one, or two while it leaves one for the other."""
-    placed_at: float | None = None
-    """Clock time at which it was placed first, seconds."""
-
-    @property
-    def pending(self) -> bool:
-        """Whether it waits and nothing was decided."""
-        return self.place is not None and not self.place.done()
 
 
 class AdmissionQueue:
@@ -74,8 +55,10 @@ class AdmissionQueue:
         self._metrics = metrics
         self._clock = clock
         self._emitted = emitted
-        self._guests: dict[RequestId, _Guest] = {}
-        self._waiting: dict[RequestId, _Guest] = {}
+        self._guests: dict[RequestId, Guest] = {}
+        self._waiting: dict[RequestId, Guest] = {}
+        self._joining: dict[RequestId, Party] = {}
+        """Requests that wait for those that they come with."""
         self._timer: asyncio.TimerHandle | None = None
         self._service_s = 1.0
         self._places = Places(config.queue_limit)
@@ -111,8 +94,8 @@ class AdmissionQueue:
         self._ledger.drop(verifier_id)
         self._pump()
 
-    async def acquire(self, ticket: Ticket) -> Lease:
-        """Wait for a place.
+    async def acquire(self, ticket: Ticket, party: Party | None = None) -> Lease:
+        """Wait for a place. `party`: whom it comes with.
 
         The first call for a request charges its tenant; more may follow until `leave`, none of
         which is refused for want of room in the queue. Raises ResourceExhaustedError when the
@@ -120,13 +103,15 @@ class AdmissionQueue:
         verifier, DeadlineExceededError. Cancelling the wait leaves the queue.
         """
         guest = self._guests.get(ticket.request_id)
-        guest = self._enter(ticket) if guest is None else self._enter_again(guest, ticket)
-        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        guest.place = future
-        self._waiting[ticket.request_id] = guest
-        self._count(guest, 1)
-        self._pump()
-        self._bound(guest)
+        if guest is not None:
+            self._line_up([self._enter_again(guest, ticket)])
+        elif party is None or party.decided:
+            self._line_up(self._enter((ticket,)))
+        else:
+            await self._come_with(party, ticket)
+        guest = self._guests[ticket.request_id]
+        future = guest.place
+        assert future is not None, "it waits"
         try:
             return await future
         except asyncio.CancelledError:
@@ -141,6 +126,8 @@ class AdmissionQueue:
 
     def fail(self, request_id: RequestId, error: OutriderError) -> None:
         """End a request's wait with an error; nothing happens if it does not wait."""
+        if (party := self._joining.get(request_id)) is not None:
+            party.refuse(error)
         guest = self._waiting.get(request_id)
         if guest is not None and guest.place is not None and guest.pending:
             guest.place.set_exception(error)
@@ -181,15 +168,66 @@ class AdmissionQueue:
         """Whether some healthy verifier could serve a session that may grow to this size."""
         return self._ledger.could_fit(kv_tokens)
 
-    def _enter(self, ticket: Ticket) -> _Guest:
-        """Charge the tenant of a request; ResourceExhaustedError beyond its rate."""
-        now, emitted = self._clock(), self._emitted(ticket.request_id)
-        tenant = self.tenants.get(ticket.tenant, now)
-        expected = self._ledger.expected(ticket)
+    async def _come_with(self, party: Party, ticket: Ticket) -> None:
+        """Line up once all of a party are there. Raises what keeps one of them out."""
+        self._joining[ticket.request_id] = party
+        try:
+            if tickets := party.join(ticket):
+                self._line_up_all(party, tickets)
+            await party.wait()
+        except asyncio.CancelledError:
+            self._dismiss(ticket.request_id)
+            raise
+        finally:
+            self._joining.pop(ticket.request_id, None)
+
+    def _line_up_all(self, party: Party, tickets: Sequence[Ticket]) -> None:
+        """Let all of a party in, or none of them."""
+        try:
+            self._line_up(guests := self._enter(tickets))
+        except OutriderError as error:
+            party.refuse(error)
+            return
+        problems = [problem for guest in guests if (problem := guest.problem) is not None]
+        if not problems:
+            party.let_in()
+            return
+        party.refuse(problems[0])
+        for ticket in tickets:
+            self._dismiss(ticket.request_id)
+
+    def _dismiss(self, request_id: RequestId) -> None:
+        """Somebody leaves before anybody could take the place: it is as if it had not come."""
+        guest = self._guests.get(request_id)
+        if guest is None:
+            return
+        self._remove(guest)
+        for lease in tuple(guest.leases):
+            self.release(lease)
+        if guest.place is not None:
+            guest.place.cancel()
+        guest.placed_at = None
+        self.leave(request_id)
+
+    def _enter(self, tickets: Sequence[Ticket]) -> list[Guest]:
+        """Charge the tenant of requests that come together; ResourceExhaustedError if that is
+        beyond its rate."""
+        now = self._clock()
+        tenant = self.tenants.get(tickets[0].tenant, now)
+        expected = [self._ledger.expected(ticket) for ticket in tickets]
         # The slack is nothing that the tenant uses.
-        cost = min(expected, ticket.prompt_tokens + ticket.max_new_tokens)
-        if not emitted:
-            self._check_rates(tenant, cost, now)
+        costs = [
+            min(tokens, ticket.prompt_tokens + ticket.max_new_tokens)
+            for tokens, ticket in zip(expected, tickets, strict=True)
+        ]
+        if not self._emitted(tickets[0].request_id):
+            self._check_rates(tenant, len(tickets), sum(costs), now)
+        return [
+            self._charge(tenant, replace(ticket, arrived=now, expected_tokens=tokens), cost)
+            for ticket, tokens, cost in zip(tickets, expected, costs, strict=True)
+        ]
+
+    def _charge(self, tenant: Tenant, ticket: Ticket, cost: int) -> Guest:
         if tenant.requests is not None:
             tenant.requests.take(1.0)
         if tenant.tokens is not None:
@@ -197,16 +235,14 @@ class AdmissionQueue:
         ticket = replace(
             ticket,
             tenant=tenant.name,
-            arrived=now,
             start=self.tenants.queued(tenant, cost),
-            expected_tokens=expected,
-            served=emitted > 0,
+            served=self._emitted(ticket.request_id) > 0,
         )
         self._metrics.tenant_requests.labels(self.tenants.label(tenant.name)).inc()
-        guest = self._guests[ticket.request_id] = _Guest(ticket=ticket, tenant=tenant, charged=cost)
+        guest = self._guests[ticket.request_id] = Guest(ticket=ticket, tenant=tenant, charged=cost)
         return guest
 
-    def _enter_again(self, guest: _Guest, ticket: Ticket) -> _Guest:
+    def _enter_again(self, guest: Guest, ticket: Ticket) -> Guest:
         """A request needs another place; it keeps its turn."""
         before = guest.ticket
         guest.ticket = replace(
@@ -219,8 +255,17 @@ class AdmissionQueue:
         )
         return guest
 
-    def _check_rates(self, tenant: Tenant, cost: int, now: float) -> None:
-        bounds = (tenant.requests, 1, "requests"), (tenant.tokens, cost, "tokens")
+    def _line_up(self, guests: Sequence[Guest]) -> None:
+        """Have guests wait for places; who gets none in the queue has an error at once."""
+        for guest in guests:
+            guest.place = asyncio.get_running_loop().create_future()
+            self._waiting[guest.ticket.request_id] = guest
+            self._count(guest, 1)
+        self._pump()
+        self._bound(guests)
+
+    def _check_rates(self, tenant: Tenant, count: int, cost: int, now: float) -> None:
+        bounds = (tenant.requests, count, "requests"), (tenant.tokens, cost, "tokens")
         for bucket, units, what in bounds:
             if bucket is not None and bucket.missing(units, now):
                 self._metrics.refusals.labels("RATE_LIMITED").inc()
@@ -230,24 +275,33 @@ class AdmissionQueue:
                     retry_after_s=bucket.hint_s(units, now),
                 )
 
-    def _bound(self, newcomer: _Guest) -> None:
-        """Keep the queue within its limit: somebody makes way, or the newcomer is refused."""
-        ticket, now = newcomer.ticket, self._clock()
-        if not newcomer.pending or ticket.served:
+    def _bound(self, guests: Sequence[Guest]) -> None:
+        """Keep the queue within its limit: others make way for newcomers, or one is refused."""
+        newcomers = [guest for guest in guests if guest.pending and not guest.ticket.served]
+        if not newcomers:
             return
-        pending = [guest for guest in self._waiting.values() if guest.pending]
+        now = self._clock()
         # The queue moves on with every request that ends.
         each_s = self._service_s / max(1, self.running)
-        kept = 0 if self._places.is_due(ticket.request_id, now) else self._places.kept(now)
-        if len(pending) + kept <= self.queue_limit:
-            self._places.taken(ticket.request_id)
-            return
-        weights = {guest.tenant.name: guest.tenant.limits.weight for guest in pending}
-        others = [guest.ticket for guest in pending if guest is not newcomer]
-        victim = who_makes_way(others, ticket, weights)
-        if victim is None:
-            self._refuse(ticket, "QUEUE_FULL", each_s)
-        elif len(pending) > self.queue_limit:
+        queue = [g for g in self._waiting.values() if g.pending and g not in newcomers]
+        victims: list[Ticket] = []
+        for newcomer in newcomers:
+            ticket = newcomer.ticket
+            others = [guest.ticket for guest in queue]
+            queue.append(newcomer)
+            due = self._places.is_due(ticket.request_id, now)
+            if len(queue) + (0 if due else self._places.kept(now)) <= self.queue_limit:
+                self._places.taken(ticket.request_id)
+                continue
+            weights = {guest.tenant.name: guest.tenant.limits.weight for guest in queue}
+            victim = who_makes_way(others, ticket, weights)
+            if victim is None:
+                self._refuse(ticket, "QUEUE_FULL", each_s)
+                return
+            if len(queue) > self.queue_limit:
+                victims.append(victim)
+                queue = [guest for guest in queue if guest.ticket is not victim]
+        for victim in victims:
             self._refuse(victim, "DISPLACED", each_s)
 
     def _refuse(self, ticket: Ticket, reason: str, each_s: float) -> None:
@@ -320,14 +374,14 @@ class AdmissionQueue:
         self._remove(guest)
         guest.place.set_result(lease)
 
-    def _remove(self, guest: _Guest) -> None:
+    def _remove(self, guest: Guest) -> None:
         if self._waiting.pop(guest.ticket.request_id, None) is None:
             return
         self._count(guest, -1)
         if guest.place is None or guest.place.done():
             self._pump()
 
-    def _count(self, guest: _Guest, more: int) -> None:
+    def _count(self, guest: Guest, more: int) -> None:
         priority = guest.ticket.priority
         self._depths[priority] += more
         self._metrics.queue_depth.labels(str(priority)).set(self._depths[priority])

@@ -100,7 +100,8 @@ class Answer:
     def size_bytes(self) -> int:
         """About what it holds."""
         told = len(self.entry.logprobs) * (1 + (self.entry.top_logprobs or 0))
-        return 8 * len(self.entry.emitted) + self.characters + _LOGPROB_BYTES * told
+        ids = len(self.entry.emitted) + (len(self.info.prompt_token_ids) if self.info else 0)
+        return 8 * ids + self.characters + _LOGPROB_BYTES * told
 
     def result(self) -> GenerateResult:
         """All of it, once it has finished."""
@@ -112,6 +113,7 @@ class Answer:
             token_ids=tuple(self.entry.emitted[: self.tokens]),
             finish=self.finish,
             logprobs=tuple(self.entry.logprobs[: self.tokens]),
+            prompt_token_ids=self.info.prompt_token_ids,
         )
 
     async def take(self, event: StreamEvent) -> None:

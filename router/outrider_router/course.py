@@ -46,11 +46,7 @@ class Course:
     @property
     def info(self) -> PromptInfo:
         """What the client hears first."""
-        return PromptInfo(
-            request_id=self.entry.request_id,
-            prompt_tokens=len(self.job.prompt_ids),
-            model=self.job.model,
-        )
+        return self.job.info(self.entry.request_id)
 
     @property
     def end(self) -> FinishReason | None:

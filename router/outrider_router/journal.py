@@ -14,6 +14,7 @@ from outrider.spans import NO_SPAN, Span
 from outrider.spec.plan import DraftMethod
 from outrider.wire.logprobs import TokenLogprobs
 from outrider_router.keys import ANYBODY, Caller
+from outrider_router.party import Party
 from outrider_router.tally import Tally
 
 MadeT = TypeVar("MadeT")
@@ -34,6 +35,8 @@ class Entry:
     """Who asked; others of its tenant may go on with it and abort it, nobody else."""
     release: Callable[[], None] = _nothing
     """Gives back the place that its caller's key has for it."""
+    party: Party | None = None
+    """With whom it is let into the queue, or not at all; None: it came alone."""
     deadline: float | None = None
     """Clock time at which it ends with an error, seconds."""
     emitted: list[int] = field(default_factory=list)

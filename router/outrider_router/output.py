@@ -25,9 +25,13 @@ class OutputAssembler:
     string are dropped: the stream is the same however many ids a round emits.
     """
 
-    def __init__(self, pieces: PieceTable, stops: Sequence[str]) -> None:
+    def __init__(
+        self, pieces: PieceTable, stops: Sequence[str], *, include_stop: bool = False
+    ) -> None:
+        """`include_stop`: whether what ends the text, string or id, is part of it."""
         self._detokenizer = Detokenizer(pieces)
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, include=include_stop)
+        self._include_stop = include_stop
         self._one_by_one = bool(stops)
         self.num_tokens = 0
         """Ids passed on so far."""
@@ -38,10 +42,12 @@ class OutputAssembler:
         return self._stops.matched
 
     def push(self, token_ids: Sequence[int], *, last_is_stop: bool = False) -> Piece:
-        """Add ids. The id that stops a session (`last_is_stop`) contributes no text."""
+        """Add ids. The id that stops a session (`last_is_stop`) contributes no text, unless it is
+        included."""
         text: list[str] = []
         used = 0
-        spoken = len(token_ids) - 1 if last_is_stop else len(token_ids)
+        silent = last_is_stop and not self._include_stop
+        spoken = len(token_ids) - 1 if silent else len(token_ids)
         if self._one_by_one:
             while used < spoken and self._stops.matched is None:
                 text.append(self._stops.push(self._detokenizer.push((token_ids[used],))))

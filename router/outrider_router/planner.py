@@ -53,20 +53,27 @@ def drafts_itself(plan: Plan, info: VerifierInfo) -> bool:
     return plan.speculative and info.own_draft_length > 0 and plan.method in info.own_methods
 
 
-def make_sampling(options: SamplingOptions, *, seed: int, vocab_size: int) -> SamplingParams:
+_LISTS = ("banned_token_ids", "logit_bias", "allowed_token_ids", "bad_words")
+"""Sampling options that are no numbers."""
+
+
+def make_sampling(
+    options: SamplingOptions, *, seed: int, vocab_size: int, banned: tuple[int, ...] | None = None
+) -> SamplingParams:
     """Sampling parameters; what is not set is greedy decoding without any penalty.
 
-    `seed` is used where the request sets none. Raises InvalidRequestError.
+    `seed` is used where the request sets none; `banned`: ids that are never emitted, by default
+    those of the request. Raises InvalidRequestError.
     """
+    banned = options.banned_token_ids if banned is None else banned
     given = {
         field.name: value
         for field in dataclasses.fields(options)
-        if field.name not in ("banned_token_ids", "logit_bias")
-        and (value := getattr(options, field.name)) is not None
+        if field.name not in _LISTS and (value := getattr(options, field.name)) is not None
     }
-    check_ids(options.banned_token_ids, vocab_size, "banned_token_ids")
+    check_ids(banned, vocab_size, "banned_token_ids")
     check_ids(tuple(id_ for id_, _ in options.logit_bias), vocab_size, "logit_bias")
-    lists = {"banned_ids": options.banned_token_ids, "logit_bias": options.logit_bias}
+    lists = {"banned_ids": banned, "logit_bias": options.logit_bias}
     return SamplingParams(**{"seed": seed, **given, **lists})
 
 

@@ -9,23 +9,27 @@ from functools import partial
 from typing import TypeVar
 
 from outrider.errors import InvalidRequestError, NotFoundError
-from outrider.ids import DrafterId, SessionId, TenantId
+from outrider.ids import DrafterId, RequestId, SessionId, TenantId
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.structured import StructuredOutput
+from outrider.spec.token_limits import TokenLimits
 from outrider.text.tokenizer import LONG, Tokenizer
 from outrider.wire.inference import (
     MAX_TOP_LOGPROBS,
     ChatPrompt,
     GenerateRequest,
     Prompt,
+    PromptInfo,
     TextPrompt,
     TokenPrompt,
 )
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.config import RouterConfig
+from outrider_router.output import OutputAssembler
 from outrider_router.planner import check_ids, make_plan, make_sampling, output_budget, stop_ids
 from outrider_router.tenants import SHARED
+from outrider_router.token_limits import make_token_limits
 
 ArgumentT = TypeVar("ArgumentT")
 
@@ -47,6 +51,14 @@ class Job:
     tenant: TenantId
     structured_output: StructuredOutput | None = None
     """The form of the answer; None: any."""
+    token_limits: TokenLimits | None = None
+    """Which ids the answer may be made of; None: all."""
+    includes_stop: bool = False
+    """Whether what ends the text is part of it."""
+    special_tokens: bool = False
+    """Whether special tokens are part of the text."""
+    tells_prompt: bool = False
+    """Whether the client is told the ids of its prompt."""
     returns: bool
     """Whether its client chose its id, and so is known when it comes back."""
     model: str
@@ -77,6 +89,24 @@ class Job:
             priority=self.priority,
             top_logprobs=self.top_logprobs,
             structured_output=self.structured_output,
+            token_limits=self.token_limits,
+        )
+
+    def info(self, request_id: RequestId) -> PromptInfo:
+        """What its client is told first."""
+        return PromptInfo(
+            request_id=request_id,
+            prompt_tokens=len(self.prompt_ids),
+            model=self.model,
+            prompt_token_ids=self.prompt_ids if self.tells_prompt else (),
+        )
+
+    def assembler(self, tokenizer: Tokenizer) -> OutputAssembler:
+        """What makes its text."""
+        return OutputAssembler(
+            tokenizer.special_pieces if self.special_tokens else tokenizer.pieces,
+            self.stop_strings,
+            include_stop=self.includes_stop,
         )
 
 
@@ -131,6 +161,8 @@ def make_job(
         )
     check_ids(prompt_ids, info.vocab_size, "the prompt")
     _check_stop_strings(request.stopping.stop)
+    vocab_size, options = info.vocab_size, request.sampling
+    banned, token_limits = make_token_limits(options, tokenizer, vocab_size)
     budget = output_budget(
         request.stopping,
         prompt_len=len(prompt_ids),
@@ -139,9 +171,9 @@ def make_job(
     )
     return Job(
         prompt_ids=prompt_ids,
-        sampling=make_sampling(request.sampling, seed=seed, vocab_size=info.vocab_size),
+        sampling=make_sampling(options, seed=seed, vocab_size=vocab_size, banned=banned),
         plan=make_plan(request.speculation, config.speculation),
-        stop_ids=_stop_ids(request, tokenizer, info.vocab_size),
+        stop_ids=_stop_ids(request, tokenizer, vocab_size),
         stop_strings=request.stopping.stop,
         max_new_tokens=budget,
         min_new_tokens=request.stopping.min_tokens or 0,
@@ -149,9 +181,13 @@ def make_job(
         priority=request.priority,
         tenant=tenant,
         structured_output=request.structured_output,
+        token_limits=token_limits,
+        includes_stop=request.stopping.include_stop_str_in_output,
+        special_tokens=request.skip_special_tokens is False,
+        tells_prompt=request.return_prompt_token_ids,
         returns=request.request_id is not None,
         model=name,
-        top_logprobs=_top_logprobs(request.top_logprobs, info.vocab_size),
+        top_logprobs=_top_logprobs(request.top_logprobs, vocab_size),
     )
 
 

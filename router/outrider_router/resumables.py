@@ -15,7 +15,7 @@ from outrider.ids import RequestId
 from outrider.spec.sampling import Rule
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.status import typed
-from outrider.wire.inference import Delta, FinishInfo, PromptInfo, StreamEvent
+from outrider.wire.inference import Delta, FinishInfo, StreamEvent
 from outrider.wire.messages import FinishReason
 from outrider_router.answers import Answer, Answers
 from outrider_router.config import RouterConfig
@@ -24,7 +24,6 @@ from outrider_router.journal import Entry, Journal
 from outrider_router.keys import Caller
 from outrider_router.log_records import Logged, Opened, Row
 from outrider_router.metrics import RouterMetrics
-from outrider_router.output import OutputAssembler
 from outrider_router.request import Job
 
 logger = logging.getLogger(__name__)
@@ -218,15 +217,11 @@ class Resumables:
             caller=Caller(tenant=job.tenant),
         )
         self._fill(entry, logged)
-        assembler = OutputAssembler(self._tokenizer.pieces, job.stop_strings)
+        assembler = job.assembler(self._tokenizer)
         stopped = finish.reason is FinishReason.STOP_TOKEN
         piece = assembler.push(entry.emitted, last_is_stop=stopped)
         answer = self._answers.add(entry)
-        answer.remember(
-            PromptInfo(
-                request_id=entry.request_id, prompt_tokens=len(job.prompt_ids), model=job.model
-            )
-        )
+        answer.remember(job.info(entry.request_id))
         text = piece.text + assembler.finish()
         # Its log-probabilities are the entry's.
         answer.remember(Delta(text=text, token_ids=piece.token_ids))

@@ -44,6 +44,7 @@ from outrider_router.journal import Entry, Journal, unless_ended
 from outrider_router.keys import ANYBODY, Caller
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
+from outrider_router.party import Party
 from outrider_router.registry import Registry
 from outrider_router.request_spans import describe, request_span
 from outrider_router.resumables import Make, Resumables
@@ -197,6 +198,7 @@ class RouterService:
             token_ids=tuple(token_ids),
             finish=finish,
             logprobs=tuple(logprobs),
+            prompt_token_ids=info.prompt_token_ids,
         )
 
     async def stream(
@@ -227,14 +229,17 @@ class RouterService:
         traceparent: str = "",
         own_id: RequestId | None = None,
         passed: Pass | None = None,
+        party: Party | None = None,
     ) -> None:
         """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
         is resumable: then it goes on for a while without a client. Raises as `stream` does.
 
         `own_id` names a request whose client chose no id; by default one is made. `passed`: the
-        gate has let it in already, along with others; without one it is let in now.
+        gate has let it in already, along with others; without one it is let in now. `party`: with
+        whom it comes.
         """
         opened = self._open(request, timeout_s, caller, traceparent, own_id, passed)
+        opened[0].party = party
         if request.resumable:
             answer = self.resumables.begin(*opened)
             await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)

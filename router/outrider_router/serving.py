@@ -42,7 +42,6 @@ from outrider_router.ledger import Lease
 from outrider_router.log_records import Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
-from outrider_router.output import OutputAssembler
 from outrider_router.pacing import Pacer
 from outrider_router.peers import VerifierPeer
 from outrider_router.planner import drafts_itself, plan_on
@@ -146,7 +145,7 @@ class Serving:
             ),
             reply=Reply(
                 entry,
-                OutputAssembler(self._tokenizer.pieces, job.stop_strings),
+                job.assembler(self._tokenizer),
                 prompt_tokens=len(job.prompt_ids),
             ),
             session_id=SessionId(f"{self._incarnation}-{number}"),
@@ -207,7 +206,7 @@ class Serving:
         entry.on_fail = lambda error: self._admission.fail(entry.request_id, error)
         try:
             with queue_span(entry, ticket.priority) as span:
-                lease = await self._admission.acquire(ticket)
+                lease = await self._admission.acquire(ticket, entry.party)
                 span.set({"outrider.verifier": lease.verifier_id})
                 return lease
         finally:

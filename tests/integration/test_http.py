@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -16,6 +17,7 @@ import pytest
 from openai import OpenAI
 
 from outrider.client import Client
+from outrider.text.tokenizer import Tokenizer
 from tests.integration.stack import Stack, StackOptions, wait_until
 
 PROMPT = "The quick brown fox"
@@ -147,6 +149,35 @@ def test_expressions_choices_and_grammars_are_kept_to(
         .text
     )
     assert re.fullmatch(pattern, text), text
+
+
+def test_no_token_comes_that_is_forbidden_with_and_without_drafts(
+    api: OpenAI, client: Client, tiny_target: Path
+) -> None:
+    tokenizer = Tokenizer.load(tiny_target)
+    asked: dict[str, Any] = {"allowed_token_ids": list(range(60, 110))}
+    sampled: dict[str, Any] = {"temperature": 0.8, "seed": 7}
+
+    def emitted(**more: Any) -> tuple[int, ...]:
+        options = {**sampled, **asked, **more}
+        return client.generate(PROMPT, max_tokens=32, ignore_eos=True, **options).token_ids
+
+    pairs = list(itertools.pairwise(emitted()))
+    # What the tokenizer writes in these two tokens, and not in one.
+    bad = next(pair for pair in pairs if tokenizer.encode(tokenizer.decode(pair)) == pair)
+    asked["bad_words"] = [tokenizer.decode(bad)]
+    plain = emitted(speculate=False)
+    assert len(plain) == 32 and set(plain) <= set(asked["allowed_token_ids"])
+    assert bad not in itertools.pairwise(plain)
+    tree = {"drafter": "eagle3", "draft_tokens": 8, "draft_top_k": 3}
+    for drafter in (tree, {"drafter": "ngram"}):
+        assert emitted(**drafter) == plain
+        for stream in (False, True):
+            text = text_of(api, stream=stream, extra={**asked, **drafter}, **sampled)
+            assert text == tokenizer.decode(plain)
+    for refused in ({"allowed_token_ids": []}, {"allowed_token_ids": [10**6]}, {"bad_words": [""]}):
+        with pytest.raises(openai.BadRequestError):
+            text_of(api, extra=refused)
 
 
 def test_a_form_that_cannot_be_is_a_400(api: OpenAI) -> None:

@@ -52,6 +52,8 @@ REQUESTS = st.builds(
         rule=st.none() | st.sampled_from(Rule),
         banned_token_ids=id_lists(),
         logit_bias=BIASES,
+        allowed_token_ids=id_lists(),
+        bad_words=st.lists(TEXTS, max_size=4).map(tuple),
     ),
     stopping=st.builds(
         inference.StoppingOptions,
@@ -60,6 +62,7 @@ REQUESTS = st.builds(
         stop=st.lists(TEXTS, max_size=4).map(tuple),
         stop_token_ids=id_lists(8),
         ignore_eos=st.none() | st.booleans(),
+        include_stop_str_in_output=st.booleans(),
     ),
     speculation=st.builds(
         inference.SpeculationOptions,
@@ -74,6 +77,8 @@ REQUESTS = st.builds(
     resumable=st.booleans(),
     top_logprobs=st.none() | st.integers(0, 20),
     structured_output=STRUCTURED,
+    skip_special_tokens=st.none() | st.booleans(),
+    return_prompt_token_ids=st.booleans(),
 )
 POSITIONS = st.builds(
     inference.StreamPosition,
@@ -126,6 +131,7 @@ RESULTS = with_logprobs(
     model=MAYBE_NAMES,
     text=MAYBE_NAMES,
     finish=FINISHES,
+    prompt_token_ids=id_lists(),
 )
 SERVER_INFOS = st.builds(
     inference.ServerInfo,

@@ -13,6 +13,7 @@ from outrider.spec.law import DraftLaw
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import DraftTree
 from outrider.wire import inference as api
 from outrider.wire import messages as m
@@ -184,6 +185,19 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             stop_token_ids=(2, 49151),
         ),
     ),
+    "limited_start": (
+        "verifier",
+        m.SessionStart(
+            handle=4,
+            session_id=SESSION,
+            epoch=1,
+            plan=PLAN,
+            sampling=SAMPLING.for_drafter(),
+            max_len=612,
+            prompt_len=100,
+            token_limits=TokenLimits(allowed_ids=(5, 49151), bad_words=((5, 6), (7,))),
+        ),
+    ),
     "plan_change": ("verifier", m.PlanChange(handle=70000, plan=Plan())),
     "session_end": ("verifier", m.SessionEnd(handle=2**20 - 1)),
     "verifier_heartbeat": ("verifier", m.Heartbeat(2**64 - 1)),
@@ -205,6 +219,23 @@ SAMPLES: dict[str, tuple[str, Any]] = {
                 priority=-5,
                 structured_output=StructuredOutput(StructuredKind.REGEX, "[0-9]+"),
                 traceparent=TRACEPARENT,
+            ),
+        ),
+    ),
+    "limited_open": (
+        "sessions_request",
+        m.SessionOpen(
+            8,
+            m.SessionSpec(
+                session_id=SESSION,
+                epoch=1,
+                token_ids=(1, 2),
+                prompt_len=2,
+                max_new_tokens=64,
+                stop_token_ids=(2,),
+                sampling=SAMPLING,
+                plan=PLAN,
+                token_limits=TokenLimits(bad_words=((300, 7, 49151),)),
             ),
         ),
     ),
@@ -367,6 +398,18 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             structured_output=StructuredOutput(StructuredKind.GRAMMAR, 'start: "a" | "b"'),
         ),
     ),
+    "limited_request": (
+        "request",
+        api.GenerateRequest(
+            prompt=api.TextPrompt("Once upon"),
+            sampling=api.SamplingOptions(
+                allowed_token_ids=(1, 300), bad_words=("time", "Gr\u00fc")
+            ),
+            stopping=api.StoppingOptions(stop=("a",), include_stop_str_in_output=True),
+            skip_special_tokens=False,
+            return_prompt_token_ids=True,
+        ),
+    ),
     "token_request": (
         "request",
         api.GenerateRequest(prompt=api.TokenPrompt((1, 2, 3)), priority=7, resumable=True),
@@ -374,6 +417,12 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "resume": (
         "resume",
         api.StreamPosition(request_id=RequestId("req-1"), tokens=12, characters=40),
+    ),
+    "prompt_ids": (
+        "event",
+        api.PromptInfo(
+            request_id=RequestId("req-1"), prompt_tokens=2, model="m", prompt_token_ids=(1, 300)
+        ),
     ),
     "prompt_info": (
         "event",

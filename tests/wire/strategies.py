@@ -12,6 +12,7 @@ from outrider.spec.law import DraftLaw, make_law
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import DraftTree, children
 from outrider.wire import messages
 from outrider.wire.pool_codec import Removed
@@ -55,6 +56,11 @@ STRUCTURED = st.none() | st.one_of(
         st.sampled_from([kind for kind in StructuredKind if kind != "json_object"]),
         NAMES,
     ),
+)
+TOKEN_LIMITS = st.none() | st.builds(
+    TokenLimits,
+    allowed_ids=st.lists(IDS, min_size=1, max_size=8).map(tuple),
+    bad_words=st.lists(st.lists(IDS, min_size=1, max_size=4).map(tuple), max_size=4).map(tuple),
 )
 PLANS = st.builds(
     Plan,
@@ -209,6 +215,7 @@ VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
         prompt_len=LENGTHS,
         structured_output=STRUCTURED,
         stop_token_ids=id_lists(8),
+        token_limits=TOKEN_LIMITS,
         traceparent=TRACEPARENTS,
     ),
     st.builds(messages.PlanChange, handle=HANDLES, plan=PLANS),
@@ -233,6 +240,7 @@ def session_specs(draw: st.DrawFn) -> messages.SessionSpec:
         priority=draw(st.integers(-100, 100)),
         top_logprobs=draw(st.none() | st.integers(0, 20)),
         structured_output=draw(STRUCTURED),
+        token_limits=draw(TOKEN_LIMITS),
         traceparent=draw(TRACEPARENTS),
     )
 

@@ -440,6 +440,31 @@ def test_a_verifier_is_told_the_seed_itself() -> None:
     assert "must bring a seed" in refused.error.message
 
 
+def test_limits_of_ids_must_say_something_within_the_bounds() -> None:
+    words = common_pb2.TokenSequence
+    for limits, why in (
+        (common_pb2.TokenLimits(), "must have allowed ids or bad words"),
+        (common_pb2.TokenLimits(allowed_ids=[1 << 24]), "must be below"),
+        (common_pb2.TokenLimits(allowed_ids=[1] * 65537), "at most 65536 entries"),
+        (common_pb2.TokenLimits(bad_words=[words()]), "must be 1 to 256 ids"),
+        (common_pb2.TokenLimits(bad_words=[words(token_ids=[1] * 257)]), "at most 256 entries"),
+        (common_pb2.TokenLimits(bad_words=[words(token_ids=[1])] * 257), "at most 256 entries"),
+    ):
+        bad = open_pb()
+        bad.open.spec.token_limits.CopyFrom(limits)
+        opened = codec.decode_sessions_request(bad.SerializeToString())
+        assert isinstance(opened, MalformedOpen)
+        assert why in opened.error.message
+    for sampling, why in (
+        (inference_pb2.SamplingOptions(bad_words=[""]), "bad_words must not be empty"),
+        (inference_pb2.SamplingOptions(bad_words=["é" * 129]), "at most 256 bytes"),
+        (inference_pb2.SamplingOptions(bad_words=["a"] * 129), "at most 128 entries"),
+        (inference_pb2.SamplingOptions(allowed_token_ids=[1] * 65537), "at most 65536 entries"),
+    ):
+        with pytest.raises(InvalidMessageError, match=why):
+            request_from_pb(inference_pb2.GenerateRequest(text="x", sampling=sampling))
+
+
 def test_the_form_of_an_answer_must_be_one_that_the_contract_knows() -> None:
     for empty in (common_pb2.StructuredOutput(), common_pb2.StructuredOutput(json_object=False)):
         request = inference_pb2.GenerateRequest(text="x", structured_output=empty)

@@ -1,4 +1,5 @@
-"""The forms of answers on a verifier: who compiles them, and how a session begins in one."""
+"""What sessions of a verifier may emit: who compiles forms, and how a session begins in one, or
+with limits of its ids."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import numpy as np
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.grammar.constraint import Constraint
+from outrider.grammar.form_constraint import FormConstraint
 from outrider.grammar.grammars import Grammar, Grammars
+from outrider.grammar.id_constraint import IdConstraint
 from outrider.wire.messages import SessionSpec
 
 
@@ -39,16 +42,19 @@ class Forms:
         return await asyncio.to_thread(self._grammars.compile, spec.structured_output)
 
 
-def begin_constraint(spec: SessionSpec, grammar: Grammar | None) -> Constraint | None:
-    """Where a session is in its grammar, what it had emitted elsewhere included; None if it has no
-    grammar. Raises InvalidRequestError if that does not fit."""
-    if spec.structured_output is None:
+def begin_constraint(
+    spec: SessionSpec, grammar: Grammar | None, *, vocab_size: int
+) -> Constraint | None:
+    """What a session may emit behind what it had emitted elsewhere; None: anything. Raises
+    InvalidRequestError if that does not fit its grammar."""
+    form = None if spec.structured_output is None else _begin_form(spec, grammar)
+    limits = spec.token_limits
+    if limits is None:
+        constraint: Constraint | None = form
+    else:
+        constraint = IdConstraint(limits, vocab_size=vocab_size, form=form)
+    if constraint is None:
         return None
-    if grammar is None:
-        raise FailedPreconditionError(
-            "the grammar of a structured output was not compiled", reason="NO_STRUCTURED_OUTPUT"
-        )
-    constraint = grammar.begin(spec.stop_token_ids)
     constraint.follow(np.asarray(spec.token_ids[spec.prompt_len :], dtype=np.int32))
     if constraint.failed:
         raise InvalidRequestError(
@@ -56,3 +62,11 @@ def begin_constraint(spec: SessionSpec, grammar: Grammar | None) -> Constraint |
             reason="INVALID_STRUCTURE",
         )
     return constraint
+
+
+def _begin_form(spec: SessionSpec, grammar: Grammar | None) -> FormConstraint:
+    if grammar is None:
+        raise FailedPreconditionError(
+            "the grammar of a structured output was not compiled", reason="NO_STRUCTURED_OUTPUT"
+        )
+    return grammar.begin(spec.stop_token_ids)

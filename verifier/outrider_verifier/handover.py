@@ -200,6 +200,7 @@ class Handover:
             prompt_len=session.spec.prompt_len,
             structured_output=session.spec.structured_output,
             stop_token_ids=session.spec.stop_token_ids if session.spec.structured_output else (),
+            token_limits=session.spec.token_limits,
             traceparent=session.spec.traceparent,
         )
         yield from self._replay(session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -92,8 +93,8 @@ class Session:
     covered: int = 0
     """Length up to which its blocks suffice for its next rounds."""
     constraint: Constraint | None = None
-    """Where its output is in its grammar; None: it has none. It follows the tokens that stand, so
-    whatever was lost or preempted, it is where they are."""
+    """What it may emit, by its grammar and the limits of its ids; None: anything. It follows the
+    tokens that stand, so whatever was lost or preempted, it is where they are."""
 
     @classmethod
     def create(
@@ -289,6 +290,12 @@ def check_spec(
         f"{max_context_len} tokens",
         "CONTEXT_TOO_LONG",
     )
+    if (limits := spec.token_limits) is not None:
+        _require(
+            max(itertools.chain(limits.allowed_ids, *limits.bad_words)) < vocab_size,
+            f"allowed ids and those of bad words must be in [0, {vocab_size})",
+            "TOKEN_OUT_OF_RANGE",
+        )
     _require(
         spec.structured_output is None or len(spec.stop_token_ids) > 0,
         "structured output needs a stop token id: nothing else could end it",

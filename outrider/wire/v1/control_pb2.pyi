@@ -100,7 +100,7 @@ class AttachedDrafter(_message.Message):
     def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ..., same_host: bool = ..., answers: _Optional[int] = ..., missed: _Optional[int] = ..., invalid: _Optional[int] = ..., silent_ms: _Optional[float] = ...) -> None: ...
 
 class SessionSpec(_message.Message):
-    __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id", "priority", "top_logprobs", "structured_output", "traceparent")
+    __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id", "priority", "top_logprobs", "structured_output", "traceparent", "token_limits")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class SessionSpec(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_LIMITS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -129,7 +130,8 @@ class SessionSpec(_message.Message):
     top_logprobs: int
     structured_output: _common_pb2.StructuredOutput
     traceparent: str
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., drafter_id: _Optional[str] = ..., priority: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutput, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    token_limits: _common_pb2.TokenLimits
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., drafter_id: _Optional[str] = ..., priority: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutput, _Mapping]] = ..., traceparent: _Optional[str] = ..., token_limits: _Optional[_Union[_common_pb2.TokenLimits, _Mapping]] = ...) -> None: ...
 
 class SessionsRequest(_message.Message):
     __slots__ = ("open", "leave", "heartbeat", "move")

@@ -120,7 +120,7 @@ class LaneAnswer(_message.Message):
     def __init__(self, joined: bool = ...) -> None: ...
 
 class SessionStart(_message.Message):
-    __slots__ = ("session_id", "epoch", "plan", "sampling", "max_len", "prompt_len", "handle", "structured_output", "stop_token_ids", "traceparent")
+    __slots__ = ("session_id", "epoch", "plan", "sampling", "max_len", "prompt_len", "handle", "structured_output", "stop_token_ids", "traceparent", "token_limits")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class SessionStart(_message.Message):
     STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_LIMITS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     plan: _common_pb2.Plan
@@ -141,7 +142,8 @@ class SessionStart(_message.Message):
     structured_output: _common_pb2.StructuredOutput
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     traceparent: str
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_len: _Optional[int] = ..., prompt_len: _Optional[int] = ..., handle: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutput, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    token_limits: _common_pb2.TokenLimits
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_len: _Optional[int] = ..., prompt_len: _Optional[int] = ..., handle: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutput, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., token_limits: _Optional[_Union[_common_pb2.TokenLimits, _Mapping]] = ...) -> None: ...
 
 class Verdicts(_message.Message):
     __slots__ = ("columns", "digests", "tokens", "feature_dtype", "feature_width", "features")

@@ -19,12 +19,13 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import RequestId
-from outrider.wire.inference import Delta, FinishInfo, GenerateRequest, StreamEvent
+from outrider.wire.inference import Delta, FinishInfo, GenerateRequest, PromptInfo, StreamEvent
 from outrider_router import keys
 from outrider_router.gate import Pass
 from outrider_router.http.errors import describe
 from outrider_router.http.forms import Choice, Form
 from outrider_router.http.usage import usage
+from outrider_router.party import Party
 from outrider_router.service import RouterService
 from outrider_router.slow_readers import SLOW_READER, timely
 
@@ -51,6 +52,8 @@ class Asked:
     """The client's W3C Trace Context, if it has one."""
     timeout_s: float | None = None
     """Time that all of it may take; None does not bound it."""
+    echoes: Sequence[str] = ()
+    """What each choice begins with, if they begin with their prompts."""
     include_usage: bool = False
     continuous_usage: bool = False
 
@@ -93,7 +96,8 @@ async def _serve_choices(
     write: Callable[[Choice, StreamEvent], Awaitable[None]],
 ) -> list[Choice]:
     """Serve all choices side by side; the first error of one ends the others."""
-    choices = [Choice(index=index) for index in range(len(asked.requests))]
+    echoes = asked.echoes or [""] * len(asked.requests)
+    choices = [Choice(index=index, echo=echo) for index, echo in enumerate(echoes)]
 
     async def serve(choice: Choice, passed: Pass) -> None:
         async def take(event: StreamEvent) -> None:
@@ -108,9 +112,11 @@ async def _serve_choices(
             traceparent=asked.traceparent,
             own_id=own_id if len(choices) == 1 else RequestId(f"{own_id}-{choice.index}"),
             passed=passed,
+            party=party,
         )
 
-    # All at once: of a key's places and rate, some choices would keep the others out for ever.
+    # All at once: of places and rates, some choices would keep the others out for ever.
+    party = Party(len(choices)) if len(choices) > 1 else None
     passes = service.gate.enter(asked.caller, asked.requests)
     try:
         await _all([partial(serve, *pair) for pair in zip(choices, passes, strict=True)])
@@ -143,6 +149,8 @@ async def _whole(service: RouterService, asked: Asked, send: Send) -> None:
                 choice.logprobs += event.logprobs
             case FinishInfo():
                 choice.finish = event
+            case PromptInfo():
+                choice.prompt_ids = event.prompt_token_ids
 
     choices = await _serve_choices(service, asked, collect)
     body = asked.form.whole(choices).encode()
@@ -178,7 +186,7 @@ class _Chunks:
     def __init__(self, asked: Asked, write: Callable[[str], Awaitable[None]]) -> None:
         self._form, self._write = asked.form, write
         self._continuous = asked.continuous_usage
-        self._silent = all(request.top_logprobs is None for request in asked.requests)
+        self._silent = asked.form.only_text
         """Whether tokens that complete no text need no chunk."""
         self._prompt_tokens: dict[int, int] = {}
 
@@ -195,8 +203,9 @@ class _Chunks:
                 choice.finish = event
                 choice.tokens = event.usage.completion_tokens
                 await self._write(self._form.end(choice, self._usage(choice)))
-            case _:
+            case PromptInfo():
                 self._prompt_tokens[choice.index] = event.prompt_tokens
+                choice.prompt_ids = event.prompt_token_ids
 
     def _usage(self, choice: Choice) -> dict[str, object] | None:
         if not self._continuous:

@@ -30,6 +30,10 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishInfo | None = None
+    echo: str = ""
+    """What its text begins with, where the prompt is to be told again."""
+    prompt_ids: Sequence[int] = ()
+    """Where they are to be told."""
     begun: bool = False
     """Whether a chunk of it was sent."""
     tokens: int = 0
@@ -55,16 +59,24 @@ class Form(ABC):
         texts: TokenTexts,
         stop_token_ids: Collection[int] = (),
         with_logprobs: bool = False,
+        with_ids: bool = False,
     ) -> None:
         """`created`: seconds since 1970; `n`: choices of each prompt, side by side;
-        `stop_token_ids`: those that the client asked for."""
+        `stop_token_ids`: those that the client asked for; `with_ids`: whether the ids of prompts
+        and answers are told."""
         self._common = {"id": f"{self.prefix}-{request_id}", "created": created, "model": model}
         self._n = n
         self._texts = texts
         self._stop_token_ids = frozenset(stop_token_ids)
         self._with_logprobs = with_logprobs
+        self._with_ids = with_ids
         told = {**self._common, "object": self.chunk_object}
         self._head = f'data: {quote(told)[:-1]}, "choices": ['
+
+    @property
+    def only_text(self) -> bool:
+        """Whether nothing but its text is told of a token."""
+        return not self._with_logprobs and not self._with_ids
 
     # ---- chunks --------------------------------------------------------------------------------
 
@@ -80,16 +92,25 @@ class Form(ABC):
         told = "null"
         if self._with_logprobs:
             told = quote(self._logprobs(token_ids, logprobs, choice.token_chars))
-            choice.token_chars += sum(len(self._texts(id_)) for id_ in token_ids)
-        opening = "" if choice.begun else self._opening(choice, usage)
-        choice.begun = True
+            choice.token_chars += sum(len(self._texts.text(id_)) for id_ in token_ids)
+        opening, first = "", not choice.begun
+        if first:
+            choice.begun = True
+            opening, text = self._opening(choice, usage), choice.echo + text
         body = self._delta(choice.index, quote(text), told)
+        if self._with_ids:
+            body = f"{body[:-1]}, {self._ids(choice, token_ids, first=first)}}}"
         return f"{opening}{self._head}{body}]{self._tail(usage)}"
 
     def end(self, choice: Choice, usage: dict[str, object] | None) -> str:
         """The last chunk of a choice."""
         assert choice.finish is not None, "it has ended"
-        opening = "" if choice.begun else self._opening(choice, usage)
+        opening = ""
+        if not choice.begun:
+            if choice.echo or self._with_ids:
+                opening = self.delta(choice, "", (), (), usage)
+            else:
+                opening = self._opening(choice, usage)
         reason = quote(self._reason(choice.finish))
         stop_reason = quote(self._stop_reason(choice.finish))
         body = self._end(choice.index, reason, stop_reason)
@@ -108,6 +129,10 @@ class Form(ABC):
     def _opening(self, choice: Choice, usage: dict[str, object] | None) -> str:
         return ""
 
+    def _ids(self, choice: Choice, token_ids: Sequence[int], *, first: bool) -> str:
+        """Members of a choice with new text that tell ids."""
+        return f'"token_ids": {quote(list(token_ids))}'
+
     @abstractmethod
     def _delta(self, index: int, text: str, logprobs: str) -> str:
         """A choice with new text; all but the index is JSON already."""
@@ -125,6 +150,7 @@ class Form(ABC):
             **self._common,
             "object": self.whole_object,
             "choices": [self._choice(choice) for choice in choices],
+            **(self._prompt(choices) if self._with_ids else {}),
             "usage": total_usage(finishes, self._n),
             "metrics": metrics(added_up([finish.stats for finish in finishes])),
         }
@@ -137,11 +163,20 @@ class Form(ABC):
             logprobs = self._logprobs(choice.token_ids, choice.logprobs, 0)
         return {
             "index": choice.index,
-            **self._content("".join(choice.text)),
+            **self._content(choice.echo + "".join(choice.text)),
             "logprobs": logprobs,
             "finish_reason": self._reason(choice.finish),
             "stop_reason": self._stop_reason(choice.finish),
+            **(self._whole_ids(choice) if self._with_ids else {}),
         }
+
+    def _prompt(self, choices: Sequence[Choice]) -> dict[str, object]:
+        """Members of an answer that tell ids of its prompt."""
+        return {}
+
+    def _whole_ids(self, choice: Choice) -> dict[str, object]:
+        """Members of a choice that tell ids."""
+        return {"token_ids": choice.token_ids}
 
     @abstractmethod
     def _content(self, text: str) -> dict[str, object]:
@@ -186,6 +221,13 @@ class CompletionForm(Form):
             f'"stop_reason": {stop_reason}}}'
         )
 
+    def _ids(self, choice: Choice, token_ids: Sequence[int], *, first: bool) -> str:
+        told = super()._ids(choice, token_ids, first=first)
+        return f'{told}, "prompt_token_ids": {quote(list(choice.prompt_ids))}' if first else told
+
+    def _whole_ids(self, choice: Choice) -> dict[str, object]:
+        return {**super()._whole_ids(choice), "prompt_token_ids": list(choice.prompt_ids)}
+
     def _content(self, text: str) -> dict[str, object]:
         return {"text": text}
 
@@ -204,10 +246,14 @@ class ChatForm(Form):
 
     def _opening(self, choice: Choice, usage: dict[str, object] | None) -> str:
         delta = '{"role": "assistant", "content": ""}'
+        ids = f', "prompt_token_ids": {quote(list(choice.prompt_ids))}' if self._with_ids else ""
         return (
             f'{self._head}{{"index": {choice.index}, "delta": {delta}, "logprobs": null, '
-            f'"finish_reason": null}}]{self._tail(usage)}'
+            f'"finish_reason": null}}]{ids}{self._tail(usage)}'
         )
+
+    def _prompt(self, choices: Sequence[Choice]) -> dict[str, object]:
+        return {"prompt_token_ids": list(choices[0].prompt_ids)}
 
     def _delta(self, index: int, text: str, logprobs: str) -> str:
         return (

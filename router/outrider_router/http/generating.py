@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.wire.inference import GenerateRequest
+from outrider.text.tokenizer import LONG
+from outrider.wire.inference import GenerateRequest, TextPrompt, TokenPrompt
 from outrider_router.admission import no_verifier
 from outrider_router.http.answering import Answering, Asked
 from outrider_router.http.bodies import JsonRoute
@@ -41,7 +44,22 @@ async def completions(
 ) -> Response:
     """Continue one prompt or several: texts, or token ids."""
     requests = completion_requests(body, request.scope[CLIENT_ID])
-    return _answer(CompletionForm, requests, body, request, service, caller)
+    echoes = [await _echo(each, service) for each in requests] if body.echo else ()
+    return _answer(CompletionForm, requests, body, request, service, caller, echoes)
+
+
+async def _echo(request: GenerateRequest, service: RouterService) -> str:
+    """The text of a completion's prompt."""
+    match request.prompt:
+        case TextPrompt(text=text):
+            return text
+        case TokenPrompt(token_ids=ids):
+            decode = partial(
+                service.tokenizer.decode, ids, with_special=request.skip_special_tokens is False
+            )
+            return await asyncio.to_thread(decode) if len(ids) > LONG else decode()
+        case _:
+            raise AssertionError("a conversation is no completion's")
 
 
 @router.post("/v1/chat/completions", responses={**SERVED, 200: {"model": ChatAnswer, **STREAMED}})
@@ -60,6 +78,7 @@ def _answer(
     request: Request,
     service: RouterService,
     caller: Caller,
+    echoes: Sequence[str] = (),
 ) -> Response:
     info = service.registry.any_info()
     if info is None:
@@ -73,14 +92,20 @@ def _answer(
             model=model_name(service.config, info),
             created=int(time.time()),
             n=body.n or 1,
-            texts=TokenTexts(service.tokenizer),
+            texts=TokenTexts(
+                service.tokenizer,
+                special=body.skip_special_tokens is False,
+                by_number=bool(body.return_tokens_as_token_ids),
+            ),
             stop_token_ids=body.stop_token_ids or (),
             with_logprobs=requests[0].top_logprobs is not None,
+            with_ids=requests[0].return_prompt_token_ids,
         ),
         request_id=own_id,
         caller=caller,
         traceparent=request.headers.get("traceparent", ""),
         timeout_s=body.timeout_s,
+        echoes=echoes,
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
     )

@@ -12,14 +12,23 @@ class TokenTexts:
     """What ids are called: the text of what they add to an answer, or their name in the vocabulary
     if they add nothing."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, *, special: bool = False, by_number: bool = False
+    ) -> None:
+        """`special`: whether special tokens are part of the answer; `by_number`: whether ids are
+        called "token_id:N"."""
+        self._tokenizer, self._by_number = tokenizer, by_number
+        self._pieces = tokenizer.special_pieces if special else tokenizer.pieces
 
     def raw(self, token_id: int) -> bytes:
         """Bytes that an id adds to the text."""
-        return self._tokenizer.pieces[token_id]
+        return self._pieces[token_id]
 
     def __call__(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._by_number else self.text(token_id)
+
+    def text(self, token_id: int) -> str:
+        """The same by text in any case."""
         raw = self.raw(token_id)
         return raw.decode("utf-8", "replace") if raw else self._tokenizer.name(token_id)
 
@@ -51,9 +60,9 @@ def completion_logprobs(
     """
     tokens = [texts(id_) for id_ in token_ids]
     offsets = []
-    for token in tokens:
+    for id_ in token_ids:
         offsets.append(offset)
-        offset += len(token)
+        offset += len(texts.text(id_))
     top: list[dict[str, float]] = []
     for token, found in zip(tokens, logprobs, strict=True):
         others = {texts(id_): value for id_, value in reversed(found.top)}

@@ -6,6 +6,7 @@ many servers expect, but for those in `outrider_router.http.unsupported`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Len
@@ -14,7 +15,10 @@ from pydantic.fields import FieldInfo
 
 from outrider.spec.plan import MAX_DRAFT_TOKENS, MAX_DRAFT_TOP_K, MAX_FAN_OUT, MAX_LOOK_AHEAD
 from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIAS, MAX_BIASED_IDS, MAX_TEMPERATURE
+from outrider.spec.token_limits import MAX_ALLOWED_IDS
 from outrider.wire.inference import (
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORD_TEXTS,
     MAX_CHAT_MESSAGES,
     MAX_NAME_BYTES,
     MAX_PROMPT_BYTES,
@@ -53,11 +57,11 @@ def _few_biases(value: object) -> object:
     return value
 
 
-def _few_bytes(text: str) -> str:
+def _few_bytes(text: str, most: int = MAX_STOP_STRING_BYTES) -> str:
     """Bytes are what gRPC bounds, too; characters are at most as many."""
     size = len(text.encode())
-    if size > MAX_STOP_STRING_BYTES:
-        raise ValueError(f"must have at most {MAX_STOP_STRING_BYTES} bytes of UTF-8, has {size}")
+    if size > most:
+        raise ValueError(f"must have at most {most} bytes of UTF-8, has {size}")
     return text
 
 
@@ -65,6 +69,11 @@ TokenIdNumber = Annotated[int, Ge(0), Le(MAX_VOCAB_SIZE - 1)]
 Text = Annotated[str, Len(1, MAX_PROMPT_BYTES)]
 Tokens = Annotated[list[TokenIdNumber], _size(1, MAX_PROMPT_TOKENS)]
 StopString = Annotated[str, Len(1, MAX_STOP_STRING_BYTES), AfterValidator(_few_bytes)]
+BadWord = Annotated[
+    str,
+    Len(1, MAX_BAD_WORD_BYTES),
+    AfterValidator(partial(_few_bytes, most=MAX_BAD_WORD_BYTES)),
+]
 Name = Annotated[str, Len(1, MAX_NAME_BYTES)]
 
 
@@ -156,6 +165,26 @@ class GenerationRequest(StructureFields):
     stop_token_ids: Annotated[list[TokenIdNumber], _size(0, MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     banned_token_ids: Annotated[list[TokenIdNumber], _size(0, MAX_BANNED_IDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenIdNumber], _size(1, MAX_ALLOWED_IDS)] | None = Field(
+        default=None,
+        description="Only these are emitted, an end-of-turn id if it is one of them.",
+    )
+    bad_words: Annotated[list[BadWord], _size(0, MAX_BAD_WORD_TEXTS)] | None = Field(
+        default=None,
+        description="Never emitted in the tokens that write them, alone and behind a space.",
+    )
+    include_stop_str_in_output: bool | None = Field(
+        default=None, description="Whether what ends the text is part of it."
+    )
+    skip_special_tokens: bool | None = Field(
+        default=None, description="False: special tokens are part of the text."
+    )
+    return_token_ids: bool | None = Field(
+        default=None, description="The ids of prompts and answers."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Tokens of logprobs are called token_id:N."
+    )
     priority: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] | None = Field(
         default=None, description="Greater goes first (vLLM: lesser)."
     )
@@ -180,6 +209,9 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = Field(
         default=None,
         description="So many alternatives beside each token; 0: the token's own alone.",
+    )
+    echo: bool | None = Field(
+        default=None, description="The text begins with the prompt; without `logprobs`."
     )
 
 

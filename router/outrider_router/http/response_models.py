@@ -90,6 +90,10 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | None = Field(description="The client's stop that ended it.")
+    token_ids: list[Count] | None = Field(default=None, description="With `return_token_ids`.")
+    prompt_token_ids: list[Count] | None = Field(
+        default=None, description="With `return_token_ids`."
+    )
 
 
 class CompletionAnswer(AnswerBody):
@@ -136,6 +140,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | None = Field(description="The client's stop that ended it.")
+    token_ids: list[Count] | None = Field(default=None, description="With `return_token_ids`.")
 
 
 class ChatAnswer(AnswerBody):
@@ -143,6 +148,9 @@ class ChatAnswer(AnswerBody):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: list[Count] | None = Field(
+        default=None, description="With `return_token_ids`."
+    )
 
 
 class ModelBody(BaseModel):

@@ -28,7 +28,13 @@ from outrider_router.http.request_models import (
     Message,
 )
 from outrider_router.http.structure import structure_of
-from outrider_router.http.unsupported import CHAT, COMPLETION, MESSAGE, refuse_unsupported
+from outrider_router.http.unsupported import (
+    CHAT,
+    COMPLETION,
+    MESSAGE,
+    UnsupportedFieldError,
+    refuse_unsupported,
+)
 
 DEFAULT_TEMPERATURE = 1.0
 """OpenAI's; gRPC's default is 0."""
@@ -40,6 +46,10 @@ def completion_requests(
 ) -> tuple[GenerateRequest, ...]:
     """One request a choice, those of a prompt side by side. Raises InvalidRequestError."""
     refuse_unsupported(body.model_extra, COMPLETION)
+    if body.echo and body.logprobs is not None:
+        raise UnsupportedFieldError(
+            "echo with logprobs is not supported here: prompts have none", param="echo"
+        )
     return _choices(
         body,
         completion_prompts(body),
@@ -134,6 +144,8 @@ def _choices(
             priority=body.priority or 0,
             top_logprobs=top_logprobs,
             structured_output=structure,
+            skip_special_tokens=body.skip_special_tokens,
+            return_prompt_token_ids=bool(body.return_token_ids),
         )
         for number in range(count)
     )
@@ -161,6 +173,8 @@ def _sampling(body: GenerationRequest, number: int) -> SamplingOptions:
         rule=None if body.rule is None else Rule(body.rule),
         banned_token_ids=tuple(body.banned_token_ids or ()),
         logit_bias=_bias(body),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=tuple(body.bad_words or ()),
     )
 
 
@@ -176,6 +190,7 @@ def _stopping(body: GenerationRequest, max_tokens: int | None) -> StoppingOption
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
     )
 
 

@@ -27,8 +27,6 @@ _BOTH: Final[dict[str, tuple[object, ...]]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM's: what is sampled.
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "early_stopping": (False,),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
@@ -44,18 +42,13 @@ _BOTH: Final[dict[str, tuple[object, ...]]] = {
     "structural_tag": (),
     # What is told of it.
     "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
     "logprob_token_ids": ([],),
     "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
 }
 COMPLETION: Final[Fields] = {
     **_BOTH,
     "add_special_tokens": (True,),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
 CHAT: Final[Fields] = {

@@ -87,15 +87,33 @@ async def test_options_reach_the_verifier_zeros_included(
         draft_tokens=7,
         draft_top_k=2,
         banned_token_ids=[5],
+        allowed_token_ids=[5, 6],
+        bad_words=["ab"],
     )
     spec = verifier.specs[-1]
     assert (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.seed) == (0.5, 0.9, 0)
     assert spec.sampling.rule is Rule.REJECTION and spec.sampling.banned_ids == (5,)
+    assert spec.token_limits is not None and spec.token_limits.allowed_ids == (5, 6)
+    assert len(spec.token_limits.bad_words) == 2
     assert (spec.plan.method, spec.plan.draft_tokens, spec.plan.top_k) == (
         DraftMethod.NGRAM,
         7,
         2,
     )
+
+
+async def test_the_ids_of_a_prompt_are_told_whole_and_streamed(
+    client: AsyncClient, router: RouterService
+) -> None:
+    ids = router.tokenizer.encode("abc")
+    result = await client.generate("abc", max_tokens=2, return_prompt_token_ids=True)
+    assert result.prompt_token_ids == ids
+    alone = await client.generate("abc", max_tokens=2, return_prompt_token_ids=True, resume=False)
+    assert alone.prompt_token_ids == ids
+    async with client.stream("abc", max_tokens=2, return_prompt_token_ids=True) as stream:
+        _ = [delta async for delta in stream]
+    assert stream.info is not None and stream.info.prompt_token_ids == ids
+    assert (await client.generate("abc", max_tokens=2)).prompt_token_ids == ()
 
 
 async def test_a_stream_yields_deltas_and_keeps_the_rest_at_hand(client: AsyncClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from outrider.engine.heads import DraftHead
 from outrider.spec.law import validate_law
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
+from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import is_chain, validate_tree
 from outrider.wire.messages import PlanChange, Proposal, Proposals, SessionEnd
 from tests.factories import make_eagle3_head
@@ -172,6 +174,24 @@ def test_a_rejection_session_whose_plan_becomes_a_tree_keeps_its_laws(head: Draf
         assert proposal.law is not None
         validate_law(proposal.law, proposal.tree, VOCAB)
     assert not source._on_host
+
+
+def test_a_session_with_limits_of_its_ids_is_drafted_for_by_the_host(head: DraftHead) -> None:
+    free, source = on_device(head), on_device(head)
+    drafted = []
+    for each in (free, source):
+        engine, script = make_engine([each]), Script(seed=13)
+        start = script.start(plan=TREE, sampling=SamplingParams())
+        if each is source:
+            # All that was drafted before, it may not draft.
+            banned = {(int(token),) for token in drafted[0].tree.tokens}
+            start = replace(start, token_limits=TokenLimits(bad_words=tuple(sorted(banned))))
+        engine.handle(1, start)
+        engine.handle(1, script.verdict(12))
+        drafted += drain(engine)
+    before, after = (set(each.tree.tokens.tolist()) for each in drafted)
+    assert before and after and not before & after
+    assert len(source._on_host) == 1 and not free._on_host
 
 
 def test_features_of_nan_harm_no_other_session(head: DraftHead) -> None:

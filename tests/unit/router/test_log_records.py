@@ -26,6 +26,7 @@ from outrider.ids import RequestId, TenantId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.token_limits import TokenLimits
 from outrider.wire.inference import FinishInfo, Usage
 from outrider.wire.messages import FinishReason, SpecStats
 
@@ -47,6 +48,9 @@ JOB = Job(
     priority=-7,
     tenant=TenantId("t"),
     structured_output=StructuredOutput(StructuredKind.JSON_OBJECT),
+    token_limits=TokenLimits(allowed_ids=(5, 6), bad_words=((5, 6), (6,))),
+    includes_stop=True,
+    special_tokens=True,
     returns=True,
     model="m",
 )

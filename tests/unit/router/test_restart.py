@@ -44,7 +44,8 @@ async def test_running_requests_go_on_behind_what_their_clients_have(
 ) -> None:
     verifier = FakeVerifier(round_s=0.002)
     async with journalled(tmp_path, verifier, tmp_path / "log") as router:
-        first = Reader().begin(router, resumable(60, priority=3))
+        sampling = SamplingOptions(allowed_token_ids=(5, 6), bad_words=("xyz",))
+        first = Reader().begin(router, resumable(60, priority=3, sampling=sampling))
         await eventually(lambda: len(first.ids) >= seen and verifier.specs)
         ids, text = list(first.ids), first.text
         left = await killed(tmp_path / "log", tmp_path / "left")
@@ -59,27 +60,44 @@ async def test_running_requests_go_on_behind_what_their_clients_have(
         assert after.token_ids[: before.prompt_len] == before.token_ids
         assert len(after.token_ids) >= before.prompt_len + seen
         assert (after.priority, after.sampling, after.plan) == (3, before.sampling, before.plan)
+        assert after.token_limits == before.token_limits is not None
         assert after.epoch > before.epoch and after.session_id != before.session_id
         assert sample(router, "outrider_restored_requests_total", state="running") == 1
         await assert_all_freed(router, other)
 
 
-async def test_an_end_that_its_client_did_not_hear_of_is_still_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stop", "shown", "text"),
+    [
+        ("zz", False, "h\u20ac" * 2 + "h\u20ac"[:1]),
+        ("\u20ac", False, "h"),
+        ("\u20ac", True, "h\u20ac"),
+    ],
+)
+async def test_an_end_that_its_client_did_not_hear_of_is_still_there(
+    stop: str, shown: bool, text: str, tmp_path: Path
+) -> None:
     verifier = FakeVerifier()
     request = GenerateRequest(
         prompt=TextPrompt("h\u20ac"),
-        stopping=StoppingOptions(max_tokens=11, stop=("zz",)),
+        stopping=StoppingOptions(max_tokens=9, stop=(stop,), include_stop_str_in_output=shown),
         request_id=RequestId("r"),
         resumable=True,
+        skip_special_tokens=not shown,
+        return_prompt_token_ids=shown,
     )
     async with journalled(tmp_path, verifier, tmp_path / "log") as router:
         whole = await router.generate(request)
+        assert whole.text == text
     async with journalled(tmp_path, verifier, tmp_path / "log") as router:
         reader = Reader().resume(router)
         assert reader.task is not None
         await reader.task
         assert (reader.text, tuple(reader.ids)) == (whole.text, whole.token_ids)
         assert reader.finish == whole.finish
+        again = router.resumables.get(RequestId("r"))
+        assert again is not None and again.result() == whole
+        assert len(whole.prompt_token_ids) == (4 if shown else 0)
         assert len(verifier.specs) == 1
         assert sample(router, "outrider_restored_requests_total", state="ended") == 1
     async with journalled(tmp_path, verifier, tmp_path / "log", resume_grace_s=0.0) as router:

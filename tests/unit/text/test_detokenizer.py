@@ -58,9 +58,12 @@ def sentence_piece() -> FastTokenizer:
 BYTE_LEVEL, SENTENCE_PIECE = byte_level(), sentence_piece()
 
 
-def stream(fast: FastTokenizer, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
+def stream(
+    fast: FastTokenizer, ids: Sequence[int], cuts: Sequence[int], *, special: bool = False
+) -> list[str]:
     """Text of each chunk of `ids`, cut at `cuts`, then of the end."""
-    detokenizer = Detokenizer(PieceTable.from_tokenizer(fast))
+    pieces = PieceTable.from_tokenizer(fast)
+    detokenizer = Detokenizer(pieces.with_special() if special else pieces)
     edges = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     pairs = itertools.pairwise(edges)
     return [*(detokenizer.push(ids[a:b]) for a, b in pairs), detokenizer.finish()]
@@ -87,6 +90,19 @@ def test_ids_that_form_no_valid_text_still_equal_the_full_decode(
 ) -> None:
     full = BYTE_LEVEL.decode(ids, skip_special_tokens=True)
     assert "".join(stream(BYTE_LEVEL, ids, cuts)) == full
+
+
+@pytest.mark.parametrize("fast", [BYTE_LEVEL, SENTENCE_PIECE], ids=["byte-level", "sentencepiece"])
+@given(
+    parts=st.lists(TEXTS | st.sampled_from(["</s>", "<s>", "</s></s>", " <s>"]), max_size=6),
+    cuts=CUTS,
+)
+def test_special_tokens_have_their_text_where_they_are_not_skipped(
+    fast: FastTokenizer, parts: list[str], cuts: list[int]
+) -> None:
+    ids = fast.encode("".join(parts)).ids
+    full = fast.decode(ids, skip_special_tokens=False)
+    assert "".join(stream(fast, ids, cuts, special=True)) == full
 
 
 def test_a_character_split_across_tokens_appears_once_it_is_complete() -> None:

@@ -11,27 +11,32 @@ STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)
 TEXT = st.text(alphabet="abc\n", max_size=24)
 
 
-def cut_by_hand(text: str, stops: list[str]) -> tuple[str, str | None]:
+def cut_by_hand(text: str, stops: list[str], *, include: bool) -> tuple[str, str | None]:
     """The definition: the first position at which some stop string is complete."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             longest = max(complete, key=len)
-            return text[: end - len(longest)], longest
+            return text[: end if include else end - len(longest)], longest
     return text, None
 
 
-@given(text=TEXT, stops=STOPS, sizes=st.lists(st.integers(1, 5), min_size=24, max_size=24))
+@given(
+    text=TEXT,
+    stops=STOPS,
+    sizes=st.lists(st.integers(1, 5), min_size=24, max_size=24),
+    include=st.booleans(),
+)
 def test_any_chunking_cuts_where_the_definition_says(
-    text: str, stops: list[str], sizes: list[int]
+    text: str, stops: list[str], sizes: list[int], include: bool
 ) -> None:
-    matcher, shown, rest = StopStrings(stops), "", text
+    matcher, shown, rest = StopStrings(stops, include=include), "", text
     for size in sizes:
         shown += matcher.push(rest[:size])
         rest = rest[size:]
     if matcher.matched is None:
         shown += matcher.finish()
-    assert (shown, matcher.matched) == cut_by_hand(text, stops)
+    assert (shown, matcher.matched) == cut_by_hand(text, stops, include=include)
 
 
 def test_only_what_could_begin_a_stop_string_is_held_back() -> None:
@@ -40,6 +45,14 @@ def test_only_what_could_begin_a_stop_string_is_held_back() -> None:
     assert matcher.push("\nUse") == ""
     assert matcher.push("d it") == "\n\nUsed it"
     assert matcher.matched is None
+
+
+def test_nothing_is_held_back_where_stop_strings_are_included() -> None:
+    matcher = StopStrings(["END"], include=True)
+    assert matcher.push("a E") == "a E"
+    assert matcher.push("N") == "N"
+    assert matcher.push("D b") == "D"
+    assert (matcher.matched, matcher.push("more"), matcher.finish()) == ("END", "", "")
 
 
 def test_nothing_comes_out_after_a_match() -> None:

@@ -11,7 +11,7 @@ import pytest
 from outrider_verifier.service import VerifierService
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
-from outrider.grammar.constraint import Constraint
+from outrider.grammar.form_constraint import FormConstraint
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured import StructuredKind, StructuredOutput
@@ -171,14 +171,14 @@ async def test_rules_that_toss_coins_stay_in_the_grammar_whatever_is_drafted(
 async def test_a_grammar_that_fails_on_the_way_ends_its_session_alone(
     tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follow = Constraint.follow
+    follow = FormConstraint.follow
 
-    def failing(self: Constraint, output_ids: Any) -> None:
+    def failing(self: FormConstraint, output_ids: Any) -> None:
         follow(self, output_ids)
         if len(output_ids) >= 4:
             self._fail("too many items")
 
-    monkeypatch.setattr(Constraint, "follow", failing)
+    monkeypatch.setattr(FormConstraint, "follow", failing)
     async with serving(tiny_target, device=None) as service:
         bound = asyncio.create_task(run_one(service, "bound", Plan(), SAMPLINGS["greedy"], **SPEC))
         free = await run_one(service, "free", Plan(), SAMPLINGS["greedy"])

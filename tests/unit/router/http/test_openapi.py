@@ -25,6 +25,8 @@ LEFT_OUT = {"positive_data_acceptance"}
 """Vocabulary and context are the model's: the schema cannot tell which ids and lengths it takes."""
 
 load_all_checks()
+DEADLINE = CHECKS.get_by_names(["not_a_server_error"])
+"""Checks that a deadline of the request's own does not keep."""
 
 
 def try_out(url: str, mode: GenerationMode) -> int:
@@ -48,7 +50,12 @@ def try_out(url: str, mode: GenerationMode) -> int:
         def call(case: Case) -> None:
             nonlocal calls
             calls += 1
-            case.call_and_validate(checks=checks, timeout=60.0)
+            answer = case.call(timeout=60.0)
+            left_out = []
+            if answer.status_code == 504:
+                assert isinstance(case.body, dict) and case.body.get("timeout_s") is not None
+                left_out = DEADLINE
+            case.validate_response(answer, checks=checks, excluded_checks=left_out)
 
         call()
     return calls

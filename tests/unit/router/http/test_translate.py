@@ -102,6 +102,11 @@ def test_every_field_arrives() -> None:
         stop_token_ids=[4],
         ignore_eos=True,
         banned_token_ids=[8],
+        allowed_token_ids=[1, 2],
+        bad_words=["no", "never"],
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        return_token_ids=True,
         priority=3,
         rule="rejection",
         speculate=True,
@@ -127,9 +132,16 @@ def test_every_field_arrives() -> None:
             seed=11,
             rule=Rule.REJECTION,
             banned_token_ids=(8,),
+            allowed_token_ids=(1, 2),
+            bad_words=("no", "never"),
         ),
         stopping=StoppingOptions(
-            max_tokens=9, min_tokens=2, stop=("x",), stop_token_ids=(4,), ignore_eos=True
+            max_tokens=9,
+            min_tokens=2,
+            stop=("x",),
+            stop_token_ids=(4,),
+            ignore_eos=True,
+            include_stop_str_in_output=True,
         ),
         speculation=SpeculationOptions(
             enabled=True,
@@ -141,6 +153,8 @@ def test_every_field_arrives() -> None:
         ),
         priority=3,
         top_logprobs=5,
+        skip_special_tokens=False,
+        return_prompt_token_ids=True,
     )
 
 
@@ -200,13 +214,10 @@ def test_every_field_that_would_change_an_answer_is_refused_by_its_name() -> Non
 @pytest.mark.parametrize(
     ("ask", "fields"),
     [
-        (completion, {"allowed_token_ids": [1]}),
-        (completion, {"bad_words": ["a"]}),
-        (completion, {"skip_special_tokens": False}),
-        (completion, {"include_stop_str_in_output": True}),
         (completion, {"add_special_tokens": False}),
         (completion, {"best_of": 2}),
-        (completion, {"echo": True}),
+        (completion, {"echo": True, "logprobs": 0}),
+        (chat, {"echo": True}),
         (completion, {"prompt_logprobs": 0}),
         (chat, {"add_special_tokens": True}),
         (chat, {"reasoning_effort": "low"}),

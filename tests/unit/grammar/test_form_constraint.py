@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.grammar.constraint import Constraint, mask_words
+from outrider.grammar.constraint import mask_words
+from outrider.grammar.form_constraint import FormConstraint
 from outrider.grammar.grammars import Grammars
 from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.spec.tree import ROOT
@@ -37,7 +38,7 @@ def language(tiny_target: Path) -> FiniteLanguage:
     return FiniteLanguage(TEXTS, tiny_target, VOCAB)
 
 
-def begun(grammars: Grammars) -> Constraint:
+def begun(grammars: Grammars) -> FormConstraint:
     grammar = "start: " + " | ".join(json.dumps(text) for text in TEXTS)
     form = StructuredOutput(StructuredKind.GRAMMAR, grammar)
     return grammars.compile(form).begin([STOP])

@@ -1,0 +1,119 @@
+"""What a session may emit that has allowed ids or bad words, by the ids that it ends with.
+
+N nodes of a tree, P paths, W words of a mask (`outrider.grammar.constraint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.grammar.constraint import ALL, Constraint, Mask, allows, mask_of, mask_words
+from outrider.spec.token_limits import TokenLimits
+from outrider.spec.tree import ROOT
+
+Tail = tuple[int, ...]
+"""The newest ids of an output, as many as decide what may follow."""
+_ANYWHERE: Final[Tail] = ()
+
+
+class IdConstraint:
+    """One session's ids, within its form if it has one. Of one thread at a time.
+
+    Where nothing is left of what the form allows, it wins over both limits; where bad words leave
+    nothing of the allowed ids, these do.
+    """
+
+    def __init__(
+        self, limits: TokenLimits, *, vocab_size: int, form: Constraint | None = None
+    ) -> None:
+        """`form`: at the beginning, of this object alone. Ids beyond the vocabulary are nothing
+        that could be emitted."""
+        self._form, self._vocab_size = form, vocab_size
+        allowed = np.array(limits.allowed_ids, dtype=np.int64)
+        if not len(allowed):
+            allowed = np.arange(vocab_size)
+        self._allowed = mask_of(allowed[allowed < vocab_size], mask_words(vocab_size))
+        self._bad: dict[Tail, list[tuple[Tail, int]]] = {}
+        """Bad words as (what comes before, last id), by the last of what comes before."""
+        for word in limits.bad_words:
+            if max(word) < vocab_size:
+                before = word[:-1]
+                self._bad.setdefault(before[-1:], []).append((before, word[-1]))
+        self._reach = max((len(word) - 1 for word in limits.bad_words), default=0)
+        """Ids of a tail."""
+        self._tail: Tail = ()
+
+    @property
+    def failed(self) -> str:
+        """See `Constraint`: only a form can fail."""
+        return "" if self._form is None else self._form.failed
+
+    def follow(self, output_ids: NDArray[np.int32]) -> None:
+        """See `Constraint`."""
+        if self._form is not None:
+            self._form.follow(output_ids)
+        if self._reach:
+            self._tail = tuple(output_ids[-self._reach :].tolist())
+
+    def masks(self, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> NDArray[np.uint32]:
+        """See `Constraint`."""
+        form = self._form
+        masks = self._anything(1 + len(tokens)) if form is None else form.masks(tokens, parents)
+        tails = [self._tail]
+        self._limit(masks[0], self._tail)
+        for node, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
+            # A parent comes before its children; the root's tail is the first.
+            above = tails[0 if parent == ROOT else parent + 1]
+            tails.append(self._behind(above, token))
+            self._limit(masks[node + 1], tails[-1])
+        return masks
+
+    def path_masks(self, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
+        """See `Constraint`."""
+        form = self._form
+        masks = self._anything(len(paths)) if form is None else form.path_masks(paths)
+        for mask, path in zip(masks, paths, strict=True):
+            self._limit(mask, self._behind(self._tail, *path))
+        return masks
+
+    def legal_prefix(self, tokens: Sequence[int]) -> int:
+        """See `Constraint`; nothing is drafted where the form wins."""
+        count = len(tokens) if self._form is None else self._form.legal_prefix(tokens)
+        tail = self._tail
+        for index, token in enumerate(tokens[:count]):
+            inside = 0 <= token < self._vocab_size and allows(self._allowed, token)
+            if not inside or token in self._completing(tail):
+                return index
+            tail = self._behind(tail, token)
+        return count
+
+    def _anything(self, rows: int) -> NDArray[np.uint32]:
+        return np.full((rows, len(self._allowed)), ALL, dtype=np.uint32)
+
+    def _behind(self, tail: Tail, *ids: int) -> Tail:
+        """The tail once these ids have followed."""
+        return (*tail, *ids)[-self._reach :] if self._reach else tail
+
+    def _completing(self, tail: Tail) -> list[int]:
+        """Ids that would complete a bad word behind a tail."""
+        found = [last for _, last in self._bad.get(_ANYWHERE, ())]
+        if tail:
+            for before, last in self._bad.get(tail[-1:], ()):
+                if tail[-len(before) :] == before:
+                    found.append(last)
+        return found
+
+    def _limit(self, mask: Mask, tail: Tail) -> None:
+        """Take out of a mask, in place, what the limits do not allow behind a tail."""
+        allowed = mask & self._allowed
+        if not allowed.any():
+            return
+        mask[:] = allowed
+        for token in self._completing(tail):
+            mask[token >> 5] &= ~np.uint32(1 << (token & 31))
+        if not mask.any():
+            mask[:] = allowed

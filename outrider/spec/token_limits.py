@@ -1,0 +1,49 @@
+"""Which token ids an answer may be made of (torch-free)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.errors import InvalidRequestError
+
+MAX_ALLOWED_IDS = 1 << 16
+MAX_BAD_WORDS = 256
+"""Sequences of ids that may not be completed."""
+MAX_BAD_WORD_TOKENS = 256
+"""Ids of one of them."""
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise InvalidRequestError(message, reason="INVALID_SAMPLING")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimits:
+    """Which ids may follow what was emitted, wherever that is: a function of the tokens alone.
+
+    Raises InvalidRequestError for limits that limit nothing and for those beyond the bounds.
+    """
+
+    allowed_ids: tuple[int, ...] = ()
+    """Only these are emitted; none of them: all are."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of ids, each of one at least, that are never emitted one behind the other."""
+
+    def __post_init__(self) -> None:
+        _require(
+            bool(self.allowed_ids or self.bad_words),
+            "token limits must have allowed ids or bad words",
+        )
+        _require(
+            len(self.allowed_ids) <= MAX_ALLOWED_IDS and min(self.allowed_ids, default=0) >= 0,
+            f"allowed_ids must be at most {MAX_ALLOWED_IDS} ids >= 0",
+        )
+        _require(
+            len(self.bad_words) <= MAX_BAD_WORDS,
+            f"bad_words must be at most {MAX_BAD_WORDS} sequences, got {len(self.bad_words)}",
+        )
+        _require(
+            all(0 < len(word) <= MAX_BAD_WORD_TOKENS and min(word) >= 0 for word in self.bad_words),
+            f"each of bad_words must be 1 to {MAX_BAD_WORD_TOKENS} ids >= 0",
+        )

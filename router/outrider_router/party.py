@@ -1,0 +1,49 @@
+"""Requests that come together: they are let into the queue together, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+
+from outrider.errors import OutriderError
+from outrider.transport.status import copy_of
+from outrider_router.waiting import Ticket
+
+
+class Party:
+    """The answers that one call asks for. Of one event loop."""
+
+    def __init__(self, size: int) -> None:
+        """`size`: of them."""
+        self._size = size
+        self._tickets: list[Ticket] = []
+        self._entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def decided(self) -> bool:
+        """Whether it was let in, or refused."""
+        return self._entered.done()
+
+    def join(self, ticket: Ticket) -> tuple[Ticket, ...]:
+        """One more is there; all of them once nobody is missing, until then none."""
+        self._tickets.append(ticket)
+        return tuple(self._tickets) if len(self._tickets) == self._size else ()
+
+    def let_in(self) -> None:
+        """All of them are in."""
+        if not self.decided:
+            self._entered.set_result(None)
+
+    def refuse(self, error: OutriderError) -> None:
+        """None of them gets in; nothing happens once that was decided."""
+        if not self.decided:
+            self._entered.set_exception(error)
+            # Perhaps nobody waits for it.
+            self._entered.exception()
+
+    async def wait(self) -> None:
+        """Wait until they are in. Raises why they are not."""
+        try:
+            # Whoever leaves does not take it from the others.
+            await asyncio.shield(self._entered)
+        except OutriderError as error:
+            raise copy_of(error) from None

@@ -1,0 +1,139 @@
+"""Allowed ids and bad words: masks of the definition, wherever a session is and whatever it has
+for a form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from outrider.errors import InvalidRequestError
+from outrider.grammar.constraint import mask_words
+from outrider.grammar.grammars import Grammars
+from outrider.grammar.id_constraint import IdConstraint
+from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.token_limits import MAX_ALLOWED_IDS, MAX_BAD_WORD_TOKENS, TokenLimits
+from outrider.spec.tree import ROOT, path
+from outrider.text.tokenizer import Tokenizer
+from tests.reference.grammar_oracle import ids_of
+
+VOCAB = 40
+IDS = st.integers(0, 5) | st.integers(30, VOCAB + 5)
+LIMITS = st.builds(
+    TokenLimits,
+    allowed_ids=st.lists(IDS, min_size=1, max_size=6).map(tuple),
+    bad_words=st.lists(st.lists(IDS, min_size=1, max_size=4).map(tuple), max_size=5).map(tuple),
+) | st.builds(
+    TokenLimits,
+    bad_words=st.lists(
+        st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), min_size=1, max_size=6
+    ).map(tuple),
+)
+
+
+def legal_by_hand(limits: TokenLimits, said: Sequence[int]) -> set[int]:
+    """The definition: allowed, and no bad word complete; allowed ids alone if nothing is left."""
+    allowed = {id_ for id_ in limits.allowed_ids or range(VOCAB) if id_ < VOCAB}
+    kept = {
+        id_
+        for id_ in allowed
+        if not any((*said, id_)[-len(word) :] == word for word in limits.bad_words)
+    }
+    # Where no id of the vocabulary is allowed there is nothing to limit.
+    return kept or allowed or set(range(VOCAB))
+
+
+@given(
+    limits=LIMITS,
+    output=st.lists(st.integers(0, 3), max_size=6),
+    tree=st.lists(st.tuples(st.integers(-1, VOCAB), st.integers(0, 20)), max_size=8),
+    steps=st.integers(1, 3),
+)
+def test_masks_of_a_tree_are_those_of_the_definition(
+    limits: TokenLimits, output: list[int], tree: list[tuple[int, int]], steps: int
+) -> None:
+    constraint = IdConstraint(limits, vocab_size=VOCAB)
+    tokens = np.array([token for token, _ in tree], dtype=np.int32)
+    parents = np.array([at % (n + 1) - 1 for n, (_, at) in enumerate(tree)], dtype=np.int32)
+    for seen in range(0, len(output) + 1, steps):
+        constraint.follow(np.array(output[:seen], dtype=np.int32))
+    constraint.follow(np.array(output, dtype=np.int32))
+    masks = constraint.masks(tokens, parents)
+    assert masks.shape == (1 + len(tree), mask_words(VOCAB)) and masks.dtype == np.uint32
+    paths = [[int(tokens[at]) for at in path(parents, n)] for n in range(ROOT, len(tree))]
+    for mask, alone, said in zip(masks, constraint.path_masks(paths), paths, strict=True):
+        wanted = legal_by_hand(limits, [*output, *said])
+        assert set(ids_of(mask, VOCAB)) == set(ids_of(alone, VOCAB)) == wanted
+
+
+@given(limits=LIMITS, output=st.lists(st.integers(0, 3), max_size=5), draft=st.lists(IDS))
+def test_a_draft_is_legal_up_to_the_first_id_that_is_not(
+    limits: TokenLimits, output: list[int], draft: list[int]
+) -> None:
+    constraint = IdConstraint(limits, vocab_size=VOCAB)
+    constraint.follow(np.array(output, dtype=np.int32))
+    count = constraint.legal_prefix(draft)
+    for index, id_ in enumerate(draft[:count]):
+        assert id_ in legal_by_hand(limits, [*output, *draft[:index]])
+    if count < len(draft) and all(id_ < VOCAB for id_ in limits.allowed_ids):
+        said = [*output, *draft[:count]]
+        bad = any((*said, draft[count])[-len(word) :] == word for word in limits.bad_words)
+        allowed = not limits.allowed_ids or draft[count] in limits.allowed_ids
+        assert bad or not allowed or draft[count] >= VOCAB
+
+
+def test_within_a_form_both_hold_and_where_nothing_is_left_the_form_does(
+    tiny_target: Path,
+) -> None:
+    vocab, stop = 384, 2
+    grammars = Grammars.load(tiny_target / "tokenizer.json", vocab_size=vocab)
+    assert grammars is not None
+    tokenizer = Tokenizer.load(tiny_target)
+    form = grammars.compile(StructuredOutput(StructuredKind.REGEX, "[ab]{2}c"))
+    a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc")
+
+    def legal(limits: TokenLimits, *said: int) -> NDArray[np.int64]:
+        constraint = IdConstraint(limits, vocab_size=vocab, form=form.begin([stop]))
+        constraint.follow(np.array(said, dtype=np.int32))
+        assert not constraint.failed
+        (mask,) = constraint.path_masks([()])
+        assert (constraint.masks(said_nothing, said_nothing)[0] == mask).all()
+        return np.array(sorted(ids_of(mask, vocab)))
+
+    said_nothing = np.empty(0, dtype=np.int32)
+    anything = set(legal(TokenLimits(bad_words=((7, 8, 9),))).tolist())
+    assert {a, b} <= anything
+    assert legal(TokenLimits(allowed_ids=(a, c))).tolist() == [a]
+    assert set(legal(TokenLimits(bad_words=((a,),))).tolist()) == anything - {a}
+    behind_a = set(legal(TokenLimits(bad_words=((7, 8, 9),)), a).tolist())
+    assert set(legal(TokenLimits(bad_words=((a, b),)), a).tolist()) == behind_a - {b}
+    # The form allows neither: it wins. So does the end, which is none of the allowed ids.
+    assert set(legal(TokenLimits(allowed_ids=(7,))).tolist()) == anything
+    assert legal(TokenLimits(allowed_ids=(a, c)), a, a, c).tolist() == [stop]
+    bound = IdConstraint(TokenLimits(bad_words=((b,),)), vocab_size=vocab, form=form.begin([stop]))
+    assert bound.legal_prefix([a, a, c]) == 3 and bound.legal_prefix([a, b, c]) == 1
+    bound.follow(np.array([c], dtype=np.int32))
+    assert "does not fit" in bound.failed
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"allowed_ids": (-1,)},
+        {"allowed_ids": tuple(range(MAX_ALLOWED_IDS + 1))},
+        {"bad_words": ((),)},
+        {"bad_words": ((3, -1),)},
+        {"bad_words": ((1,),) * 257},
+        {"bad_words": ((1,) * (MAX_BAD_WORD_TOKENS + 1),)},
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(limits: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        TokenLimits(**limits)  # type: ignore[arg-type]
+    assert refused.value.reason == "INVALID_SAMPLING"
