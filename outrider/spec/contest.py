@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from outrider.spec.evidence import Emitted, RoundTimes
+from outrider.spec.evidence import Emitted, RoundTimes, Seen
+from outrider.spec.winnings import Winnings
 
 BUDGET: Final = 0.005
 """Share of the time that probes may lose."""
@@ -79,34 +80,6 @@ class Reason(StrEnum):
 
 
 @dataclass(slots=True)
-class Seen:
-    """What sessions of one kind got in a round; sums over its rows."""
-
-    rows: int
-    tokens: float
-    squares: float
-    """Of each row's tokens."""
-    seconds: float
-    """Of each row since the one before it ended, what prompts took left out."""
-    sessions: int
-    """Of this kind, in this round or not."""
-    settled: bool = True
-    """Whether it says more of the mode than of the change to it."""
-    timed: bool = True
-    """Whether its seconds tell anything."""
-
-    @property
-    def rounds(self) -> float:
-        """Rounds of all sessions that this makes."""
-        return self.rows / max(1, self.sessions)
-
-    @property
-    def round_s(self) -> float:
-        """Seconds of a row."""
-        return self.seconds / self.rows
-
-
-@dataclass(slots=True)
 class _Probe:
     mode: Mode
     rounds_left: float
@@ -138,7 +111,9 @@ class Contest:
     _probe: _Probe | None = None
     _decided: bool = False
     _proven: bool = False
-    """Whether drafts were well ahead before they were left."""
+    """Whether drafts were well ahead once: so they are trusted for longer."""
+    _winnings: Winnings = field(default_factory=Winnings)
+    """For the texts of sessions that are alone."""
     _thought: float = math.nan
     """The gain that another load makes likely."""
     _thin: bool = False
@@ -158,6 +133,7 @@ class Contest:
         new._thought = other.believed * EASIER ** max(0, halvings)
         if halvings > 0 and new._thought > 1.0 and stood.mean > EASY_TOKENS:
             new.in_force = Mode.SPECULATE
+        new._winnings = Winnings.beside(other._winnings, plain=new.in_force is Mode.PLAIN)
         return new
 
     @property
@@ -203,17 +179,22 @@ class Contest:
         """Seconds of a round in the mode in force; nan: unknown."""
         return self._plain.mean_s if self.in_force is Mode.PLAIN else self._drafts.mean_s
 
-    def forgive(self) -> None:
-        """Another session begins, alone: drafts that were ahead before the last one had bad luck
-        with them get another chance."""
-        if self._proven and self.in_force is Mode.PLAIN and self._probe is None:
-            self.in_force, self._proven = Mode.SPECULATE, False
+    def begin_text(self) -> None:
+        """Another session begins, alone: if drafts have won more than they lost, it begins with
+        them and is judged by what its own text gives."""
+        if not self._winnings.spendable or self._probe is not None:
+            return
+        if self.in_force is Mode.SPECULATE:
+            self._begin_anew()
+        else:
+            self.in_force = Mode.SPECULATE
             self._forget_drafts()
 
     def renew(self) -> None:
         """Drafts are made another way from now on: whatever those before them gave, they get a
         chance."""
         self.in_force = Mode.SPECULATE
+        self._winnings.renew()
         self._forget_drafts()
 
     def observe(self, mode: Mode, seen: Seen) -> None:
@@ -235,10 +216,13 @@ class Contest:
             self._credit_s += (THIN_BUDGET if self._thin else BUDGET) * seen.rounds * usual_s
         if not seen.settled:
             # Coming back is part of what a probe costs.
-            self._credit_s -= max(0.0, self._lost_s(mode, seen))
+            lost_s = max(0.0, self._lost_s(mode, seen))
+            self._credit_s -= lost_s
+            self._winnings.add(-lost_s / self.plain_s)
             return
         if mode is Mode.PLAIN:
             self._note_plain(seen)
+            self._winnings.decoded_plainly(seen.rounds)
         else:
             self._note_drafts(seen)
             self._fall_behind(seen)
@@ -279,9 +263,10 @@ class Contest:
         took_s = self._drafts.clipped(seen.round_s) if seen.timed else self._drafts.mean_s
         if math.isnan(took_s):
             return
-        self._deficit += seen.rounds * (took_s / plain_s - seen.tokens / seen.rows)
+        lost = seen.rounds * (took_s / plain_s - seen.tokens / seen.rows)
+        self._winnings.add(-lost)
         # A stall may not weigh on all that follow it.
-        self._deficit = min(self._deficit, 2.0 * PROVEN_LIMIT)
+        self._deficit = min(self._deficit + lost, 2.0 * PROVEN_LIMIT)
         if self._deficit <= 0.0:
             self._begin_anew()
             return
@@ -346,6 +331,8 @@ class Contest:
             else:
                 self._note_drafts(seen)
                 self._behind.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
+                took_s = self._drafts.clipped(seen.round_s)
+                self._winnings.add(seen.rounds * (seen.tokens / seen.rows - took_s / usual_s))
         probe.first = probe.first and not seen.settled
         lost_rounds = probe.lost_s / usual_s
         broken = lost_rounds > LOSS_LIMIT or self._hopeless(probe)
@@ -380,8 +367,11 @@ class Contest:
             return
         self._decided = True
         needed = self._needed(self._behind_s)
+        # Now it is known what plain rounds take.
+        self._winnings.add(self._deficit - self._behind.rounds * (needed - self._behind.mean))
         if not broken and self._behind.short_of(needed, sure=CONFIRMED):
             self.in_force = Mode.PLAIN
+            self._winnings.gave_up(self._behind, needed)
             self._thin = not self._behind.short_of(needed, sure=SURE_LOSS)
             # The times when it was ahead are over.
             self._stood, self._drafts = self._behind, self._behind_s

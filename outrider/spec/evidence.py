@@ -32,6 +32,34 @@ SURE: Final = 1.5
 
 
 @dataclass(slots=True)
+class Seen:
+    """What sessions of one kind got in a round; sums over its rows."""
+
+    rows: int
+    tokens: float
+    squares: float
+    """Of each row's tokens."""
+    seconds: float
+    """Of each row since the one before it ended, what prompts took left out."""
+    sessions: int
+    """Of this kind, in this round or not."""
+    settled: bool = True
+    """Whether it says more of the mode than of the change to it."""
+    timed: bool = True
+    """Whether its seconds tell anything."""
+
+    @property
+    def rounds(self) -> float:
+        """Rounds of all sessions that this makes."""
+        return self.rows / max(1, self.sessions)
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of a row."""
+        return self.seconds / self.rows
+
+
+@dataclass(slots=True)
 class RoundTimes:
     """What the last `window` rounds took."""
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from outrider.spec.contest import Seen
-from outrider.spec.evidence import Emitted
+from outrider.spec.evidence import Emitted, Seen
 
 STALE: Final = 0.95
 STALE_DEVIATION: Final = 0.08

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from outrider.ids import DrafterId
-from outrider.spec.contest import Contest, Mode, Seen
+from outrider.spec.contest import Contest, Mode
 from outrider.spec.estimates import AcceptanceEstimate, ArrivalEstimate
+from outrider.spec.evidence import Seen
 from outrider.spec.look_ahead import LookAhead
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule

@@ -19,10 +19,11 @@ from typing import Final
 import numpy as np
 
 from outrider.ids import DrafterId
-from outrider.spec.contest import Contest, Mode, Reason, Seen
+from outrider.spec.contest import Contest, Mode, Reason
 from outrider.spec.costs import GAIN, CostTable
 from outrider.spec.draft_length import choose_length
 from outrider.spec.estimates import LEAST_ROUNDS, patience_s
+from outrider.spec.evidence import Seen
 from outrider.spec.look_ahead import LookAhead
 from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
@@ -99,7 +100,7 @@ class Policy:
             if self.pauses(session):
                 self.turn(session, paused=True)
         elif known.sessions == 1 and known.contests:
-            self._contest(known).forgive()
+            self._contest(known).begin_text()
         self.changed = self._automatic
 
     def leave(self, session: Session) -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec.contest import Contest, Mode, Reason, Seen
+from outrider.spec.contest import Contest, Mode, Reason
+from outrider.spec.evidence import Seen
 from tests.grids import thorough
 
 PLAIN_S = 0.001
@@ -259,14 +260,43 @@ def test_a_session_that_ended_speculation_does_not_speak_for_the_next_one() -> N
     world, contest = World(1.5, 0.8), told()
     for _ in range(200):
         world.round(contest)
-    world.rate = 0.0
-    assert _rounds_until(contest, world, Mode.PLAIN) < 120
-    contest.forgive()
-    assert contest.mode is Mode.SPECULATE
-    # The one after it finds drafts that do not stand either, and sooner; now it is no bad luck.
-    assert _rounds_until(contest, world, Mode.PLAIN) < 30
-    contest.forgive()
+    world.rate, left = 0.0, world.drafted
+    for _ in range(12):
+        contest.begin_text()
+        for _ in range(110):
+            world.round(contest)
+    # What was won is spent on the next texts, and not on all that follow.
+    assert 20 < world.drafted - left < 200
+    contest.begin_text()
     assert contest.mode is Mode.PLAIN
+
+
+@pytest.mark.parametrize("seed", [*range(4), *map(thorough, range(4, 12))])
+def test_texts_that_are_bad_for_drafts_are_left_and_the_others_are_not(seed: int) -> None:
+    world, contest = World(1.75, 0.0, seed=seed), told()
+    drafted = {rate: 0 for rate in (0.1, 0.8)}
+    for text in range(60):
+        world.rate = 0.8 if text % 3 == 0 else 0.1
+        before = world.drafted
+        contest.begin_text()
+        for _ in range(110):
+            world.round(contest)
+        drafted[world.rate] += (text >= 6) * (world.drafted - before)
+    assert drafted[0.8] > 0.7 * 18 * 110
+    assert drafted[0.1] < 0.4 * 36 * 110
+    # Plain decoding is 1.0, drafts always .63 x 2 / 3 + 1.92 / 3 = 1.06.
+    assert world.over_plain > 1.1
+
+
+@pytest.mark.parametrize("cost", [1.3, 1.75, 4.0])
+@pytest.mark.parametrize("length", [3, 30, 300])
+def test_however_many_texts_begin_hopeless_drafts_cost_little(cost: float, length: int) -> None:
+    world, contest = World(cost, 0.0), told()
+    for _ in range(6000 // length):
+        contest.begin_text()
+        for _ in range(length):
+            world.round(contest)
+    assert world.over_plain >= 0.97
 
 
 def test_observations_without_time_are_ignored() -> None:

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from outrider.spec.contest import Contest, Mode, Seen
+from outrider.spec.contest import Contest, Mode
+from outrider.spec.evidence import Seen
 from outrider.spec.look_ahead import LookAhead
 
 LOCKSTEP_S = 0.007

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from outrider.spec.contest import Seen
+from outrider.spec.evidence import Seen
 from outrider.spec.stale import LEAST_DEVIATION, STALE, STALE_DEVIATION, StaleShare
 
 TRIAL, BETWEEN = 8, 40

@@ -125,6 +125,25 @@ def test_nor_are_they_one_to_keep_it() -> None:
     assert world.looked < 0.05
 
 
+@pytest.mark.parametrize(
+    ("tokens", "texts", "drift"),
+    # The first differs most; the others lie between it and texts that are alike.
+    [(2.2, 0.8, 0.4), *(thorough(*w) for w in ((1.6, 0.8, 0.4), (2.2, 0.5, 0.4), (1.6, 0.5, 0.0)))],
+)
+def test_nor_are_they_one_to_leave_speculation(tokens: float, texts: float, drift: float) -> None:
+    world = found(LARGE, Ahead(hits=0.2, late=2.5), 1, tokens, texts=texts, drift=drift)
+    assert world.lockstep > 1.15
+    assert world.planned >= 0.965 * world.lockstep
+    assert world.paused < 0.6
+
+
+def test_where_many_texts_are_bad_the_others_pay() -> None:
+    world = found(LARGE, Ahead(hits=0.2, late=2.5), 1, 1.1, texts=0.8, drift=0.4)
+    assert world.lockstep < 1.07
+    assert world.planned > 1.05
+    assert world.looked < 0.05
+
+
 def test_a_service_of_twelve_answers_loses_little_by_finding_out() -> None:
     world = found(LARGE, Ahead(hits=0.7), 1, 2.2, texts=0.5, waves=12)
     assert world.planned >= 0.97 * world.ahead
