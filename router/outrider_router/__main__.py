@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.config import parse_config
@@ -25,6 +26,7 @@ from outrider.spans import add_tracing_flags, exporting
 from outrider_router.config import RouterConfig
 
 if TYPE_CHECKING:
+    from outrider.text.tokenizer import Tokenizer
     from outrider_router.http import HttpServer
     from outrider_router.service import RouterService
 
@@ -114,19 +116,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
-    from outrider.models import resolve
-    from outrider.text.tokenizer import Tokenizer
     from outrider.transport.grpc import GrpcDialer
     from outrider_router.exporting import export_state
     from outrider_router.metrics import RouterMetrics
     from outrider_router.ports import client_server, pool_server, serve_router_metrics
     from outrider_router.service import RouterService
 
-    # A folder that holds no more than a tokenizer is enough for a router.
-    path = config.model
-    if not path.is_dir():
-        path = await asyncio.to_thread(resolve, str(config.model))
-    tokenizer = await asyncio.to_thread(Tokenizer.load, path)
+    tokenizer = await asyncio.to_thread(_tokenizer_of, config.model)
     dialer = GrpcDialer(tls=config.tls)
     metrics = RouterMetrics()
     service = RouterService(
@@ -164,6 +160,14 @@ async def serve(config: RouterConfig) -> None:
             await http.stop()
         await server.stop(1.0)
         await dialer.close()
+
+
+def _tokenizer_of(model: Path) -> Tokenizer:
+    from outrider.models import resolve
+    from outrider.text.tokenizer import Tokenizer
+
+    # A folder that holds no more than a tokenizer is enough for a router.
+    return Tokenizer.load(model if model.is_dir() else resolve(str(model)))
 
 
 def _told_to_stop() -> asyncio.Event:

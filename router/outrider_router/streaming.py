@@ -109,6 +109,37 @@ class Feed:
             await waiter
 
 
+class _News:
+    """What one message brought all its sessions together."""
+
+    __slots__ = ("_now", "gaps", "logged", "readers", "waits")
+
+    def __init__(self, now: float) -> None:
+        self._now = now
+        self.readers: list[Feed] = []
+        self.waits: list[float] = []
+        """Seconds to first tokens."""
+        self.gaps: list[float] = []
+        """Seconds between tokens, the mean of each row."""
+        self.logged: list[Row] = []
+
+    def add(self, feed: Feed, tokens: list[int], told: list[TokenLogprobs]) -> None:
+        """Append a row's ids to its entry, and wake the reader of the first one."""
+        entry, now = feed.entry, self._now
+        if entry.number:
+            self.logged.append(Row(entry.number, len(entry.emitted), tokens, told))
+        entry.emitted += tokens
+        entry.logprobs += told
+        if entry.first_token is None:
+            entry.first_token = now
+            self.waits.append(now - entry.started)
+            entry.span.event("first_token")
+            feed.wake()
+        else:
+            self.gaps.append((now - entry.last_token) / len(tokens))
+        entry.last_token = now
+
+
 class EventSink:
     """Takes the events of one verifier to the feeds of its sessions."""
 
@@ -135,16 +166,11 @@ class EventSink:
         """Append each row to its session's feed and wake its reader: at once for a first token and
         for an end, otherwise at the pacer's pace. A row without the log-probabilities that its
         request wants becomes a malformed one."""
-        now = self._clock()
         self._on_events()
         self._metrics.add_events(events)
-        tokens = events.tokens.tolist()
-        woken: list[Feed] = []
-        waits: list[float] = []
-        gaps: list[float] = []
-        logged: list[Row] = []
-        counts = events.counts.tolist()
-        start = 0
+        news = _News(self._clock())
+        tokens, counts = events.tokens.tolist(), events.counts.tolist()
+        end = 0
         for row, (handle, count, round_id, reason, flags, proposed, accepted, told) in enumerate(
             zip(
                 events.handles.tolist(),
@@ -158,46 +184,31 @@ class EventSink:
                 strict=True,
             )
         ):
-            end = start + count
+            start, end = end, end + count
             feed = feeds.get(handle)
             if feed is None or reason == MALFORMED_ROW:
-                start = end
                 continue
             entry = feed.entry
             if (told or entry.top_logprobs is not None) and not entry.fits(told, count):
                 events.finish_reasons[row] = MALFORMED_ROW
-                start = end
                 continue
             if count:
-                if entry.number:
-                    new = Row(entry.number, len(entry.emitted), tokens[start:end], told)
-                    logged.append(new)
-                entry.emitted += tokens[start:end]
-                entry.logprobs += told
+                news.add(feed, tokens[start:end], told)
                 if round_id:
                     entry.tally.add_round(
                         emitted=count, flags=flags, proposed=proposed, accepted=accepted
                     )
-                if entry.first_token is None:
-                    entry.first_token = now
-                    waits.append(now - entry.started)
-                    entry.span.event("first_token")
-                    feed.wake()
-                else:
-                    gaps.append((now - entry.last_token) / count)
-                entry.last_token = now
             if bool(flags & DRAFTER_ATTACHED) is not entry.drafter_attached:
                 self._note_drafter(entry)
             if (ended := REASONS[reason]) is not None:
                 feed.finish(ended)
-            woken.append(feed)
-            start = end
+            news.readers.append(feed)
         # Readers that were woken above run later.
-        if logged:
-            self._on_emitted(logged)
-        self._pacer.wake(woken)
-        self._metrics.time_to_first_token.observe(*waits)
-        self._metrics.inter_token_latency.observe(*gaps)
+        if news.logged:
+            self._on_emitted(news.logged)
+        self._pacer.wake(news.readers)
+        self._metrics.time_to_first_token.observe(*news.waits)
+        self._metrics.inter_token_latency.observe(*news.gaps)
 
     def _note_drafter(self, entry: Entry) -> None:
         entry.drafter_attached = not entry.drafter_attached

@@ -13,7 +13,7 @@ from typing import Final
 
 LEAST: Final = 4
 """Fewer sessions than this always share: there is no table that fine."""
-GAIN: Final = 0.95
+MARGIN: Final = 0.95
 """How much shorter the other way must be to change to it."""
 
 
@@ -40,7 +40,7 @@ class Halves:
         shared_s = whole_s + answer_s
         turns_s = max(2.0 * half_s, half_s + answer_s)
         if self.in_force:
-            self.in_force = turns_s * GAIN < shared_s
+            self.in_force = turns_s * MARGIN < shared_s
         else:
-            self.in_force = turns_s < GAIN * shared_s
+            self.in_force = turns_s < MARGIN * shared_s
         return half if self.in_force else None

@@ -2,8 +2,8 @@
 
 What is decided is in `preemption`; here it is found out and done, between rounds. A preempted
 session keeps all but its K/V: tokens, digest, handle, its drafter, the proposals that are held for
-it, its features. What a runner keeps of it besides (stream keys, counts of tokens, an own draft;
-some day the state of a grammar) is for `RoundRunner.suspend` and `resume` to save and bring back.
+it, its features, the state of its form. What a runner keeps of it besides (stream keys, counts of
+tokens, an own draft) is for `RoundRunner.suspend` and `resume` to save and bring back.
 """
 
 from __future__ import annotations

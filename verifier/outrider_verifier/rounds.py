@@ -76,13 +76,13 @@ class Rounds:
         self._rows = RowStates(core, engine)
         self._ended_at = 0.0
         """When the last round's outcome was there, on the clock of `time.perf_counter`."""
+        self._idle_since = 0.0
+        """The same on the clock of `plan`."""
         self._forward_s = 0.0
         """What a round takes of late; 0: not known."""
         self._halves = Halves(engine.verify_s)
         self._half: int | None = None
         """Rows of a half, by the last plan; None: all sessions share a round."""
-        self._idle_since = 0.0
-        """The same on the clock of `plan`."""
         self.flush: Callable[[], bool] = lambda: False
         """Called when the verdicts of a round are posted, before anything that can follow them;
         whether another thread has them now."""

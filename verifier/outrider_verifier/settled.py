@@ -25,7 +25,7 @@ _NOBODY: Final = Told.present([], [])
 
 @dataclass(slots=True, eq=False)
 class Settled:
-    """A row whose tokens are committed and whose drafter is told; the rest is to be done."""
+    """A row whose tokens are committed; its statistics and its event are still to come."""
 
     session: Session
     result: RowOutcome
