@@ -11,7 +11,7 @@ from outrider_router.party import Party
 from outrider_router.tenants import TenantLimits
 from outrider_router.waiting import Ticket
 
-from outrider.errors import CancelledRequestError, OutriderError, ResourceExhaustedError
+from outrider.errors import CancelledRequestError, OutriderError
 from outrider.ids import RequestId
 from tests.unit.router.helpers import ticket
 from tests.unit.router.test_admission_queue import Bench, bench
@@ -144,8 +144,17 @@ async def test_a_party_of_one_verifiers_places_is_served_one_after_the_other() -
     tasks = await together(made, [ticket(n) for n in range(3)])
     for task in tasks:
         made.end(await asyncio.wait_for(task, 30.0), 1)
-    with pytest.raises(ResourceExhaustedError):
-        party = Party(1)
-        party.refuse(ResourceExhaustedError("no", reason="QUEUE_FULL"))
-        party.let_in()
-        await party.wait()
+    assert_nobody(made)
+
+
+async def test_all_of_a_party_go_on_in_the_order_in_which_they_came() -> None:
+    made, order = bench(), list[int]()
+    made.look()
+    party = Party(4)
+
+    async def come(number: int) -> None:
+        await made.queue.acquire(ticket(number), party)
+        order.append(number)
+
+    await asyncio.gather(*map(come, range(4)))
+    assert order == [0, 1, 2, 3]
