@@ -19,9 +19,9 @@ from tests.unit.router.test_admission_queue import Bench, bench
 Tasks = list[asyncio.Task[Lease]]
 
 
-async def together(made: Bench, tickets: Sequence[Ticket], *, size: int | None = None) -> Tasks:
+async def together(made: Bench, tickets: Sequence[Ticket]) -> Tasks:
     """Requests of one party, which wait by now, have places, or were refused."""
-    party = Party(size or len(tickets))
+    party = Party(len(tickets))
     tasks = [asyncio.create_task(made.queue.acquire(each, party)) for each in tickets]
     for _ in range(5):
         await asyncio.sleep(0)
@@ -110,13 +110,16 @@ async def test_nobody_makes_way_for_a_party_that_is_refused() -> None:
 
 
 async def test_one_that_is_ended_while_others_are_awaited_ends_them_all() -> None:
-    made = bench()
+    made, party = bench(), Party(3)
     made.look()
-    tasks = await together(made, [ticket(0), ticket(1)], size=3)
+    tasks = [asyncio.create_task(made.queue.acquire(ticket(n), party)) for n in range(2)]
+    await asyncio.sleep(0)
     assert not any(task.done() for task in tasks) and made.queue.guests == 0
     made.queue.fail(RequestId("r0"), CancelledRequestError("it was aborted", reason="ABORTED"))
+    # The last one comes too late for anything.
+    tasks.append(asyncio.create_task(made.queue.acquire(ticket(2), party)))
     await asyncio.wait(tasks, timeout=30.0)
-    assert reasons(tasks) == ["ABORTED"] * 2
+    assert reasons(tasks) == ["ABORTED"] * 3
     assert_nobody(made)
 
 
