@@ -105,7 +105,7 @@ class AdmissionQueue:
         guest = self._guests.get(ticket.request_id)
         if guest is not None:
             self._line_up([self._enter_again(guest, ticket)])
-        elif party is None or party.decided:
+        elif party is None or party.inside:
             self._line_up(self._enter((ticket,)))
         else:
             await self._come_with(party, ticket)

@@ -16,26 +16,28 @@ class Party:
         """`size`: of them."""
         self._size = size
         self._tickets: list[Ticket] = []
-        self._entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def decided(self) -> bool:
-        """Whether it was let in, or refused."""
-        return self._entered.done()
+        self._loop = asyncio.get_running_loop()
+        self._entered: asyncio.Future[None] = self._loop.create_future()
+        self.inside = self.refused = False
+        """What was decided, if anything was."""
 
     def join(self, ticket: Ticket) -> tuple[Ticket, ...]:
-        """One more is there; all of them once nobody is missing, until then none."""
+        """One more is there; all of them once nobody is missing, until then none. None of a party
+        that was refused."""
         self._tickets.append(ticket)
-        return tuple(self._tickets) if len(self._tickets) == self._size else ()
+        complete = len(self._tickets) == self._size and not self.refused
+        return tuple(self._tickets) if complete else ()
 
     def let_in(self) -> None:
         """All of them are in."""
-        if not self.decided:
-            self._entered.set_result(None)
+        self.inside = True
+        # The last one waits like the others: they go on in the order in which they came.
+        self._loop.call_soon(self._entered.set_result, None)
 
     def refuse(self, error: OutriderError) -> None:
         """None of them gets in; nothing happens once that was decided."""
-        if not self.decided:
+        if not self.inside and not self.refused:
+            self.refused = True
             self._entered.set_exception(error)
             # Perhaps nobody waits for it.
             self._entered.exception()

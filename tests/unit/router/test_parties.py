@@ -11,7 +11,7 @@ from outrider_router.party import Party
 from outrider_router.tenants import TenantLimits
 from outrider_router.waiting import Ticket
 
-from outrider.errors import CancelledRequestError, OutriderError, ResourceExhaustedError
+from outrider.errors import CancelledRequestError, OutriderError
 from outrider.ids import RequestId
 from tests.unit.router.helpers import ticket
 from tests.unit.router.test_admission_queue import Bench, bench
@@ -19,9 +19,9 @@ from tests.unit.router.test_admission_queue import Bench, bench
 Tasks = list[asyncio.Task[Lease]]
 
 
-async def together(made: Bench, tickets: Sequence[Ticket], *, size: int | None = None) -> Tasks:
+async def together(made: Bench, tickets: Sequence[Ticket]) -> Tasks:
     """Requests of one party, which wait by now, have places, or were refused."""
-    party = Party(size or len(tickets))
+    party = Party(len(tickets))
     tasks = [asyncio.create_task(made.queue.acquire(each, party)) for each in tickets]
     for _ in range(5):
         await asyncio.sleep(0)
@@ -110,13 +110,16 @@ async def test_nobody_makes_way_for_a_party_that_is_refused() -> None:
 
 
 async def test_one_that_is_ended_while_others_are_awaited_ends_them_all() -> None:
-    made = bench()
+    made, party = bench(), Party(3)
     made.look()
-    tasks = await together(made, [ticket(0), ticket(1)], size=3)
+    tasks = [asyncio.create_task(made.queue.acquire(ticket(n), party)) for n in range(2)]
+    await asyncio.sleep(0)
     assert not any(task.done() for task in tasks) and made.queue.guests == 0
     made.queue.fail(RequestId("r0"), CancelledRequestError("it was aborted", reason="ABORTED"))
+    # The last one comes too late for anything.
+    tasks.append(asyncio.create_task(made.queue.acquire(ticket(2), party)))
     await asyncio.wait(tasks, timeout=30.0)
-    assert reasons(tasks) == ["ABORTED"] * 2
+    assert reasons(tasks) == ["ABORTED"] * 3
     assert_nobody(made)
 
 
@@ -144,8 +147,17 @@ async def test_a_party_of_one_verifiers_places_is_served_one_after_the_other() -
     tasks = await together(made, [ticket(n) for n in range(3)])
     for task in tasks:
         made.end(await asyncio.wait_for(task, 30.0), 1)
-    with pytest.raises(ResourceExhaustedError):
-        party = Party(1)
-        party.refuse(ResourceExhaustedError("no", reason="QUEUE_FULL"))
-        party.let_in()
-        await party.wait()
+    assert_nobody(made)
+
+
+async def test_all_of_a_party_go_on_in_the_order_in_which_they_came() -> None:
+    made, order = bench(), list[int]()
+    made.look()
+    party = Party(4)
+
+    async def come(number: int) -> None:
+        await made.queue.acquire(ticket(number), party)
+        order.append(number)
+
+    await asyncio.gather(*map(come, range(4)))
+    assert order == [0, 1, 2, 3]

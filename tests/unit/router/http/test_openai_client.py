@@ -122,8 +122,8 @@ async def test_errors_are_the_classes_that_its_users_catch(router: RouterService
         assert long.value.code == "context_length_exceeded"
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="gpt-4o", prompt="a")
-        with pytest.raises(openai.BadRequestError, match="echo is not supported"):
-            await client.completions.create(model="fake", prompt="a", echo=True)
+        with pytest.raises(openai.BadRequestError, match="suffix is not supported"):
+            await client.completions.create(model="fake", prompt="a", suffix="b")
 
 
 async def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
