@@ -230,7 +230,7 @@ class Policy:
         )
         mark = Mark(now, self._loads.prompts_s, self._loads.alone_s)
         touched: list[Tally] = []
-        for row in observe_plain(decoded, mark, touched):
+        for row in observe_plain(decoded, mark, touched, drafts=nodes > 0):
             self._observe_row(row, mark, touched)
         if own:
             self._own.observe(own, seconds if len(own) == len(decoded) else None, pieces, now)
@@ -304,7 +304,7 @@ class Policy:
             if known.look is not None and (contest.mode, contest.in_force) != (before, was):
                 known.look.follow(contest, was, self._loads.load)
             self.changed = self.changed or contest.mode is not before
-        known.review += 1
+        known.review += tally.mode is Mode.SPECULATE
         if known.review >= REVIEW_ROUNDS and known.kind.top_k == 1:
             known.review = 0
             known.share()
