@@ -20,7 +20,8 @@ def choose_length(
     step_s: float = 0.0,
     present: int = 0,
 ) -> int:
-    """The length of a session's draft, 0 .. len(reached), with the most tokens per second.
+    """The length of a session's draft, 1 .. len(reached), with the most tokens per second. Whether
+    to draft at all is for the contest: what any draft costs speaks for a long one, not for none.
 
     reached: P(the token of depth d stands), by depth. seconds: what a round takes by the length of
     its drafts, float64 [n] -> [n]; a nan says that it is not known, and then the longest draft
@@ -29,12 +30,12 @@ def choose_length(
     unless another one is clearly better.
     """
     longest = len(reached)
-    lengths = np.arange(longest + 1, dtype=np.float64)
-    times = seconds(lengths) + step_s * lengths + extra_s * (lengths > 0)
+    lengths = np.arange(1, longest + 1, dtype=np.float64)
+    times = seconds(lengths) + step_s * lengths + extra_s
     if not np.isfinite(times).all() or not (times > 0.0).all():
         return longest
-    rates = (1.0 + np.concatenate(([0.0], np.cumsum(reached)))) / times
-    best = int(np.argmax(rates))
-    if 0 <= present <= longest and rates[best] < (1.0 + HYSTERESIS) * rates[present]:
+    rates = (1.0 + np.cumsum(reached)) / times
+    best = int(np.argmax(rates)) + 1
+    if 1 <= present <= longest and rates[best - 1] < (1.0 + HYSTERESIS) * rates[present - 1]:
         return present
     return best

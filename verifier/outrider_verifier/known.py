@@ -136,7 +136,7 @@ class Known:
     judged: dict[tuple[int, int], int] = field(default_factory=dict)
     """Rounds by (levels of the draft, levels that stood) since the last review."""
     review: int = 0
-    """Rounds since then."""
+    """Rounds with drafts since then."""
     starved: int = 0
     """Rounds in a row whose times told nothing."""
     tallies: tuple[Tally, ...] = ()

@@ -138,8 +138,13 @@ class Policy:
         return not self._automatic or (look is not None and look.ahead(self._loads.load))
 
     def limit(self, session: Session) -> int:
-        """Draft levels of the session that are worth verifying."""
-        return NO_LIMIT if session.pace is None else session.pace.known.limit
+        """Draft levels of the session that are worth verifying.
+
+        What is drafted ahead is for outcomes of whole drafts: of one that was cut, those that end
+        at the cut are none of them, so every cut would be a miss.
+        """
+        pace = session.pace
+        return NO_LIMIT if pace is None or self.looks_ahead(session) else pace.known.limit
 
     def turn(self, session: Session, *, paused: bool) -> None:
         """The session pauses or resumes speculation with its next round."""
@@ -225,7 +230,7 @@ class Policy:
         )
         mark = Mark(now, self._loads.prompts_s, self._loads.alone_s)
         touched: list[Tally] = []
-        for row in observe_plain(decoded, mark, touched):
+        for row in observe_plain(decoded, mark, touched, drafts=nodes > 0):
             self._observe_row(row, mark, touched)
         if own:
             self._own.observe(own, seconds if len(own) == len(decoded) else None, pieces, now)
@@ -299,7 +304,7 @@ class Policy:
             if known.look is not None and (contest.mode, contest.in_force) != (before, was):
                 known.look.follow(contest, was, self._loads.load)
             self.changed = self.changed or contest.mode is not before
-        known.review += 1
+        known.review += tally.mode is Mode.SPECULATE
         if known.review >= REVIEW_ROUNDS and known.kind.top_k == 1:
             known.review = 0
             known.share()
@@ -321,7 +326,7 @@ class Policy:
         return tried or look.trying(load)
 
     def _length(self, known: Known) -> int:
-        """The length of a chain; at least 1, for whether to draft at all is for the contest."""
+        """The length of a chain; whether to draft at all is for the contest."""
         rows, longest = 1 << self._loads.load, known.kind.draft_tokens
         length = choose_length(
             known.acceptance.reached(longest),
@@ -329,7 +334,7 @@ class Policy:
             extra_s=known.waits_s + self._host_s,
             present=min(known.limit, longest),
         )
-        return NO_LIMIT if length >= longest else max(1, length)
+        return NO_LIMIT if length >= longest else length
 
     # ---- reports -------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from outrider_verifier.inbox import Held
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.policy import Policy
 from outrider_verifier.runner import RowOutcome
-from outrider_verifier.sessions import Session
+from outrider_verifier.sessions import NO_LIMIT, Session
 from outrider_verifier.settled import Settled
 
 from outrider.engine.acceptance import Acceptance
@@ -97,6 +97,16 @@ def test_a_plan_of_lock_step_is_never_overruled() -> None:
     session = _session(policy, look_ahead=0)
     assert not session.ahead
     assert not policy.looks_ahead(session)
+
+
+def test_drafts_that_were_branched_from_are_not_shortened() -> None:
+    # Outcomes of a draft that was cut end where it was cut: none of those that were drafted for.
+    for shares_cores, limit in ((False, NO_LIMIT), (True, 2)):
+        policy = Policy(automatic=True, ceiling_s=0.04, shares_cores=shares_cores)
+        session = _session(policy)
+        assert session.pace is not None
+        session.pace.known.limit = 2
+        assert policy.limit(session) == limit
 
 
 def test_a_hit_shows_that_the_drafter_follows_and_is_no_early_arrival() -> None:

@@ -325,7 +325,7 @@ def test_paused_sessions_are_observed_together_as_one_by_one() -> None:
             touched: list[Tally] = []
             others = rows
             if policy is together:
-                others = observe_plain(rows, mark, touched)
+                others = observe_plain(rows, mark, touched, drafts=True)
                 assert len(others) == (4, 3, 1, 1)[number]
             for row in others:
                 policy._observe_row(row, mark, touched)
