@@ -166,7 +166,9 @@ def _share(answers: Sequence[Answer]) -> float | None:
 
 
 def _ahead(answers: Sequence[Answer]) -> dict[str, float | None]:
-    """Of rounds that looked ahead: the share of hits, and what hits emit over what others do."""
+    """Rounds that looked ahead, of all; of these the share of hits, and what hits emit over what
+    others do."""
+    every = sum(answer.rounds for answer in answers)
     rounds, hits, accepted, fresh, fresh_accepted = (
         sum(getattr(answer, name) for answer in answers)
         for name in (
@@ -177,6 +179,7 @@ def _ahead(answers: Sequence[Answer]) -> dict[str, float | None]:
     both = hits and fresh
     ratio = (1.0 + accepted / hits) / (1.0 + fresh_accepted / fresh) if both else None
     return {
+        "look_ahead_share": rounded(rounds / every if every else None, 4),
         "hit_rate": rounded(hits / rounds if rounds else None, 4),
         "hit_over_fresh": rounded(ratio, 4),
     }

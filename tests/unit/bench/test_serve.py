@@ -100,6 +100,11 @@ class TestWave:
         # From when it was due, not from when a late client sent it.
         assert figures["ttft_ms"] == {"p50": 2000.0, "p90": 2800.0, "p99": 2980.0}
 
+    def test_rounds_that_looked_ahead_are_a_share_of_all_and_hits_one_of_them(self) -> None:
+        ahead = replace(answer(0, 1, 5), look_ahead_rounds=2, hit_rounds=1)
+        figures = Wave((ahead, answer(0, 1, 5)), 2).figures()
+        assert (figures["look_ahead_share"], figures["hit_rate"]) == (0.25, 0.5)
+
     def test_a_wave_without_tokens_has_no_figures(self) -> None:
         figures = Wave((Answer(due=0, opened=0, code="INTERNAL"),), 1).figures()
         assert figures["tokens_per_s"] is None
