@@ -19,6 +19,7 @@ from outrider.client.local import (
     SHARED_MEMORY_FRACTION,
     LocalConfig,
 )
+from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import Role
 
@@ -52,8 +53,9 @@ def count_gpus() -> int:
 def places(config: LocalConfig, gpus: int) -> tuple[list[Place], list[Place]]:
     """The verifiers and the drafters of a machine with so many GPUs.
 
-    GPUs are given out in turn, to the verifiers first; those on the same one share its memory, and
-    leave some to a drafter that is there, too.
+    GPUs are given out in turn, to the verifiers first; one leaves memory to a drafter that is on
+    its GPU. Verifiers on the same one each see what the others hold as taken, so that none could
+    tell what is its own: InvalidRequestError unless they are told how much K/V to hold.
     """
     drafters = config.drafters if config.drafter_methods else 0
     cuda = [f"{CUDA}:{i % gpus}" for i in range(config.verifiers + drafters)] if gpus else []
@@ -62,10 +64,15 @@ def places(config: LocalConfig, gpus: int) -> tuple[list[Place], list[Place]]:
     if config.device != CPU and not config.drafter_device:
         drafting = cuda[config.verifiers :]
 
+    if config.kv_tokens is None and config.device != CPU and config.verifiers > gpus:
+        raise InvalidRequestError(
+            f"{config.verifiers} verifiers on {gpus} GPUs: give --kv-tokens, what each is to hold, "
+            "or at most as many verifiers as GPUs",
+            reason="TOO_FEW_GPUS",
+        )
+
     def share(device: str) -> float | None:
-        sharers = verifying.count(device)
-        alone = sharers == 1 and device not in drafting
-        return None if device == CPU or alone else round(SHARED_MEMORY_FRACTION / sharers, 3)
+        return SHARED_MEMORY_FRACTION if device != CPU and device in drafting else None
 
     return (
         [Place(f"verifier-{i}", device, share(device)) for i, device in enumerate(verifying)],

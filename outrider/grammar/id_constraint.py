@@ -6,7 +6,6 @@ N nodes of a tree, P paths, W words of a mask (`outrider.grammar.constraint`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,6 @@ from outrider.spec.tree import ROOT
 
 Tail = tuple[int, ...]
 """The newest ids of an output, as many as decide what may follow."""
-_ANYWHERE: Final[Tail] = ()
 
 
 class IdConstraint:
@@ -37,13 +35,14 @@ class IdConstraint:
         if not len(allowed):
             allowed = np.arange(vocab_size)
         self._allowed = mask_of(allowed[allowed < vocab_size], mask_words(vocab_size))
-        self._bad: dict[Tail, list[tuple[Tail, int]]] = {}
-        """Bad words as (what comes before, last id), by the last of what comes before."""
+        self._bad: dict[Tail, list[int]] = {}
+        """The last ids of bad words, by what comes before them."""
         for word in limits.bad_words:
             if max(word) < vocab_size:
-                before = word[:-1]
-                self._bad.setdefault(before[-1:], []).append((before, word[-1]))
-        self._reach = max((len(word) - 1 for word in limits.bad_words), default=0)
+                self._bad.setdefault(word[:-1], []).append(word[-1])
+        self._sizes = sorted({len(before) for before in self._bad})
+        """Ids before the last one of bad words."""
+        self._reach = self._sizes[-1] if self._sizes else 0
         """Ids of a tail."""
         self._tail: Tail = ()
 
@@ -100,11 +99,11 @@ class IdConstraint:
 
     def _completing(self, tail: Tail) -> list[int]:
         """Ids that would complete a bad word behind a tail."""
-        found = [last for _, last in self._bad.get(_ANYWHERE, ())]
-        if tail:
-            for before, last in self._bad.get(tail[-1:], ()):
-                if tail[-len(before) :] == before:
-                    found.append(last)
+        found: list[int] = []
+        for size in self._sizes:
+            if size > len(tail):
+                break
+            found += self._bad.get(tail[len(tail) - size :], ())
         return found
 
     def _limit(self, mask: Mask, tail: Tail) -> None:

@@ -218,7 +218,7 @@ class Contest:
             # Coming back is part of what a probe costs.
             lost_s = max(0.0, self._lost_s(mode, seen))
             self._credit_s -= lost_s
-            self._winnings.add(-lost_s / self.plain_s)
+            self._win(-lost_s, seen)
             return
         if mode is Mode.PLAIN:
             self._note_plain(seen)
@@ -264,7 +264,7 @@ class Contest:
         if math.isnan(took_s):
             return
         lost = seen.rounds * (took_s / plain_s - seen.tokens / seen.rows)
-        self._winnings.add(-lost)
+        self._win(-lost * plain_s, seen)
         # A stall may not weigh on all that follow it.
         self._deficit = min(self._deficit + lost, 2.0 * PROVEN_LIMIT)
         if self._deficit <= 0.0:
@@ -273,6 +273,12 @@ class Contest:
         limit = PROVEN_LIMIT if self._proven or self.gain > 1.0 else LIMIT
         if self._deficit > limit and rounds > LEAST_ROUNDS and self._loses():
             self._doubt()
+
+    def _win(self, seconds: float, seen: Seen) -> None:
+        """Speculation has won so much time in a round, negative: lost; a stall says nothing of it,
+        noticed as one or not."""
+        if seen.timed and self.plain_s > 0.0:
+            self._winnings.add(max(seconds / self.plain_s, -LOSS_LIMIT * seen.rounds))
 
     def _loses(self) -> bool:
         """Whether drafts since they were last ahead emit too few tokens for their time."""
@@ -332,7 +338,7 @@ class Contest:
                 self._note_drafts(seen)
                 self._behind.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
                 took_s = self._drafts.clipped(seen.round_s)
-                self._winnings.add(seen.rounds * (seen.tokens / seen.rows - took_s / usual_s))
+                self._win(seen.rounds * (seen.tokens / seen.rows * usual_s - took_s), seen)
         probe.first = probe.first and not seen.settled
         lost_rounds = probe.lost_s / usual_s
         broken = lost_rounds > LOSS_LIMIT or self._hopeless(probe)

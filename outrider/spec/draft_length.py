@@ -30,6 +30,8 @@ def choose_length(
     unless another one is clearly better.
     """
     longest = len(reached)
+    if not longest:
+        return 0
     lengths = np.arange(1, longest + 1, dtype=np.float64)
     times = seconds(lengths) + step_s * lengths + extra_s
     if not np.isfinite(times).all() or not (times > 0.0).all():

@@ -9,7 +9,7 @@ from outrider.errors import InvalidRequestError
 MAX_ALLOWED_IDS = 1 << 16
 MAX_BAD_WORDS = 256
 """Sequences of ids that may not be completed."""
-MAX_BAD_WORD_TOKENS = 256
+MAX_BAD_WORD_TOKENS = 64
 """Ids of one of them."""
 
 

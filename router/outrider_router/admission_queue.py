@@ -90,7 +90,7 @@ class AdmissionQueue:
         self._pump()
 
     def drop_verifier(self, verifier_id: VerifierId) -> None:
-        """A verifier is lost, and with it everything that was placed there."""
+        """A verifier is lost, and with it all that was placed there."""
         self._ledger.drop(verifier_id)
         self._pump()
 
@@ -176,7 +176,9 @@ class AdmissionQueue:
                 self._line_up_all(party, tickets)
             await party.wait()
         except asyncio.CancelledError:
-            self._dismiss(ticket.request_id)
+            party.leave()
+            if (guest := self._guests.get(ticket.request_id)) is not None:
+                self._dismiss([guest])
             raise
         finally:
             self._joining.pop(ticket.request_id, None)
@@ -189,25 +191,28 @@ class AdmissionQueue:
             party.refuse(error)
             return
         problems = [problem for guest in guests if (problem := guest.problem) is not None]
-        if not problems:
-            party.let_in()
+        if problems:
+            party.refuse(problems[0])
+            self._dismiss(guests)
             return
-        party.refuse(problems[0])
-        for ticket in tickets:
-            self._dismiss(ticket.request_id)
+        party.let_in()
+        for guest in filter(lambda guest: guest.leases, guests):
+            self.tenants.reached(guest.ticket.start)
 
-    def _dismiss(self, request_id: RequestId) -> None:
-        """Somebody leaves before anybody could take the place: it is as if it had not come."""
-        guest = self._guests.get(request_id)
-        if guest is None:
-            return
-        self._remove(guest)
-        for lease in tuple(guest.leases):
-            self.release(lease)
-        if guest.place is not None:
-            guest.place.cancel()
-        guest.placed_at = None
-        self.leave(request_id)
+    def _dismiss(self, guests: Sequence[Guest]) -> None:
+        """They leave before anybody could take a place: it is as if they had not come."""
+        for guest in guests:
+            if self._waiting.pop(guest.ticket.request_id, None) is not None:
+                self._count(guest, -1)
+            for lease in guest.leases:
+                guest.tenant.running -= 1
+                self._ledger.release(lease, self._clock(), refused=False)
+            guest.leases.clear()
+            if guest.place is not None:
+                guest.place.cancel()
+            guest.placed_at = None
+            self.leave(guest.ticket.request_id)
+        self._pump()
 
     def _enter(self, tickets: Sequence[Ticket]) -> list[Guest]:
         """Charge the tenant of requests that come together; ResourceExhaustedError if that is
@@ -368,7 +373,10 @@ class AdmissionQueue:
         if guest.placed_at is None:
             guest.placed_at = self._clock()
             self._places.taken(action.request_id)
-        self.tenants.placed(guest.tenant, guest.ticket.start)
+        guest.tenant.running += 1
+        party = self._joining.get(action.request_id)
+        if party is None or party.inside:
+            self.tenants.reached(guest.ticket.start)
         if action.preempts:
             self._metrics.preempting_placements.inc()
         self._remove(guest)

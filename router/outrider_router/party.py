@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from outrider.errors import OutriderError
+from outrider.errors import CancelledRequestError, OutriderError
 from outrider.transport.status import copy_of
 from outrider_router.waiting import Ticket
 
@@ -41,6 +41,10 @@ class Party:
             self._entered.set_exception(error)
             # Perhaps nobody waits for it.
             self._entered.exception()
+
+    def leave(self) -> None:
+        """One of them goes away: who comes later must not wait for it, nor be placed beside it."""
+        self.refuse(CancelledRequestError("a request of the same call has left"))
 
     async def wait(self) -> None:
         """Wait until they are in. Raises why they are not."""

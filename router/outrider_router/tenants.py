@@ -154,9 +154,8 @@ class Tenants:
         tenant.held += 1
         return start
 
-    def placed(self, tenant: Tenant, start: float) -> None:
-        """A request that starts at this virtual time is served from now on."""
-        tenant.running += 1
+    def reached(self, start: float) -> None:
+        """A request that starts at this virtual time is served."""
         self._time = max(self._time, start)
 
     def withdrawn(self, tenant: Tenant, cost: float) -> None:

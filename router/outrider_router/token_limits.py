@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from functools import lru_cache
 
 from outrider.errors import InvalidRequestError
 from outrider.spec.token_limits import TokenLimits
@@ -22,7 +23,7 @@ def make_token_limits(
     """
     allowed = tuple(dict.fromkeys(options.allowed_token_ids))
     check_ids(allowed, vocab_size, "allowed_token_ids")
-    words = dict.fromkeys(ids for word in options.bad_words for ids in _written(word, tokenizer))
+    words = _written(options.bad_words, tokenizer)
     for ids in words:
         check_ids(ids, vocab_size, "bad_words")
     alone = {ids[0]: None for ids in words if len(ids) == 1}
@@ -34,7 +35,13 @@ def make_token_limits(
     return banned, TokenLimits(allowed_ids=allowed, bad_words=longer)
 
 
-def _written(word: str, tokenizer: Tokenizer) -> Iterable[_Ids]:
+@lru_cache(maxsize=16)
+def _written(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[_Ids, ...]:
+    """The ids of words, each of them once. All answers of a call have the same words."""
+    return tuple(dict.fromkeys(ids for word in words for ids in _ways(word, tokenizer)))
+
+
+def _ways(word: str, tokenizer: Tokenizer) -> Iterator[_Ids]:
     """The ids of a word as it stands alone, and as it follows a space."""
     bare = word.lstrip(" ")
     for text in (bare, f" {bare}") if bare else (word,):

@@ -446,8 +446,8 @@ def test_limits_of_ids_must_say_something_within_the_bounds() -> None:
         (common_pb2.TokenLimits(), "must have allowed ids or bad words"),
         (common_pb2.TokenLimits(allowed_ids=[1 << 24]), "must be below"),
         (common_pb2.TokenLimits(allowed_ids=[1] * 65537), "at most 65536 entries"),
-        (common_pb2.TokenLimits(bad_words=[words()]), "must be 1 to 256 ids"),
-        (common_pb2.TokenLimits(bad_words=[words(token_ids=[1] * 257)]), "at most 256 entries"),
+        (common_pb2.TokenLimits(bad_words=[words()]), "must be 1 to 64 ids"),
+        (common_pb2.TokenLimits(bad_words=[words(token_ids=[1] * 65)]), "at most 64 entries"),
         (common_pb2.TokenLimits(bad_words=[words(token_ids=[1])] * 257), "at most 256 entries"),
     ):
         bad = open_pb()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.text.tokenizer import LONG
+from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import GenerateRequest, TextPrompt, TokenPrompt
 from outrider_router.admission import no_verifier
 from outrider_router.http.answering import Answering, Asked
@@ -44,20 +43,26 @@ async def completions(
 ) -> Response:
     """Continue one prompt or several: texts, or token ids."""
     requests = completion_requests(body, request.scope[CLIENT_ID])
-    echoes = [await _echo(each, service) for each in requests] if body.echo else ()
+    # Not on the event loop: ids of a megabyte take long.
+    echoes = await asyncio.to_thread(_echoes, requests, service.tokenizer) if body.echo else ()
     return _answer(CompletionForm, requests, body, request, service, caller, echoes)
 
 
-async def _echo(request: GenerateRequest, service: RouterService) -> str:
-    """The text of a completion's prompt."""
+def _echoes(requests: Sequence[GenerateRequest], tokenizer: Tokenizer) -> list[str]:
+    """The texts of completions' prompts; answers to one prompt share its text."""
+    texts: dict[int, str] = {}
+    for request in requests:
+        if id(request.prompt) not in texts:
+            texts[id(request.prompt)] = _echo(request, tokenizer)
+    return [texts[id(request.prompt)] for request in requests]
+
+
+def _echo(request: GenerateRequest, tokenizer: Tokenizer) -> str:
     match request.prompt:
         case TextPrompt(text=text):
             return text
         case TokenPrompt(token_ids=ids):
-            decode = partial(
-                service.tokenizer.decode, ids, with_special=request.skip_special_tokens is False
-            )
-            return await asyncio.to_thread(decode) if len(ids) > LONG else decode()
+            return tokenizer.decode(ids, with_special=request.skip_special_tokens is False)
         case _:
             raise AssertionError("a conversation is no completion's")
 

@@ -9,6 +9,7 @@ import pytest
 
 from outrider.client.local import LocalConfig
 from outrider.client.local_flags import Place, count_gpus, places, router_args
+from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from tests.unit.client.flags import drafter_arguments, flags_of, verifier_arguments
 
@@ -29,15 +30,14 @@ def test_a_verifier_leaves_memory_to_those_on_its_gpu_alone() -> None:
     verifiers, drafters = places(of(2, 2), 2)
     assert verifiers == [Place("verifier-0", "cuda:0", 0.7), Place("verifier-1", "cuda:1", 0.7)]
     assert drafters == [Place("drafter-0", "cuda:0"), Place("drafter-1", "cuda:1")]
+
+
+def test_verifiers_on_one_gpu_must_be_told_what_to_hold() -> None:
     plain = replace(of(3, 1), methods=())
-    assert places(plain, 2) == (
-        [
-            Place("verifier-0", "cuda:0", 0.35),
-            Place("verifier-1", "cuda:1"),
-            Place("verifier-2", "cuda:0", 0.35),
-        ],
-        [],
-    )
+    with pytest.raises(InvalidRequestError, match="3 verifiers on 2 GPUs: give --kv-tokens"):
+        places(plain, 2)
+    verifiers, _ = places(replace(plain, kv_tokens=4096), 2)
+    assert verifiers == [Place(f"verifier-{i}", f"cuda:{i % 2}") for i in range(3)]
 
 
 def test_drafters_may_be_sent_elsewhere() -> None:

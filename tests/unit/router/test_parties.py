@@ -141,6 +141,32 @@ async def test_who_leaves_leaves_nothing(size: int) -> None:
     assert_nobody(made)
 
 
+async def test_nobody_waits_for_one_who_has_left() -> None:
+    made, party = bench(), Party(2)
+    made.look()
+    gone = asyncio.create_task(made.queue.acquire(ticket(0), party))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.wait([gone], timeout=30.0)
+    late = asyncio.create_task(made.queue.acquire(ticket(1), party))
+    await asyncio.wait([late], timeout=30.0)
+    assert isinstance(late.exception(), CancelledRequestError)
+    assert_nobody(made)
+
+
+async def test_a_party_that_is_refused_takes_no_turn_from_anybody() -> None:
+    made = bench(limit=1)
+    made.look(max_sessions=3)
+    size = {"prompt_tokens": 10, "max_new_tokens": 20}
+    for first in range(0, 24, 6):
+        refused = await together(made, [ticket(first + n, 30, **size) for n in range(6)])
+        assert reasons(refused) == ["QUEUE_FULL"] * 6
+        assert_nobody(made)
+    # As if nobody had come: virtual time stands where it stood.
+    tenant = made.queue.tenants.get(ticket(0).tenant, made.now)
+    assert made.queue.tenants.queued(tenant, 1.0) == 0.0
+
+
 async def test_a_party_of_one_verifiers_places_is_served_one_after_the_other() -> None:
     made = bench()
     made.look(max_sessions=1)

@@ -88,7 +88,7 @@ def serve(
             queue.append(ticket(len(queue), cost, tenant=name, start=start))
     tokens: Counter[str] = Counter()
     for each in list(in_order(queue, 0.0, 10.0))[:served]:
-        tenants.placed(tenants.get(each.tenant, 0.0), each.start)
+        tenants.reached(each.start)
         tokens[each.tenant] += each.kv_tokens
     return tokens
 

@@ -324,3 +324,16 @@ def test_never_slower_than_plain(cost: float, rate: float, noise: float, seed: i
     for _ in range(ROUNDS):
         world.round(contest)
     assert world.over_plain >= 0.96
+
+
+@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize("timed", [True, False])
+def test_one_stall_does_not_take_away_what_speculation_has_won(settled: bool, timed: bool) -> None:
+    contest = told()
+    for _ in range(60):
+        contest.observe(Mode.SPECULATE, seen(4, 1.2 * PLAIN_S))
+    contest.observe(Mode.SPECULATE, seen(1, 1000.0 * PLAIN_S, settled=settled, timed=timed))
+    # Were it all lost, the next text of a lone session would begin without drafts.
+    contest.in_force = Mode.PLAIN
+    contest.begin_text()
+    assert contest.in_force is Mode.SPECULATE

@@ -116,6 +116,7 @@ def test_the_length_is_where_tokens_per_second_are_most() -> None:
     flat = np.full(8, 0.9).cumprod()
     steep = np.full(8, 0.3).cumprod()
     assert choose_length(flat, lambda n: np.full(len(n), 0.005)) == 8
+    assert choose_length(flat[:0], lambda n: np.full(len(n), 0.005)) == 0
     assert choose_length(flat, lambda n: 0.005 + 0.02 * n) == 1
     assert choose_length(steep, lambda n: 0.005 + 0.0005 * n) in (1, 2)
     # What any draft costs is no reason for a short one, even where none would be better.
