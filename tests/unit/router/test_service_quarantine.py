@@ -56,6 +56,8 @@ async def test_an_ill_drafters_sessions_go_to_another_and_it_is_probed(tmp_path:
         assert sample(it.router, "outrider_session_moves_total", why="quarantined") == 3
         (link,) = server_info(it.router).drafters[1].links
         assert link.quarantine == "silent"
+        # Its sessions have gone; said still, they would show it to be ill before the probe began.
+        say(it, "d1", sessions=0)
         # One is given to it to see; as long as that is ill, it stays at that.
         await eventually(lambda: it.sessions() == {"d0": 5, "d1": 1})
         say(it, "d1", sessions=1)
