@@ -15,7 +15,7 @@ from outrider.wire.messages import SessionSpec
 from tests.fakes.runner import FakeRunner
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import Rig, good_chain, half_good_chain, make_spec, until, verifier
-from tests.unit.verifier.preempting import preemptions
+from tests.unit.verifier.preempting import preemptions, start_together
 from tests.unit.verifier.test_look_ahead import AHEAD, foresee, looking_ahead
 
 OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
@@ -61,6 +61,7 @@ async def test_a_round_in_flight_is_settled_before_its_sessions_are_preempted(
 ) -> None:
     async with short_of_blocks(34, drafts=drafts, preemption=way) as (rig, runner):
         specs = specs_of(10, plan=OWN if drafts else PLAIN, drafter=None)
+        start_together(rig.service, len(specs))
         results = await rig.run_all(specs)
         assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
         assert runner.rounds_ahead > 0
@@ -73,6 +74,7 @@ async def test_sessions_with_a_drafter_get_their_texts(way: str) -> None:
         await rig.attach(half_good_chain(rig.target))
         plan = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=2000)
         specs = specs_of(10, plan=plan)
+        start_together(rig.service, len(specs))
         results = await rig.run_all(specs)
         assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
         assert preemptions(rig.service) >= 2
@@ -82,6 +84,7 @@ async def test_a_session_that_is_preempted_among_hits_gets_its_text() -> None:
     async with short_of_blocks(40, drafts=0) as (rig, _):
         await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
         specs = specs_of(8, plan=AHEAD)
+        start_together(rig.service, len(specs))
         results = await rig.run_all(specs)
         assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
         assert preemptions(rig.service) >= 1

@@ -17,7 +17,7 @@ from tests.unit.verifier.harness import (
     until,
     verifier,
 )
-from tests.unit.verifier.preempting import preemptions
+from tests.unit.verifier.preempting import preemptions, start_together
 from tests.unit.verifier.test_hostile import Disorderly
 from tests.unit.verifier.test_moving import OTHER, PATIENT, Heard
 from tests.unit.verifier.test_preempted_sessions import (
@@ -37,6 +37,7 @@ async def test_old_frames_for_preempted_sessions_change_no_text(way: str) -> Non
         disorder.drafter = await rig.attach(disorder)
         plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=50)
         specs = [spec_of(number, plan=plan) for number in range(8)]
+        start_together(rig.service, len(specs))
         for spec, result in zip(specs, await rig.run_all(specs), strict=True):
             assert result.error is None and result.tokens == rig.reference(spec)
         assert preemptions(rig.service) > 0

@@ -34,7 +34,7 @@ from tests.unit.verifier.harness import (
     until,
     verifier,
 )
-from tests.unit.verifier.preempting import preempt_often, preemptions
+from tests.unit.verifier.preempting import preempt_often, preemptions, start_together
 from tests.unit.verifier.test_look_ahead import AHEAD, foresee
 
 PLAIN = Plan()
@@ -121,6 +121,7 @@ async def test_a_quarter_of_the_blocks_gives_the_same_texts(drafts: str, way: st
             spec_of(i, plan=plan, sampling=list(SAMPLINGS.values())[i % 3], priority=i % 3 - 1)
             for i in range(12)
         ]
+        start_together(rig.service, len(specs))
         results = await rig.run_all(specs)
         for spec, result in zip(specs, results, strict=True):
             assert result.error is None
@@ -169,6 +170,7 @@ async def test_a_session_that_is_preempted_among_hits_gets_its_text() -> None:
     async with short_of_blocks(40) as rig:
         await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
         specs = [spec_of(i, plan=AHEAD) for i in range(8)]
+        start_together(rig.service, len(specs))
         results = await rig.run_all(specs)
         assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
         assert preemptions(rig.service) >= 1
@@ -369,6 +371,7 @@ async def test_sessions_that_wait_end_with_the_verifier() -> None:
 async def test_nobody_is_preempted_where_that_is_not_allowed() -> None:
     async with short_of_blocks(48, max_preemptions=0) as rig:
         specs = [spec_of(i, drafter=None, plan=PLAIN, priority=i) for i in range(8)]
+        start_together(rig.service, len(specs))
         results = await rig.run_all(specs)
         assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
         assert preemptions(rig.service) == 0
@@ -381,6 +384,7 @@ async def test_stop_tokens_and_the_least_length_hold_across_preemptions() -> Non
             spec_of(i, stop_token_ids=(1, 5, 9), min_new_tokens=15 + i, max_new_tokens=40)
             for i in range(8)
         ]
+        start_together(rig.service, len(specs))
         results = await rig.run_all(specs)
         assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
         assert preemptions(rig.service) > 0
