@@ -61,8 +61,7 @@ class MortalRouter:
 
     def _living(self, write: Write) -> Write:
         async def written(event: StreamEvent) -> None:
-            if not self._alive:
-                await _for_ever()
+            await self._living_only()
             await write(event)
 
         return written
@@ -72,16 +71,15 @@ class MortalRouter:
         try:
             result = await call
         except Exception:
-            if not self._alive:
-                await _for_ever()
+            await self._living_only()
             raise
-        if not self._alive:
-            await _for_ever()
+        await self._living_only()
         return result
 
-
-async def _for_ever() -> None:
-    await asyncio.get_running_loop().create_future()
+    async def _living_only(self) -> None:
+        """Hangs for ever in the dead."""
+        if not self._alive:
+            await asyncio.get_running_loop().create_future()
 
 
 class RouterPart:

@@ -19,7 +19,7 @@ from outrider.errors import OutriderError
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.form_constraint import FormConstraint
 from outrider.grammar.grammars import Grammar, Grammars
-from outrider.grammar.id_constraint import IdConstraint
+from outrider.grammar.id_constraint import within
 from outrider.spec.structured import StructuredOutput
 from outrider_drafter.sessions import Limits, Session
 
@@ -62,9 +62,7 @@ class Forms:
             form = self._begun(session, session.structured_output)
             if form is None:
                 return None
-        if session.token_limits is None:
-            return form
-        return IdConstraint(session.token_limits, vocab_size=self._limits.vocab_size, form=form)
+        return within(session.token_limits, form, vocab_size=self._limits.vocab_size)
 
     def _known(self, structured: StructuredOutput) -> Grammar | None:
         return None if self._grammars is None else self._grammars.known(structured)

@@ -11,7 +11,7 @@ from outrider.spec.plan import DraftMethod
 CPU, CUDA = DEVICES = ("cpu", "cuda")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
 SHARED_MEMORY_FRACTION = 0.7
-"""Share of a GPU's memory for the verifiers on it, where they are not alone there."""
+"""Share of a GPU's memory for a verifier that a drafter computes beside."""
 HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
 
 

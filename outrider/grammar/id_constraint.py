@@ -18,6 +18,13 @@ Tail = tuple[int, ...]
 """The newest ids of an output, as many as decide what may follow."""
 
 
+def within(
+    limits: TokenLimits | None, form: Constraint | None, *, vocab_size: int
+) -> Constraint | None:
+    """What a session may emit that has these limits, a form, both, or (None: anything) neither."""
+    return form if limits is None else IdConstraint(limits, vocab_size=vocab_size, form=form)
+
+
 class IdConstraint:
     """One session's ids, within its form if it has one. Of one thread at a time.
 

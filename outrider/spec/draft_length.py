@@ -20,8 +20,9 @@ def choose_length(
     step_s: float = 0.0,
     present: int = 0,
 ) -> int:
-    """The length of a session's draft, 1 .. len(reached), with the most tokens per second. Whether
-    to draft at all is for the contest: what any draft costs speaks for a long one, not for none.
+    """The length of a session's draft, 1 .. len(reached), with the most tokens per second; 0 where
+    there is none to choose. Whether to draft at all is for the contest: what any draft costs
+    speaks for a long one, not for none.
 
     reached: P(the token of depth d stands), by depth. seconds: what a round takes by the length of
     its drafts, float64 [n] -> [n]; a nan says that it is not known, and then the longest draft

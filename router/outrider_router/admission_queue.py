@@ -134,11 +134,7 @@ class AdmissionQueue:
 
     def release(self, lease: Lease, *, refused: bool = False) -> None:
         """Give a place back. `refused`: the verifier had no room although the ledger said so."""
-        guest = self._guests.get(lease.ticket.request_id)
-        if guest is not None and lease in guest.leases:
-            guest.leases.remove(lease)
-            guest.tenant.running -= 1
-        self._ledger.release(lease, self._clock(), refused=refused)
+        self._take_back(lease, refused=refused)
         self._pump()
 
     def leave(self, request_id: RequestId) -> None:
@@ -196,18 +192,16 @@ class AdmissionQueue:
             self._dismiss(guests)
             return
         party.let_in()
-        for guest in filter(lambda guest: guest.leases, guests):
-            self.tenants.reached(guest.ticket.start)
+        for guest in guests:
+            if guest.leases:
+                self.tenants.reached(guest.ticket.start)
 
     def _dismiss(self, guests: Sequence[Guest]) -> None:
         """They leave before anybody could take a place: it is as if they had not come."""
         for guest in guests:
-            if self._waiting.pop(guest.ticket.request_id, None) is not None:
-                self._count(guest, -1)
-            for lease in guest.leases:
-                guest.tenant.running -= 1
-                self._ledger.release(lease, self._clock(), refused=False)
-            guest.leases.clear()
+            self._unqueue(guest)
+            for lease in tuple(guest.leases):
+                self._take_back(lease)
             if guest.place is not None:
                 guest.place.cancel()
             guest.placed_at = None
@@ -382,12 +376,23 @@ class AdmissionQueue:
         self._remove(guest)
         guest.place.set_result(lease)
 
+    def _take_back(self, lease: Lease, *, refused: bool = False) -> None:
+        guest = self._guests.get(lease.ticket.request_id)
+        if guest is not None and lease in guest.leases:
+            guest.leases.remove(lease)
+            guest.tenant.running -= 1
+        self._ledger.release(lease, self._clock(), refused=refused)
+
     def _remove(self, guest: Guest) -> None:
-        if self._waiting.pop(guest.ticket.request_id, None) is None:
-            return
-        self._count(guest, -1)
-        if guest.place is None or guest.place.done():
+        if self._unqueue(guest) and (guest.place is None or guest.place.done()):
             self._pump()
+
+    def _unqueue(self, guest: Guest) -> bool:
+        """Take a guest out of the queue; whether it was there."""
+        if self._waiting.pop(guest.ticket.request_id, None) is None:
+            return False
+        self._count(guest, -1)
+        return True
 
     def _count(self, guest: Guest, more: int) -> None:
         priority = guest.ticket.priority

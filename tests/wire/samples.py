@@ -71,6 +71,15 @@ LAW = DraftLaw(
     ids=np.array([11, 12, 49151], dtype=np.int32),
     counts=np.array([60000, 5535, 1], dtype=np.uint16),
 )
+START = m.SessionStart(
+    handle=1,
+    session_id=SESSION,
+    epoch=1,
+    plan=PLAN,
+    sampling=SAMPLING.for_drafter(),
+    max_len=612,
+    prompt_len=100,
+)
 VERDICT = m.Verdict(
     handle=70000,
     start=100,
@@ -160,41 +169,22 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     ),
     "session_start": (
         "verifier",
-        m.SessionStart(
-            handle=70000,
-            session_id=SESSION,
-            epoch=2,
-            plan=PLAN,
-            sampling=SAMPLING.for_drafter(),
-            max_len=612,
-            prompt_len=100,
-            traceparent=TRACEPARENT,
-        ),
+        replace(START, handle=70000, epoch=2, traceparent=TRACEPARENT),
     ),
     "structured_start": (
         "verifier",
-        m.SessionStart(
+        replace(
+            START,
             handle=3,
-            session_id=SESSION,
-            epoch=1,
-            plan=PLAN,
-            sampling=SAMPLING.for_drafter(),
-            max_len=612,
-            prompt_len=100,
             structured_output=StructuredOutput(StructuredKind.JSON_SCHEMA, '{"type": "object"}'),
             stop_token_ids=(2, 49151),
         ),
     ),
     "limited_start": (
         "verifier",
-        m.SessionStart(
+        replace(
+            START,
             handle=4,
-            session_id=SESSION,
-            epoch=1,
-            plan=PLAN,
-            sampling=SAMPLING.for_drafter(),
-            max_len=612,
-            prompt_len=100,
             token_limits=TokenLimits(allowed_ids=(5, 49151), bad_words=((5, 6), (7,))),
         ),
     ),

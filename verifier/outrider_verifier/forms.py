@@ -11,7 +11,7 @@ from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.form_constraint import FormConstraint
 from outrider.grammar.grammars import Grammar, Grammars
-from outrider.grammar.id_constraint import IdConstraint
+from outrider.grammar.id_constraint import within
 from outrider.wire.messages import SessionSpec
 
 
@@ -48,11 +48,7 @@ def begin_constraint(
     """What a session may emit behind what it had emitted elsewhere; None: anything. Raises
     InvalidRequestError if that does not fit its grammar."""
     form = None if spec.structured_output is None else _begin_form(spec, grammar)
-    limits = spec.token_limits
-    if limits is None:
-        constraint: Constraint | None = form
-    else:
-        constraint = IdConstraint(limits, vocab_size=vocab_size, form=form)
+    constraint = within(spec.token_limits, form, vocab_size=vocab_size)
     if constraint is None:
         return None
     constraint.follow(np.asarray(spec.token_ids[spec.prompt_len :], dtype=np.int32))
