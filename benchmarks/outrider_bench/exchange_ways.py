@@ -206,12 +206,17 @@ def _serve_grpc(address: str) -> None:
     server.wait_for_termination()
 
 
-def _serve_socket(address: str) -> None:
+def _accepted(address: str) -> socket.socket:
+    """The one who connects. The address is there when it answers: it is looked for."""
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(address)
+        listening.bind(f"{address}.new")
         listening.listen()
-        connected, _ = listening.accept()
-        answer(SocketChannel(connected))
+        Path(f"{address}.new").rename(address)
+        return listening.accept()[0]
+
+
+def _serve_socket(address: str) -> None:
+    answer(SocketChannel(_accepted(address)))
 
 
 def _serve_socket_aio(address: str) -> None:
@@ -220,10 +225,7 @@ def _serve_socket_aio(address: str) -> None:
         threading.Thread(target=answer, args=(channel,), daemon=True).start()
         await channel.serve(LoopSocket(connected))
 
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(address)
-        listening.listen()
-        asyncio.run(serve(listening.accept()[0]))
+    asyncio.run(serve(_accepted(address)))
 
 
 def _serve_lane(address: str) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from outrider.transport.grpc import GrpcServer
 from tests.fakes.drafter import FakeDrafter
 from tests.fakes.tokenizer import make_tokenizer_dir
 from tests.fakes.verifier import FakeVerifier
+from tests.waiting import until
 
 
 class FakeDialer:
@@ -42,14 +42,6 @@ class FakeDialer:
 
     async def close(self) -> None:
         pass
-
-
-async def eventually(check: Callable[[], Any], timeout_s: float = 5.0) -> None:
-    """Wait until `check()` is true."""
-    end = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < end, "it did not become true in time"
-        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -77,8 +69,8 @@ async def running_router(
     await service.start()
     try:
         if wait:
-            await eventually(lambda: service.registry.any_info() is not None)
-            await eventually(lambda: all(d.serving for d in service.registry.drafters.values()))
+            await until(lambda: service.registry.any_info() is not None)
+            await until(lambda: all(d.serving for d in service.registry.drafters.values()))
         yield service
     finally:
         await service.close()

@@ -40,6 +40,7 @@ from outrider.wire.messages import SessionEvents, SessionFailure, SessionOpen
 from outrider.wire.v1 import control_pb2, inference_pb2, inference_pb2_grpc
 from tests.integration.fake_endpoints import FakeDrafter, FakeVerifier, proposal, spec
 from tests.integration.transport_harness import HEARTBEAT
+from tests.waiting import soon
 
 CONFIG = GrpcConfig(heartbeat=HEARTBEAT)
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -123,7 +124,7 @@ async def test_every_watcher_hears_of_every_change(fleet: Fleet) -> None:
     await asyncio.sleep(0.05)
     fleet.server.set_serving(False)
     for watcher in (first, second):
-        assert (await asyncio.wait_for(watcher.read(), 2)).status == NOT_SERVING
+        assert (await soon(watcher.read())).status == NOT_SERVING
         watcher.cancel()
 
 
@@ -180,11 +181,11 @@ async def test_a_malformed_opening_costs_its_own_session(fleet: Fleet) -> None:
     await call.write(b"\xff\xff\xff")
     bad = control_pb2.SessionOpen(handle=7, spec=control_pb2.SessionSpec(session_id="s"))
     await call.write(control_pb2.SessionsRequest(open=bad).SerializeToString())
-    answer = decode_sessions_message(await asyncio.wait_for(call.read(), 5))
+    answer = decode_sessions_message(await soon(call.read()))
     assert isinstance(answer, SessionFailure)
     assert (answer.handle, answer.kind) == (7, "InvalidMessageError")
     await call.write(encode_sessions_request(SessionOpen(8, spec("count", 1))))
-    events = decode_sessions_message(await asyncio.wait_for(call.read(), 5))
+    events = decode_sessions_message(await soon(call.read()))
     assert isinstance(events, SessionEvents)
     assert events.handles.tolist() == [8]
     call.cancel()
@@ -237,10 +238,10 @@ async def test_an_oversized_frame_ends_its_exchange_and_nothing_else(fleet: Flee
     other = await fleet.dialer.exchange(address)
     await connection.inner.frames.send(bytes((1 << 20) + 100))
     with pytest.raises(OutriderError) as caught:
-        await asyncio.wait_for(connection.receive(), 5)
+        await soon(connection.receive())
     assert isinstance(caught.value, ResourceExhaustedError | ConnectionLostError)
     await other.send(proposal(1))
-    await asyncio.wait_for(other.receive(), 5)
+    await soon(other.receive())
     await connection.close()
     await other.close()
     await server.stop(0)
@@ -277,9 +278,9 @@ async def test_stopping_the_server_ends_exchanges_and_sessions(fleet: Fleet) -> 
     await anext(stream)
     await fleet.server.stop(0)
     with pytest.raises(OutriderError):
-        await asyncio.wait_for(connection.receive(), 5)
+        await soon(connection.receive())
     with pytest.raises(OutriderError):
-        await asyncio.wait_for(anext(stream), 5)
+        await soon(anext(stream))
     await connection.close()
     assert fleet.verifier.exchanges == 0
     assert not fleet.verifier.sessions

@@ -23,7 +23,8 @@ from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import FeatureLayout, WireTensor
 from tests.fakes.target import FakeTarget
 from tests.unit.drafter.running import FAST
-from tests.unit.verifier.harness import ADDRESS, DRAFTER, make_spec, until, verifier
+from tests.unit.verifier.harness import ADDRESS, DRAFTER, make_spec, verifier
+from tests.waiting import until
 
 WAITS = 30_000
 """However slow this machine is, no round gives up on its drafter."""

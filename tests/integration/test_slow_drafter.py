@@ -21,7 +21,8 @@ from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout, SpecStats, WireTensor
 from tests.fakes.target import FakeTarget
 from tests.unit.drafter.running import FAST
-from tests.unit.verifier.harness import ADDRESS, DRAFTER, Rig, make_spec, until, verifier
+from tests.unit.verifier.harness import ADDRESS, DRAFTER, Rig, make_spec, verifier
+from tests.waiting import until
 
 FORWARD_S = 0.003
 

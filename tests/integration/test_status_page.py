@@ -19,9 +19,10 @@ from outrider_router.status_page import status_router
 
 from outrider.wire.messages import SpecStats
 from tests.fakes.drafter import FakeDrafter
-from tests.fakes.router import eventually, running_router
+from tests.fakes.router import running_router
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import collect, text_request
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from playwright.async_api import Page
@@ -74,7 +75,7 @@ async def serving(directory: Path, *, key: str = "") -> AsyncGenerator[Site]:
         app.include_router(status_router(service))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
         task = asyncio.create_task(server.serve())
-        await eventually(lambda: server.started, timeout_s=30.0)
+        await until(lambda: server.started, timeout_s=30.0)
         port = server.servers[0].sockets[0].getsockname()[1]
         try:
             yield Site(service, fleet["v"], f"http://127.0.0.1:{port}/")

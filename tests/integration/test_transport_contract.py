@@ -44,6 +44,7 @@ from tests.integration.contract_support import (
 )
 from tests.integration.fake_endpoints import DRAFTER, features, hello, proposal, spec
 from tests.integration.transport_harness import Harness
+from tests.waiting import PATIENCE_S, soon
 
 
 async def test_hello_is_answered_by_welcome(peer: Peer) -> None:
@@ -146,7 +147,7 @@ async def test_a_closed_connection_is_lost_to_its_own_side(peer: Peer) -> None:
     await asyncio.sleep(0.05)
     await peer.connection.close()
     with pytest.raises(ConnectionLostError):
-        await asyncio.wait_for(receiving, 5)
+        await soon(receiving)
     with pytest.raises(ConnectionLostError):
         await peer.connection.receive()
     with pytest.raises(ConnectionLostError):
@@ -236,7 +237,7 @@ async def test_an_idle_session_outlives_the_heartbeat_timeout(peer: Peer) -> Non
     assert not waiting.done()
     control = await peer.harness.dialer.verifier(peer.address)
     await control.close_session(SessionId("idle"))
-    assert (await asyncio.wait_for(waiting, 5)).finish_reason is FinishReason.CANCELLED
+    assert (await soon(waiting)).finish_reason is FinishReason.CANCELLED
     await stream.aclose()
 
 
@@ -245,7 +246,7 @@ async def test_an_idle_exchange_outlives_the_heartbeat_timeout(peer: Peer) -> No
     await asyncio.sleep(2.5)
     assert not receiving.done()
     await peer.connection.send(proposal(3))
-    message = await asyncio.wait_for(receiving, 5)
+    message = await soon(receiving)
     assert only_verdict(message).prefix_digest == 3
 
 
@@ -253,7 +254,7 @@ async def test_a_move_of_a_session_is_answered_on_its_stream(peer: Peer) -> None
     connection = await (await peer.harness.dialer.verifier(peer.address)).sessions()
     await connection.send(SessionOpen(5, spec("idle")))
     await connection.send(SessionMove(5, DRAFTER))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not isinstance(message := await connection.receive(), SessionMoved):
             pass
     # The fake keeps it where it is: nowhere.

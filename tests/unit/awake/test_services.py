@@ -13,7 +13,8 @@ from outrider.awake import AwakeCores
 from outrider.errors import OutriderError
 from outrider.wire.messages import SessionEnd
 from tests.unit.drafter.helpers import VOCAB, Script
-from tests.unit.verifier.harness import close, make_spec, until, verifier
+from tests.unit.verifier.harness import close, make_spec, verifier
+from tests.waiting import until
 
 
 class Orders(AwakeCores):

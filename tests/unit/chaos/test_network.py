@@ -23,6 +23,7 @@ from outrider.errors import (
 )
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.wire.messages import SessionsLost
+from tests.waiting import soon, until
 
 HEARTBEAT = HeartbeatConfig(interval_s=0.05, timeout_s=0.3)
 
@@ -67,17 +68,7 @@ async def network() -> AsyncGenerator[tuple[ChaosNetwork, Echo]]:
         yield made, echo
     finally:
         await made.close()
-        for _ in range(100):
-            if len(asyncio.all_tasks()) <= before:
-                break
-            await asyncio.sleep(0.01)
-        assert len(asyncio.all_tasks()) <= before
-
-
-async def eventually(check: Any) -> None:
-    async with asyncio.timeout(3.0):
-        while not check():
-            await asyncio.sleep(0.005)
+        await until(lambda: len(asyncio.all_tasks()) <= before)
 
 
 async def test_a_good_link_carries_everything_in_order() -> None:
@@ -85,10 +76,10 @@ async def test_a_good_link_carries_everything_in_order() -> None:
         connection = await net.dialer("d").exchange("v")
         for handle in range(50):
             await connection.send(SessionsLost((handle,)))
-        await eventually(lambda: len(echo.heard) == 50)
+        await until(lambda: len(echo.heard) == 50)
         assert echo.heard == [(handle,) for handle in range(50)]
         await connection.close()
-        await asyncio.wait_for(echo.over.wait(), 2.0)
+        await soon(echo.over.wait())
 
 
 @pytest.mark.parametrize("kind", [Kind.LOSE, Kind.DUPLICATE, Kind.REORDER])
@@ -103,7 +94,7 @@ async def test_a_mangling_link_does_what_it_is_named_for(kind: Kind) -> None:
         await asyncio.sleep(0.05)
         way.mangling = Mangling(kind=kind, share=0.0, rng=random.Random(1))
         await connection.send(SessionsLost((99,)))
-        await eventually(lambda: (99,) in echo.heard)
+        await until(lambda: (99,) in echo.heard)
         heard = [handles for handles in echo.heard if handles != (99,)]
         assert heard != sent
         match kind:
@@ -126,7 +117,7 @@ async def test_changed_frames_cost_themselves() -> None:
         await asyncio.sleep(0.05)
         way.mangling = None
         await connection.send(SessionsLost((99,)))
-        await eventually(lambda: (99,) in echo.heard)
+        await until(lambda: (99,) in echo.heard)
         assert (-1,) in echo.heard
         assert echo.ended is None
         await connection.close()
@@ -141,10 +132,10 @@ async def test_a_blocked_link_holds_what_is_sent_and_is_noticed_by_its_silence()
         await asyncio.sleep(0.05)
         assert echo.heard == []
         way.unblock()
-        await eventually(lambda: echo.heard == [(1,)])
+        await until(lambda: echo.heard == [(1,)])
         way.block()
         began = time.monotonic()
-        await asyncio.wait_for(echo.over.wait(), 3.0)
+        await soon(echo.over.wait())
         assert time.monotonic() - began > 0.2
         assert isinstance(echo.ended, ConnectionLostError)
         way.unblock()
@@ -160,7 +151,7 @@ async def test_a_killed_process_reaches_nobody_and_is_reached_by_nobody() -> Non
             await control.close_session("s")
         connection = await dialer.exchange("v")
         net.kill("d")
-        await asyncio.wait_for(echo.over.wait(), 2.0)
+        await soon(echo.over.wait())
         await connection.close()
         with pytest.raises(UnavailableError):
             await control.info()

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from outrider.chaos.proxy import TcpProxy
+from tests.waiting import soon
 
 
 @asynccontextmanager
@@ -42,7 +43,7 @@ async def test_bytes_come_back_as_they_were() -> None:
         reader, writer = await dial(proxy)
         data = bytes(range(256)) * 400
         writer.write(data)
-        assert await asyncio.wait_for(reader.readexactly(len(data)), 5.0) == data
+        assert await soon(reader.readexactly(len(data))) == data
         writer.close()
         await asyncio.sleep(0.05)
         assert proxy.connections == 0
@@ -57,7 +58,7 @@ async def test_a_stalled_direction_goes_on_when_it_is_healed(back: bool) -> None
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reader.readexactly(5), 0.1)
         proxy.heal()
-        assert await asyncio.wait_for(reader.readexactly(5), 2.0) == b"hello"
+        assert await soon(reader.readexactly(5)) == b"hello"
         writer.close()
 
 
@@ -65,14 +66,14 @@ async def test_a_cut_ends_every_connection_and_lets_new_ones_in() -> None:
     async with proxied() as proxy:
         reader, writer = await dial(proxy)
         writer.write(b"hello")
-        await asyncio.wait_for(reader.readexactly(5), 2.0)
+        await soon(reader.readexactly(5))
         proxy.cut()
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-            await asyncio.wait_for(reader.readexactly(1), 2.0)
+            await soon(reader.readexactly(1))
         writer.close()
         reader, writer = await dial(proxy)
         writer.write(b"again")
-        assert await asyncio.wait_for(reader.readexactly(5), 2.0) == b"again"
+        assert await soon(reader.readexactly(5)) == b"again"
         writer.close()
 
 
@@ -81,7 +82,7 @@ async def test_a_truncated_chunk_is_the_connections_last() -> None:
         reader, writer = await dial(proxy)
         proxy.truncate()
         writer.write(b"0123456789")
-        assert await asyncio.wait_for(reader.read(), 2.0) == b"01234"
+        assert await soon(reader.read()) == b"01234"
         writer.close()
 
 
@@ -91,7 +92,7 @@ async def test_corrupted_chunks_have_their_length_and_other_bits() -> None:
         proxy.corrupt(1.0)
         data = bytes(1000)
         writer.write(data)
-        heard = await asyncio.wait_for(reader.readexactly(1000), 2.0)
+        heard = await soon(reader.readexactly(1000))
         assert heard != data
         assert sum(byte.bit_count() for byte in heard) <= 16
         writer.close()
@@ -102,6 +103,6 @@ async def test_nothing_behind_the_proxy_ends_the_connection() -> None:
     await proxy.start()
     reader, writer = await dial(proxy)
     with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-        await asyncio.wait_for(reader.readexactly(1), 2.0)
+        await soon(reader.readexactly(1))
     writer.close()
     await proxy.close()

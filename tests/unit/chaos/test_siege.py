@@ -19,6 +19,7 @@ from outrider.chaos.report import describe, quantile
 from outrider.chaos.signals import Target, alive, hit, parse_kinds, parse_target, pick
 from outrider.errors import InvalidRequestError, NotFoundError, UnavailableError
 from outrider.wire.inference import Delta
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -58,8 +59,7 @@ async def test_a_stopped_process_goes_on_and_a_killed_one_does_not(
 ) -> None:
     target = Target(Role.DRAFTER, sleeper.pid)
     stopping = asyncio.create_task(hit(Kind.STOP, target, 60.0))
-    await asyncio.sleep(0.05)
-    assert state(sleeper.pid) == "T"
+    await until(lambda: state(sleeper.pid) == "T")
     stopping.cancel()
     await asyncio.gather(stopping, return_exceptions=True)
     assert state(sleeper.pid) != "T"

@@ -25,8 +25,9 @@ from outrider.client import (
     UnavailableError,
     user,
 )
-from tests.fakes.router import eventually, grpc_router, running_router
+from tests.fakes.router import grpc_router, running_router
 from tests.fakes.verifier import FakeVerifier
+from tests.waiting import until
 
 NO_RETRY = RetryPolicy(max_attempts=1)
 FAST = RetryPolicy(first_delay_s=0.01, max_delay_s=0.02)
@@ -131,7 +132,7 @@ async def test_leaving_the_context_early_cancels_the_request(
     async with client.stream("abc", max_tokens=1000) as stream:
         await anext(stream)
         assert verifier.live
-    await eventually(lambda: idle(router, verifier))
+    await until(lambda: idle(router, verifier))
 
 
 async def test_cancelling_a_unary_call_cancels_the_request(
@@ -139,11 +140,11 @@ async def test_cancelling_a_unary_call_cancels_the_request(
 ) -> None:
     verifier.round_s = 0.01
     task = asyncio.create_task(client.generate("abc", max_tokens=1000))
-    await eventually(lambda: verifier.live)
+    await until(lambda: verifier.live)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await eventually(lambda: idle(router, verifier))
+    await until(lambda: idle(router, verifier))
 
 
 async def test_abort_by_id_ends_the_stream_with_a_typed_error(
@@ -156,7 +157,7 @@ async def test_abort_by_id_ends_the_stream_with_a_typed_error(
         with pytest.raises(CancelledRequestError) as caught:
             await stream.result()
     assert caught.value.reason == "ABORTED"
-    await eventually(lambda: idle(router, verifier))
+    await until(lambda: idle(router, verifier))
 
 
 async def test_a_timeout_is_a_deadline_for_the_server_too(
@@ -165,7 +166,7 @@ async def test_a_timeout_is_a_deadline_for_the_server_too(
     verifier.round_s = 0.01
     with pytest.raises(DeadlineExceededError):
         await client.generate("abc", max_tokens=1000, timeout_s=0.2)
-    await eventually(lambda: idle(router, verifier))
+    await until(lambda: idle(router, verifier))
 
 
 async def test_errors_keep_their_type_message_and_reason(client: AsyncClient) -> None:
@@ -183,7 +184,7 @@ async def test_a_full_queue_raises_with_the_hint_and_is_retried_by_policy(
     verifier.gate = asyncio.Event()
     await asyncio.sleep(0.1)
     holders = [asyncio.create_task(client.generate("a", max_tokens=1)) for _ in range(2)]
-    await eventually(lambda: len(verifier.live) == 1)
+    await until(lambda: len(verifier.live) == 1)
     await asyncio.sleep(0.1)
     with pytest.raises(ResourceExhaustedError) as caught:
         await client.generate("b", max_tokens=1)
@@ -212,7 +213,7 @@ async def test_a_stream_is_retried_before_the_first_token_only(
         verifier.gate = asyncio.Event()
         stream = client.stream("abc", max_tokens=3)
         reading = asyncio.create_task(stream.result())
-        await eventually(lambda: verifier.live)
+        await until(lambda: verifier.live)
         verifier.lost.set()
         await asyncio.sleep(0.1)
         verifier.gate = None
@@ -247,7 +248,7 @@ async def test_sixty_four_streams_at_once(tmp_path: Path) -> None:
             *(client.stream(f"{i:02d}", max_tokens=64).result() for i in range(64))
         )
         assert [result.text for result in texts] == [f"{i:02d}" * 32 for i in range(64)]
-        await eventually(lambda: idle(router, verifier))
+        await until(lambda: idle(router, verifier))
 
 
 async def test_the_synchronous_client_does_the_same(
@@ -272,7 +273,7 @@ async def test_the_synchronous_client_does_the_same(
                 client.generate("abc", max_tokens=1000, timeout_s=0.2)
 
     await asyncio.to_thread(use)
-    await eventually(lambda: idle(router, verifier))
+    await until(lambda: idle(router, verifier))
 
 
 def test_an_unreachable_router_is_a_typed_error_for_the_synchronous_client() -> None:

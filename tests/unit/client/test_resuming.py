@@ -22,8 +22,9 @@ from outrider.client import (
 )
 from outrider.client.resuming import Again, Attempts
 from tests.fakes.proxy import Proxy, proxied
-from tests.fakes.router import eventually, grpc_router, running_router, sample
+from tests.fakes.router import grpc_router, running_router, sample
 from tests.fakes.verifier import FakeVerifier
+from tests.waiting import until
 
 STEADY = RetryPolicy(max_attempts=3, first_delay_s=1.0, max_delay_s=4.0, jitter=0.0, resume_s=10.0)
 LOST, GONE = ConnectionLostError("cut"), NotFoundError("no such request")
@@ -116,7 +117,7 @@ async def test_a_stream_survives_its_connection_again_and_again(
         assert stream.finish is not None and stream.finish.usage.completion_tokens == 200
     assert proxy.connections >= 3
     assert sample(router, "outrider_resumed_streams_total") >= 2
-    await eventually(lambda: not len(router.journal))
+    await until(lambda: not len(router.journal))
 
 
 async def test_an_answer_survives_the_connection_of_its_call(
@@ -124,7 +125,7 @@ async def test_an_answer_survives_the_connection_of_its_call(
 ) -> None:
     async with AsyncClient(proxy.address, retry=RetryPolicy(first_delay_s=0.05)) as client:
         task = asyncio.create_task(client.generate("abc", max_tokens=60))
-        await eventually(lambda: verifier.live)
+        await until(lambda: verifier.live)
         proxy.cut()
         assert (await task).text == "abc" * 20
     assert len(verifier.specs) == 1
@@ -141,7 +142,7 @@ async def test_without_resuming_the_end_of_the_connection_ends_the_request(
         proxy.cut()
         with pytest.raises(ConnectionLostError):
             await stream.result()
-    await eventually(lambda: not verifier.live and not len(router.journal))
+    await until(lambda: not verifier.live and not len(router.journal))
 
 
 async def test_whoever_stops_waiting_ends_the_request_at_once(
@@ -155,7 +156,7 @@ async def test_whoever_stops_waiting_ends_the_request_at_once(
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.3):
                     await client.generate("abc", max_tokens=1500)
-    await eventually(lambda: not verifier.live and not len(router.resumables), timeout_s=2.0)
+    await until(lambda: not verifier.live and not len(router.resumables), timeout_s=2.0)
     assert sample(router, "outrider_requests_total", outcome="CANCELLED") == 4
 
 
@@ -178,4 +179,4 @@ async def test_the_synchronous_client_survives_its_connection_too(
             return stream.text
 
     assert await asyncio.to_thread(use) == ("abc" * 34)[:100]
-    await eventually(lambda: not verifier.live and not len(router.journal))
+    await until(lambda: not verifier.live and not len(router.journal))

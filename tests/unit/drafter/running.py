@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from outrider_drafter.config import DrafterConfig, ReconnectConfig
@@ -45,10 +44,3 @@ async def running(
     finally:
         await service.close()
         await network.withdraw(ADDRESS)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition. Raises TimeoutError after ten seconds."""
-    async with asyncio.timeout(10.0):
-        while not condition():
-            await asyncio.sleep(0.005)

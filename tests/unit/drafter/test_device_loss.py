@@ -16,7 +16,8 @@ from outrider.errors import UnavailableError
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.wire.messages import FeatureLayout
 from tests.unit.drafter.helpers import Script, answers, counted, make_engine
-from tests.unit.drafter.running import ADDRESS, running, until
+from tests.unit.drafter.running import ADDRESS, running
+from tests.waiting import until
 
 MODEL = Plan(method=DraftMethod.MODEL, draft_tokens=3)
 NGRAM = replace(MODEL, method=DraftMethod.NGRAM)

@@ -20,7 +20,8 @@ from outrider.transport.base import VerifierConnection
 from outrider.wire.messages import Verdicts
 from tests.fakes.scripted_verifier import ScriptedVerifier
 from tests.unit.drafter.helpers import make_engine, name_of, repeating
-from tests.unit.drafter.running import ADDRESS, running, until
+from tests.unit.drafter.running import ADDRESS, running
+from tests.waiting import until
 
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
 GREEDY, SMALL = 1, 2

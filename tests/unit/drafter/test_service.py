@@ -19,7 +19,8 @@ from outrider.wire.codec import decode_drafter_message, encode_verifier_message
 from outrider.wire.messages import Encoded, FeatureLayout, PlanChange, Proposals, SessionEnd
 from tests.fakes.scripted_verifier import ScriptedVerifier
 from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, Script, head_source, name_of, repeating
-from tests.unit.drafter.running import ADDRESS, running, until
+from tests.unit.drafter.running import ADDRESS, running
+from tests.waiting import PATIENCE_S, until
 
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
 
@@ -39,7 +40,7 @@ async def test_a_session_is_drafted_round_after_round(tmp_path: Path) -> None:
             assert proposal.draft_us > 0
             validate_tree(proposal.tree, vocab_size=VOCAB, max_nodes=TREE.draft_tokens)
         # The figures of a draft are written once its proposal is on its way.
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(PATIENCE_S):
             while (info := await service.info()).draft_ms_p50 == 0.0:
                 await asyncio.sleep(0.005)
         assert info.sessions == 1

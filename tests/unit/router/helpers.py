@@ -13,8 +13,9 @@ from outrider_router.waiting import Ticket
 
 from outrider.ids import RequestId
 from outrider.wire.inference import GenerateRequest, StoppingOptions, StreamEvent, TextPrompt
-from tests.fakes.router import eventually, running_router, sample
+from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
+from tests.waiting import until
 
 
 def text_request(
@@ -29,7 +30,7 @@ def text_request(
 
 async def assert_all_freed(service: RouterService, verifier: FakeVerifier) -> None:
     """The router holds nothing, and the verifier nothing that it has not been told to free."""
-    await eventually(lambda: not verifier.live)
+    await until(lambda: not verifier.live)
     assert len(service.journal) == 0
     assert service.admission.running == service.admission.waiting == 0
     assert service.admission.reserved_tokens == service.admission.guests == 0
@@ -50,7 +51,7 @@ class Pair:
     async def up(self, verifier: FakeVerifier) -> None:
         """Wait until the router places sessions on a verifier."""
         name = (await verifier.info()).verifier_id
-        await eventually(lambda: sample(self.router, "outrider_verifier_up", verifier=name) == 1)
+        await until(lambda: sample(self.router, "outrider_verifier_up", verifier=name) == 1)
 
     async def freed(self) -> None:
         for verifier in (self.first, self.second):
@@ -71,7 +72,7 @@ async def pair(directory: Path, **config: Any) -> AsyncGenerator[Pair]:
 
 async def emitted(router: RouterService, count: int) -> None:
     """Wait until the one running request has emitted so many tokens."""
-    await eventually(lambda: any(len(entry.emitted) >= count for entry in router.journal))
+    await until(lambda: any(len(entry.emitted) >= count for entry in router.journal))
 
 
 def ticket(number: int, kv_tokens: int = 10, **changes: object) -> Ticket:

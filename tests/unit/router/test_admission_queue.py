@@ -22,6 +22,7 @@ from outrider.errors import ResourceExhaustedError
 from outrider.ids import TenantId, VerifierId
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import ticket
+from tests.waiting import soon
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Bench:
 
     async def place(self, wanted: Ticket) -> Lease:
         """A place that must be free."""
-        return await asyncio.wait_for(self.queue.acquire(wanted), 1.0)
+        return await soon(self.queue.acquire(wanted))
 
     async def wait(self, wanted: Ticket) -> asyncio.Task[Lease]:
         """A request that waits by now, or was refused."""
@@ -132,7 +133,7 @@ async def test_what_others_hold_counts_when_two_looks_have_seen_it() -> None:
     async with held([task]):
         assert not task.done()
         bed.look(used=300, sessions=1)
-        assert await asyncio.wait_for(task, 1.0)
+        assert await soon(task)
 
 
 async def test_a_lost_verifier_voids_its_places() -> None:
@@ -189,7 +190,7 @@ async def test_a_request_that_needs_another_place_is_not_refused_by_a_full_queue
         assert not again.done() and not waiting.done()
         bed.now += 1.0
         bed.look(max_sessions=1)
-        assert await asyncio.wait_for(again, 1.0), "it keeps its turn"
+        assert await soon(again), "it keeps its turn"
         assert not waiting.done()
 
 
@@ -244,7 +245,7 @@ async def test_a_tenant_has_at_most_so_many_running() -> None:
         await bed.place(request(3, tenant=other))
         assert not task.done()
         bed.end(first, 1)
-        assert await asyncio.wait_for(task, 1.0)
+        assert await soon(task)
 
 
 SLOTS, QUEUE, SERVICE_S = 4, 8, 1.0

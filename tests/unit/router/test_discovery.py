@@ -18,9 +18,10 @@ from outrider_router.service import RouterService
 from outrider.errors import InvalidRequestError
 from outrider.ids import VerifierId
 from tests.fakes.drafter import FakeDrafter
-from tests.fakes.router import eventually, running_router
+from tests.fakes.router import running_router
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import text_request
+from tests.waiting import until
 
 
 def test_names_are_told_from_addresses() -> None:
@@ -79,7 +80,7 @@ class Names:
     async def look(self) -> None:
         """Wait until both names were looked at once more, and the peers too."""
         before = self.looks
-        await eventually(lambda: self.looks >= before + 6)
+        await until(lambda: self.looks >= before + 6)
 
     @property
     def known(self) -> set[str]:
@@ -124,10 +125,10 @@ async def following(directory: Path, **first: set[str] | None) -> AsyncGenerator
 
 async def test_named_peers_of_both_kinds_join_a_running_router(tmp_path: Path) -> None:
     async with following(tmp_path, v=set(), d=set()) as names:
-        await eventually(lambda: names.healthy == {"s"})
+        await until(lambda: names.healthy == {"s"})
         names.answers |= {"v": {"a:1", "b:1"}, "d": {"d0:2"}}
-        await eventually(lambda: names.healthy == {"s", "a:1", "b:1", "d0:2"})
-        await eventually(lambda: {"s", "a:1", "b:1"} <= set(names.drafter.attached))
+        await until(lambda: names.healthy == {"s", "a:1", "b:1", "d0:2"})
+        await until(lambda: {"s", "a:1", "b:1"} <= set(names.drafter.attached))
         # Discovery recalls nobody: a drafter that is about to stop says so until it has.
         names.drafter.change_info(draining=True)
         await names.look()
@@ -137,14 +138,14 @@ async def test_named_peers_of_both_kinds_join_a_running_router(tmp_path: Path) -
 async def test_a_peer_that_serves_is_kept_though_it_is_named_no_more(tmp_path: Path) -> None:
     async with following(tmp_path) as names:
         everybody = {"s", "a:1", "b:1", "d0:2"}
-        await eventually(lambda: names.healthy == everybody)
+        await until(lambda: names.healthy == everybody)
         names.answers |= {"v": set(), "d": set()}
         await names.look()
         assert names.known == everybody and not names.forgotten
         # Nor does a resolver that is down take anybody away.
         names.answers |= {"v": None, "d": None}
         names.first.lost.set()
-        await eventually(lambda: "a:1" not in names.known)
+        await until(lambda: "a:1" not in names.known)
         assert names.known == {"s", "b:1", "d0:2"}
 
 
@@ -152,57 +153,57 @@ async def test_a_name_that_could_not_be_asked_for_is_asked_for_again(tmp_path: P
     async with following(tmp_path, v=None, d=None) as names:
         await names.look()
         names.answers |= {"v": {"a:1"}, "d": {"d0:2"}}
-        await eventually(lambda: names.healthy == {"s", "a:1", "d0:2"})
+        await until(lambda: names.healthy == {"s", "a:1", "d0:2"})
     with pytest.raises(UnicodeError):
         await resolve("a" * 64 + ".b", 7)
 
 
 async def test_a_verifier_that_is_gone_is_forgotten_by_all(tmp_path: Path) -> None:
     async with following(tmp_path) as names:
-        await eventually(lambda: names.healthy == {"s", "a:1", "b:1", "d0:2"})
+        await until(lambda: names.healthy == {"s", "a:1", "b:1", "d0:2"})
         names.first.lost.set()
-        await eventually(lambda: "a:1" not in names.healthy)
+        await until(lambda: "a:1" not in names.healthy)
         # It is named still, so it may come back.
         await names.look()
         assert "a:1" in names.known
         names.answers["v"] = {"b:1"}
-        await eventually(lambda: "a:1" not in names.known)
-        await eventually(lambda: names.drafter.detached == ["a:1"])
-        await eventually(lambda: names.forgotten == ["a:1"])
+        await until(lambda: "a:1" not in names.known)
+        await until(lambda: names.drafter.detached == ["a:1"])
+        await until(lambda: names.forgotten == ["a:1"])
         names.answers["v"] = {"a:1", "b:1"}
         names.first.lost.clear()
-        await eventually(lambda: "a:1" in names.healthy)
+        await until(lambda: "a:1" in names.healthy)
 
 
 async def test_another_verifier_may_come_to_the_address_of_one_that_is_gone(tmp_path: Path) -> None:
     async with following(tmp_path, v={"a:1"}) as names:
-        await eventually(lambda: "a:1" in names.healthy)
+        await until(lambda: "a:1" in names.healthy)
         names.static.lost.set()
-        await eventually(lambda: "s" not in names.healthy)
+        await until(lambda: "s" not in names.healthy)
         assert (await names.router.generate(text_request())).text == "abcabc"
         names.first.lost.set()
         names.answers["v"] = set()
-        await eventually(lambda: names.forgotten == ["a:1"])
+        await until(lambda: names.forgotten == ["a:1"])
         # As pods do that are given the address of an earlier one.
         second = names.registry._dialer._verifiers["a:1"] = fake("v2")  # type: ignore[attr-defined]
         names.answers["v"] = {"a:1"}
-        await eventually(lambda: "a:1" in names.healthy)
+        await until(lambda: "a:1" in names.healthy)
         assert (await names.router.generate(text_request())).text == "abcabc"
         assert second.specs
 
 
 async def test_a_drafter_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     async with following(tmp_path) as names:
-        await eventually(lambda: "d0:2" in names.healthy)
+        await until(lambda: "d0:2" in names.healthy)
         names.answers["d"] = set()
         names.drafter.lost = True
-        await eventually(lambda: "d0:2" not in names.known)
-        await eventually(lambda: names.forgotten == ["d0:2"])
+        await until(lambda: "d0:2" not in names.known)
+        await until(lambda: names.forgotten == ["d0:2"])
 
 
 async def test_a_drafter_that_an_operator_removed_is_not_added_again(tmp_path: Path) -> None:
     async with following(tmp_path) as names:
-        await eventually(lambda: "d0:2" in names.healthy)
+        await until(lambda: "d0:2" in names.healthy)
         await names.registry.forget_drafter(names.registry.drafters["d0:2"])
         await names.look()
         assert "d0:2" not in names.known
@@ -210,7 +211,7 @@ async def test_a_drafter_that_an_operator_removed_is_not_added_again(tmp_path: P
 
 async def test_requests_run_on_what_a_name_stands_for(tmp_path: Path) -> None:
     async with following(tmp_path) as names:
-        await eventually(lambda: names.healthy == {"s", "a:1", "b:1", "d0:2"})
+        await until(lambda: names.healthy == {"s", "a:1", "b:1", "d0:2"})
         requests = [text_request(max_tokens=30) for _ in range(6)]
         results = await asyncio.gather(*map(names.router.generate, requests))
         assert {result.text for result in results} == {"abc" * 10}

@@ -13,8 +13,8 @@ from outrider_router.durable_log import DurableLog
 from outrider_router.log_records import Row
 
 from outrider.errors import FailedPreconditionError
-from tests.fakes.router import eventually
 from tests.unit.router.test_log_records import FINISH, OPENED
+from tests.waiting import until
 
 
 def open_log(path: Path, fsync: Fsync = Fsync.OFF, states: list[bool] | None = None) -> DurableLog:
@@ -134,7 +134,7 @@ async def test_a_full_disk_is_told_and_mended_without_a_gap(
     await asyncio.sleep(0.05)
     assert states == [True]
     full = False
-    await eventually(lambda: not log.failing)
+    await until(lambda: not log.failing)
     emit(log, number, emitted, [5])
     assert states == [True, False]
     await log.close()

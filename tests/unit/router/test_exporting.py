@@ -13,9 +13,10 @@ from prometheus_client import generate_latest
 
 from outrider.wire.messages import HIT, SessionEvents, SpecStats
 from tests.fakes.drafter import FakeDrafter
-from tests.fakes.router import eventually, running_router, sample
+from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import collect, text_request
+from tests.waiting import until
 
 LABELS = {"model_name": "fake", "engine": "0"}
 
@@ -106,7 +107,7 @@ async def test_the_model_keeps_its_name_when_the_fleet_is_lost(tmp_path: Path) -
     async with running_router(tmp_path, {"v": verifier}, **config) as router:
         assert sample(router, "vllm:num_requests_running", **LABELS) == 0
         verifier.lost.set()
-        await eventually(lambda: router.registry.any_info() is None)
+        await until(lambda: router.registry.any_info() is None)
         page = generate_latest(router.metrics.registry).decode()
         assert 'vllm:num_requests_running{engine="0",model_name="fake"} 0.0' in page
 
@@ -126,14 +127,14 @@ async def test_the_fleet_is_exported_as_it_was_last_seen(
     def said(name: str, **more: str) -> float:
         return sample(router, f"outrider_fleet_{name}", verifier="v0", **more)
 
-    await eventually(lambda: said("max_sessions") == 5)
+    await until(lambda: said("max_sessions") == 5)
     assert said("waiting_sessions") == 2
     assert said("kv_cache_usage_ratio") == 0.25
     assert said("acceptance_ratio") == 0.75
     assert said("draining") == 0
     assert said("preemptions_total", kind=kind) == 4
     verifier.lost.set()
-    await eventually(lambda: router.registry.any_info() is None)
+    await until(lambda: router.registry.any_info() is None)
     assert b'outrider_fleet_sessions{verifier="v0"}' not in generate_latest(router.metrics.registry)
 
 
@@ -148,6 +149,6 @@ async def test_links_say_how_soon_a_drafter_answers(tmp_path: Path) -> None:
         def said(name: str) -> float:
             return sample(router, f"outrider_fleet_{name}", **labels)
 
-        await eventually(lambda: said("drafter_answer_seconds") == 0.0025)
+        await until(lambda: said("drafter_answer_seconds") == 0.0025)
         assert said("link_sessions") == 3
         assert said("drafter_quarantined") == 0

@@ -26,8 +26,9 @@ from outrider.wire.inference import (
     TextPrompt,
 )
 from outrider.wire.inference_codec import request_to_pb, stream_request_to_pb
-from tests.fakes.router import eventually, grpc_router, running_router, sample
+from tests.fakes.router import grpc_router, running_router, sample
 from tests.fakes.verifier import FakeVerifier
+from tests.waiting import soon, until
 
 
 @pytest.fixture
@@ -53,10 +54,10 @@ async def test_readiness_follows_the_verifiers(tmp_path: Path) -> None:
         try:
             assert await status() == health_pb2.HealthCheckResponse.SERVING
             verifier.lost.set()
-            await eventually(lambda: router.registry.any_info() is None)
+            await until(lambda: router.registry.any_info() is None)
             assert await status() == health_pb2.HealthCheckResponse.NOT_SERVING
             verifier.lost.clear()
-            await eventually(lambda: router.registry.any_info() is not None)
+            await until(lambda: router.registry.any_info() is not None)
             assert await status() == health_pb2.HealthCheckResponse.SERVING
         finally:
             await server.stop(0.0)
@@ -103,7 +104,7 @@ async def test_the_tenant_is_told_by_metadata_and_refused_with_a_retry_delay(
 ) -> None:
     settings = {
         "overload": OverloadConfig(tenant_from=TenantSource.METADATA),
-        "tenants": {"slow": TenantLimits(requests_per_s=0.5)},
+        "tenants": {"slow": TenantLimits(requests_per_s=0.05)},
     }
     data = request_to_pb(GenerateRequest(prompt=TextPrompt("abc"))).SerializeToString()
     async with (
@@ -120,7 +121,7 @@ async def test_the_tenant_is_told_by_metadata_and_refused_with_a_retry_delay(
             await method(data, metadata=(slow,), timeout=5)
         error = typed_error(raised.value)
         assert isinstance(error, ResourceExhaustedError) and error.reason == "RATE_LIMITED"
-        assert error.retry_after_s is not None and 1.0 < error.retry_after_s <= 2.0
+        assert error.retry_after_s is not None and 0.0 < error.retry_after_s <= 20.0
         assert sample(router, "outrider_tenant_requests_total", tenant="slow") == 1
         assert sample(router, "outrider_tenant_requests_total", tenant="default") == 1
         bad = "x-outrider-tenant", "x" * 100
@@ -164,8 +165,8 @@ async def test_a_stream_that_is_aborted_while_its_first_message_leaves_hears_of_
         for pause_s in (0.0, 0.0, 0.001, 0.002):
             call = method(stream_request_to_pb(request).SerializeToString(), timeout=10)
             reading = asyncio.create_task(end_of(call))
-            await eventually(lambda: len(router.journal) == 1)
+            await until(lambda: len(router.journal) == 1)
             await asyncio.sleep(pause_s)
             assert router.abort([RequestId("early")])
-            assert await asyncio.wait_for(reading, 5.0) is grpc.StatusCode.CANCELLED
-            await eventually(lambda: len(router.journal) == 0)
+            assert await soon(reading) is grpc.StatusCode.CANCELLED
+            await until(lambda: len(router.journal) == 0)

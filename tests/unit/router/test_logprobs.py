@@ -13,12 +13,13 @@ from outrider.errors import InternalError, InvalidRequestError
 from outrider.ids import RequestId
 from outrider.wire.inference import Delta, StoppingOptions, TokenLogprobs
 from outrider.wire.messages import SessionSpec
-from tests.fakes.router import eventually, running_router
+from tests.fakes.router import running_router
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import collect, emitted, pair, text_request
 from tests.unit.router.test_log_records import OPENED
 from tests.unit.router.test_restart import journalled, killed
 from tests.unit.router.test_resuming import Reader, resumable
+from tests.waiting import soon, until
 
 PROMPT_LEN = 3
 
@@ -79,7 +80,7 @@ async def test_a_failover_leaves_no_gap_and_says_nothing_twice(tmp_path: Path) -
         task = asyncio.create_task(collect(both.router, request))
         await emitted(both.router, 10)
         both.first.lost.set()
-        events = await asyncio.wait_for(task, 10)
+        events = await soon(task)
         assert both.second.specs[0].top_logprobs == 2
         both.first.restart()
     told = [e for event in events if isinstance(event, Delta) for e in event.logprobs]
@@ -93,7 +94,7 @@ async def test_a_stream_that_goes_on_has_them_behind_what_its_client_has(
     verifier = FakeVerifier(round_s=0.002)
     async with running_router(tmp_path, {"v": verifier}) as router:
         first = Reader(seen).begin(router, resumable(40, top_logprobs=2))
-        await eventually(lambda: len(first.events) >= seen and len(router.journal))
+        await until(lambda: len(first.events) >= seen and len(router.journal))
         await first.cut()
         second = Reader().resume(router, len(first.ids), len(first.text))
         assert second.task is not None
@@ -109,7 +110,7 @@ async def test_a_restarted_router_has_them_in_its_journal(tmp_path: Path, ended:
         assert first.task is not None
         if ended:
             await first.task
-        await eventually(lambda: len(first.ids) >= 17)
+        await until(lambda: len(first.ids) >= 17)
         ids, text, before = list(first.ids), first.text, of_reader(first)
         left = await killed(tmp_path / "log", tmp_path / "left")
     async with journalled(tmp_path, FakeVerifier(round_s=0.002), left) as router:
@@ -160,4 +161,4 @@ async def test_a_verifier_that_says_too_little_or_too_much_serves_nobody(
         )
         with pytest.raises(InternalError, match="malformed events"):
             await router.generate(request)
-        await eventually(lambda: not verifier.live)
+        await until(lambda: not verifier.live)

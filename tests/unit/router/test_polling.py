@@ -7,7 +7,9 @@ import time
 
 import pytest
 from outrider_router.fleet import PeerState
-from outrider_router.polling import LOST_INTERVAL_S, Peer, in_time, rest
+from outrider_router.polling import Peer, in_time, rest
+
+from tests.waiting import soon
 
 
 async def forever() -> None:
@@ -19,7 +21,7 @@ async def test_a_peer_that_does_not_answer_is_silent_for_the_whole_bound() -> No
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         await in_time(peer, forever, 0.2)
-    assert time.monotonic() - began == pytest.approx(0.2, abs=0.1)
+    assert time.monotonic() - began >= 0.19
     assert peer.silent_s == pytest.approx(0.2)
 
 
@@ -49,12 +51,10 @@ async def test_an_error_of_the_look_is_raised_as_it_is() -> None:
 
 async def test_a_lost_peer_is_looked_at_sooner_and_one_that_broke_at_once() -> None:
     peer = Peer(address="a", state=PeerState.LOST)
-    began = time.monotonic()
-    await rest(peer, 5.0)
-    assert time.monotonic() - began < 5 * LOST_INTERVAL_S
+    await soon(rest(peer, 600.0))
     healthy = Peer(address="b", state=PeerState.HEALTHY)
     healthy.woken.set()
-    await asyncio.wait_for(rest(healthy, 5.0), 0.5)
+    await soon(rest(healthy, 600.0))
     assert healthy.silent_s == 0.0
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(rest(healthy, 5.0), 0.2)

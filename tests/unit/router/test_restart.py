@@ -17,11 +17,12 @@ from outrider_router.service import RouterService
 from outrider.errors import FailedPreconditionError, InvalidRequestError, UnavailableError
 from outrider.ids import RequestId
 from outrider.wire.inference import GenerateRequest, SamplingOptions, StoppingOptions, TextPrompt
-from tests.fakes.router import eventually, running_router, sample
+from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed, text_request
 from tests.unit.router.test_log_records import OPENED
 from tests.unit.router.test_resuming import Reader, resumable
+from tests.waiting import until
 
 
 @asynccontextmanager
@@ -46,7 +47,7 @@ async def test_running_requests_go_on_behind_what_their_clients_have(
     async with journalled(tmp_path, verifier, tmp_path / "log") as router:
         sampling = SamplingOptions(allowed_token_ids=(5, 6), bad_words=("xyz",))
         first = Reader().begin(router, resumable(60, priority=3, sampling=sampling))
-        await eventually(lambda: len(first.ids) >= seen and verifier.specs)
+        await until(lambda: len(first.ids) >= seen and verifier.specs)
         ids, text = list(first.ids), first.text
         left = await killed(tmp_path / "log", tmp_path / "left")
     other = FakeVerifier(round_s=0.002)
@@ -146,9 +147,9 @@ async def test_a_client_may_have_more_than_a_failed_machine_wrote_if_the_same_co
         log = tmp_path / name
         async with journalled(tmp_path, verifier, log) as router:
             first = Reader().begin(router, resumable(60, sampling=sampling))
-            await eventually(lambda first=first: len(first.ids) >= 5)
+            await until(lambda first=first: len(first.ids) >= 5)
             await killed(log, tmp_path / "left")
-            await eventually(lambda first=first: len(first.ids) >= 20)
+            await until(lambda first=first: len(first.ids) >= 20)
             ids, text = list(first.ids), first.text
         async with journalled(tmp_path, verifier, tmp_path / "left") as router:
             second = Reader().resume(router, len(ids), len(text))
@@ -166,7 +167,7 @@ async def test_what_is_not_resumable_is_not_restored_nor_what_was_aborted(tmp_pa
     async with journalled(tmp_path, verifier, tmp_path / "log") as router:
         plain = asyncio.create_task(router.generate(text_request(max_tokens=500)))
         reader = Reader().begin(router, resumable(500))
-        await eventually(lambda: len(verifier.live) == 2 and reader.ids)
+        await until(lambda: len(verifier.live) == 2 and reader.ids)
         router.abort([RequestId("r")])
         await reader.error()
         await killed(tmp_path / "log", tmp_path / "left")
@@ -183,7 +184,7 @@ async def test_a_stop_hands_resumable_requests_over_and_waits_for_the_others(
     async with journalled(tmp_path, verifier, tmp_path / "log") as router:
         reader = Reader().begin(router, resumable(200))
         plain = asyncio.create_task(router.generate(text_request(max_tokens=30)))
-        await eventually(lambda: len(verifier.live) == 2 and reader.ids)
+        await until(lambda: len(verifier.live) == 2 and reader.ids)
         assert await router.drain(10.0)
         assert plain.done() and len(router.journal) == 1
         await router.close()
@@ -205,7 +206,7 @@ async def test_restored_requests_wait_for_a_verifier_and_end_without_their_clien
     verifier.gate = asyncio.Event()
     async with journalled(tmp_path, verifier, tmp_path / "log") as router:
         Reader().begin(router, resumable(500))
-        await eventually(lambda: verifier.live)
+        await until(lambda: verifier.live)
         await killed(tmp_path / "log", tmp_path / "left")
         verifier.gate.set()
     verifier.gate = None
@@ -215,8 +216,8 @@ async def test_restored_requests_wait_for_a_verifier_and_end_without_their_clien
         await asyncio.sleep(0.2)
         assert len(router.journal) == 1
         verifier.lost.clear()
-        await eventually(lambda: verifier.live)
-        await eventually(lambda: not len(router.journal))
+        await until(lambda: verifier.live)
+        await until(lambda: not len(router.journal))
         await assert_all_freed(router, verifier)
         assert sample(router, "outrider_requests_total", outcome="CANCELLED") == 1
 

@@ -31,9 +31,10 @@ from outrider.wire.inference import (
     TextPrompt,
 )
 from outrider.wire.messages import FinishReason
-from tests.fakes.router import eventually, running_router, sample
+from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed, text_request
+from tests.waiting import until
 
 GRACE_S = 0.3
 
@@ -117,7 +118,7 @@ async def test_a_stream_goes_on_exactly_behind_what_its_client_has(
 ) -> None:
     verifier.script = lambda spec: router.tokenizer.encode("h\u20ac\U0001f680llo " * 9)
     first = Reader(taken if stuck else 1 << 30).begin(router, resumable(90))
-    await eventually(lambda: len(first.events) >= taken and len(router.journal))
+    await until(lambda: len(first.events) >= taken and len(router.journal))
     await first.cut()
     told = list(first.events)
     await asyncio.sleep(0.02)
@@ -167,7 +168,7 @@ async def test_a_second_reader_takes_the_stream_over_and_the_first_is_told(
     router: RouterService, verifier: FakeVerifier
 ) -> None:
     first = Reader(3).begin(router, resumable())
-    await eventually(lambda: len(first.events) == 3)
+    await until(lambda: len(first.events) == 3)
     second = Reader().resume(router, len(first.ids), len(first.text))
     error = await first.error()
     assert isinstance(error, AbortedError) and error.reason == "TAKEN_OVER"
@@ -203,7 +204,7 @@ async def test_positions_and_requests_that_are_not_there_are_typed_errors(
     verifier.gate = asyncio.Event()
     assert isinstance(await Reader().resume(router).error(), NotFoundError)
     reader = Reader().begin(router, resumable())
-    await eventually(lambda: verifier.live)
+    await until(lambda: verifier.live)
     for position in ((1, 0), (0, 1), (1000, 0)):
         error = await Reader().resume(router, *position).error()
         assert isinstance(error, InvalidRequestError) and error.reason == "INVALID_POSITION"
@@ -222,7 +223,7 @@ async def test_without_its_client_a_request_ends_after_the_grace_time(
     router: RouterService, verifier: FakeVerifier
 ) -> None:
     reader = Reader().begin(router, resumable(2000))
-    await eventually(lambda: len(reader.events) > 2)
+    await until(lambda: len(reader.events) > 2)
     await reader.cut()
     await asyncio.sleep(GRACE_S / 2)
     assert verifier.live and len(router.journal) == 1
@@ -231,16 +232,16 @@ async def test_without_its_client_a_request_ends_after_the_grace_time(
 
 
 async def assert_all_freed_soon(router: RouterService, verifier: FakeVerifier) -> None:
-    await eventually(lambda: not len(router.journal))
+    await until(lambda: not len(router.journal))
     await assert_all_freed(router, verifier)
-    await eventually(lambda: not len(router.resumables))
+    await until(lambda: not len(router.resumables))
 
 
 async def test_abort_ends_it_at_once_and_a_deadline_in_time(
     router: RouterService, verifier: FakeVerifier
 ) -> None:
     reader = Reader().begin(router, resumable(2000))
-    await eventually(lambda: len(reader.events) > 2)
+    await until(lambda: len(reader.events) > 2)
     assert router.abort([RequestId("r")]) == (RequestId("r"),)
     assert isinstance(await reader.error(), CancelledRequestError)
     await assert_all_freed(router, verifier)
@@ -258,18 +259,18 @@ async def test_a_reader_that_takes_nothing_does_not_keep_a_request_from_ending(
     router: RouterService, verifier: FakeVerifier, end: str
 ) -> None:
     reader = Reader(4)
-    timeout_s = 0.1 if end == "deadline" else None
+    timeout_s = 0.5 if end == "deadline" else None
     reader.task = asyncio.create_task(
         router.serve(resumable(2000), reader.write, timeout_s=timeout_s)
     )
-    await eventually(lambda: len(reader.events) == 4)
+    await until(lambda: len(reader.events) == 4)
     if end == "abort":
         router.abort([RequestId("r")])
     elif end == "close":
         async with asyncio.timeout(2.0):
             await router.close()
     assert (await reader.error()).reason in ("ABORTED", "DEADLINE", "SHUTDOWN")
-    await eventually(lambda: not len(router.journal))
+    await until(lambda: not len(router.journal))
     await assert_all_freed(router, verifier)
 
 
@@ -277,7 +278,7 @@ async def test_a_unary_answer_outlives_its_call(
     router: RouterService, verifier: FakeVerifier
 ) -> None:
     task = asyncio.create_task(router.generate(resumable(30)))
-    await eventually(lambda: verifier.live)
+    await until(lambda: verifier.live)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     reader = Reader().resume(router)

@@ -20,10 +20,11 @@ from outrider.wire.inference import (
     TextPrompt,
 )
 from outrider.wire.messages import FinishReason
-from tests.fakes.router import eventually, sample
+from tests.fakes.router import sample
 from tests.fakes.tokenizer import EOS_ID
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed, collect, text_request
+from tests.waiting import until
 
 
 async def test_a_stream_is_prompt_info_then_deltas_then_finish(
@@ -116,7 +117,7 @@ async def test_a_slow_client_gets_the_rounds_that_came_meanwhile_in_one_message(
     async with aclosing(router.stream(text_request(max_tokens=50))) as events:
         await anext(events)
         first = await anext(events)
-        await eventually(lambda: not verifier.live)
+        await until(lambda: not verifier.live)
         rest = [event async for event in events]
     assert isinstance(first, Delta)
     assert [type(event) for event in rest] == [Delta, FinishInfo]

@@ -9,9 +9,10 @@ import pytest
 from outrider_router.status import server_info
 
 from outrider.errors import UnavailableError
-from tests.fakes.router import eventually, running_router, sample
+from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed, emitted, pair, text_request
+from tests.waiting import soon, until
 
 RESUMED = "outrider_resumed_sessions_total"
 
@@ -21,17 +22,17 @@ async def test_its_sessions_go_where_there_is_room_and_nothing_new_comes(tmp_pat
         tasks = [
             asyncio.create_task(both.router.generate(text_request(max_tokens=60))) for _ in range(6)
         ]
-        await eventually(lambda: len(both.first.live) == len(both.second.live) == 3)
+        await until(lambda: len(both.first.live) == len(both.second.live) == 3)
         await both.first.drain(10.0)
-        await eventually(lambda: not both.first.live)
+        await until(lambda: not both.first.live)
         await both.router.generate(text_request())
-        results = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        results = await soon(asyncio.gather(*tasks))
         assert {result.text for result in results} == {"abc" * 20}
         assert (len(both.first.specs), len(both.second.specs)) == (3, 7)
         assert sample(both.router, RESUMED, cause="draining") == 3
         # It may stop now: that is no loss.
         both.first.lost.set()
-        await eventually(lambda: sample(both.router, "outrider_verifier_up", verifier="v0") == 0)
+        await until(lambda: sample(both.router, "outrider_verifier_up", verifier="v0") == 0)
         assert sample(both.router, "outrider_verifier_losses_total", verifier="v0") == 0
         await both.freed()
 
@@ -41,17 +42,17 @@ async def test_a_session_goes_on_where_it_is_until_there_is_a_place_for_it(tmp_p
         both.second.change_info(max_sessions=1)
         await asyncio.sleep(0.1)
         stays = asyncio.create_task(both.router.generate(text_request(max_tokens=400)))
-        await eventually(lambda: both.first.live)
+        await until(lambda: both.first.live)
         fills = asyncio.create_task(both.router.generate(text_request(max_tokens=60)))
-        await eventually(lambda: both.second.live)
+        await until(lambda: both.second.live)
         (entry, _) = both.router.journal
         await both.first.drain(10.0)
         before = len(entry.emitted)
-        await eventually(lambda: len(entry.emitted) > before + 5)
+        await until(lambda: len(entry.emitted) > before + 5)
         assert both.first.live and not fills.done()
         await fills
-        await eventually(lambda: both.second.live and not both.first.live)
-        assert (await asyncio.wait_for(stays, 10)).text == ("abc" * 134)[:400]
+        await until(lambda: both.second.live and not both.first.live)
+        assert (await soon(stays)).text == ("abc" * 134)[:400]
         await both.freed()
 
 
@@ -61,11 +62,11 @@ async def test_without_another_one_sessions_end_where_they_are(tmp_path: Path) -
         task = asyncio.create_task(router.generate(text_request(max_tokens=40)))
         await emitted(router, 5)
         await verifier.drain(10.0)
-        await eventually(lambda: router.registry.any_info() is None)
+        await until(lambda: router.registry.any_info() is None)
         with pytest.raises(UnavailableError) as refused:
             await router.generate(text_request())
         assert refused.value.reason == "NO_VERIFIER" and refused.value.retry_after_s
-        assert (await asyncio.wait_for(task, 5)).text == ("abc" * 14)[:40]
+        assert (await soon(task)).text == ("abc" * 14)[:40]
         assert len(verifier.specs) == 1
         (summary,) = server_info(router).verifiers
         assert summary.draining
@@ -83,7 +84,7 @@ async def test_what_it_could_not_finish_goes_on_when_it_is_back(tmp_path: Path) 
         await asyncio.sleep(0.1)
         assert not task.done()
         verifier.restart()
-        assert (await asyncio.wait_for(task, 5)).text == "abc" * 20
+        assert (await soon(task)).text == "abc" * 20
         assert [spec.epoch for spec in verifier.specs] == [0, 1]
         await assert_all_freed(router, verifier)
 
@@ -110,7 +111,7 @@ async def test_rolling_restarts_lose_no_request(tmp_path: Path) -> None:
         for verifier in (both.first, both.second, both.first, both.second):
             await asyncio.sleep(0.1)
             await verifier.drain(5.0)
-            await eventually(lambda here=verifier: not here.live)  # type: ignore[misc]
+            await until(lambda here=verifier: not here.live)  # type: ignore[misc]
             verifier.lost.set()
             await asyncio.sleep(0.05)
             verifier.restart()
@@ -132,14 +133,14 @@ async def test_a_verifier_that_joins_takes_requests_and_one_that_leaves_takes_no
         tasks = [
             asyncio.create_task(router.generate(text_request(max_tokens=60))) for _ in range(6)
         ]
-        await eventually(lambda: len(first.live) == 6)
+        await until(lambda: len(first.live) == 6)
         registry.add_verifier("b")
         registry.add_verifier("b")
-        await eventually(lambda: sample(router, "outrider_verifier_up", verifier="v1") == 1)
+        await until(lambda: sample(router, "outrider_verifier_up", verifier="v1") == 1)
         await first.drain(10.0)
-        await eventually(lambda: not first.live)
+        await until(lambda: not first.live)
         await registry.forget_verifier(registry.verifiers["a"])
-        results = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        results = await soon(asyncio.gather(*tasks))
         assert {result.text for result in results} == {"abc" * 20}
         (left,) = server_info(router).verifiers
         assert left.address == "b"

@@ -18,9 +18,10 @@ from outrider.errors import (
 )
 from outrider.ids import RequestId
 from outrider.wire.messages import SessionSpec
-from tests.fakes.router import eventually, running_router, sample
+from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed, text_request
+from tests.waiting import soon, until
 
 
 async def test_closing_the_stream_frees_everything(
@@ -41,7 +42,7 @@ async def test_cancelling_the_task_frees_everything(
 ) -> None:
     verifier.round_s = 0.01
     task = asyncio.create_task(router.generate(text_request(max_tokens=1000)))
-    await eventually(lambda: verifier.live)
+    await until(lambda: verifier.live)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -58,7 +59,7 @@ async def test_abort_by_id_ends_running_and_queued_requests_and_is_idempotent(
             asyncio.create_task(router.generate(text_request(max_tokens=1000, request_id=id_)))
             for id_ in (running, queued)
         ]
-        await eventually(lambda: router.admission.waiting == 1 and verifier.live)
+        await until(lambda: router.admission.waiting == 1 and verifier.live)
         assert router.abort([running, queued, RequestId("unknown")]) == (running, queued)
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, CancelledRequestError)
@@ -80,7 +81,7 @@ async def test_a_deadline_ends_a_queued_request(tmp_path: Path) -> None:
     verifier = FakeVerifier(max_sessions=1, round_s=0.01)
     async with running_router(tmp_path, {"v": verifier}) as router:
         holder = asyncio.create_task(router.generate(text_request(max_tokens=1000)))
-        await eventually(lambda: verifier.live)
+        await until(lambda: verifier.live)
         with pytest.raises(DeadlineExceededError):
             await router.generate(text_request(), timeout_s=0.1)
         assert router.admission.waiting == 0
@@ -99,12 +100,12 @@ async def test_a_request_that_ends_while_its_prompt_is_tokenized_hears_of_it_at_
     monkeypatch.setattr("outrider_router.intake.tokenize", slow)
     aborted = asyncio.create_task(router.generate(text_request(request_id=RequestId("long"))))
     cancelled = asyncio.create_task(router.generate(text_request()))
-    await eventually(lambda: len(router.journal) == 2)
+    await until(lambda: len(router.journal) == 2)
     with pytest.raises(DeadlineExceededError):
-        await asyncio.wait_for(router.generate(text_request(), timeout_s=0.05), 5.0)
+        await soon(router.generate(text_request(), timeout_s=0.05))
     router.abort([RequestId("long")])
     with pytest.raises(CancelledRequestError):
-        await asyncio.wait_for(aborted, 5.0)
+        await soon(aborted)
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled

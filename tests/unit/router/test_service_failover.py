@@ -25,9 +25,10 @@ from outrider.wire.inference import (
     StoppingOptions,
 )
 from outrider.wire.messages import FinishReason, SessionSpec
-from tests.fakes.router import eventually, running_router, sample
+from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed, collect, emitted, pair, text_request
+from tests.waiting import soon, until
 
 
 def break_stream(verifier: FakeVerifier) -> None:
@@ -47,7 +48,7 @@ async def test_its_sessions_go_on_elsewhere_with_all_that_they_emitted(
         task = asyncio.create_task(collect(both.router, request))
         await emitted(both.router, 10)
         kill(both.first)
-        events = await asyncio.wait_for(task, 5)
+        events = await soon(task)
         assert [type(event) for event in events].count(PromptInfo) == 1
         assert "".join(e.text for e in events if isinstance(e, Delta)) == "abc" * 10
         assert sum(len(e.token_ids) for e in events if isinstance(e, Delta)) == 30
@@ -81,7 +82,7 @@ async def test_stop_strings_are_found_across_the_gap(tmp_path: Path, after: int)
         task = asyncio.create_task(collect(both.router, request))
         await emitted(both.router, after)
         both.first.lost.set()
-        events = await asyncio.wait_for(task, 5)
+        events = await soon(task)
         assert "".join(e.text for e in events if isinstance(e, Delta)) == "x<ab>"
         finish = events[-1]
         assert isinstance(finish, FinishInfo) and finish.stop_string == "</ab>"
@@ -98,9 +99,9 @@ async def test_those_that_lost_their_verifier_go_first_and_no_full_queue_refuses
         tasks = [
             asyncio.create_task(both.router.generate(text_request(max_tokens=40))) for _ in range(8)
         ]
-        await eventually(lambda: len(both.first.live) == len(both.second.live) == 4)
+        await until(lambda: len(both.first.live) == len(both.second.live) == 4)
         both.first.lost.set()
-        results = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        results = await soon(asyncio.gather(*tasks))
         assert {result.text for result in results} == {("abc" * 14)[:40]}
         both.first.restart()
         await both.freed()
@@ -112,10 +113,10 @@ async def test_without_another_one_they_wait_for_it_to_come_back(tmp_path: Path)
         task = asyncio.create_task(router.generate(text_request(max_tokens=30)))
         await emitted(router, 5)
         verifier.lost.set()
-        await eventually(lambda: router.registry.any_info() is None)
+        await until(lambda: router.registry.any_info() is None)
         assert router.admission.waiting == 1
         verifier.restart()
-        assert (await asyncio.wait_for(task, 5)).text == "abc" * 10
+        assert (await soon(task)).text == "abc" * 10
         await assert_all_freed(router, verifier)
 
 
@@ -130,14 +131,14 @@ async def test_who_waits_for_a_verifier_can_be_aborted_and_hears_of_its_deadline
             )
             for name, limit in ((RequestId("aborted"), None), (RequestId("late"), 0.6))
         )
-        await eventually(lambda: len(verifier.live) == 2)
+        await until(lambda: len(verifier.live) == 2)
         verifier.lost.set()
-        await eventually(lambda: router.admission.waiting == 2)
+        await until(lambda: router.admission.waiting == 2)
         router.abort([RequestId("aborted")])
         with pytest.raises(CancelledRequestError):
-            await asyncio.wait_for(aborted, 1)
+            await soon(aborted)
         with pytest.raises(DeadlineExceededError):
-            await asyncio.wait_for(late, 2)
+            await soon(late)
         verifier.restart()
         await assert_all_freed(router, verifier)
 
@@ -155,7 +156,7 @@ async def test_a_request_whose_sessions_are_lost_again_and_again_is_given_up(
 
         both.first.script = both.second.script = poisoned
         with pytest.raises((UnavailableError, InternalError)) as caught:
-            await asyncio.wait_for(both.router.generate(text_request()), 5)
+            await soon(both.router.generate(text_request()))
         assert caught.value.reason == reason
         assert len(both.first.specs) + len(both.second.specs) == 3
         await both.freed()
@@ -178,12 +179,12 @@ async def test_nothing_is_placed_on_a_verifier_that_lost_its_device(tmp_path: Pa
 async def test_two_verifiers_of_one_name_do_not_serve_at_once(tmp_path: Path) -> None:
     async with pair(tmp_path) as both:
         both.second.change_info(verifier_id="v0")
-        await eventually(lambda: both.router.registry.verifiers["b"].problem)
+        await until(lambda: both.router.registry.verifiers["b"].problem)
         assert "is called v0 too" in both.router.registry.verifiers["b"].problem
         await asyncio.gather(*(both.router.generate(text_request()) for _ in range(4)))
         assert not both.second.specs
         both.first.lost.set()
-        await eventually(lambda: both.router.registry.verifiers["b"].problem == "")
+        await until(lambda: both.router.registry.verifiers["b"].problem == "")
         assert (await both.router.generate(text_request())).text == "abcabc"
 
 
@@ -195,10 +196,10 @@ async def test_what_a_verifier_says_of_a_session_that_was_left_reaches_nobody(
         task = asyncio.create_task(both.router.generate(text_request(max_tokens=200)))
         await emitted(both.router, 5)
         await both.first.drain(10.0)
-        await eventually(lambda: both.second.live)
+        await until(lambda: both.second.live)
         # Both emit the same positions now, on streams that are open.
         assert both.first.live
-        result = await asyncio.wait_for(task, 10)
+        result = await soon(task)
         assert result.text == ("abc" * 67)[:200]
         assert result.finish.usage.completion_tokens == 200
 
@@ -210,12 +211,12 @@ async def test_a_verifier_that_was_cut_off_and_comes_back_as_it_was_takes_sessio
         task = asyncio.create_task(both.router.generate(text_request(max_tokens=400)))
         await emitted(both.router, 5)
         both.first.hung = True
-        await eventually(lambda: both.second.live)
+        await until(lambda: both.second.live)
         both.first.hung = False
         await both.up(both.first)
         # The same process, which may still hold the epoch that was given up.
         await both.second.drain(10.0)
-        assert (await asyncio.wait_for(task, 10)).text == ("abc" * 134)[:400]
+        assert (await soon(task)).text == ("abc" * 134)[:400]
         assert [spec.epoch for spec in (*both.first.specs, *both.second.specs)] == [0, 2, 1]
         assert len({spec.session_id for spec in both.first.specs}) == 1
         await both.freed()

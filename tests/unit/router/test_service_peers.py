@@ -13,9 +13,10 @@ from outrider.errors import UnavailableError
 from outrider.spec.plan import DraftMethod
 from outrider.wire.inference import SpeculationOptions
 from tests.fakes.drafter import FakeDrafter
-from tests.fakes.router import eventually, running_router, sample
+from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed, text_request
+from tests.waiting import soon, until
 
 
 async def test_while_no_verifier_is_healthy_requests_are_unavailable(tmp_path: Path) -> None:
@@ -43,19 +44,19 @@ async def test_a_lost_verifier_without_another_is_a_typed_error_in_time_that_say
     verifier = FakeVerifier(round_s=0.01)
     async with running_router(tmp_path, {"v": verifier}, failover_s=0.5) as router:
         task = asyncio.create_task(router.generate(text_request(max_tokens=1000)))
-        await eventually(lambda: any(len(entry.emitted) >= 3 for entry in router.journal))
+        await until(lambda: any(len(entry.emitted) >= 3 for entry in router.journal))
         (entry,) = router.journal
         kill(verifier)
         with pytest.raises(UnavailableError, match="incomplete") as caught:
-            await asyncio.wait_for(task, 5)
+            await soon(task)
         assert caught.value.reason == "VERIFIER_LOST"
         assert f"{len(entry.emitted)} tokens" in caught.value.message
-        await eventually(lambda: router.registry.any_info() is None)
+        await until(lambda: router.registry.any_info() is None)
         assert sample(router, "outrider_verifier_losses_total", verifier="v0") == 1
         verifier.lost.clear()
         verifier.hung = False
         verifier.change_info(incarnation="2")
-        await eventually(lambda: router.registry.any_info() is not None)
+        await until(lambda: router.registry.any_info() is not None)
         assert (await router.generate(text_request())).text == "abcabc"
         await assert_all_freed(router, verifier)
 
@@ -65,10 +66,10 @@ async def test_a_restart_between_two_looks_is_a_pause_of_its_sessions(
 ) -> None:
     verifier.gate = asyncio.Event()
     task = asyncio.create_task(router.generate(text_request()))
-    await eventually(lambda: verifier.live)
+    await until(lambda: verifier.live)
     verifier.gate, gate = None, verifier.gate
     verifier.change_info(incarnation="2")
-    assert (await asyncio.wait_for(task, 5)).text == "abcabc"
+    assert (await soon(task)).text == "abcabc"
     gate.set()
     assert [spec.epoch for spec in verifier.specs] == [0, 1]
     await assert_all_freed(router, verifier)
@@ -79,7 +80,7 @@ async def test_the_loss_of_the_drafter_is_counted_and_the_stream_goes_on(tmp_pat
     drafter = FakeDrafter({"v": verifier})
     async with running_router(tmp_path, {"v": verifier}, {"d": drafter}) as router:
         task = asyncio.create_task(router.generate(text_request(max_tokens=60)))
-        await eventually(lambda: any(entry.drafter_attached for entry in router.journal))
+        await until(lambda: any(entry.drafter_attached for entry in router.journal))
         assert verifier.specs[0].drafter_id == "d0"
         drafter.lost = True
         verifier.drafters_alive = False
@@ -94,7 +95,7 @@ async def test_the_loss_of_the_drafter_is_counted_and_the_stream_goes_on(tmp_pat
         assert verifier.specs[-1].drafter_id is None
         drafter.lost, verifier.drafters_alive = False, True
         drafter.change_info(incarnation="2")
-        await eventually(lambda: sample(router, "outrider_drafter_up", drafter="d0") == 1)
+        await until(lambda: sample(router, "outrider_drafter_up", drafter="d0") == 1)
         await router.generate(text_request())
         assert verifier.specs[-1].drafter_id == "d0"
         assert drafter.attached == ["v", "v"]
@@ -119,8 +120,8 @@ async def test_sessions_spread_over_two_verifiers(tmp_path: Path) -> None:
     first.change_info(verifier_id="va")
     second.change_info(verifier_id="vb")
     async with running_router(tmp_path, {"a": first, "b": second}) as router:
-        await eventually(lambda: sample(router, "outrider_verifier_up", verifier="vb") == 1)
-        await eventually(lambda: sample(router, "outrider_verifier_up", verifier="va") == 1)
+        await until(lambda: sample(router, "outrider_verifier_up", verifier="vb") == 1)
+        await until(lambda: sample(router, "outrider_verifier_up", verifier="va") == 1)
         await asyncio.gather(*(router.generate(text_request(max_tokens=20)) for _ in range(8)))
     assert (len(first.specs), len(second.specs)) == (4, 4)
 

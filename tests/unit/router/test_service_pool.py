@@ -28,9 +28,10 @@ from outrider.spec.plan import DraftMethod
 from outrider.transport.grpc import GrpcServer
 from outrider.wire.inference import GenerateResult, SpeculationOptions
 from tests.fakes.drafter import FakeDrafter
-from tests.fakes.router import eventually, running_router, sample
+from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import text_request
+from tests.waiting import until
 
 TEXT = "abc" * 400
 
@@ -50,17 +51,17 @@ class Pool:
             asyncio.create_task(self.router.generate(text_request(max_tokens=len(TEXT))))
             for _ in range(count)
         ]
-        await eventually(lambda: len(self.verifier.live) == before + count)
+        await until(lambda: len(self.verifier.live) == before + count)
         # Every session has begun.
-        await eventually(lambda: all(e.first_token is not None for e in self.router.journal))
+        await until(lambda: all(e.first_token is not None for e in self.router.journal))
 
     def sessions(self) -> Counter[str | None]:
         return Counter(spec.drafter_id for spec in self.verifier.live.values())
 
     async def settle(self, **expected: int) -> None:
-        await eventually(lambda: self.sessions() == expected)
+        await until(lambda: self.sessions() == expected)
         # The router knows it too.
-        await eventually(lambda: self.router.journal.placed() == expected)
+        await until(lambda: self.router.journal.placed() == expected)
 
     def lose(self, name: str) -> None:
         self.known[name].lost = True
@@ -96,7 +97,7 @@ async def test_a_lost_drafters_sessions_go_on_with_the_others(tmp_path: Path) ->
         it.lose("d1")
         await it.settle(d0=6)
         assert sample(it.router, "outrider_session_moves_total", why="lost") == 3
-        await eventually(lambda: sample(it.router, "outrider_drafter_up", drafter="d1") == 0)
+        await until(lambda: sample(it.router, "outrider_drafter_up", drafter="d1") == 0)
         # It comes back and gets its share again.
         it.known["d1"].lost = False
         it.known["d1"].change_info(incarnation="2")
@@ -131,7 +132,7 @@ async def test_a_drafter_that_is_added_takes_over_sessions_that_run(tmp_path: Pa
         await it.settle(d0=4, d1=4)
         assert sample(it.router, "outrider_session_moves_total", why="balance") == 4
         it.router.registry.add_drafter("d2")
-        await eventually(lambda: max(it.sessions().values()) <= 3)
+        await until(lambda: max(it.sessions().values()) <= 3)
 
 
 async def test_a_removed_drafter_hands_over_first_and_is_forgotten(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ async def test_a_verifier_that_refuses_is_not_asked_for_ever(tmp_path: Path) -> 
         await it.settle(d0=1, d1=1)
         it.verifier.refuses_moves = True
         it.lose("d1")
-        await eventually(
+        await until(
             lambda: (
                 sample(it.router, "outrider_session_moves_total", why="lost")
                 == moving.MOST_REFUSALS
@@ -199,7 +200,7 @@ async def test_a_verifier_that_refuses_is_not_asked_for_ever(tmp_path: Path) -> 
 
 async def test_status_tells_who_drafts_for_whom(tmp_path: Path) -> None:
     async with pool(tmp_path, 1) as it:
-        await eventually(lambda: len(server_info(it.router).drafters[0].links) == 1)
+        await until(lambda: len(server_info(it.router).drafters[0].links) == 1)
         (link,) = server_info(it.router).drafters[0].links
         assert link.verifier_id == VerifierId("v0")
         peer = it.router.registry.drafters["d0"]

@@ -12,8 +12,9 @@ from outrider_router.status import server_info
 from outrider.client.status_command import describe
 from outrider.ids import DrafterId
 from outrider.wire.messages import AttachedDrafter
-from tests.fakes.router import eventually, sample
+from tests.fakes.router import sample
 from tests.unit.router.test_service_pool import Pool, pool, restless
+from tests.waiting import until
 
 __all__ = ["restless"]
 
@@ -51,7 +52,7 @@ async def test_an_ill_drafters_sessions_go_to_another_and_it_is_probed(tmp_path:
         await it.run(6)
         await it.settle(d0=3, d1=3)
         say(it, "d1", sessions=3, silent_ms=900.0)
-        await eventually(lambda: it.sessions() == {"d0": 6})
+        await until(lambda: it.sessions() == {"d0": 6})
         assert quarantines(it, "silent") == 1
         assert sample(it.router, "outrider_session_moves_total", why="quarantined") == 3
         (link,) = server_info(it.router).drafters[1].links
@@ -59,19 +60,19 @@ async def test_an_ill_drafters_sessions_go_to_another_and_it_is_probed(tmp_path:
         # Its sessions have gone; said still, they would show it to be ill before the probe began.
         say(it, "d1", sessions=0)
         # One is given to it to see; as long as that is ill, it stays at that.
-        await eventually(lambda: it.sessions() == {"d0": 5, "d1": 1})
+        await until(lambda: it.sessions() == {"d0": 5, "d1": 1})
         say(it, "d1", sessions=1)
-        await eventually(lambda: quarantines(it, "silent") == 2)
-        await eventually(lambda: it.sessions() == {"d0": 6})
+        await until(lambda: quarantines(it, "silent") == 2)
+        await until(lambda: it.sessions() == {"d0": 6})
         # It is well again.
         say(it, "d1", sessions=0, silent_ms=0.0)
-        await eventually(lambda: it.sessions() == {"d0": 5, "d1": 1})
+        await until(lambda: it.sessions() == {"d0": 5, "d1": 1})
 
         def well() -> bool:
             count(it, "d1")
             return it.sessions() == {"d0": 3, "d1": 3}
 
-        await eventually(well)
+        await until(well)
         assert server_info(it.router).drafters[1].links[0].quarantine == ""
 
 
@@ -82,19 +83,19 @@ async def test_where_there_is_no_other_sessions_decode_plainly_until_the_probe(
         await it.run(3)
         await it.settle(d0=3)
         say(it, "d0", sessions=3, answers=10)
-        await eventually(lambda: links(it)[0].answers == 10)
+        await until(lambda: links(it)[0].answers == 10)
         say(it, "d0", invalid=30)
-        await eventually(lambda: it.sessions() == {None: 3})
+        await until(lambda: it.sessions() == {None: 3})
         assert quarantines(it, "wrong") == 1
         *_, line = describe(server_info(it.router))
         assert "in quarantine (wrong" in line
-        await eventually(lambda: it.sessions() == {None: 2, "d0": 1})
+        await until(lambda: it.sessions() == {None: 2, "d0": 1})
 
         def well() -> bool:
             count(it, "d0")
             return it.sessions() == {"d0": 3}
 
-        await eventually(well)
+        await until(well)
 
 
 async def test_another_process_of_the_same_name_begins_anew(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ async def test_another_process_of_the_same_name_begins_anew(tmp_path: Path) -> N
         await it.run(2)
         await it.settle(d0=2)
         say(it, "d0", sessions=2, silent_ms=5000.0)
-        await eventually(lambda: quarantines(it, "silent") > 0)
+        await until(lambda: quarantines(it, "silent") > 0)
         it.known["d0"].change_info(incarnation="2")
         it.verifier.detach(DrafterId("d0"))
         await it.settle(d0=2)
@@ -117,7 +118,7 @@ async def test_a_drafter_that_is_about_to_stop_hands_over_and_is_not_lost(tmp_pa
         assert sample(it.router, "outrider_session_moves_total", why="drained") == 2
         assert server_info(it.router).drafters[1].draining
         it.lose("d1")
-        await eventually(lambda: not it.router.registry.drafters["d1"].serving)
+        await until(lambda: not it.router.registry.drafters["d1"].serving)
         assert sample(it.router, "outrider_drafter_losses_total", drafter="d1") == 0
         # Its successor gets its share.
         it.known["d1"].lost = False
@@ -131,7 +132,7 @@ async def test_the_last_drafter_drafts_on_until_it_stops(tmp_path: Path) -> None
         await it.run(2)
         await it.settle(d0=2)
         it.known["d0"].change_info(draining=True)
-        await eventually(lambda: server_info(it.router).drafters[0].draining)
+        await until(lambda: server_info(it.router).drafters[0].draining)
         await it.run(1)
         assert it.sessions() == {"d0": 2, None: 1}
 
@@ -140,11 +141,11 @@ async def test_a_drafter_gets_no_more_sessions_than_it_follows(tmp_path: Path) -
     async with pool(tmp_path, 2) as it:
         it.known["d0"].change_info(max_sessions=2)
         info = it.router.registry.drafters["d0"]
-        await eventually(lambda: info.info is not None and info.info.max_sessions == 2)
+        await until(lambda: info.info is not None and info.info.max_sessions == 2)
         await it.run(8)
         await it.settle(d0=2, d1=6)
         it.lose("d1")
-        await eventually(lambda: it.sessions()["d0"] == 2 and it.sessions()["d1"] == 6)
+        await until(lambda: it.sessions()["d0"] == 2 and it.sessions()["d1"] == 6)
 
 
 async def test_a_removed_drafter_tells_other_routers_and_may_come_back(tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ async def test_a_removed_drafter_tells_other_routers_and_may_come_back(tmp_path:
         assert it.known["d0"]._info.draining
         await registry.forget_drafter(peer)
         registry.add_drafter("d0")
-        await eventually(lambda: not it.known["d0"]._info.draining)
+        await until(lambda: not it.known["d0"]._info.draining)
         await it.settle(d0=2, d1=2)
 
 

@@ -25,9 +25,10 @@ from outrider.wire.inference import (
     TokenPrompt,
 )
 from outrider.wire.messages import FinishReason
-from tests.fakes.router import eventually, running_router
+from tests.fakes.router import running_router
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed, text_request
+from tests.waiting import until
 
 
 async def test_a_full_queue_refuses_with_a_retry_hint(tmp_path: Path) -> None:
@@ -35,7 +36,7 @@ async def test_a_full_queue_refuses_with_a_retry_hint(tmp_path: Path) -> None:
     verifier.gate = asyncio.Event()
     async with running_router(tmp_path, {"v": verifier}, queue_limit=2) as router:
         tasks = [asyncio.create_task(router.generate(text_request())) for _ in range(6)]
-        await eventually(lambda: sum(task.done() for task in tasks) == 3)
+        await until(lambda: sum(task.done() for task in tasks) == 3)
         verifier.gate.set()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         refused = [o for o in outcomes if isinstance(o, ResourceExhaustedError)]
@@ -114,7 +115,7 @@ async def test_draining_refuses_new_requests_and_lets_the_running_ones_end(
 ) -> None:
     verifier.round_s = 0.01
     task = asyncio.create_task(router.generate(text_request(max_tokens=10)))
-    await eventually(lambda: verifier.live)
+    await until(lambda: verifier.live)
     draining = asyncio.create_task(router.drain(5.0))
     await asyncio.sleep(0)
     with pytest.raises(UnavailableError):

@@ -19,9 +19,10 @@ from outrider.errors import ResourceExhaustedError
 from outrider.ids import RequestId
 from outrider.transport.grpc.status import typed_error
 from outrider.wire.inference_codec import stream_request_to_pb
-from tests.fakes.router import eventually, grpc_router, running_router, sample
+from tests.fakes.router import grpc_router, running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed, text_request
+from tests.waiting import soon, until
 
 NARROW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 """A client that lets the server send no more than it reads."""
@@ -95,9 +96,9 @@ async def test_streams_that_nobody_reads_end_and_hold_up_no_other(tmp_path: Path
     ):
         slow = [opened(channel, max_tokens=6000) for _ in range(8)]
         await asyncio.gather(*(call.read() for call in slow))
-        await asyncio.wait_for(router.generate(text_request(max_tokens=500)), 5.0)
+        await soon(router.generate(text_request(max_tokens=500)))
         assert len([1 async for _ in opened(others, max_tokens=500)]) > 1
-        await eventually(lambda: len(router.journal) == 0)
+        await until(lambda: len(router.journal) == 0)
         await assert_all_freed(router, verifier)
         assert sample(router, "outrider_refusals_total", reason="SLOW_READER") == 8
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -119,11 +120,11 @@ async def test_an_answer_that_nobody_reads_gives_its_place_to_others_once_it_is_
     ):
         call = opened(channel, max_tokens=6000)
         await call.read()
-        result = await asyncio.wait_for(router.generate(text_request(max_tokens=5)), 5.0)
+        result = await soon(router.generate(text_request(max_tokens=5)))
         assert len(result.token_ids) == 5
         assert len(router.journal) == 1, "the unread answer is kept"
         call.cancel()
-        await eventually(lambda: len(router.journal) == 0)
+        await until(lambda: len(router.journal) == 0)
         await assert_all_freed(router, verifier)
 
 
@@ -140,12 +141,12 @@ async def test_a_request_that_is_aborted_ends_at_the_verifier_although_its_clien
         call = opened(channel, max_tokens=60_000, request_id=RequestId("unread"))
         await call.read()
         (entry,) = router.journal
-        await eventually(lambda: len(entry.emitted) > 6000)
+        await until(lambda: len(entry.emitted) > 6000)
         assert router.abort([RequestId("unread")])
-        await eventually(lambda: not verifier.live, 0.5)
+        await until(lambda: not verifier.live, 0.5)
         assert router.admission.running == 0
         call.cancel()
-        await eventually(lambda: len(router.journal) == 0)
+        await until(lambda: len(router.journal) == 0)
         await assert_all_freed(router, verifier)
 
 

@@ -17,9 +17,10 @@ from outrider_router.status_page import snapshot, status_router
 
 from outrider.wire.messages import SpecStats
 from tests.fakes.drafter import FakeDrafter
-from tests.fakes.router import eventually, running_router
+from tests.fakes.router import running_router
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import collect, text_request
+from tests.waiting import until
 
 
 def served(service: RouterService) -> httpx.AsyncClient:
@@ -64,7 +65,7 @@ async def test_the_state_is_what_the_router_knows(tmp_path: Path) -> None:
             stats=SpecStats(rounds=8, emitted=20, proposed=16, accepted=12),
         )
         state = json.loads(json.dumps(snapshot(router)))
-        await eventually(lambda: snapshot(router)["verifiers"][0]["round_ms"] == 4.5)
+        await until(lambda: snapshot(router)["verifiers"][0]["round_ms"] == 4.5)
         async with served(router) as client:
             state = (await client.get("/status.json")).json()
     assert state["models"] == ["fake"]

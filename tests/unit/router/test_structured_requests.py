@@ -13,10 +13,10 @@ from outrider_router.service import RouterService
 from outrider.errors import FailedPreconditionError, InvalidRequestError, ResourceExhaustedError
 from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.wire.inference import GenerateRequest, StoppingOptions
-from tests.fakes.router import eventually
 from tests.fakes.tokenizer import EOS_ID
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed, text_request
+from tests.waiting import until
 
 FORM = StructuredOutput(StructuredKind.REGEX, "[abc]{2,9}")
 
@@ -73,7 +73,7 @@ async def test_all_that_wait_for_one_form_share_its_compiling(
     good, bad, other = (StructuredOutput(StructuredKind.REGEX, text) for text in ("a", "bad", "c"))
     first, *more = [asyncio.create_task(check(good)) for _ in range(10)]
     refused = [asyncio.create_task(check(bad)) for _ in range(10)]
-    await eventually(lambda: compiled == ["a"], 30.0)
+    await until(lambda: compiled == ["a"], 30.0)
     with pytest.raises(ResourceExhaustedError):
         await check(other)
     first.cancel()
@@ -102,7 +102,7 @@ async def test_a_form_that_nobody_waits_for_makes_room(
     monkeypatch.setattr(forms.Forms, "_compile", compile_slowly)
     check = router._intake._forms.check
     left = asyncio.create_task(check(StructuredOutput(StructuredKind.REGEX, "left")))
-    await eventually(lambda: compiled == ["left"], 30.0)
+    await until(lambda: compiled == ["left"], 30.0)
     left.cancel()
     await asyncio.wait([left])
     stays = asyncio.create_task(check(FORM))

@@ -14,6 +14,7 @@ from outrider.transport.heartbeat import (
 )
 from outrider.transport.mailbox import Mailbox
 from outrider.wire.messages import Heartbeat
+from tests.waiting import soon, until
 
 FAST = HeartbeatConfig(interval_s=0.05, timeout_s=0.2)
 
@@ -56,7 +57,7 @@ def connected() -> tuple[Pipe, HeartbeatConnection[int, int]]:
 
 async def test_heartbeats_are_sent_and_count_up() -> None:
     pipe, connection = connected()
-    beats = [await asyncio.wait_for(pipe.outgoing.get(), 1) for _ in range(3)]
+    beats = [await soon(pipe.outgoing.get()) for _ in range(3)]
     assert beats == [Heartbeat(1), Heartbeat(2), Heartbeat(3)]
     await connection.close()
 
@@ -65,14 +66,14 @@ async def test_received_heartbeats_are_hidden() -> None:
     pipe, connection = connected()
     await pipe.incoming.put(Heartbeat(1))
     await pipe.incoming.put(7)
-    assert await asyncio.wait_for(connection.receive(), 1) == 7
+    assert await soon(connection.receive()) == 7
     await connection.close()
 
 
 async def test_heartbeats_are_hidden_among_what_is_ready() -> None:
     pipe, connection = connected()
     pipe.incoming.offer(Heartbeat(1), 7, Heartbeat(2), 8, Heartbeat(3))
-    assert await asyncio.wait_for(connection.receive(), 1) == 7
+    assert await soon(connection.receive()) == 7
     assert connection.ready() == [8]
     assert connection.ready() == []
     assert connection.offer(1, 2)
@@ -84,7 +85,7 @@ async def test_a_silent_peer_is_lost_after_the_timeout() -> None:
     _pipe, connection = connected()
     started = time.monotonic()
     with pytest.raises(ConnectionLostError, match=r"nothing heard from pipe for 0\.2 s"):
-        await asyncio.wait_for(connection.receive(), 2)
+        await soon(connection.receive())
     assert time.monotonic() - started >= 0.15
     with pytest.raises(ConnectionLostError, match="nothing heard"):
         await connection.send(1)
@@ -98,7 +99,7 @@ async def test_heartbeats_alone_keep_a_connection() -> None:
         await asyncio.sleep(0.05)
     assert not receiving.done()
     await pipe.incoming.put(7)
-    assert await asyncio.wait_for(receiving, 1) == 7
+    assert await soon(receiving) == 7
     await connection.close()
 
 
@@ -129,7 +130,7 @@ async def test_a_stalled_local_loop_does_not_make_the_peer_silent() -> None:
     time.sleep(0.5)  # the stall; the peer's message arrives just after it
     await asyncio.sleep(0.01)
     await pipe.incoming.put(7)
-    assert await asyncio.wait_for(receiving, 1) == 7
+    assert await soon(receiving) == 7
     await connection.close()
 
 
@@ -137,8 +138,7 @@ async def test_a_closed_connection_leaves_no_task() -> None:
     before = len(asyncio.all_tasks())
     _pipe, connection = connected()
     await connection.close()
-    await asyncio.sleep(0.01)
-    assert len(asyncio.all_tasks()) == before
+    await until(lambda: len(asyncio.all_tasks()) == before)
 
 
 async def test_unless_silent_gives_the_result_or_up() -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from outrider.errors import AlreadyExistsError, UnavailableError
@@ -9,6 +7,7 @@ from outrider.transport.base import VerifierConnection
 from outrider.transport.inproc import InprocNetwork
 from outrider.wire.messages import DrafterMessage, Proposals, Verdicts
 from tests.integration.fake_endpoints import FakeDrafter, FakeVerifier, proposal
+from tests.waiting import soon, until
 
 
 class Recorder(FakeVerifier):
@@ -32,7 +31,7 @@ async def test_unencoded_messages_are_handed_over_as_they_are(encoded: bool) -> 
     connection = await network.dialer().exchange("v")
     sent = proposal(3)
     await connection.send(sent)
-    await asyncio.sleep(0.05)
+    await until(lambda: recorder.messages)
     (arrived,) = recorder.messages
     assert isinstance(arrived, Proposals) and arrived.digests.tolist() == [3]
     assert (arrived is sent) is not encoded
@@ -45,7 +44,7 @@ async def test_an_unencoded_exchange_answers() -> None:
     network.serve_verifier("v", FakeVerifier())
     connection = await network.dialer().exchange("v")
     await connection.send(proposal(5))
-    verdict = await asyncio.wait_for(connection.receive(), 1)
+    verdict = await soon(connection.receive())
     assert isinstance(verdict, Verdicts) and verdict.digests.tolist() == [5]
     await connection.close()
     await network.withdraw("v")
@@ -79,7 +78,7 @@ async def test_messages_offered_together_are_ready_together(encoded: bool) -> No
     network.serve_verifier("v", recorder)
     connection = await network.dialer().exchange("v")
     assert connection.offer(*map(proposal, range(5)))
-    await asyncio.sleep(0.05)
+    await until(lambda: len(recorder.messages) == 5)
     assert [m.digests[0] for m in recorder.messages if isinstance(m, Proposals)] == list(range(5))
     await connection.close()
     await network.withdraw("v")

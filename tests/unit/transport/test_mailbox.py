@@ -6,6 +6,7 @@ import pytest
 
 from outrider.errors import ConnectionLostError
 from outrider.transport.mailbox import Mailbox
+from tests.waiting import soon
 
 LOST = ConnectionLostError("gone", reason="PEER_LOST")
 
@@ -30,7 +31,7 @@ async def test_put_waits_while_the_number_of_items_is_at_its_bound() -> None:
     await asyncio.sleep(0)
     assert not blocked.done()
     assert await mailbox.get() == 0
-    await asyncio.wait_for(blocked, 1)
+    await soon(blocked)
 
 
 async def test_put_waits_while_the_size_of_items_is_at_its_bound() -> None:
@@ -40,12 +41,12 @@ async def test_put_waits_while_the_size_of_items_is_at_its_bound() -> None:
     await asyncio.sleep(0)
     assert not blocked.done()
     await mailbox.get()
-    await asyncio.wait_for(blocked, 1)
+    await soon(blocked)
 
 
 async def test_an_item_larger_than_the_bound_passes_alone() -> None:
     mailbox: Mailbox[bytes] = Mailbox(max_size=10, size_of=len)
-    await asyncio.wait_for(mailbox.put(b"x" * 100), 1)
+    await soon(mailbox.put(b"x" * 100))
     assert await mailbox.get() == b"x" * 100
 
 
@@ -55,7 +56,7 @@ async def test_small_items_all_pass_once_a_large_one_is_gone() -> None:
     blocked = [asyncio.create_task(mailbox.put(b"y")) for _ in range(5)]
     await asyncio.sleep(0)
     await mailbox.get()
-    await asyncio.wait_for(asyncio.gather(*blocked), 1)
+    await soon(asyncio.gather(*blocked))
 
 
 async def test_close_hands_out_what_is_left_and_then_raises() -> None:
@@ -80,7 +81,7 @@ async def test_close_wakes_everyone_who_waits() -> None:
     await asyncio.sleep(0)
     empty.close(LOST)
     full.close(LOST)
-    results = await asyncio.wait_for(asyncio.gather(*getters, *putters, return_exceptions=True), 1)
+    results = await soon(asyncio.gather(*getters, *putters, return_exceptions=True))
     assert [type(result) for result in results] == [ConnectionLostError] * 6
 
 
@@ -99,7 +100,7 @@ async def test_a_cancelled_get_loses_no_item_and_no_wake_up() -> None:
     await asyncio.sleep(0)
     await mailbox.put(1)
     first.cancel()
-    assert await asyncio.wait_for(second, 1) == 1
+    assert await soon(second) == 1
     assert first.cancelled() or first.done()
 
 
@@ -139,7 +140,7 @@ async def test_an_offer_takes_room_or_leaves_all_as_it_was() -> None:
     getting = asyncio.create_task(mailbox.get())
     await asyncio.sleep(0)
     assert mailbox.offer(1)
-    assert await asyncio.wait_for(getting, 1) == 1
+    assert await soon(getting) == 1
     assert mailbox.offer(2)
     assert not mailbox.offer(3)
     assert [await mailbox.get()] == [2] and len(mailbox) == 0
@@ -164,8 +165,8 @@ async def test_every_waiter_gets_one_of_the_items_offered_together() -> None:
     waiting = asyncio.create_task(mailbox.wait(10))
     await asyncio.sleep(0)
     assert mailbox.offer(1, 2, 3)
-    assert await asyncio.wait_for(asyncio.gather(*getting), 1) == [1, 2]
-    assert await asyncio.wait_for(waiting, 1)
+    assert await soon(asyncio.gather(*getting)) == [1, 2]
+    assert await soon(waiting)
     assert mailbox.take_all() == [3]
 
 
@@ -175,7 +176,7 @@ async def test_taking_all_makes_room_for_all_who_wait() -> None:
     putting = [asyncio.create_task(mailbox.put(number)) for number in (3, 4)]
     await asyncio.sleep(0)
     assert mailbox.take_all() == [1, 2]
-    await asyncio.wait_for(asyncio.gather(*putting), 1)
+    await soon(asyncio.gather(*putting))
     mailbox.close(LOST)
     assert mailbox.take_all() == [3, 4]
     assert mailbox.take_all() == []

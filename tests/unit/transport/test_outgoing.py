@@ -10,6 +10,7 @@ from outrider.errors import ConnectionLostError
 from outrider.transport.mailbox import Mailbox
 from outrider.transport.outgoing import Outgoing
 from outrider.wire.limits import MAX_BUNDLE_BYTES
+from tests.waiting import soon
 
 
 class Pipe:
@@ -62,7 +63,7 @@ async def test_what_is_put_together_leaves_together_or_waits_together() -> None:
     assert pipe.offered == [(1, 2, 3), (4, 5)]
     assert (len(outgoing), outgoing.size) == (3, 15)
     pumping = asyncio.create_task(outgoing.pump())
-    assert [await asyncio.wait_for(pipe.receive(), 1) for _ in range(6)] == [1, 2, 3, 4, 5, 6]
+    assert [await soon(pipe.receive()) for _ in range(6)] == [1, 2, 3, 4, 5, 6]
     pumping.cancel()
 
 
@@ -88,7 +89,7 @@ async def test_the_order_is_kept_whatever_finds_room() -> None:
         # One more is taken than fits: the pump is in the middle of a `send` at the next put.
         received += [await pipe.receive(), await pipe.receive()]
     while len(received) < 60:
-        received.append(await asyncio.wait_for(pipe.receive(), 1))
+        received.append(await soon(pipe.receive()))
     assert received == list(range(60))
     assert len(outgoing) == 0
     pumping.cancel()
@@ -103,6 +104,6 @@ async def test_a_lost_connection_is_told_to_both_ways_of_sending() -> None:
     await asyncio.sleep(0)
     await pipe.close()
     with pytest.raises(ConnectionLostError):
-        await asyncio.wait_for(pumping, 1)
+        await soon(pumping)
     with pytest.raises(ConnectionLostError):
         Outgoing(pipe).put(5)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from outrider.errors import ConnectionLostError, InvalidMessageError
 from outrider.transport.ray.frames import Batch, Inlet, Resequencer, frame_mailbox
 from outrider.transport.status import ErrorStatus, from_status
+from tests.waiting import soon
 
 
 @given(st.permutations(range(12)))
@@ -69,4 +70,4 @@ async def test_a_full_mailbox_makes_the_caller_wait() -> None:
     await asyncio.sleep(0.01)
     assert not blocked.done()
     await mailbox.get()
-    await asyncio.wait_for(blocked, 1)
+    await soon(blocked)

@@ -30,6 +30,7 @@ from outrider.wire.messages import (
     SessionsRequest,
 )
 from tests.integration.fake_endpoints import spec
+from tests.waiting import soon, until
 
 QUIET = HeartbeatConfig(interval_s=50.0, timeout_s=100.0)
 
@@ -91,7 +92,7 @@ class Far:
         while self.end is None:
             await asyncio.sleep(0)
         while True:
-            message = decode_sessions_request(await asyncio.wait_for(self.end.receive(), 5))
+            message = decode_sessions_request(await soon(self.end.receive()))
             if not isinstance(message, Heartbeat):
                 return message
 
@@ -191,7 +192,7 @@ async def test_a_verifier_that_cannot_be_reached_fails_the_opening() -> None:
 
     stream, heard = SessionStream(refused, deliver), Heard()
     stream.open(spec("a"), heard)
-    await asyncio.sleep(0.01)
+    await until(lambda: heard.error is not None)
     assert heard.error is not None and heard.error.reason == "UNREACHABLE"
     await stream.close()
 
@@ -206,8 +207,7 @@ async def test_a_stream_that_need_not_last_ends_with_its_last_session() -> None:
     await asyncio.sleep(0.01)
     assert len(asyncio.all_tasks()) == before
     second.leave()
-    await asyncio.sleep(0.05)
-    assert len(asyncio.all_tasks()) == 1
+    await until(lambda: len(asyncio.all_tasks()) == 1)
 
 
 async def test_late_frames_of_a_session_that_was_left_reach_nobody() -> None:
@@ -264,8 +264,7 @@ async def test_who_watches_hears_of_a_loss_before_the_sessions_do_and_of_no_clos
     stream.open(spec("a"), Noting())
     await far.said()
     await far.end.close()
-    await asyncio.sleep(0.01)
-    assert order == ["stream", "session"]
+    await until(lambda: order == ["stream", "session"])
     far.end = None
     stream.open(spec("b"), Noting())
     await far.said()

@@ -7,6 +7,7 @@ import pytest
 from outrider.errors import ConnectionLostError
 from outrider.transport.grpc.begun import Begun
 from outrider.transport.grpc.streams import StreamFrames
+from tests.waiting import soon
 
 
 class Call:
@@ -75,7 +76,7 @@ async def test_frames_that_have_arrived_are_ready() -> None:
     assert frames.ready() == []
     for frame in (b"1", b"2", b"3"):
         call.incoming.put_nowait(frame)
-    assert await asyncio.wait_for(frames.receive(), 5) == b"1"
+    assert await soon(frames.receive()) == b"1"
     await until_parked()
     assert frames.ready() == [b"2", b"3"]
     call.incoming.put_nowait(b"4")
@@ -122,7 +123,7 @@ async def test_a_write_that_fails_at_once_ends_the_stream() -> None:
     call.refuses = True
     assert frames.offer(b"1")
     with pytest.raises(ConnectionLostError):
-        await asyncio.wait_for(frames.receive(), 5)
+        await soon(frames.receive())
     with pytest.raises(ConnectionLostError):
         frames.offer(b"2")
     await frames.close()

@@ -22,13 +22,8 @@ from outrider.spec.sampling import SamplingParams
 from outrider.transport.inproc import InprocNetwork
 from outrider.wire.messages import SpecStats
 from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, ScriptedDrafter, make_tree
-from tests.unit.verifier.harness import (
-    ADDRESS,
-    DRAFTER,
-    beside_wrong_siblings,
-    make_spec,
-    until,
-)
+from tests.unit.verifier.harness import ADDRESS, DRAFTER, beside_wrong_siblings, make_spec
+from tests.waiting import until
 
 PROMPTS = (tuple(range(40, 61)), (7, 8, 9), tuple(range(100, 150)))
 SAMPLINGS = {

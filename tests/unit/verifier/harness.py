@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +26,7 @@ from outrider.wire.messages import SessionEvent, SessionSpec
 from tests.fakes.runner import FakeRunner
 from tests.fakes.scripted_drafter import Followed, ProposeFn, ScriptedDrafter, make_tree
 from tests.fakes.target import FakeProjection, FakeTarget
+from tests.waiting import until
 
 ADDRESS = "verifier:1"
 DRAFTER = DrafterId("drafter-0")
@@ -165,13 +166,6 @@ async def verifier(
             assert drafter.broken is None, drafter.broken
         await network.withdraw(ADDRESS)
         await service.stop()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Wait for a condition that another thread brings about."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def mid_stream(rig: Rig, name: str = "s") -> None:

@@ -26,9 +26,9 @@ from tests.unit.verifier.harness import (
     Rig,
     good_chain,
     make_spec,
-    until,
     verifier,
 )
+from tests.waiting import PATIENCE_S, soon, until
 
 OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
 PATIENT = replace(CHAIN, patience_ms=20_000)
@@ -77,7 +77,7 @@ async def test_a_failing_collect_on_a_lost_device_fails_every_session(
             # What was settled before counts, nothing else was told.
             assert result.tokens
             assert result.tokens == rig.reference(spec)[: len(result.tokens)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await rig.service.lost.wait()
         # A round may have been under way behind the failed one; none follows.
         rounds = next(i for i, f in enumerate(runner.flights) if i >= 6 and len(f.verify) == 3)
@@ -105,7 +105,7 @@ async def test_sessions_outside_the_failed_round_fail_as_well() -> None:
         runner.before_submit = fail
         bad = await rig.run(own_spec("bad"))
         assert reasons([bad]) == {LOST}
-        assert reasons([await asyncio.wait_for(waiting, 1)]) == {LOST}
+        assert reasons([await soon(waiting)]) == {LOST}
 
 
 async def test_afterwards_every_call_is_refused() -> None:
@@ -128,7 +128,7 @@ async def test_afterwards_every_call_is_refused() -> None:
             assert refused.value.reason == LOST
         connection = await rig.network.dialer().exchange(ADDRESS)
         with pytest.raises(UnavailableError):
-            await asyncio.wait_for(connection.receive(), 5)
+            await soon(connection.receive())
         await connection.close()
         assert len(runner.flights) == calls
 
@@ -153,7 +153,7 @@ async def test_calls_that_wait_when_the_device_is_lost_are_answered() -> None:
         assert loop is not None
         await until(lambda: loop.backlog == 4)
         gate.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             assert reasons([await running, *(await asyncio.gather(*waiting))]) == {LOST}
             with pytest.raises(UnavailableError):
                 await changing
@@ -165,7 +165,7 @@ async def test_a_device_lost_between_rounds_is_noticed_by_the_next_session() -> 
         assert first.error is None
         runner.usable = False
         assert reasons([await rig.run(own_spec("next"))]) == {LOST}
-        await asyncio.wait_for(rig.service.lost.wait(), 5)
+        await soon(rig.service.lost.wait())
         assert rig.service._core.counters["failed_rounds"] == 0
         await rig.idle()
 
@@ -205,7 +205,7 @@ async def test_stopping_a_lost_verifier_is_quick() -> None:
         break_in_collect(runner, 3)
         await rig.run(own_spec("s"))
         await rig.service.lost.wait()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             assert await rig.service.drain(5.0)
             await rig.service.stop()
 

@@ -28,9 +28,9 @@ from tests.unit.verifier.harness import (
     half_good_chain,
     make_spec,
     mid_stream,
-    until,
     verifier,
 )
+from tests.waiting import until
 
 PLAIN = Plan()
 LONG_PATIENCE = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)

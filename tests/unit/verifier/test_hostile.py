@@ -30,9 +30,9 @@ from tests.unit.verifier.harness import (
     half_good_chain,
     make_spec,
     mid_stream,
-    until,
     verifier,
 )
+from tests.waiting import PATIENCE_S, until
 
 LONG_PATIENCE = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)
 
@@ -73,7 +73,7 @@ async def test_nobody_waits_for_a_drafter_whose_proposal_was_invalid() -> None:
     async with verifier() as rig:
         await rig.attach(lambda _f: make_tree([rig.target.vocab_size]))
         spec = make_spec(plan=LONG_PATIENCE)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(PATIENCE_S):
             result = await rig.run(spec)
         assert result.tokens == rig.reference(spec)
         assert result.last.stats.fallback_rounds > 0
@@ -138,7 +138,7 @@ async def test_a_bad_entry_costs_its_own_session_alone() -> None:
         plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)
         rig.target.forward_s = 0.005
         specs = [make_spec(name, max_new_tokens=30, plan=plan) for name in ("bad", "good")]
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(PATIENCE_S):
             bad, good = await rig.run_all(specs)
         assert bad.tokens == rig.reference(specs[0]) and good.tokens == rig.reference(specs[1])
         assert bad.last.stats.accepted == 0

@@ -21,15 +21,8 @@ from outrider.wire.messages import Proposal, Proposals
 from tests.fakes.runner import FakeRunner, Verify
 from tests.fakes.scripted_drafter import Followed, PredictFn, ScriptedDrafter, make_tree
 from tests.fakes.target import FakeTarget
-from tests.unit.verifier.harness import (
-    Rig,
-    good_chain,
-    make_spec,
-    mid_stream,
-    truth,
-    until,
-    verifier,
-)
+from tests.unit.verifier.harness import Rig, good_chain, make_spec, mid_stream, truth, verifier
+from tests.waiting import until
 
 DEPTH = 4
 AHEAD = Plan(

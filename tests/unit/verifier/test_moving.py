@@ -33,10 +33,10 @@ from tests.unit.verifier.harness import (
     good_chain,
     half_good_chain,
     make_spec,
-    until,
     verifier,
 )
 from tests.unit.verifier.test_look_ahead import AHEAD, foresee, looking_ahead
+from tests.waiting import until
 
 OTHER = DrafterId("drafter-1")
 NOBODY = DrafterId("nobody")

@@ -14,9 +14,10 @@ from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import SessionSpec
 from tests.fakes.runner import FakeRunner
 from tests.fakes.target import FakeTarget
-from tests.unit.verifier.harness import Rig, good_chain, half_good_chain, make_spec, until, verifier
+from tests.unit.verifier.harness import Rig, good_chain, half_good_chain, make_spec, verifier
 from tests.unit.verifier.preempting import preemptions, start_together
 from tests.unit.verifier.test_look_ahead import AHEAD, foresee, looking_ahead
+from tests.waiting import until
 
 OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
 PLAIN = Plan()

@@ -14,7 +14,6 @@ from tests.unit.verifier.harness import (
     half_good_chain,
     make_spec,
     mid_stream,
-    until,
     verifier,
 )
 from tests.unit.verifier.preempting import preemptions, start_together
@@ -28,6 +27,7 @@ from tests.unit.verifier.test_preempted_sessions import (
     spec_of,
     urgent,
 )
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("way", WAYS)

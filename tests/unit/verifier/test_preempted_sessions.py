@@ -31,11 +31,11 @@ from tests.unit.verifier.harness import (
     half_good_chain,
     make_spec,
     mid_stream,
-    until,
     verifier,
 )
 from tests.unit.verifier.preempting import preempt_often, preemptions, start_together
 from tests.unit.verifier.test_look_ahead import AHEAD, foresee
+from tests.waiting import until
 
 PLAIN = Plan()
 NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=2000)

@@ -24,7 +24,8 @@ from outrider.wire.messages import (
     SessionsDraining,
 )
 from tests.fakes.target import FakeTarget
-from tests.unit.verifier.harness import ADDRESS, Rig, make_spec, until, verifier
+from tests.unit.verifier.harness import ADDRESS, Rig, make_spec, verifier
+from tests.waiting import PATIENCE_S, soon, until
 
 
 async def router_of(rig: Rig) -> RouterConnection:
@@ -32,7 +33,7 @@ async def router_of(rig: Rig) -> RouterConnection:
 
 
 async def next_failure(connection: RouterConnection) -> SessionFailure:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             message = await connection.receive()
             if isinstance(message, SessionFailure):
@@ -48,7 +49,7 @@ async def test_the_sessions_of_a_round_are_one_message() -> None:
         tokens: dict[int, list[int]] = {handle: [] for handle in range(4)}
         most, ended = 0, 0
         while ended < 4:
-            message = await asyncio.wait_for(connection.receive(), 5)
+            message = await soon(connection.receive())
             assert isinstance(message, SessionEvents)
             most = max(most, len(message.handles))
             start = 0
@@ -74,7 +75,7 @@ async def test_routers_hear_of_their_own_sessions_and_lose_only_those() -> None:
         await until(lambda: rig.service._core.num_sessions <= 1)
         tokens: list[int] = []
         while len(tokens) < 30:
-            message = await asyncio.wait_for(second.receive(), 5)
+            message = await soon(second.receive())
             assert isinstance(message, SessionEvents)
             assert message.handles.tolist() == [1]
             tokens += message.tokens.tolist()
@@ -95,7 +96,7 @@ async def test_a_handle_in_use_is_refused_and_a_session_that_is_left_makes_room(
         await connection.send(SessionLeave(1))
         await connection.send(SessionOpen(2, make_spec("c")))
         while True:
-            message = await asyncio.wait_for(connection.receive(), 5)
+            message = await soon(connection.receive())
             assert isinstance(message, SessionEvents)
             if 2 in message.handles:
                 break
@@ -187,7 +188,7 @@ async def test_a_session_that_cannot_be_announced_gives_everything_back(
 
 
 async def next_drain(connection: RouterConnection) -> SessionsDraining:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             message = await connection.receive()
             if isinstance(message, SessionsDraining):
@@ -208,7 +209,7 @@ async def test_a_drain_is_told_to_every_router_also_to_one_that_comes_late() -> 
         assert 15.0 < told[2] < told[0] <= 20.0 and told[0] == pytest.approx(told[1], abs=0.01)
         # A session that its router has taken elsewhere is not waited for.
         await first.send(SessionLeave(1))
-        assert await asyncio.wait_for(draining, 5)
+        assert await soon(draining)
         for connection in (first, second, late):
             await connection.close()
         await rig.idle()

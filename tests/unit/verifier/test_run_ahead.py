@@ -18,16 +18,8 @@ from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import FinishReason, SessionSpec
 from tests.fakes.runner import FakeFlight, FakeRunner, Verify
 from tests.fakes.target import FakeTarget
-from tests.unit.verifier.harness import (
-    ADDRESS,
-    CHAIN,
-    Rig,
-    close,
-    good_chain,
-    make_spec,
-    until,
-    verifier,
-)
+from tests.unit.verifier.harness import ADDRESS, CHAIN, Rig, close, good_chain, make_spec, verifier
+from tests.waiting import soon, until
 
 OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
 PLAIN = Plan(method=DraftMethod.NONE, draft_tokens=0)
@@ -145,6 +137,9 @@ async def test_closing_by_id_while_a_round_is_in_flight_drops_its_tokens() -> No
 
 async def test_a_newer_epoch_takes_over_while_a_round_is_in_flight() -> None:
     async with ahead() as (rig, runner):
+        counters, lands = rig.service._core.counters, runner.lands
+        # From then on the round lasts until the newer epoch is there.
+        runner.lands = lambda: lands() and (runner.rounds_ahead <= 3 or counters["sessions"] == 2)
         old = asyncio.create_task(rig.run(own_spec(max_new_tokens=300)))
         await until(lambda: runner.rounds_ahead > 3)
         newer = await rig.run(own_spec(epoch=1, max_new_tokens=20))
@@ -228,7 +223,7 @@ async def test_a_rounds_events_are_told_while_the_next_one_is_in_flight() -> Non
         runner.before_collect = wait
         stream = rig.service.open_session(own_spec(max_new_tokens=40))
         for expected in (0, 1, 2):
-            assert (await asyncio.wait_for(anext(stream), 5)).round_id == expected
+            assert (await soon(anext(stream))).round_id == expected
         # Three rounds have ended; the fourth is waited for while the fifth is under way.
         await until(lambda: len(runner.flights) == 5)
         for _ in range(200):

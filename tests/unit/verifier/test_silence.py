@@ -16,15 +16,8 @@ from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.wire.messages import Proposal, Proposals
 from tests.fakes.scripted_drafter import make_tree
 from tests.fakes.target import FakeTarget
-from tests.unit.verifier.harness import (
-    DRAFTER,
-    Rig,
-    good_chain,
-    make_spec,
-    mid_stream,
-    until,
-    verifier,
-)
+from tests.unit.verifier.harness import DRAFTER, Rig, good_chain, make_spec, mid_stream, verifier
+from tests.waiting import until
 
 PATIENCE_S = 0.3
 PLAN = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=round(1000 * PATIENCE_S))

@@ -13,9 +13,10 @@ import pytest
 from outrider_router.http import connections
 from outrider_router.service import RouterService
 
-from tests.fakes.router import eventually, sample
+from tests.fakes.router import sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.http.helpers import http_router
+from tests.waiting import until
 
 ENOUGH_S = 30.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -173,7 +174,7 @@ async def test_whoever_waits_for_an_answer_keeps_its_place_and_others_hear_why(
     async with http_router(router) as url, sockets(url, 2) as running:
         for connection in running:
             await connection.send(ask)
-        await eventually(lambda: len(verifier.live) == 2, ENOUGH_S)
+        await until(lambda: len(verifier.live) == 2, ENOUGH_S)
         refused = await complete(url)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "connections_exhausted"

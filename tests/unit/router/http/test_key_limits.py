@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 from outrider_router.service import RouterService
 
-from tests.fakes.router import eventually, running_router
+from tests.fakes.router import running_router
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed
 from tests.unit.router.http.helpers import http_client
+from tests.waiting import until
 
 
 @asynccontextmanager
@@ -58,7 +59,7 @@ async def test_answers_that_find_no_room_leave_none_running(tmp_path: Path) -> N
     verifier.gate = asyncio.Event()
     async with limited(tmp_path, verifier, "max_concurrent = 3") as (_, client):
         running = asyncio.create_task(client.post("/v1/completions", json=completion(2)))
-        await eventually(lambda: len(verifier.live) == 2, 30.0)
+        await until(lambda: len(verifier.live) == 2, 30.0)
         refused = await client.post("/v1/completions", json=completion(2))
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "key_busy")
         assert len(verifier.specs) == 2

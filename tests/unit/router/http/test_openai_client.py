@@ -12,10 +12,11 @@ from openai import AsyncOpenAI, OpenAI
 from outrider_router.service import RouterService
 
 from outrider.client import AsyncClient
-from tests.fakes.router import eventually, grpc_router, running_router
+from tests.fakes.router import grpc_router, running_router
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed
 from tests.unit.router.http.helpers import KEY, http_router, openai_client
+from tests.waiting import until
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -134,7 +135,7 @@ async def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
         openai_client(router) as client,
     ):
         first = asyncio.create_task(client.completions.create(model="fake", prompt="a"))
-        await eventually(lambda: verifier.live)
+        await until(lambda: verifier.live)
         with pytest.raises(openai.RateLimitError) as raised:
             await client.completions.create(model="fake", prompt="b")
         assert raised.value.code == "queue_full"
@@ -189,7 +190,7 @@ async def leave(client: AsyncOpenAI, verifier: FakeVerifier, *, stream: bool) ->
     asking = asyncio.create_task(
         client.completions.create(model="fake", prompt="abc", max_tokens=2000, stream=stream)
     )
-    await eventually(lambda: verifier.live, 30.0)
+    await until(lambda: verifier.live, 30.0)
     if stream:
         chunks = await asking
         await anext(aiter(chunks))
@@ -220,6 +221,6 @@ async def test_leaving_ends_every_choice_also_those_that_wait(
     verifier.gate = asyncio.Event()
     async with openai_client(router) as client:
         asking = asyncio.create_task(client.completions.create(model="fake", prompt="abc", n=4))
-        await eventually(lambda: len(verifier.live) == 4, 30.0)
+        await until(lambda: len(verifier.live) == 4, 30.0)
         asking.cancel()
         await assert_all_freed(router, verifier)

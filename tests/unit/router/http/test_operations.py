@@ -20,21 +20,22 @@ import outrider
 from outrider.errors import FailedPreconditionError
 from outrider.ids import RequestId
 from outrider.spans import NO_SPAN, Span
-from tests.fakes.router import eventually, running_router, sample
+from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.http.helpers import http_client, http_router
+from tests.waiting import until
 
 
 async def test_health_follows_the_verifiers(router: RouterService, verifier: FakeVerifier) -> None:
     async with http_client(router) as client:
         assert (await client.get("/health")).json() == {"status": "ok"}
         verifier.lost.set()
-        await eventually(lambda: not router.ready)
+        await until(lambda: not router.ready)
         answer = await client.get("/ping")
         assert (answer.status_code, answer.json()) == (503, {"status": "unavailable"})
         assert (await client.get("/v1/models")).json()["data"] == []
         verifier.restart()
-        await eventually(lambda: router.ready)
+        await until(lambda: router.ready)
         assert (await client.get("/ping")).status_code == 200
 
 
@@ -46,9 +47,9 @@ async def test_a_router_that_drains_ends_what_runs_and_takes_no_more(
         running = asyncio.create_task(
             client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})
         )
-        await eventually(lambda: verifier.live)
+        await until(lambda: verifier.live)
         draining = asyncio.create_task(router.drain(60.0))
-        await eventually(lambda: not router.ready)
+        await until(lambda: not router.ready)
         assert (await client.get("/health")).status_code == 503
         refused = await client.post("/v1/completions", json={"prompt": "abc"})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutdown"
@@ -225,7 +226,7 @@ async def test_an_id_that_runs_already_is_a_conflict(
     async with http_client(router) as client:
         body = {"prompt": "abc", "max_tokens": 2}
         first = asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
-        await eventually(lambda: verifier.live)
+        await until(lambda: verifier.live)
         second = await client.post("/v1/completions", json=body, headers=headers)
         assert second.status_code == 409 and second.json()["error"]["code"] == "request_exists"
         verifier.gate.set()

@@ -14,10 +14,11 @@ from outrider_router.http.server import bind
 from outrider_router.service import RouterService
 from outrider_router.slow_readers import SLOW_READER as SLOW
 
-from tests.fakes.router import eventually, running_router, sample
+from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed
 from tests.unit.router.http.helpers import chunks, events, http_client, http_router, texts
+from tests.waiting import until
 
 STREAMS = 96
 
@@ -95,7 +96,7 @@ async def test_an_error_before_the_first_text_has_its_own_status(
                 headers={"x-request-id": "mine"},
             )
         )
-        await eventually(lambda: verifier.live, 30.0)
+        await until(lambda: verifier.live, 30.0)
         router.abort(["mine"])  # type: ignore[list-item]
         answer = await asking
     assert answer.status_code == 499 and answer.json()["error"]["code"] == "aborted"
@@ -188,7 +189,7 @@ async def test_who_does_not_read_is_left_and_frees_everything(
         httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False) as client,
     ):
         with deaf_to(url, {"prompt": "abc", "max_tokens": 60_000, "stream": True, "n": 8}):
-            await eventually(lambda: sample(router, "outrider_refusals_total", reason=SLOW), 60.0)
+            await until(lambda: sample(router, "outrider_refusals_total", reason=SLOW), 60.0)
             await assert_all_freed(router, verifier)
             answer = await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 3})
             assert answer.json()["choices"][0]["text"] == "abc"

@@ -10,10 +10,11 @@ import httpx
 import pytest
 from outrider_router.tenants import TenantLimits
 
-from tests.fakes.router import eventually, running_router
+from tests.fakes.router import running_router
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed
 from tests.unit.router.http.helpers import http_client
+from tests.waiting import until
 
 
 async def completed(client: httpx.AsyncClient, n: int, **body: Any) -> httpx.Response:
@@ -46,7 +47,7 @@ async def test_answers_that_a_full_queue_cannot_hold_are_not_begun(tmp_path: Pat
         http_client(router) as client,
     ):
         running = asyncio.create_task(completed(client, 2))
-        await eventually(lambda: len(verifier.live) == 1 and router.admission.waiting == 1, 30.0)
+        await until(lambda: len(verifier.live) == 1 and router.admission.waiting == 1, 30.0)
         refused = await completed(client, 3)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert router.admission.waiting == 1
@@ -68,6 +69,6 @@ async def test_a_client_that_leaves_takes_all_of_them_along(tmp_path: Path) -> N
                 json={"prompt": "abc", "max_tokens": 2, "n": 4},
                 timeout=httpx.Timeout(30.0, read=0.2),
             )
-        await eventually(lambda: router.admission.guests == 0, 30.0)
+        await until(lambda: router.admission.guests == 0, 30.0)
         verifier.gate.set()
         await assert_all_freed(router, verifier)
