@@ -12,7 +12,7 @@ from outrider.client.collect import Collected
 from outrider.errors import InternalError, InvalidMessageError, OutriderError
 from outrider.ids import RequestId
 from outrider.transport.grpc.options import GrpcConfig, channel_options
-from outrider.transport.grpc.status import lost_stream_error
+from outrider.transport.grpc.status import lost_call_error
 from outrider.wire.answer_codec import event_from_pb, result_from_pb, resumed_event_from_pb
 from outrider.wire.inference import (
     GenerateRequest,
@@ -127,4 +127,4 @@ def client_options() -> list[tuple[str, int]]:
 def typed(error: grpc.RpcError, address: str) -> OutriderError:
     """The typed error behind a failed call, of either client."""
     # A failed call of the synchronous client has the same accessors as an AioRpcError.
-    return lost_stream_error(cast("grpc.aio.AioRpcError", error), peer=address)
+    return lost_call_error(cast("grpc.aio.AioRpcError", error), peer=address)

@@ -22,7 +22,7 @@ from outrider.transport.grpc.servicers import (
     EXCHANGE_SERVICE,
     VERIFIER_SERVICE,
 )
-from outrider.transport.grpc.status import lost_stream_error, typed_error
+from outrider.transport.grpc.status import lost_call_error
 from outrider.transport.grpc.streams import StreamFrames
 from outrider.transport.sessions import SessionIterators
 from outrider.transport.tls import Material, Role, TlsConfig, TlsFiles
@@ -51,7 +51,7 @@ class _Client:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            raise typed_error(error, peer=self._address) from None
+            raise lost_call_error(error, peer=self._address) from None
 
 
 class GrpcVerifier(_Client, SessionIterators):
@@ -187,7 +187,7 @@ async def _answered(
             reason="CONNECT_TIMEOUT",
         ) from None
     except grpc.aio.AioRpcError as error:
-        raise typed_error(error, peer=address) from None
+        raise lost_call_error(error, peer=address) from None
     return call
 
 
@@ -199,7 +199,7 @@ async def _read(
     try:
         frame = await call.read()
     except grpc.aio.AioRpcError as error:
-        raise lost_stream_error(error, peer=peer) from None
+        raise lost_call_error(error, peer=peer) from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

@@ -86,10 +86,11 @@ def typed_error(error: grpc.aio.AioRpcError, *, peer: str = "") -> OutriderError
     )
 
 
-def lost_stream_error(error: grpc.aio.AioRpcError, *, peer: str) -> OutriderError:
-    """Like `typed_error`, for a stream that was open: unavailability is a lost connection, and so
-    is a cancellation that is nobody's: a server that ends cancels the calls that it has left. So is
-    an internal error of gRPC itself ("Internal error from Core"): a write that met a dead peer."""
+def lost_call_error(error: grpc.aio.AioRpcError, *, peer: str) -> OutriderError:
+    """Like `typed_error`, for a call that its caller has not cancelled: unavailability is a lost
+    connection, and so is a cancellation that is nobody's: a server that ends cancels the calls that
+    it has left, those included that it has not begun to answer. So is an internal error of gRPC
+    itself ("Internal error from Core"): a write that met a dead peer."""
     typed = typed_error(error, peer=peer)
     lost = isinstance(typed, CancelledRequestError | InternalError)
     lost = lost or type(typed) is UnavailableError
