@@ -45,7 +45,7 @@ class Holdings:
         return [f"{count} {kind} {name}" for kind, new in more for name, count in new.items()]
 
 
-async def leaked(before: Holdings, *, timeout_s: float = 2.0) -> list[str]:
+async def leaked(before: Holdings, *, timeout_s: float = 20.0) -> list[str]:
     """What is still held beyond `before` once things had time to end."""
     end = asyncio.get_running_loop().time() + timeout_s
     while found := Holdings.now().beyond(before):

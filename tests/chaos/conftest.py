@@ -11,7 +11,8 @@ from tests.integration.stack import Stack, StackOptions
 def stack_options() -> StackOptions:
     return {
         "router": ["--metrics-port", "0", "--queue-limit", "16"],
-        "verifier": ["--max-sessions", "8"],
+        # Requests last long enough for a fault, and for what follows it.
+        "verifier": ["--max-sessions", "8", "--bench-round-ms", "4"],
     }
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 TOP = 3
 FIRST = 4
-"""Messages of every stream before anything happens."""
+"""Tokens of every stream before anything happens."""
 SESSIONS = 4
 """Of a verifier at once; more of a higher priority make others wait."""
 PERSON = r'\{"name": "[a-z]{2,8}", "age": [1-9][0-9]\}'
@@ -52,7 +52,7 @@ Heard = dict[str, tuple[GenerateResult, list[TokenLogprobs]]]
 def stack_options() -> StackOptions:
     return {
         "router": ["--metrics-port", "0"],
-        "verifier": ["--max-sessions", str(SESSIONS)],
+        "verifier": ["--max-sessions", str(SESSIONS), "--bench-round-ms", "6"],
         "spare": True,
     }
 
@@ -69,10 +69,12 @@ def hear(stack: Stack, fault: Callable[[], None]) -> Heard:
     def one(wish: dict[str, object]) -> tuple[GenerateResult, list[TokenLogprobs]]:
         entries: list[TokenLogprobs] = []
         with client.stream(PROMPT, **wish) as stream:  # type: ignore[arg-type]
-            for count, delta in enumerate(stream):
+            waiting = True
+            for delta in stream:
                 entries += delta.logprobs
-                if count == FIRST:
+                if waiting and len(entries) >= FIRST:
                     begun.release()
+                    waiting = False
             return stream.result(), entries
 
     with patient(stack) as client, concurrent.futures.ThreadPoolExecutor(len(WISHES)) as pool:
@@ -136,9 +138,11 @@ def test_sessions_are_preempted(stack: Stack, calm: Heard) -> None:
         """More requests of a higher priority than there are places."""
 
         def urgent(number: int) -> None:
-            client.generate(PROMPT, max_tokens=24, ignore_eos=True, priority=5, seed=number)
+            together.wait(LIMIT_S)
+            client.generate(PROMPT, max_tokens=60, ignore_eos=True, priority=5, seed=number)
 
         count = len(stack.verifiers) * SESSIONS + 2
+        together = threading.Barrier(count)
         with patient(stack) as client, concurrent.futures.ThreadPoolExecutor(count) as pool:
             list(pool.map(urgent, range(count)))
         wait_until(lambda: preemptions(stack) > before, timeout_s=30.0, what="a preemption")

@@ -17,7 +17,7 @@ from tests.integration.stack import Process, Stack, connect, wait_until
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 AFTER = 40
 """Rounds or drafts that work."""
-EXIT_S = 10.0
+EXIT_S = 60.0
 
 MakeStack = Callable[[str], AbstractContextManager[tuple[Stack, "Lossy"]]]
 

@@ -30,7 +30,7 @@ def shared(
         model=str(tiny_target),
         head=str(tiny_head),
         # Requests last long enough for a fault and what follows it.
-        verifier=["--bench-round-ms", "10"],
+        verifier=["--bench-round-ms", "6"],
         router=["--config", str(settings)],
     ) as running:
         yield running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from outrider.client import (
     OutriderError,
     user,
 )
-from tests.integration.stack import Stack, connect, metric, wait_until
+from tests.integration.stack import Stack, StackOptions, connect, metric, wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 TOKENS = 300
@@ -77,9 +78,16 @@ def test_with_a_planner_a_frozen_drafter_costs_a_short_gap_and_no_token(
     tiny_target: Path, tiny_head: Path, tmp_path: Path
 ) -> None:
     model, head = str(tiny_target), str(tiny_head)
-    automatic = ["--planner", "automatic"]
+    # Nothing but the planner would end the wait before the stream has gone on for long.
+    router, verifier = tmp_path / "router.toml", tmp_path / "verifier.toml"
+    router.write_text("[speculation]\npatience_ms = 30000\n")
+    verifier.write_text("silence_ms = 60000\n")
+    options: StackOptions = {
+        "router": ["--config", str(router)],
+        "verifier": ["--planner", "automatic", "--config", str(verifier)],
+    }
     with (
-        Stack(tmp_path, model=model, head=head, verifier=automatic) as stack,
+        Stack(tmp_path, model=model, head=head, **options) as stack,
         connect(stack) as client,
     ):
         plain = client.generate(
@@ -94,8 +102,8 @@ def test_with_a_planner_a_frozen_drafter_costs_a_short_gap_and_no_token(
             result = stream.result()
         stack.drafter.thaw()
         assert result.token_ids == plain.token_ids
-        # The plan would have waited for a second; a planner on a CPU does for a quarter.
-        assert max(b - a for a, b in itertools.pairwise(times)) < 0.9
+        # A planner on a CPU waits for a quarter of a second; the rest is for a machine that stalls.
+        assert max(b - a for a, b in itertools.pairwise(times)) < 3.0
         assert result.finish.stats.decision
 
 
@@ -114,6 +122,7 @@ def test_the_stream_of_a_lost_verifier_goes_on_when_it_is_back(stack: Stack, fau
 
 def test_a_full_queue_refuses_with_a_hint_and_loses_no_admitted_request(stack: Stack) -> None:
     def run(index: int) -> tuple[str, float | None]:
+        together.wait(60.0)
         try:
             result = client.generate(PROMPT, max_tokens=64, ignore_eos=True, seed=index)
         except OutriderError as error:
@@ -121,6 +130,7 @@ def test_a_full_queue_refuses_with_a_hint_and_loses_no_admitted_request(stack: S
         assert len(result.token_ids) == 64
         return "OK", None
 
+    together = threading.Barrier(64)
     with connect(stack) as client, concurrent.futures.ThreadPoolExecutor(64) as pool:
         outcomes = list(pool.map(run, range(64)))
         codes = [code for code, _ in outcomes]

@@ -19,7 +19,7 @@ from outrider.client import AsyncClient
 from outrider.client.options import GenerateOptions
 from outrider.spec.plan import DraftMethod
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 ASKS = tuple(
     Ask(text=text, drafting=drafting, starts_s=0.05 * number)
@@ -29,7 +29,7 @@ ASKS = tuple(
 )
 HITS_AFTER = 20
 """Tokens of all clients."""
-TIMEOUT_S = 30.0
+TIMEOUT_S = 100.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -80,4 +80,4 @@ async def test_clients_hear_whole_texts_and_nothing_is_held(
     await asyncio.gather(fleet.hit(FAULTS[name]), *reading)
     for reader, expected in zip(readers, oracle, strict=True):
         assert check(reader.history, expected, allowed=never) == []
-    assert await fleet.healthy(20.0), "something is held, or somebody does not come back"
+    assert await fleet.healthy(60.0), "something is held, or somebody does not come back"

@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 @pytest.fixture(scope="module")
 def stack_options(tmp_path_factory: pytest.TempPathFactory) -> StackOptions:
     log = tmp_path_factory.mktemp("journalled") / "journal" / "log"
-    return {"router": ["--journal", str(log)]}
+    return {"router": ["--journal", str(log)], "verifier": ["--bench-round-ms", "5"]}
 
 
 def answer(client: Client, options: dict[str, object]) -> GenerateResult:

@@ -16,7 +16,7 @@ from tests.integration.stack import Process, Stack, StackOptions, connect, metri
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 TOKENS = 150
-LIMIT_S = 5.0
+LIMIT_S = 12.0
 """Longest pause of a stream; a peer that falls silent is given up after 2 s."""
 LONG: dict[str, object] = {"max_tokens": TOKENS, "ignore_eos": True}
 COUPLED: dict[str, object] = {**LONG, "temperature": 0.8, "seed": 7}
@@ -43,7 +43,11 @@ class Calm:
 
 @pytest.fixture(scope="module")
 def stack_options() -> StackOptions:
-    return {"router": ["--metrics-port", "0"], "spare": True}
+    return {
+        "router": ["--metrics-port", "0"],
+        "verifier": ["--bench-round-ms", "5"],
+        "spare": True,
+    }
 
 
 @pytest.fixture(scope="module")

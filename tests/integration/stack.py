@@ -18,7 +18,7 @@ from outrider.client import Client, RetryPolicy
 from outrider.client.certs_command import tls_from
 from outrider.transport.tls import Role, TlsConfig
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 100.0
 
 
 class Process:
@@ -246,7 +246,7 @@ class Stack:
             process.stop()
 
 
-def wait_until(condition: Any, *, timeout_s: float = 10.0, what: str = "condition") -> None:
+def wait_until(condition: Any, *, timeout_s: float = 30.0, what: str = "condition") -> None:
     """Poll a zero-argument callable until it is true."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -40,7 +40,7 @@ from outrider.wire.messages import SessionEvents, SessionFailure, SessionOpen
 from outrider.wire.v1 import control_pb2, inference_pb2, inference_pb2_grpc
 from tests.integration.fake_endpoints import FakeDrafter, FakeVerifier, proposal, spec
 from tests.integration.transport_harness import HEARTBEAT
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 CONFIG = GrpcConfig(heartbeat=HEARTBEAT)
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -134,10 +134,11 @@ async def test_a_stopping_server_says_so_before_it_stops() -> None:
     health = health_pb2_grpc.HealthStub(fleet.channel)
     watcher = health.Watch(health_pb2.HealthCheckRequest(service=""))
     assert (await watcher.read()).status == SERVING
-    stopping = asyncio.create_task(fleet.server.stop(1.0))
-    assert (await asyncio.wait_for(watcher.read(), 0.9)).status == NOT_SERVING
+    stopping = asyncio.create_task(fleet.server.stop(PATIENCE_S))
+    assert (await soon(watcher.read())).status == NOT_SERVING
+    assert not stopping.done()
     watcher.cancel()
-    await stopping
+    await soon(stopping)
     await fleet.dialer.close()
 
 

@@ -15,9 +15,10 @@ from outrider.transport.base import VerifierControl
 from outrider.transport.grpc import GrpcDialer
 from outrider.wire.messages import VerifierInfo
 from tests.integration.stack import Stack, StackOptions
+from tests.waiting import PATIENCE_S
 
 ROUND_S = 0.1
-"""More than a round takes here, even on a loaded machine."""
+"""What a round lasts here."""
 PROMPT = "0 1 2 3 4 5 6 7 8 9 " * 20
 NARROW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
 
@@ -27,18 +28,20 @@ def stack_options() -> StackOptions:
     """A fleet without a drafter, on which four sessions run at a time."""
     return {
         "router": ["--slow-reader-s", "0.5"],
-        "verifier": ["--max-sessions", "4"],
+        "verifier": ["--max-sessions", "4", "--bench-round-ms", str(1e3 * ROUND_S)],
         "with_drafter": False,
     }
 
 
 async def until(control: VerifierControl, sessions: int) -> VerifierInfo:
-    """What the verifier says as soon as it has so many sessions."""
-    while True:
-        info = await control.info()
-        if info.sessions == sessions:
-            return info
-        await asyncio.sleep(0.002)
+    """What the verifier says as soon as it has so many sessions; none: and their blocks again."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            info = await control.info()
+            freed = info.kv_free_blocks == info.kv_total_blocks
+            if info.sessions == sessions and (freed or sessions):
+                return info
+            await asyncio.sleep(0.002)
 
 
 @pytest.mark.parametrize("way", ["close", "abort", "deadline"])
@@ -50,7 +53,7 @@ async def test_a_request_that_ends_has_freed_its_blocks_within_a_round(
     lasted = []
     async with AsyncClient(stack.router.address, retry=RetryPolicy(max_attempts=1)) as client:
         for number in range(5):
-            limit_s = 0.5 + 0.03 * number if way == "deadline" else 60.0
+            limit_s = 2.0 + 0.03 * number if way == "deadline" else 60.0
             deadline = time.monotonic() + limit_s
             stream = client.stream(
                 PROMPT, max_tokens=1500, ignore_eos=True, request_id=way, timeout_s=limit_s
@@ -66,14 +69,13 @@ async def test_a_request_that_ends_has_freed_its_blocks_within_a_round(
                 await client.abort([way])
             elif way == "close":
                 await stream.close()
-            info = await until(control, 0)
+            await until(control, 0)
             lasted.append(time.monotonic() - began)
-            assert info.kv_free_blocks == info.kv_total_blocks
             with pytest.raises(OutriderError):
                 await reading
     await dialer.close()
     # The round that runs ends first; messages and a loaded machine take the rest.
-    assert sorted(lasted)[2] <= 1.5 * ROUND_S, lasted
+    assert sorted(lasted)[2] <= 3.0 * ROUND_S, lasted
 
 
 async def test_requests_that_are_cancelled_late_or_never_read_leave_nothing(stack: Stack) -> None:
@@ -109,11 +111,11 @@ async def test_requests_that_are_cancelled_late_or_never_read_leave_nothing(stac
         calls = [await unread() for _ in range(4)]
         await asyncio.gather(*map(cancelled, range(40)), *map(late, range(1, 21)))
         assert set(codes) == {"DEADLINE_EXCEEDED"}
-        info = await asyncio.wait_for(until(control, 0), 20.0)
-        assert info.kv_free_blocks == info.kv_total_blocks
+        info = await until(control, 0)
         assert info.waiting_sessions == 0
-        served = await client.server_info()
-        assert served.running == served.queued == 0
+        async with asyncio.timeout(PATIENCE_S):
+            while (served := await client.server_info()).running or served.queued:
+                await asyncio.sleep(0.02)
         for call in calls:
             call.cancel()
     await dialer.close()

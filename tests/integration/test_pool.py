@@ -21,7 +21,13 @@ def shared(
     tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PoolStack]:
     directory = tmp_path_factory.mktemp("pool")
-    with PoolStack(directory, model=str(tiny_target), head=str(tiny_head)) as running:
+    with PoolStack(
+        directory,
+        model=str(tiny_target),
+        head=str(tiny_head),
+        # Requests last until what happens to them was seen.
+        verifier=["--bench-round-ms", "8"],
+    ) as running:
         yield running
 
 

@@ -146,7 +146,7 @@ class DeviceRoundEngine:
             own_head=own_head,
             feature_dtype=config.feature_dtype,
             prompt_stretch=config.prompt_stretch,
-            as_of=_larger_model(config),
+            as_of=LargerModel.asked(round_ms=config.bench_round_ms, row_us=config.bench_row_us),
         )
 
     def warm_up(self) -> None:
@@ -357,9 +357,3 @@ def _family(
         features=projection is not None,
         judges=not config.simulated_acceptance,
     )
-
-
-def _larger_model(config: VerifierConfig) -> LargerModel | None:
-    if not config.bench_round_ms:
-        return None
-    return LargerModel(round_s=config.bench_round_ms / 1e3, row_s=config.bench_row_us / 1e6)

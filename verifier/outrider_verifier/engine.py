@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.engine.acceptance import Acceptance, accept
+from outrider.engine.device.brake import LargerModel
 from outrider.engine.kvcache import KVPool
 from outrider.engine.logprobs import AskedPath, PathLogprobs, logprobs_of
 from outrider.engine.swap import SwapSpace
@@ -80,14 +81,17 @@ class RoundEngine:
         max_nodes: int,
         feature_dtype: TensorDtype = TensorDtype.FLOAT32,
         device: torch.device | str = "cpu",
+        as_of: LargerModel | None = None,
     ) -> None:
-        """`max_nodes`: of a draft."""
+        """`max_nodes`: of a draft. `as_of`: benchmarks only, whose rounds ours
+        are to last as long as."""
         self.slack = Slack(max_nodes)
         self._suspended = Suspended()
         self._target = target
         self._projection = projection
         self._device = torch.device(device)
         self._feature_dtype = feature_dtype
+        self._as_of = as_of
 
     @classmethod
     def build(
@@ -100,6 +104,7 @@ class RoundEngine:
             max_nodes=config.max_tree_nodes,
             feature_dtype=config.feature_dtype,
             device=config.device,
+            as_of=LargerModel.asked(round_ms=config.bench_round_ms, row_us=config.bench_row_us),
         )
 
     @staticmethod
@@ -182,6 +187,9 @@ class RoundEngine:
         taps = self._projection.tap_layers if self._projection is not None and tapped else ()
         began = time.perf_counter()
         output = self._target.forward(batch, tap_layers=taps)
+        if self._as_of is not None:
+            due = began + self._as_of.seconds(len(batch.token_ids))
+            time.sleep(max(0.0, due - time.perf_counter()))
         forwarded = time.perf_counter()
         acceptances = self._accept(output.logits, packed)
         logprobs = self._logprobs(output.logits, packed, acceptances)

@@ -27,9 +27,14 @@ class LargerModel:
     row_s: float
     """Of each further row."""
 
-    def round_of(self, shape: RoundShape) -> float:
-        """Seconds of a round."""
-        return self.round_s + self.row_s * (shape.token_rows - 1)
+    @classmethod
+    def asked(cls, *, round_ms: float, row_us: float) -> LargerModel | None:
+        """None where no duration is asked for."""
+        return cls(round_s=round_ms / 1e3, row_s=row_us / 1e6) if round_ms else None
+
+    def seconds(self, rows: int) -> float:
+        """Of a round of so many rows."""
+        return self.round_s + self.row_s * (rows - 1)
 
 
 class Brake:
@@ -37,7 +42,9 @@ class Brake:
 
     def __init__(self, model: LargerModel, times: Mapping[RoundShape, float]) -> None:
         """`times`: seconds of each shape as it is; others are not held back."""
-        self.times = {shape: max(took, model.round_of(shape)) for shape, took in times.items()}
+        self.times = {
+            shape: max(took, model.seconds(shape.token_rows)) for shape, took in times.items()
+        }
         """Seconds of each shape as it will be."""
         rate = _cycles_per_s()
         self._cycles = {

@@ -239,6 +239,17 @@ async def test_info_counts_sessions_blocks_rounds_and_drafters() -> None:
         assert info.overhead_ms_p50 > 0.0
 
 
+async def test_rounds_last_as_long_as_a_larger_models() -> None:
+    async with verifier(bench_round_ms=20.0, bench_row_us=1000.0) as rig:
+        spec = make_spec(drafter=None, max_new_tokens=6)
+        assert (await rig.run(spec)).tokens == rig.reference(spec)
+        assert (await rig.service.info()).forward_ms_p50 >= 20.0
+        await rig.attach(good_chain(rig.target))
+        # Five rows a round: most of the rounds now.
+        await rig.run(make_spec(max_new_tokens=60))
+        assert (await rig.service.info()).forward_ms_p50 >= 24.0
+
+
 async def test_metrics_tell_what_happened() -> None:
     async with verifier() as rig:
         await rig.attach(good_chain(rig.target))

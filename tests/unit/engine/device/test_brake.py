@@ -21,5 +21,10 @@ ONE = RoundShape(rows=1, nodes=1, drafts=Drafts.NONE, judge=Judge.MATCH, feature
     ],
 )
 def test_a_round_lasts_by_the_rows_of_its_forward(shape: RoundShape, seconds: float) -> None:
-    model = LargerModel(round_s=0.004, row_s=0.00002)
-    assert model.round_of(shape) == pytest.approx(seconds)
+    model = LargerModel.asked(round_ms=4.0, row_us=20.0)
+    assert model is not None
+    assert model.seconds(shape.token_rows) == pytest.approx(seconds)
+
+
+def test_nothing_is_asked_where_no_duration_is_given() -> None:
+    assert LargerModel.asked(round_ms=0.0, row_us=20.0) is None
