@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from outrider.chaos.proxy import TcpProxy
-from tests.waiting import soon
+from tests.waiting import soon, until
 
 
 @asynccontextmanager
@@ -45,8 +45,7 @@ async def test_bytes_come_back_as_they_were() -> None:
         writer.write(data)
         assert await soon(reader.readexactly(len(data))) == data
         writer.close()
-        await asyncio.sleep(0.05)
-        assert proxy.connections == 0
+        await until(lambda: proxy.connections == 0)
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])

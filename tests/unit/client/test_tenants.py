@@ -22,7 +22,7 @@ async def test_both_clients_say_whose_they_are_and_come_back_when_they_are_told(
 ) -> None:
     settings = {
         "overload": OverloadConfig(tenant_from=TenantSource.METADATA),
-        "tenants": {"blue": TenantLimits(requests_per_s=5.0, requests_burst=1.0)},
+        "tenants": {"blue": TenantLimits(requests_per_s=1.0, requests_burst=1.0)},
     }
     async with (
         running_router(tmp_path, {"v": FakeVerifier()}, **settings) as router,
@@ -39,6 +39,6 @@ async def test_both_clients_say_whose_they_are_and_come_back_when_they_are_told(
         assert (await client.generate("abc", max_tokens=3)).text == "abc"
         assert (await client.stream("abc", max_tokens=3).result()).text == "abc"
         await asyncio.to_thread(use)
-        assert time.monotonic() - began >= 0.6
+        assert time.monotonic() - began >= 3.0
         assert sample(router, "outrider_tenant_requests_total", tenant="blue") == 4
         assert sample(router, "outrider_refusals_total", reason="RATE_LIMITED") >= 3

@@ -211,10 +211,12 @@ async def test_restored_requests_wait_for_a_verifier_and_end_without_their_clien
         verifier.gate.set()
     verifier.gate = None
     verifier.lost.set()
-    config = {"journal": tmp_path / "left", "resume_grace_s": 1.0}
+    config = {"journal": tmp_path / "left", "resume_grace_s": 3.0}
     async with running_router(tmp_path, {"v": verifier}, wait=False, **config) as router:
         await asyncio.sleep(0.2)
         assert len(router.journal) == 1
+        # It does not end before the time is up.
+        verifier.round_s = 0.05
         verifier.lost.clear()
         await until(lambda: verifier.live)
         await until(lambda: not len(router.journal))

@@ -34,9 +34,11 @@ from outrider.wire.messages import FinishReason
 from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed, text_request
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
-GRACE_S = 0.3
+GRACE_S = 30.0
+"""Longer than any of the tests is away."""
+SHORT_S = 0.3
 
 
 @pytest.fixture
@@ -220,21 +222,19 @@ async def test_positions_and_requests_that_are_not_there_are_typed_errors(
 
 
 async def test_without_its_client_a_request_ends_after_the_grace_time(
-    router: RouterService, verifier: FakeVerifier
+    tmp_path: Path, verifier: FakeVerifier
 ) -> None:
-    reader = Reader().begin(router, resumable(2000))
-    await until(lambda: len(reader.events) > 2)
-    await reader.cut()
-    await asyncio.sleep(GRACE_S / 2)
-    assert verifier.live and len(router.journal) == 1
-    await assert_all_freed_soon(router, verifier)
-    assert isinstance(await Reader().resume(router).error(), NotFoundError)
-
-
-async def assert_all_freed_soon(router: RouterService, verifier: FakeVerifier) -> None:
-    await until(lambda: not len(router.journal))
-    await assert_all_freed(router, verifier)
-    await until(lambda: not len(router.resumables))
+    loop = asyncio.get_running_loop()
+    async with running_router(tmp_path, {"v": verifier}, resume_grace_s=SHORT_S) as router:
+        reader = Reader().begin(router, resumable(2000))
+        await until(lambda: len(reader.events) > 2)
+        await reader.cut()
+        cut = loop.time()
+        await until(lambda: not len(router.journal))
+        assert loop.time() - cut >= 0.9 * SHORT_S
+        await assert_all_freed(router, verifier)
+        await until(lambda: not len(router.resumables))
+        assert isinstance(await Reader().resume(router).error(), NotFoundError)
 
 
 async def test_abort_ends_it_at_once_and_a_deadline_in_time(
@@ -248,7 +248,7 @@ async def test_abort_ends_it_at_once_and_a_deadline_in_time(
     assert not len(router.resumables)
     late = Reader()
     with pytest.raises(DeadlineExceededError):
-        await router.serve(resumable(2000), late.write, timeout_s=0.1)
+        await router.serve(resumable(2000), late.write, timeout_s=1.0)
     await assert_all_freed(router, verifier)
     # Its end is kept for whoever did not hear of it.
     assert isinstance(await Reader().resume(router).error(), DeadlineExceededError)
@@ -259,7 +259,7 @@ async def test_a_reader_that_takes_nothing_does_not_keep_a_request_from_ending(
     router: RouterService, verifier: FakeVerifier, end: str
 ) -> None:
     reader = Reader(4)
-    timeout_s = 0.5 if end == "deadline" else None
+    timeout_s = 2.0 if end == "deadline" else None
     reader.task = asyncio.create_task(
         router.serve(resumable(2000), reader.write, timeout_s=timeout_s)
     )
@@ -267,7 +267,7 @@ async def test_a_reader_that_takes_nothing_does_not_keep_a_request_from_ending(
     if end == "abort":
         router.abort([RequestId("r")])
     elif end == "close":
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(PATIENCE_S):
             await router.close()
     assert (await reader.error()).reason in ("ABORTED", "DEADLINE", "SHUTDOWN")
     await until(lambda: not len(router.journal))

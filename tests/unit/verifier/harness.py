@@ -30,8 +30,8 @@ from tests.waiting import until
 
 ADDRESS = "verifier:1"
 DRAFTER = DrafterId("drafter-0")
-CHAIN = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=2000)
-TREE = Plan(method=DraftMethod.EAGLE3, draft_tokens=12, top_k=3, patience_ms=2000)
+CHAIN = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)
+TREE = Plan(method=DraftMethod.EAGLE3, draft_tokens=12, top_k=3, patience_ms=30_000)
 
 
 def make_spec(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from itertools import count
 from typing import Any
 
@@ -31,17 +32,31 @@ def preempt_often(service: VerifierService, *, every: int = 3, most: int = 4) ->
     room.ready = restless
 
 
+def hold(service: VerifierService, since: Callable[[], bool]) -> Callable[[], None]:
+    """Begin no round while `since()` is true, which the engine's thread asks; what is asked of the
+    verifier is done, but nobody is let in or preempted. To be called to let rounds begin again:
+    however late a test's loop is, its sessions are where it wants them."""
+    room: Any = service._core.room
+    ready, over = room.ready, False
+
+    def holding(now: float, *, touched: int, flying: Collection[SessionId]) -> bool:
+        if not over and since():
+            time.sleep(0.001)
+            return False
+        return bool(ready(now, touched=touched, flying=flying))
+
+    def release() -> None:
+        nonlocal over
+        over = True
+
+    room.ready = holding
+    return release
+
+
 def start_together(service: VerifierService, sessions: int) -> None:
     """Begin no round before so many sessions were taken in, so that they press on each other on a
     machine that is slow to open them, too."""
-    room: Any = service._core.room
-    ready = room.ready
-
-    def patient(now: float, *, touched: int, flying: Collection[SessionId]) -> bool:
-        come = service._core.counters["sessions"] >= sessions
-        return come and bool(ready(now, touched=touched, flying=flying))
-
-    room.ready = patient
+    hold(service, lambda: service._core.counters["sessions"] < sessions)
 
 
 def preemptions(service: VerifierService) -> int:

@@ -186,8 +186,8 @@ async def test_a_mute_drafter_costs_one_patience() -> None:
         result = await rig.run(spec)
         elapsed = time.monotonic() - began
         assert result.tokens == rig.reference(spec)
-        # Waiting in each of the 29 rounds would take 4.35 s.
-        assert 0.15 <= elapsed < 2.5
+        assert elapsed >= 0.15
+        assert rig.service._core.counters["patience_over"] == 1
         assert result.last.stats.fallback_rounds == result.last.stats.rounds - 1
 
 
@@ -214,7 +214,7 @@ async def test_a_stalled_drafter_is_given_up_by_its_missing_heartbeats() -> None
         for task in drafter.connection._tasks:  # type: ignore[attr-defined]
             task.cancel()
         await drafter.stall()
-        await until(lambda: not rig.service._hub.links, timeout_s=3.0)
+        await until(lambda: not rig.service._hub.links)
 
 
 async def test_one_rows_slow_proposal_does_not_stall_another_session() -> None:

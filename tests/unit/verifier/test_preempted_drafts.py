@@ -16,7 +16,7 @@ from tests.unit.verifier.harness import (
     mid_stream,
     verifier,
 )
-from tests.unit.verifier.preempting import preemptions, start_together
+from tests.unit.verifier.preempting import hold, preemptions, start_together
 from tests.unit.verifier.test_hostile import Disorderly
 from tests.unit.verifier.test_moving import OTHER, PATIENT, Heard
 from tests.unit.verifier.test_preempted_sessions import (
@@ -55,12 +55,14 @@ async def test_a_preempted_session_may_go_to_another_drafter_or_to_nobody(
         spec = make_spec(max_new_tokens=60, plan=PATIENT)
         heard = await Heard.of(rig, spec)
         await heard.read(tokens=15)
+        release = hold(rig.service, lambda: preemptions(rig.service) == 1)
         running = asyncio.create_task(rig.run(urgent(max_new_tokens=40)))
         await until(lambda: preemptions(rig.service) == 1)
         for count, wish in enumerate(wishes, start=1):
             await heard.move(wish)
             await heard.read(moves=count)
         assert heard.moved == wishes
+        release()
         await heard.read()
         assert heard.tokens == rig.reference(spec)
         first = await running
@@ -92,11 +94,13 @@ async def test_a_drafter_that_comes_while_its_session_is_preempted_is_told_all()
         spec = make_spec(max_new_tokens=60, plan=PATIENT)
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
+        release = hold(rig.service, lambda: preemptions(rig.service) == 1)
         blocking = asyncio.create_task(rig.run(urgent(max_new_tokens=60)))
         await until(lambda: preemptions(rig.service) == 1)
         await first.detach()
         await until(lambda: session_of(rig).link_id is None)
         late = await rig.attach(good_chain(rig.target), incarnation="2")
+        release()
         await blocking
         result = await running
         assert result.tokens == rig.reference(spec)

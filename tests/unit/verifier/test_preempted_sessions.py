@@ -33,12 +33,12 @@ from tests.unit.verifier.harness import (
     mid_stream,
     verifier,
 )
-from tests.unit.verifier.preempting import preempt_often, preemptions, start_together
+from tests.unit.verifier.preempting import hold, preempt_often, preemptions, start_together
 from tests.unit.verifier.test_look_ahead import AHEAD, foresee
 from tests.waiting import until
 
 PLAIN = Plan()
-NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=2000)
+NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=30_000)
 DRAFTS: dict[str, tuple[Callable[[FakeTarget], ProposeFn], Plan]] = {
     "good chain": (good_chain, CHAIN),
     "half good chain": (half_good_chain, CHAIN),
@@ -211,14 +211,18 @@ async def test_preempted_in_the_middle_of_its_prompt_a_session_goes_on_correctly
         # Shares a round of eight prompt tokens, so that what is filled again is cut elsewhere.
         first = asyncio.create_task(rig.run(urgent("first", prompt=(1,) * 13, max_new_tokens=80)))
         spec = make_spec(prompt=prompt, max_new_tokens=40)
+        core = rig.service._core
+        hold(rig.service, lambda: core.counters["sessions"] < 2)
         running = asyncio.create_task(rig.run(spec))
-        await until(lambda: rig.service._core.num_sessions == 2)
+        await until(lambda: spec.session_id in core.sessions)
         session = session_of(rig)
+        # It has a part of its prompt when the urgent one comes.
+        hold(rig.service, lambda: session.written >= 16 and core.counters["sessions"] < 3)
         await until(lambda: session.written >= 16)
         assert session.written % 8
         other = await rig.run(urgent(max_new_tokens=2))
         assert other.tokens == rig.reference(urgent(max_new_tokens=2))
-        assert 16 <= session.written < 60 and session.preemptions == 1
+        assert session.preemptions == 1
         await until(lambda: session.emitted > 3)
         store = rig.service._core.store
         assert store is not None
@@ -245,6 +249,7 @@ async def test_a_proposal_that_came_meanwhile_is_used_at_once(way: str) -> None:
         await until(lambda: len(followed.tokens) > len(spec.token_ids))
         session = session_of(rig)
         digest = followed.digest
+        release = hold(rig.service, lambda: preemptions(rig.service) == 1)
         other = asyncio.create_task(rig.run(urgent(max_new_tokens=60)))
         await until(lambda: session.waits)
         drafter.muted = False
@@ -257,6 +262,7 @@ async def test_a_proposal_that_came_meanwhile_is_used_at_once(way: str) -> None:
         await drafter.send(early)
         await until(lambda: rig.service._core.num_proposals == 1)
         assert session.waits
+        release()
         await other
         result = await running
         assert result.tokens == rig.reference(spec)
@@ -292,11 +298,13 @@ async def test_closed_while_it_waits_a_session_leaves_nothing_behind(way: str) -
         await rig.attach(good_chain(rig.target))
         running = asyncio.create_task(rig.run(make_spec(max_new_tokens=400)))
         await mid_stream(rig)
+        release = hold(rig.service, lambda: preemptions(rig.service) == 1)
         other = asyncio.create_task(rig.run(urgent(max_new_tokens=100)))
         await until(lambda: session_of(rig).waits)
         assert (rig.service._core.room.swapped_bytes > 0) is (way == "swap")
         await rig.service.close_session(SessionId("s"))
         assert rig.service._core.room.swapped_bytes == 0
+        release()
         assert (await running).last.finish_reason is FinishReason.CANCELLED
         assert (await other).tokens == rig.reference(urgent(max_new_tokens=100))
 
@@ -310,8 +318,9 @@ async def test_a_waiting_session_may_change_its_plan_and_lose_and_find_its_draft
         spec = make_spec(max_new_tokens=60)
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
-        other = asyncio.create_task(rig.run(urgent(max_new_tokens=200)))
         session = session_of(rig)
+        release = hold(rig.service, lambda: preemptions(rig.service) == 1)
+        other = asyncio.create_task(rig.run(urgent(max_new_tokens=20)))
         await until(lambda: session.waits)
         await first.detach()
         await until(lambda: session.link_id is None)
@@ -323,6 +332,7 @@ async def test_a_waiting_session_may_change_its_plan_and_lose_and_find_its_draft
         followed = second.sessions[SessionId("s")]
         await until(lambda: len(followed.features) == session.length - 1)
         assert session.waits
+        release()
         await other
         assert (await running).tokens == rig.reference(spec)
 
@@ -345,9 +355,11 @@ async def test_a_session_whose_turn_has_not_come_is_told_of_nothing_and_can_leav
 async def test_more_than_may_wait_are_refused() -> None:
     async with one_at_a_time(max_waiting=1) as rig:
         specs = [urgent(f"s{i}", max_new_tokens=40, priority=0) for i in range(2)]
+        release = hold(rig.service, lambda: True)
         tasks = [asyncio.create_task(rig.run(spec)) for spec in specs]
         await until(lambda: rig.service._core.num_sessions == 2)
         refused = await rig.run(urgent("s2"))
+        release()
         assert isinstance(refused.error, ResourceExhaustedError)
         assert refused.error.reason == "SESSIONS_EXHAUSTED"
         for task, spec in zip(tasks, specs, strict=True):
@@ -415,11 +427,13 @@ async def test_metrics_and_info_tell_of_preemptions(way: str) -> None:
         read = rig.service.metrics.registry.get_sample_value
         running = asyncio.create_task(rig.run(make_spec(drafter=None, max_new_tokens=300)))
         await mid_stream(rig)
+        release = hold(rig.service, lambda: preemptions(rig.service) == 1)
         other = asyncio.create_task(rig.run(urgent(max_new_tokens=100)))
         await until(lambda: session_of(rig).waits)
         assert read("outrider_verifier_sessions_running") == 1
         assert read("outrider_verifier_sessions_waiting") == 1
         assert bool(read("outrider_verifier_swapped_bytes")) is (way == "swap")
+        release()
         await asyncio.gather(running, other)
         for kind in ("swap", "recompute"):
             assert read("outrider_preemptions_total", {"kind": kind}) == int(kind == way)

@@ -309,10 +309,13 @@ async def test_a_plan_may_turn_own_drafts_off_and_on() -> None:
 
 async def test_a_session_without_a_slot_is_refused_and_holds_nothing() -> None:
     async with ahead(slots=1) as (rig, runner):
-        runner.before_collect = lambda flight: _pause()
+        # The first has its slot until the second was refused one.
+        tried = threading.Event()
+        runner.before_collect = lambda flight: _wait_for(tried)
         first = asyncio.create_task(rig.run(own_spec("first", max_new_tokens=60)))
         await until(lambda: len(runner.prefixes) == 1)
         refused = await rig.run(own_spec("second"))
+        tried.set()
         assert isinstance(refused.error, ResourceExhaustedError)
         assert (await first).error is None
 
@@ -325,6 +328,10 @@ async def test_stopping_waits_for_what_is_in_flight() -> None:
         await rig.service.stop()
         assert isinstance((await running).error, OutriderError)
         assert not runner.in_flight
+
+
+def _wait_for(event: threading.Event) -> None:
+    event.wait(0.1)
 
 
 def _wait(gate: threading.Event) -> None:

@@ -236,7 +236,7 @@ async def test_an_id_that_runs_already_is_a_conflict(
 async def test_the_tenant_is_told_by_a_header_and_bounded_as_over_grpc(tmp_path: Path) -> None:
     settings = {
         "overload": OverloadConfig(tenant_from=TenantSource.METADATA),
-        "tenants": {"slow": TenantLimits(requests_per_s=0.5)},
+        "tenants": {"slow": TenantLimits(requests_per_s=0.05)},
     }
     body = {"prompt": "abc", "max_tokens": 2}
     async with (
@@ -252,7 +252,7 @@ async def test_the_tenant_is_told_by_a_header_and_bounded_as_over_grpc(tmp_path:
         refused = await ask("slow")
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-        assert refused.headers["retry-after"] == "2"
+        assert 1 <= int(refused.headers["retry-after"]) <= 20
         assert (await ask("x" * 100)).status_code == 400
         assert sample(router, "outrider_tenant_requests_total", tenant="slow") == 1
 

@@ -133,7 +133,7 @@ async def test_a_deadline_has_a_status_before_the_first_text_and_an_event_after_
             assert (error["code"], error["type"]) == ("deadline", "timeout_error")
         verifier.gate = None
         verifier.round_s = 0.05
-        request = body | {"stream": True, "timeout_s": 2.0}
+        request = body | {"stream": True, "timeout_s": 4.0}
         *_, error, last = events((await client.post("/v1/completions", json=request)).text)
         assert last == "[DONE]" and json.loads(error)["error"]["code"] == "deadline"
         refused = await client.post("/v1/completions", json=body | {"timeout_s": 0})
