@@ -21,7 +21,7 @@ __all__ = ["restless"]
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine, "FIRST_S", 0.3)
+    monkeypatch.setattr(quarantine, "FIRST_S", 0.8)
 
 
 def say(it: Pool, name: str, **facts: float) -> None:

@@ -205,8 +205,9 @@ async def test_a_drafter_that_stops_costs_its_ceiling_and_one_that_recovers_is_u
         assert recovered is not None
         times = [at for at, _ in arrivals]
         gaps = [b - a for a, b in itertools.pairwise(times[stopped - 1 : recovered])]
-        # On a CPU the ceiling is .25 s; the plan would have waited for 20.
-        assert max(gaps) < 0.5
+        # On a CPU the ceiling is .25 s; the plan would have waited for 20. The rest is for a
+        # machine that stalls.
+        assert max(gaps) < 3.0
         accepted = [count for _, count in arrivals]
         again = next(i for i in range(recovered, len(arrivals)) if accepted[i] > accepted[i - 1])
         assert again - recovered <= 20
