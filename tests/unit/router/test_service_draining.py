@@ -116,7 +116,7 @@ async def test_rolling_restarts_lose_no_request(tmp_path: Path) -> None:
             await asyncio.sleep(0.05)
             verifier.restart()
             await both.up(verifier)
-        await asyncio.wait_for(asyncio.gather(*clients), 20)
+        await asyncio.wait_for(asyncio.gather(*clients), 90)
         assert texts == ["abc" * 10] * 96
         assert sample(both.router, RESUMED, cause="draining") > 0
         await both.freed()

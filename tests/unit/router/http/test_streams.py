@@ -189,7 +189,7 @@ async def test_who_does_not_read_is_left_and_frees_everything(
         httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False) as client,
     ):
         with deaf_to(url, {"prompt": "abc", "max_tokens": 60_000, "stream": True, "n": 8}):
-            await until(lambda: sample(router, "outrider_refusals_total", reason=SLOW), 60.0)
+            await until(lambda: sample(router, "outrider_refusals_total", reason=SLOW), 100.0)
             await assert_all_freed(router, verifier)
             answer = await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 3})
             assert answer.json()["choices"][0]["text"] == "abc"
