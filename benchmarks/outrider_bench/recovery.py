@@ -1,7 +1,7 @@
 """`outrider bench recovery`: processes are killed, stopped and drained under running streams; what
 these see is their longest pause, and whether a text changed or a request failed.
 
-A fleet of two verifiers and two drafters behind one router. Each injection begins streams (greedy
+A fleet of two verifiers and two drafters (or more) behind one router. Each injection begins streams (greedy
 and coupled), lets them emit a little, causes the fault in a process that serves some of them, and
 lets them end; then everything is put back. Texts are compared with those of a calm run.
 """
@@ -19,13 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from outrider.client import Client, OutriderError, user
+from outrider.client.flags import at_least
 from outrider.client.local_cluster import START_S, LocalCluster
 from outrider.client.processes import ChildProcess
 from outrider.transport.tls import Role
 from outrider_bench.environment import describe
 from outrider_bench.models import add_model_arguments, describe_placing, local_config
 from outrider_bench.prompts import load_prompts
-from outrider_bench.repair import repair, spare_of_each
+from outrider_bench.repair import put_back, repair, spare_of_each, wait_drafters, wait_idle
 from outrider_bench.report import finish, percentiles, say
 
 BEGUN = 8
@@ -71,23 +72,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"comma-separated, of {', '.join(FAULTS)}; default: verifier-killed",
     )
     parser.add_argument("--injections", type=int, default=100, help="of each fault; default: 100")
+    parser.add_argument(
+        "--drafters",
+        type=at_least(2),
+        default=2,
+        help="of the fleet; of more than two, those that were killed start again beside further "
+        "injections; default: 2",
+    )
     parser.add_argument("--streams", type=int, default=4, help="at once; default: 4")
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument(
+        "--kv-tokens", type=int, help="of each verifier; needed where they share a GPU"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure and report."""
     names = [name.strip() for name in args.faults.split(",")]
     config = replace(local_config(args, max_sessions=4 * args.streams), planner="automatic")
+    config = replace(config, kv_tokens=args.kv_tokens)
     cases: dict[str, object] = {}
-    with spare_of_each(config) as fleet:
+    with spare_of_each(config, args.drafters) as fleet:
         lab = _Lab(fleet, args)
         for name in names:
             cases[name] = lab.inject(name, FAULTS[name])
             say(f"{name}: {cases[name]}")
     result = {"benchmark": "recovery", **describe(), "model": config.model_name}
     result |= describe_placing(config)
-    result |= {"planner": config.planner, "streams": args.streams, "max_tokens": args.max_tokens}
+    result |= {"planner": config.planner, "drafters": args.drafters}
+    result |= {"streams": args.streams, "max_tokens": args.max_tokens}
     result |= {"load_1min": round(os.getloadavg()[0], 1), "calm": lab.calm_pauses, "faults": cases}
     finish(args, result)
 
@@ -111,6 +124,8 @@ class _Lab:
         for turn in range(self._args.injections):
             victims = self._fleet.members[fault.victim]
             victim = victims[turn % len(victims)]
+            if self._several(fault):
+                wait_drafters(self._fleet, victim)
             seen = self._streams(lambda hit=victim: self._hit(hit, fault))  # type: ignore[misc]
             pauses.append(max(stream.pause_s for stream in seen))
             failed += [stream.code for stream in seen if stream.code != "OK"]
@@ -121,7 +136,11 @@ class _Lab:
                 if stream.code == "OK"
             )
             say(f"{name} {turn + 1}: longest pause {pauses[-1]:.3f} s")
-            repair(self._fleet, victim)
+            if self._several(fault):
+                put_back(victim)
+            else:
+                repair(self._fleet, victim)
+        wait_idle(self._fleet)
         return {
             "injections": len(pauses),
             "longest_pause_s": percentiles(pauses) | {"max": round(max(pauses), 4)},
@@ -131,6 +150,10 @@ class _Lab:
             "failed": failed,
             "changed_texts": changed,
         }
+
+    def _several(self, fault: Fault) -> bool:
+        """Whether others of its kind go on while one of them starts again."""
+        return fault.victim is Role.DRAFTER and self._args.drafters > 2
 
     def _hit(self, victim: ChildProcess, fault: Fault) -> None:
         assert victim.pid is not None

@@ -22,11 +22,11 @@ from outrider_bench.report import say
 
 
 @contextmanager
-def spare_of_each(config: LocalConfig) -> Iterator[LocalCluster]:
-    """Two verifiers, two drafters and a router with a journal. Raises UnavailableError."""
+def spare_of_each(config: LocalConfig, drafters: int = 2) -> Iterator[LocalCluster]:
+    """Two verifiers, drafters and a router with a journal. Raises UnavailableError."""
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         journal = Path(directory) / "journal"
-        config = replace(config, verifiers=2, drafters=2, journal=journal)
+        config = replace(config, verifiers=2, drafters=drafters, journal=journal)
         with LocalCluster(config, progress=say) as fleet:
             wait_idle(fleet)
             yield fleet
@@ -34,13 +34,37 @@ def spare_of_each(config: LocalConfig) -> Iterator[LocalCluster]:
 
 def repair(fleet: LocalCluster, process: ChildProcess) -> None:
     """Put back what a fault took."""
+    if put_back(process):
+        process.wait_ready(START_S)
+    wait_idle(fleet)
+
+
+def put_back(process: ChildProcess) -> bool:
+    """Let it go on, or start it again; True if it is starting."""
     if process.pid is not None and process.exit_status is None:
         os.kill(process.pid, signal.SIGCONT)
     time.sleep(0.1)
-    if process.exit_status is not None:
-        process.start()
-        process.wait_ready(START_S)
-    wait_idle(fleet)
+    if process.exit_status is None:
+        return False
+    process.start()
+    return True
+
+
+def wait_drafters(fleet: LocalCluster, wanted: ChildProcess) -> None:
+    """Wait until nothing runs, `wanted` drafts for all verifiers and so does one more drafter, if
+    others are still starting or not; UnavailableError if never."""
+    wanted.wait_ready(START_S)
+
+    def holds(info: ServerInfo) -> bool:
+        linked = {
+            drafter.address
+            for drafter in info.drafters
+            if drafter.healthy and len(drafter.links) == len(info.verifiers)
+        }
+        busy = any(verifier.sessions for verifier in info.verifiers)
+        return not busy and wanted.address in linked and len(linked) > 1
+
+    _wait(fleet, holds)
 
 
 def wait_idle(fleet: LocalCluster) -> None:
