@@ -1,9 +1,9 @@
 """`outrider bench recovery`: processes are killed, stopped and drained under running streams; what
 these see is their longest pause, and whether a text changed or a request failed.
 
-A fleet of two verifiers and two drafters (or more) behind one router. Each injection begins streams (greedy
-and coupled), lets them emit a little, causes the fault in a process that serves some of them, and
-lets them end; then everything is put back. Texts are compared with those of a calm run.
+A fleet of two verifiers and two drafters (or more) behind one router. Each injection begins streams
+(greedy and coupled), lets them emit a little, causes the fault in a process that serves some of
+them, and lets them end; then everything is put back. Texts are compared with those of a calm run.
 """
 
 from __future__ import annotations
