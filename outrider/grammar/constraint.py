@@ -33,6 +33,15 @@ def allows(mask: Mask, token: int) -> bool:
     return bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
 
+def only_id(mask: Mask) -> int | None:
+    """The one id that a mask has; None if it has more, or none."""
+    words = np.flatnonzero(mask)
+    if len(words) != 1:
+        return None
+    bits = int(mask[words[0]])
+    return None if bits & (bits - 1) else 32 * int(words[0]) + bits.bit_length() - 1
+
+
 class Constraint(Protocol):
     """What one session may emit, wherever it is. Of one thread at a time.
 
@@ -47,6 +56,19 @@ class Constraint(Protocol):
     def follow(self, output_ids: NDArray[np.int32]) -> None:
         """Move on to what stands behind `output_ids`, all that was emitted so far; those that were
         seen before are not looked at again."""
+        ...
+
+    def legal(self) -> Mask:
+        """What may follow what stands, and what was entered since: uint32 [W]."""
+        ...
+
+    def enter(self, token: int) -> bool:
+        """Step on to a draft token that `legal` has here; False, and no step, if nothing can follow
+        it: it ends the session."""
+        ...
+
+    def leave(self, count: int) -> None:
+        """Step back so many tokens that were entered; before anything else is asked, all."""
         ...
 
     def masks(self, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> NDArray[np.uint32]:

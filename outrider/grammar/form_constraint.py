@@ -49,10 +49,19 @@ class FormConstraint:
             self._fail(f"token {new[taken]} does not fit the grammar")
 
     def legal(self) -> Mask:
-        """What may follow what stands, uint32 [W]."""
+        """See `Constraint`."""
         mask = np.empty(self._words, dtype=np.uint32)
         self._read(mask)
         return mask
+
+    def enter(self, token: int) -> bool:
+        """See `Constraint`."""
+        return self._enters(token)
+
+    def leave(self, count: int) -> None:
+        """See `Constraint`."""
+        if count:
+            self._matcher.rollback(count)
 
     def masks(self, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> NDArray[np.uint32]:
         """See `Constraint`; below an id that is not legal everything is."""

@@ -52,6 +52,8 @@ class IdConstraint:
         self._reach = self._sizes[-1] if self._sizes else 0
         """Ids of a tail."""
         self._tail: Tail = ()
+        self._entered: list[Tail] = []
+        """The tails before the draft tokens that were entered."""
 
     @property
     def failed(self) -> str:
@@ -64,6 +66,28 @@ class IdConstraint:
             self._form.follow(output_ids)
         if self._reach:
             self._tail = tuple(output_ids[-self._reach :].tolist())
+
+    def legal(self) -> Mask:
+        """See `Constraint`."""
+        mask = self._anything(1)[0] if self._form is None else self._form.legal()
+        self._limit(mask, self._tail)
+        return mask
+
+    def enter(self, token: int) -> bool:
+        """See `Constraint`."""
+        if self._form is not None and not self._form.enter(token):
+            return False
+        self._entered.append(self._tail)
+        self._tail = self._behind(self._tail, token)
+        return True
+
+    def leave(self, count: int) -> None:
+        """See `Constraint`."""
+        if self._form is not None:
+            self._form.leave(count)
+        if count:
+            self._tail = self._entered[-count]
+            del self._entered[-count:]
 
     def masks(self, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> NDArray[np.uint32]:
         """See `Constraint`."""

@@ -157,11 +157,19 @@ def test_text_goes_on_elsewhere_when_a_verifiers_node_dies(fleet: DetachedFleet)
                 for delta in stream:
                     ids += delta.token_ids
                 assert tuple(ids) == plain.token_ids
-    assert resumed_sessions(status) == resumed + 1
+    # More often where the machine stalls so long that the other one seems lost, too.
+    assert resumed_sessions(status) >= resumed + 1
     wait_until(fleet.drafts, timeout_s=HEAL_S, what="all on nodes that came back")
 
 
-def test_a_stopped_fleet_leaves_the_cluster_as_it_was(fleet: DetachedFleet) -> None:
+def test_a_stopped_fleet_leaves_the_cluster_as_it_was_even_while_an_actor_is_made(
+    fleet: DetachedFleet,
+) -> None:
+    # Its actor is waited for until the node is back.
+    fleet.nodes.second.kill()
+    wait_until(
+        lambda: 0 in pids(fleet.status()).values(), timeout_s=HEAL_S, what="an actor that is missed"
+    )
     command("stop", "--ray-address", fleet.nodes.address)
     after = probe(fleet.nodes.address)
     assert (after["groups"], after["actors"]) == ([], [])

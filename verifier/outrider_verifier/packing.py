@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.acceptance import AcceptRow
+from outrider.grammar.constraint import Constraint
 from outrider_verifier.inbox import Held
 from outrider_verifier.rows import Draft, tree_mask
 from outrider_verifier.sessions import Session
@@ -184,7 +185,12 @@ def legal_after(
     session: Session, tokens: NDArray[np.int32], parents: NDArray[np.int32]
 ) -> NDArray[np.uint32]:
     """The same for tokens and parents int32 [N] of a session that is in a grammar."""
+    return follow_output(session).masks(tokens, parents)
+
+
+def follow_output(session: Session) -> Constraint:
+    """The grammar of a session that is in one, moved on to what it has emitted."""
     constraint = session.constraint
     assert constraint is not None
     constraint.follow(session.tokens[session.spec.prompt_len : session.length])
-    return constraint.masks(tokens, parents)
+    return constraint

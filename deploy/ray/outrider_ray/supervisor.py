@@ -216,6 +216,8 @@ def stop_detached(namespace: str) -> bool:
         return bool(_ask(actor, "stop", 10 * STOP_S))
     finally:
         ray.kill(actor)
+        # An actor that was just being made is nobody's by now.
+        _kill_members(namespace)
 
 
 def _kill_members(namespace: str) -> int:

@@ -30,6 +30,8 @@ class FormDrafts:
         self._max_sessions = max_sessions
         self.words = -(-vocab_size // 32)
         self.levels = own_head.shape.maskable_levels
+        self.chains = not own_head.shape.is_tree
+        """Whether drafts are chains."""
         rows, device = up_to(ROW_BUCKETS, max_sessions)[-1], own_head.tokens.device
         self._slots = zeros(rows, device)
         self._bits = zeros(self.levels * rows * self.words, device)
@@ -42,6 +44,15 @@ class FormDrafts:
             parents: NDArray[np.int32] = np.arange(-1, tokens.shape[1] - 1, dtype=np.int32)
             return tokens, np.broadcast_to(parents, tokens.shape)
         return tokens, self._head.parents.cpu().numpy()[list(slots)]
+
+    @torch.inference_mode()
+    def write(self, slots: Sequence[int], tokens: NDArray[np.int32]) -> None:
+        """Let the next round of these slots' sessions verify other chains: int32 [len(slots), n],
+        -1 from where there is no more node."""
+        rows, width = tokens.shape
+        given = torch.empty(rows * (1 + width), dtype=torch.int32, device=self._slots.device)
+        upload(np.concatenate((np.array(slots, dtype=np.int32), tokens.reshape(-1))), given)
+        self._head.tokens.index_copy_(0, given[:rows].long(), given[rows:].view(rows, width))
 
     def redraft(self, slots: Sequence[int], legal: NDArray[np.uint32]) -> None:
         """Draft anew from what stands. legal: uint32 [len(slots), L, W], what may be drafted at

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.grammar.constraint import mask_words
+from outrider.grammar.constraint import mask_of, mask_words, only_id
 from outrider.grammar.form_constraint import FormConstraint
 from outrider.grammar.grammars import Grammars
 from outrider.spec.structured import StructuredKind, StructuredOutput
@@ -108,6 +108,30 @@ def test_a_constraint_is_where_its_tokens_are_however_they_came(
     at_once.follow(ids)
     assert np.array_equal(slowly.legal(), at_once.legal())
     assert ids_of(at_once.legal(), VOCAB)
+
+
+def test_a_walk_along_a_draft_has_its_masks_and_leads_back(
+    grammars: Grammars, tiny_target: Path
+) -> None:
+    ids = list(Tokenizer.load(tiny_target).encode("the target"))
+    constraint = begun(grammars)
+    wanted = constraint.path_masks([ids[:depth] for depth in range(len(ids) + 1)])
+    for depth, token in enumerate(ids):
+        assert np.array_equal(constraint.legal(), wanted[depth])
+        assert constraint.enter(token)
+    assert not constraint.enter(5), "it is not legal there"
+    constraint.leave(len(ids) - 1)
+    assert np.array_equal(constraint.legal(), wanted[1])
+    constraint.leave(1)
+    constraint.leave(0)
+    assert np.array_equal(constraint.legal(), wanted[0])
+
+
+@pytest.mark.parametrize("ids", [[0], [31], [32], [63], [40]])
+def test_the_only_id_of_a_mask_is_known(ids: list[int]) -> None:
+    assert only_id(mask_of(ids, 2)) == ids[0]
+    assert only_id(mask_of([*ids, 33], 2)) is None
+    assert only_id(mask_of([], 2)) is None
 
 
 def test_tokens_that_do_not_fit_are_said(grammars: Grammars) -> None:

@@ -71,6 +71,29 @@ def test_masks_of_a_tree_are_those_of_the_definition(
         assert set(ids_of(mask, VOCAB)) == set(ids_of(alone, VOCAB)) == wanted
 
 
+@given(
+    limits=LIMITS,
+    output=st.lists(st.integers(0, 3), max_size=5),
+    draft=st.lists(st.integers(0, VOCAB - 1), max_size=6),
+    back=st.integers(0, 6),
+)
+def test_a_walk_along_a_draft_has_its_masks_and_leads_back(
+    limits: TokenLimits, output: list[int], draft: list[int], back: int
+) -> None:
+    constraint = IdConstraint(limits, vocab_size=VOCAB)
+    constraint.follow(np.array(output, dtype=np.int32))
+    wanted = constraint.path_masks([draft[:depth] for depth in range(len(draft) + 1)])
+    assert (constraint.legal() == wanted[0]).all()
+    for depth, token in enumerate(draft):
+        assert constraint.enter(token)
+        assert (constraint.legal() == wanted[depth + 1]).all()
+    back = min(back, len(draft))
+    constraint.leave(back)
+    assert (constraint.legal() == wanted[len(draft) - back]).all()
+    constraint.leave(len(draft) - back)
+    assert (constraint.legal() == wanted[0]).all()
+
+
 @given(limits=LIMITS, output=st.lists(st.integers(0, 3), max_size=5), draft=st.lists(IDS))
 def test_a_draft_is_legal_up_to_the_first_id_that_is_not(
     limits: TokenLimits, output: list[int], draft: list[int]
@@ -117,6 +140,12 @@ def test_within_a_form_both_hold_and_where_nothing_is_left_the_form_does(
     assert legal(TokenLimits(allowed_ids=(a, c)), a, a, c).tolist() == [stop]
     bound = IdConstraint(TokenLimits(bad_words=((b,),)), vocab_size=vocab, form=form.begin([stop]))
     assert bound.legal_prefix([a, a, c]) == 3 and bound.legal_prefix([a, b, c]) == 1
+    before = bound.legal()
+    assert bound.enter(a) and bound.enter(a)
+    assert (bound.legal() == bound.path_masks([()])[0]).all(), "both are where the walk is"
+    assert bound.enter(c) and not bound.enter(stop), "nothing follows the end"
+    bound.leave(3)
+    assert (bound.legal() == before).all()
     bound.follow(np.array([c], dtype=np.int32))
     assert "does not fit" in bound.failed
 

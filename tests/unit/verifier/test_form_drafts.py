@@ -150,7 +150,7 @@ class Seen:
     ) -> None:
         assert len(masks) == 1 + len(tokens)
         for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
-            if parent != PADDING_NODE:
+            if parent != PADDING_NODE and token >= 0:
                 legal = allows(masks[parent + 1], token)
                 self.nodes.append(legal)
                 if parent < 0:

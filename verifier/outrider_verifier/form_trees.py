@@ -1,0 +1,41 @@
+"""An own draft tree of a session in a grammar. Names as in `outrider_verifier.form_drafts`."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.grammar.constraint import allows
+from outrider.spec.sampling import Rule
+from outrider.spec.tree import ROOT
+from outrider_verifier.packing import legal_after
+from outrider_verifier.sessions import Session
+
+
+class TreeWalk:
+    """The first level is masked, once, if it has a token that the grammar does not allow."""
+
+    def __init__(self, session: Session, slot: int, *, blank: bool) -> None:
+        """`blank`: the row has no draft in this round."""
+        self.slot = slot
+        self.gain = 1.0
+        """Of the draft, what is drafted again."""
+        self.mended: NDArray[np.int32] | None = None
+        """A tree is not."""
+        self.to_mask: NDArray[np.uint32] | None = None
+        """[1, W]: what is legal at the first level, if the head is to draft again."""
+        self._session, self._may_draft = session, not blank
+
+    def read(self, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
+        """The draft, [n] each."""
+        self.masks = legal_after(self._session, tokens, parents)
+        """[1 + n, W]: what may follow the root and each node."""
+        # What is drawn for the rejection rule is masked in any case, never by what came.
+        always = self._session.spec.sampling.effective_rule is Rule.REJECTION
+        first = tokens[parents == ROOT].tolist()
+        fits = all(token >= 0 and allows(self.masks[0], token) for token in first)
+        self.to_mask = self.masks[:1] if self._may_draft and (always or not fits) else None
+        self._may_draft = False
+
+    def close(self) -> None:
+        """Nothing was entered."""
