@@ -255,7 +255,8 @@ class DeviceHeadSource(DeviceFollower):
         """A session stays where it began: its K/V is there."""
         if session.key in self._known:
             return False
-        covered = not session.constrained and covers(session.sampling, session.plan)
+        # Where few ids are allowed, hardly a draft that is not masked would be one of them.
+        covered = session.token_limits is None and covers(session.sampling, session.plan)
         if session.key not in self._on_host and not covered:
             self._on_host.add(session.key)
         return session.key in self._on_host

@@ -6,14 +6,21 @@ i // 32. N nodes of a tree, P paths.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
 Mask = NDArray[np.uint32]
 ALL = np.uint32(0xFFFFFFFF)
+MOST_THREADS: Final = 8
+"""That work out masks; at most half of the cores."""
 
 
 def mask_words(vocab_size: int) -> int:
@@ -58,24 +65,27 @@ class Constraint(Protocol):
         seen before are not looked at again."""
         ...
 
-    def legal(self) -> Mask:
-        """What may follow what stands, and what was entered since: uint32 [W]."""
+    @property
+    def words(self) -> int:
+        """W."""
+        ...
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        """What is to be asked for the mask of where it is; None: nobody."""
+        ...
+
+    def finish(self, mask: Mask) -> None:
+        """Make what `matcher` says (without one: what is there) what is legal, in place."""
         ...
 
     def enter(self, token: int) -> bool:
-        """Step on to a draft token that `legal` has here; False, and no step, if nothing can follow
+        """Step on to a draft token that is legal here; False, and no step, if nothing can follow
         it: it ends the session."""
         ...
 
     def leave(self, count: int) -> None:
         """Step back so many tokens that were entered; before anything else is asked, all."""
-        ...
-
-    def masks(self, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> NDArray[np.uint32]:
-        """uint32 [1 + N, W]: what may follow the root, and each node of a tree.
-
-        Below an id that is not legal itself it says anything: nothing there can stand.
-        """
         ...
 
     def path_masks(self, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
@@ -85,3 +95,33 @@ class Constraint(Protocol):
     def legal_prefix(self, tokens: Sequence[int]) -> int:
         """How many of these draft tokens may follow one another from the root."""
         ...
+
+
+def legal_of(constraints: Sequence[Constraint]) -> NDArray[np.uint32]:
+    """uint32 [P, W]: what may follow where each of P constraints is.
+
+    One call of the library: each gives up the interpreter lock, and to have it back takes as long
+    as another thread may keep it, which is ten times what a mask does.
+    """
+    masks = np.empty((len(constraints), constraints[0].words), dtype=np.uint32)
+    asked = [
+        (matcher, row)
+        for row, constraint in enumerate(constraints)
+        if (matcher := constraint.matcher) is not None
+    ]
+    if len(asked) == 1:
+        matcher, row = asked[0]
+        matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks[row].nbytes)
+    elif asked:
+        where = (masks.ctypes.data, masks[0].nbytes, len(masks))
+        _executor().unsafe_compute_mask_ptr(asked, *where)
+    for constraint, mask in zip(constraints, masks, strict=True):
+        constraint.finish(mask)
+    return masks
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor(min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)))

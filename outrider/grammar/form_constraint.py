@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.constraint import ALL, Mask, allows, mask_of, mask_words
-from outrider.spec.tree import ROOT
+from outrider.grammar.constraint import ALL, Mask, allows, legal_of, mask_of, mask_words
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -48,52 +47,41 @@ class FormConstraint:
         if taken < len(new):
             self._fail(f"token {new[taken]} does not fit the grammar")
 
-    def legal(self) -> Mask:
+    @property
+    def words(self) -> int:
         """See `Constraint`."""
-        mask = np.empty(self._words, dtype=np.uint32)
-        self._read(mask)
+        return self._words
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        """See `Constraint`."""
+        return None if self.failed else self._matcher
+
+    def legal(self) -> Mask:
+        """What may follow where it is, uint32 [W]."""
+        mask: Mask = legal_of((self,))[0]
         return mask
 
     def enter(self, token: int) -> bool:
-        """See `Constraint`."""
-        return self._enters(token)
+        """See `Constraint`; False, too, for a token that the grammar does not have here."""
+        if self.failed or token == self._end_id or not 0 <= token < self._vocab_size:
+            return False
+        return int(self._matcher.try_consume_tokens([token])) == 1
 
     def leave(self, count: int) -> None:
         """See `Constraint`."""
         if count:
             self._matcher.rollback(count)
 
-    def masks(self, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> NDArray[np.uint32]:
-        """See `Constraint`; below an id that is not legal everything is."""
-        masks = np.full((1 + len(tokens), self._words), ALL, dtype=np.uint32)
-        below: dict[int, list[int]] = {}
-        for node, parent in enumerate(parents.tolist()):
-            below.setdefault(parent, []).append(node)
-        ids = tokens.tolist()
-        self._read(masks[0])
-        # Each node is entered once, left once: the matcher is always where `path` ends.
-        path: list[list[int]] = [list(reversed(below.get(ROOT, ())))]
-        while path:
-            if not path[-1]:
-                path.pop()
-                if path:
-                    self._matcher.rollback(1)
-                continue
-            node = path[-1].pop()
-            if self._enters(ids[node]):
-                self._read(masks[node + 1])
-                path.append(list(reversed(below.get(node, ()))))
-        return masks
-
     def path_masks(self, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
         """See `Constraint`."""
         masks = np.full((len(paths), self._words), ALL, dtype=np.uint32)
         for mask, path in zip(masks, paths, strict=True):
             entered = 0
-            while entered < len(path) and self._enters(path[entered]):
+            while entered < len(path) and self.enter(path[entered]):
                 entered += 1
             if entered == len(path):
-                self._read(mask)
+                mask[:] = self.legal()
             if entered:
                 self._matcher.rollback(entered)
         return masks
@@ -103,7 +91,7 @@ class FormConstraint:
         if self.failed:
             return 0
         entered = 0
-        while entered < len(tokens) and self._enters(tokens[entered]):
+        while entered < len(tokens) and self.enter(tokens[entered]):
             entered += 1
         # An end has nothing behind it, but may be drafted itself.
         ends = entered < len(tokens) and self._ends(tokens[entered])
@@ -111,22 +99,14 @@ class FormConstraint:
             self._matcher.rollback(entered)
         return entered + int(ends)
 
-    def _enters(self, token: int) -> bool:
-        """Step on to a draft token, if the grammar has it here."""
-        if self.failed or token == self._end_id or not 0 <= token < self._vocab_size:
-            return False
-        return int(self._matcher.try_consume_tokens([token])) == 1
-
     def _ends(self, token: int) -> bool:
         inside = 0 <= token < self._vocab_size
         return inside and allows(self._stops, token) and bool(self._matcher.is_accepting())
 
-    def _read(self, mask: Mask) -> None:
-        """The mask of where the matcher is."""
-        if not self.failed:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if self._matcher.is_error():
-                self._fail(self._matcher.get_error())
+    def finish(self, mask: Mask) -> None:
+        """See `Constraint`."""
+        if not self.failed and self._matcher.is_error():
+            self._fail(self._matcher.get_error())
         if self.failed:
             # The session is about to end by an error; whatever is emitted until then ends it too.
             mask[:] = self._stops

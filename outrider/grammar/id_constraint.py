@@ -6,13 +6,16 @@ N nodes of a tree, P paths, W words of a mask (`outrider.grammar.constraint`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.constraint import ALL, Constraint, Mask, allows, mask_of, mask_words
+from outrider.grammar.constraint import ALL, Constraint, Mask, allows, legal_of, mask_of, mask_words
 from outrider.spec.token_limits import TokenLimits
-from outrider.spec.tree import ROOT
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 Tail = tuple[int, ...]
 """The newest ids of an output, as many as decide what may follow."""
@@ -67,10 +70,27 @@ class IdConstraint:
         if self._reach:
             self._tail = tuple(output_ids[-self._reach :].tolist())
 
-    def legal(self) -> Mask:
+    @property
+    def words(self) -> int:
         """See `Constraint`."""
-        mask = self._anything(1)[0] if self._form is None else self._form.legal()
+        return len(self._allowed)
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        """See `Constraint`."""
+        return None if self._form is None else self._form.matcher
+
+    def finish(self, mask: Mask) -> None:
+        """See `Constraint`."""
+        if self._form is None:
+            mask[:] = ALL
+        else:
+            self._form.finish(mask)
         self._limit(mask, self._tail)
+
+    def legal(self) -> Mask:
+        """What may follow where it is, uint32 [W]."""
+        mask: Mask = legal_of((self,))[0]
         return mask
 
     def enter(self, token: int) -> bool:
@@ -88,19 +108,6 @@ class IdConstraint:
         if count:
             self._tail = self._entered[-count]
             del self._entered[-count:]
-
-    def masks(self, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> NDArray[np.uint32]:
-        """See `Constraint`."""
-        form = self._form
-        masks = self._anything(1 + len(tokens)) if form is None else form.masks(tokens, parents)
-        tails = [self._tail]
-        self._limit(masks[0], self._tail)
-        for node, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
-            # A parent comes before its children; the root's tail is the first.
-            above = tails[0 if parent == ROOT else parent + 1]
-            tails.append(self._behind(above, token))
-            self._limit(masks[node + 1], tails[-1])
-        return masks
 
     def path_masks(self, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
         """See `Constraint`."""

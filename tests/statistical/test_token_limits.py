@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider.engine.acceptance import accept
 from outrider.grammar.id_constraint import IdConstraint
+from outrider.grammar.walks import DraftTree, masks_of
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.token_limits import TokenLimits
 from tests.reference.goodness import LEAST_P, least_bias, p_value
@@ -63,12 +64,9 @@ def _emitted(rule: Rule, widths: list[int]) -> NDArray[np.int64]:
     drafts = draft(_by_newest(DRAFT), params, positions, widths)
     constraint = IdConstraint(LIMITS, vocab_size=V)
     constraint.follow(np.array([5, ROOT_ID], dtype=np.int32))
-    rows = [
-        replace(row, legal=constraint.masks(drafts.tokens[number], drafts.parents))
-        for number, row in enumerate(
-            accept_rows(drafts, params, positions, stride=1 + len(drafts.parents))
-        )
-    ]
+    trees = [DraftTree(constraint, tokens, drafts.parents) for tokens in drafts.tokens]
+    rows = accept_rows(drafts, params, positions, stride=1 + len(drafts.parents))
+    rows = [replace(row, legal=masks_of([tree])[0]) for row, tree in zip(rows, trees, strict=True)]
     rng = np.random.default_rng(4)
     counts = np.zeros(V * V, dtype=np.int64)
     for result in accept(verify_logits(_by_newest(TARGET), drafts), rows):

@@ -178,7 +178,7 @@ def _masked(inputs: RoundRows, rows: Sequence[VerifyRow]) -> RoundRows:
     """The same with what the sessions' grammars allow, where any is in one."""
     if not any([row.session.constraint is not None for row in rows]):
         return inputs
-    return inputs._replace(legal=[legal_masks(row.session, row.draft) for row in rows])
+    return inputs._replace(legal=legal_masks([(row.session, row.draft) for row in rows]))
 
 
 def _message(rows: Sequence[VerifyRow]) -> Proposals | None:
@@ -218,7 +218,8 @@ def add_prompts(
         known = row.session.tokens[: row.session.length]
         chunk = Chunk(place, row, first, cut(seat.slot, known, row.start, row.end))
         if row.last and row.session.constraint is not None:
-            chunk.pieces[-1] = chunk.pieces[-1]._replace(legal=legal_masks(row.session, None))
+            legal = legal_masks([(row.session, None)])[0]
+            chunk.pieces[-1] = chunk.pieces[-1]._replace(legal=legal)
         group.chunks.append(chunk)
         first += len(chunk.pieces)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.constraint import ALL, allows, only_id
+from outrider.grammar.constraint import ALL
+from outrider.grammar.walks import ChainFit, Walk
 from outrider.spec.sampling import Rule
 from outrider_verifier.packing import follow_output
 from outrider_verifier.sessions import Session
 
 
 class ChainWalk:
-    """What of a chain fits stands; where the grammar leaves one id, that is the draft; what is open
-    behind that is drafted again, or cut off.
+    """What of a chain fits stands; what is open behind that is drafted again, or cut off.
 
     The rejection rule takes a draft for a draw from its law. It would not be one, were a draw that
     does not fit replaced or repeated: there the first level is masked in any case, once, and
@@ -30,61 +30,41 @@ class ChainWalk:
         self.mended: NDArray[np.int32] | None = None
         """[n]: what is to be verified instead of what the head drafted; -1 from where there is
         nothing."""
-        self._constraint, self._blank = follow_output(session), blank
+        self.constraint = follow_output(session)
+        self._blank = blank
         self._drawn = session.spec.sampling.effective_rule is Rule.REJECTION
-        self._first = self._constraint.legal()
-        self._settled = 0
-        """Levels whose tokens are settled."""
-        self._entered = 0
-        """Of these, tokens that the constraint has entered."""
+        self._fit = ChainFit(self.constraint, force=not self._drawn)
+        self._length = 0
         self._masked = 0
         """Levels of which the head has been told what is legal."""
 
-    def read(self, tokens: NDArray[np.int32], _: NDArray[np.int32]) -> None:
-        """The draft, [n]; after the head drafted again, the new one."""
-        if not self._masked:
-            self.masks = np.full((1 + len(tokens), len(self._first)), ALL, dtype=np.uint32)
-            """[1 + n, W]: what may follow the root and each node."""
-            self.masks[0] = self._first
-            self._tokens = np.full(len(tokens), -1, dtype=np.int32)
+    @property
+    def masks(self) -> NDArray[np.uint32]:
+        """[1 + n, W]: what may follow the root and each node."""
+        masks = np.full((1 + self._length, self.constraint.words), ALL, dtype=np.uint32)
+        masks[: len(self._fit.masks)] = self._fit.masks
+        return masks
+
+    def read(self, tokens: NDArray[np.int32], _: NDArray[np.int32]) -> Walk:
+        """Walk along the draft, [n]; after the head drafted again, along the new one."""
+        self._length = len(tokens)
         self.to_mask, self.gain = None, 0.0
+        always = self._drawn and not self._masked
+        yield from self._fit.settle([] if self._blank or always else tokens.tolist())
         if self._blank:
             return
-        if self._drawn and not self._masked:
-            self._ask_again(1, 1.0)
-            return
-        open_level = self._settle(tokens.tolist())
+        settled = len(self._fit.tokens)
         if not self._drawn:
-            changed = bool((self._tokens != tokens).any())
-            self.mended = self._tokens if changed else None
-            if open_level is not None and open_level >= self._masked:
-                self._ask_again(open_level + 1, 1.0 - open_level / len(tokens))
+            kept = np.full(len(tokens), -1, dtype=np.int32)
+            kept[:settled] = self._fit.tokens
+            self.mended = None if np.array_equal(kept, tokens) else kept
+        is_open = settled < len(tokens) and not self._fit.ended
+        # Where the head has been told and drafts nothing legal, there is nothing that it could.
+        if is_open and settled >= self._masked and (always or not self._drawn):
+            self._masked = settled + 1
+            self.to_mask = np.array(self._fit.masks)
+            self.gain = 1.0 - settled / len(tokens)
 
     def close(self) -> None:
-        """Leave what was entered."""
-        self._constraint.leave(self._entered)
-        self._entered = 0
-
-    def _ask_again(self, levels: int, gain: float) -> None:
-        self._masked, self.to_mask, self.gain = levels, self.masks[:levels], gain
-
-    def _settle(self, drafted: list[int]) -> int | None:
-        """Go on along the chain; the level at which something else would have to be drafted."""
-        stale = False
-        while self._settled < len(drafted):
-            level = self._settled
-            token = drafted[level]
-            if stale or token < 0 or not allows(self.masks[level], token):
-                forced = None if self._drawn else only_id(self.masks[level])
-                if forced is None:
-                    return level
-                # The head drafted what follows behind another token.
-                token, stale = forced, True
-            self._tokens[level] = token
-            self._settled += 1
-            if not self._constraint.enter(token):
-                self._settled = len(drafted)
-                return None
-            self._entered += 1
-            self.masks[level + 1] = self._constraint.legal()
-        return None
+        """Lead the session's grammar back to what stands."""
+        self._fit.close()

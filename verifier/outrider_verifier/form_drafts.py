@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.device.form_drafts import FormDrafts
 from outrider.grammar.constraint import ALL
+from outrider.grammar.walks import side_by_side
 from outrider_verifier.device_groups import Group
 from outrider_verifier.form_chains import ChainWalk
 from outrider_verifier.form_trees import TreeWalk
@@ -69,5 +70,9 @@ def _worth_a_pass(walks: Sequence[Walk]) -> list[Walk]:
 
 def _read(walks: Sequence[Walk], drafts: FormDrafts) -> None:
     tokens, parents = drafts.read([walk.slot for walk in walks])
-    for walk, *draft in zip(walks, tokens, parents, strict=True):
-        walk.read(*draft)
+    side_by_side(
+        [
+            (walk.constraint, walk.read(*draft))
+            for walk, *draft in zip(walks, tokens, parents, strict=True)
+        ]
+    )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.constraint import allows
+from outrider.grammar.constraint import ALL, allows
+from outrider.grammar.walks import DraftTree, Walk, along
 from outrider.spec.sampling import Rule
 from outrider.spec.tree import ROOT
-from outrider_verifier.packing import legal_after
+from outrider_verifier.packing import follow_output
 from outrider_verifier.sessions import Session
 
 
@@ -24,17 +25,19 @@ class TreeWalk:
         """A tree is not."""
         self.to_mask: NDArray[np.uint32] | None = None
         """[1, W]: what is legal at the first level, if the head is to draft again."""
-        self._session, self._may_draft = session, not blank
+        self.constraint = follow_output(session)
+        self._always = session.spec.sampling.effective_rule is Rule.REJECTION
+        self._may_draft = not blank
 
-    def read(self, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
-        """The draft, [n] each."""
-        self.masks = legal_after(self._session, tokens, parents)
+    def read(self, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> Walk:
+        """Walk along the draft, [n] each."""
+        self.masks = np.full((1 + len(tokens), self.constraint.words), ALL, dtype=np.uint32)
         """[1 + n, W]: what may follow the root and each node."""
+        yield from along(DraftTree(self.constraint, tokens, parents), self.masks)
         # What is drawn for the rejection rule is masked in any case, never by what came.
-        always = self._session.spec.sampling.effective_rule is Rule.REJECTION
         first = tokens[parents == ROOT].tolist()
         fits = all(token >= 0 and allows(self.masks[0], token) for token in first)
-        self.to_mask = self.masks[:1] if self._may_draft and (always or not fits) else None
+        self.to_mask = self.masks[:1] if self._may_draft and (self._always or not fits) else None
         self._may_draft = False
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.acceptance import AcceptRow
 from outrider.grammar.constraint import Constraint
+from outrider.grammar.walks import DraftTree, masks_of
 from outrider_verifier.inbox import Held
 from outrider_verifier.rows import Draft, tree_mask
 from outrider_verifier.sessions import Session
@@ -167,25 +168,28 @@ def accept_row(session: Session, logits_start: int, draft: Draft | None) -> Acce
         output_ids=session.tokens[prompt_len : session.length],
         banned_now=spec.stop_token_ids if spec.min_new_tokens else (),
         banned_until=session.stops_from,
-        legal=legal_masks(session, draft),
+        legal=legal_masks([(session, draft)])[0],
     )
 
 
-def legal_masks(session: Session, draft: Draft | None) -> NDArray[np.uint32] | None:
-    """uint32 [1 + N, W]: what the session's grammar allows after its root and after the N nodes of
-    its draft; None if it has none."""
-    if session.constraint is None:
-        return None
+def legal_masks(
+    rows: Sequence[tuple[Session, Draft | None]],
+) -> list[NDArray[np.uint32] | None]:
+    """uint32 [1 + N, W] of each row: what its session's grammar allows after its root and after the
+    N nodes of its draft; None if it has none."""
+    bound = [n for n, (session, _) in enumerate(rows) if session.constraint is not None]
+    found: list[NDArray[np.uint32] | None] = [None] * len(rows)
+    if bound:
+        for n, masks in zip(bound, masks_of([_tree(*rows[n]) for n in bound]), strict=True):
+            found[n] = masks
+    return found
+
+
+def _tree(session: Session, draft: Draft | None) -> DraftTree:
+    constraint = follow_output(session)
     if draft is None:
-        return legal_after(session, _NO_IDS, _NO_IDS)
-    return legal_after(session, draft.tree.tokens, draft.tree.parents)
-
-
-def legal_after(
-    session: Session, tokens: NDArray[np.int32], parents: NDArray[np.int32]
-) -> NDArray[np.uint32]:
-    """The same for tokens and parents int32 [N] of a session that is in a grammar."""
-    return follow_output(session).masks(tokens, parents)
+        return DraftTree(constraint, _NO_IDS, _NO_IDS)
+    return DraftTree(constraint, draft.tree.tokens, draft.tree.parents)
 
 
 def follow_output(session: Session) -> Constraint:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,11 @@ from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.spec.tree import path
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.messages import SessionEnd
-from tests.unit.drafter.helpers import Script, answers
+from tests.factories import make_eagle3_head
+from tests.fakes.scripted_grammar import END, Scripted
+from tests.unit.drafter.helpers import CHAIN, HIDDEN, TREE, Script, answers
+from tests.unit.drafter.on_device import on_device
+from tests.unit.engine.device.draft_sessions import plain_head
 
 VOCAB, STOP = 384, 2
 FORM = StructuredOutput(StructuredKind.REGEX, "(a[0-9]b ){2,5}!")
@@ -168,3 +174,72 @@ def test_few_forms_wait_to_be_compiled(
         engine.handle(1, replace(script.start(plan=PLANS[0]), structured_output=form))
     assert len(engine._forms._waiting) <= 2
     compiled(engine)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "kept"),
+    [
+        ([2, 5, 5], [2, 5, 5]),
+        ([1, 9, 9, 9], [1, 3, 4]),
+        ([9, 9], []),
+        ([2, 6, END, 5], [2, 6, END]),
+        ([1, 3, 4, 7], [1, 3, 4]),
+    ],
+    ids=["fits", "forced", "open", "end", "cut"],
+)
+def test_a_chain_that_was_drafted_without_masks_is_mended(
+    drafted: list[int], kept: list[int]
+) -> None:
+    bound, free = session_in(Scripted()), session_in(None)
+    words = np.array([drafted, drafted], dtype=np.int32)
+    counts = np.array([len(drafted)] * 2, dtype=np.int64)
+    found, lengths = forms.fit_chains([bound, free], words, counts)
+    assert found[0, : lengths[0]].tolist() == kept
+    assert found[1, : lengths[1]].tolist() == words[0].tolist() == drafted
+    assert bound.constraint.path == []
+
+
+def session_in(constraint: Scripted | None) -> Any:
+    tokens = SimpleNamespace(view=np.empty(0, dtype=np.int32))
+    return SimpleNamespace(constraint=constraint, tokens=tokens, prompt_len=0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sampling"),
+    # Trees of the rejection rule are the host's, in a form or not.
+    [(CHAIN, sampling) for sampling in SAMPLINGS] + [(TREE, SAMPLINGS[0]), (TREE, SAMPLINGS[1])],
+)
+def test_a_device_drafts_for_sessions_in_a_form_as_for_others(
+    plan: Plan,
+    sampling: SamplingParams,
+    grammars: Grammars,
+    tiny_target: Path,
+    tmp_path: Path,
+) -> None:
+    """In the launch of all; what comes of a chain that is no draw from a law fits the form."""
+    make_eagle3_head(tmp_path)
+    source = on_device(plain_head(tmp_path))
+    limits = Limits(vocab_size=VOCAB, feature_size=HIDDEN, max_context=4096)
+    engine = DraftEngine(
+        [source], limits=limits, max_sessions=8, metrics=Metrics(), grammars=grammars
+    )
+    tokenizer = Tokenizer.load(tiny_target)
+    script = Script("bound", length=64)
+    output = np.array(tokenizer.encode("a7b "), np.int32)
+    script.tokens[-len(output) :] = output
+    start = replace(
+        script.start(plan=plan, sampling=sampling, prompt_len=64 - len(output)),
+        structured_output=FORM,
+        stop_token_ids=(STOP,),
+    )
+    engine.handle(1, start)
+    compiled(engine)
+    engine.handle(1, script.verdict(64))
+    (proposal,) = answers(engine)
+    assert not source._on_host
+    if plan is CHAIN and sampling.effective_rule is not Rule.REJECTION:
+        # Its first token may only be "a".
+        tokens = proposal.tree.tokens.tolist()
+        assert tokens and tokenizer.decode(tokens[:1]) == "a"
+    else:
+        assert len(proposal.tree)

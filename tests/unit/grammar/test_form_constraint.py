@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from outrider.grammar.constraint import mask_of, mask_words, only_id
 from outrider.grammar.form_constraint import FormConstraint
 from outrider.grammar.grammars import Grammars
+from outrider.grammar.walks import DraftTree, masks_of
 from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.spec.tree import ROOT
 from outrider.text.tokenizer import Tokenizer
@@ -44,6 +46,12 @@ def begun(grammars: Grammars) -> FormConstraint:
     return grammars.compile(form).begin([STOP])
 
 
+def draft_tree(
+    constraint: FormConstraint, tokens: Sequence[int], parents: Sequence[int]
+) -> DraftTree:
+    return DraftTree(constraint, np.array(tokens, np.int32), np.array(parents, np.int32))
+
+
 def random_tree(
     rng: np.random.Generator, language: FiniteLanguage, before: list[int], nodes: int
 ) -> tuple[list[int], list[int]]:
@@ -71,7 +79,7 @@ def test_masks_of_a_tree_are_those_of_every_prefix_matched_anew(
     constraint, before = begun(grammars), list[int]()
     while True:
         tokens, parents = random_tree(rng, language, before, 12)
-        masks = constraint.masks(np.array(tokens, np.int32), np.array(parents, np.int32))
+        (masks,) = masks_of([draft_tree(constraint, tokens, parents)])
         assert masks.shape == (13, mask_words(VOCAB)) and masks.dtype == np.uint32
         assert language.agrees(ids_of(masks[0], VOCAB), before, [STOP]), before
         for node in range(12):
@@ -139,7 +147,7 @@ def test_tokens_that_do_not_fit_are_said(grammars: Grammars) -> None:
     constraint.follow(np.array([5, 6], np.int32))
     assert "token 5 does not fit" in constraint.failed
     assert ids_of(constraint.legal(), VOCAB) == {STOP}
-    masks = constraint.masks(np.array([9], np.int32), np.array([ROOT], np.int32))
+    (masks,) = masks_of([draft_tree(constraint, [9], [ROOT])])
     assert ids_of(masks[0], VOCAB) == {STOP}
     assert constraint.legal_prefix([4]) == 0
 
@@ -160,3 +168,23 @@ def test_specials_and_padding_are_never_legal(grammars: Grammars) -> None:
     legal = ids_of(anything.legal(), VOCAB)
     assert STOP in legal and not {0, 1} & legal
     assert max(legal) < 359 < VOCAB, "the vocabulary is padded beyond the tokenizer's ids"
+
+
+def test_sessions_side_by_side_have_the_masks_that_they_have_alone(
+    grammars: Grammars, language: FiniteLanguage
+) -> None:
+    """Of them one that has failed, and one whose tree has but a root."""
+    rng = np.random.default_rng(5)
+    trees = [random_tree(rng, language, [], nodes) for nodes in (5, 0, 9, 3)]
+    constraints = [begun(grammars) for _ in trees]
+    constraints[3].follow(np.array([5, 6], np.int32))
+    alone = [
+        masks_of([draft_tree(constraint, *tree)])[0]
+        for constraint, tree in zip(constraints, trees, strict=True)
+    ]
+    together = masks_of(
+        [draft_tree(*each) for each in zip(constraints, *zip(*trees, strict=True), strict=True)]
+    )
+    assert constraints[3].failed
+    for masks, wanted in zip(together, alone, strict=True):
+        assert np.array_equal(masks, wanted)

@@ -16,6 +16,7 @@ from outrider.errors import InvalidRequestError
 from outrider.grammar.constraint import mask_words
 from outrider.grammar.grammars import Grammars
 from outrider.grammar.id_constraint import IdConstraint
+from outrider.grammar.walks import DraftTree, masks_of
 from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import MAX_ALLOWED_IDS, MAX_BAD_WORD_TOKENS, TokenLimits
 from outrider.spec.tree import ROOT, path
@@ -63,7 +64,7 @@ def test_masks_of_a_tree_are_those_of_the_definition(
     for seen in range(0, len(output) + 1, steps):
         constraint.follow(np.array(output[:seen], dtype=np.int32))
     constraint.follow(np.array(output, dtype=np.int32))
-    masks = constraint.masks(tokens, parents)
+    (masks,) = masks_of([DraftTree(constraint, tokens, parents)])
     assert masks.shape == (1 + len(tree), mask_words(VOCAB)) and masks.dtype == np.uint32
     paths = [[int(tokens[at]) for at in path(parents, n)] for n in range(ROOT, len(tree))]
     for mask, alone, said in zip(masks, constraint.path_masks(paths), paths, strict=True):
@@ -125,10 +126,9 @@ def test_within_a_form_both_hold_and_where_nothing_is_left_the_form_does(
         constraint.follow(np.array(said, dtype=np.int32))
         assert not constraint.failed
         (mask,) = constraint.path_masks([()])
-        assert (constraint.masks(said_nothing, said_nothing)[0] == mask).all()
+        assert (constraint.legal() == mask).all()
         return np.array(sorted(ids_of(mask, vocab)))
 
-    said_nothing = np.empty(0, dtype=np.int32)
     anything = set(legal(TokenLimits(bad_words=((7, 8, 9),))).tolist())
     assert {a, b} <= anything
     assert legal(TokenLimits(allowed_ids=(a, c))).tolist() == [a]

@@ -14,48 +14,10 @@ from outrider_verifier.form_chains import ChainWalk
 
 from outrider.engine.device.form_drafts import FormDrafts
 from outrider.engine.device.shapes import Drafts
-from outrider.grammar.constraint import allows, mask_of
+from outrider.grammar.constraint import allows
+from outrider.grammar.walks import side_by_side
 from outrider.spec.sampling import Rule
-
-WORDS, END = 2, 9
-LANGUAGE: dict[tuple[int, ...], list[int]] = {
-    (): [1, 2],
-    (1,): [3],
-    (1, 3): [4],
-    (1, 3, 4): [5, 6],
-    (1, 3, 4, 5): [7, 8],
-    (2,): [5, 6],
-    (2, 5): [5, 6],
-    (2, 6): [END],
-    (2, 5, 5): [5, 6],
-}
-"""What may follow what; nothing follows END."""
-
-
-class Scripted:
-    """A constraint over LANGUAGE."""
-
-    failed = ""
-
-    def __init__(self) -> None:
-        self.path: list[int] = []
-
-    def follow(self, output_ids: NDArray[np.int32]) -> None:
-        assert not self.path
-
-    def legal(self) -> NDArray[np.uint32]:
-        return mask_of(LANGUAGE.get(tuple(self.path), [5, 6]), WORDS)
-
-    def enter(self, token: int) -> bool:
-        assert allows(self.legal(), token)
-        if token == END:
-            return False
-        self.path.append(token)
-        return True
-
-    def leave(self, count: int) -> None:
-        assert count <= len(self.path)
-        del self.path[len(self.path) - count :]
+from tests.fakes.scripted_grammar import WORDS, Scripted
 
 
 class Head:
@@ -190,10 +152,11 @@ def test_a_row_without_a_draft_has_the_mask_of_its_root() -> None:
     assert masks_of(group)[0] == [1, 2]
 
 
-def test_a_walk_that_is_closed_twice_leaves_once() -> None:
+def test_a_walk_that_is_closed_twice_leads_back_once() -> None:
     session = session_of(Rule.GREEDY)
     walk = ChainWalk(session, 0, blank=False)
-    walk.read(np.array([2, 5, 5], dtype=np.int32), np.empty(0, dtype=np.int32))
+    chain = np.array([2, 5, 5], dtype=np.int32)
+    side_by_side([(walk.constraint, walk.read(chain, chain))])
     assert session.constraint.path == [2, 5, 5]
     walk.close()
     walk.close()
