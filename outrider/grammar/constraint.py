@@ -124,4 +124,5 @@ def legal_of(constraints: Sequence[Constraint]) -> NDArray[np.uint32]:
 def _executor() -> LLExecutor:
     from llguidance import LLExecutor
 
-    return LLExecutor(min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    return LLExecutor(min(MOST_THREADS, max(1, cores // 2)))
