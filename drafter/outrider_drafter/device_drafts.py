@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.spec.flat_trees import chain_parents
 from outrider_drafter.device_shapes import Shape
-from outrider_drafter.forms import fit_chains
 from outrider_drafter.sessions import Session
 from outrider_drafter.source import Drafted
 
@@ -27,9 +26,7 @@ def lengths(shape: Shape, wanted: NDArray[np.int64], rooms: NDArray[np.int64]) -
 def chains(
     sessions: Sequence[Session], counts: NDArray[np.int64], words: NDArray[np.int32]
 ) -> Drafted:
-    """Of words int32 [B, K], tokens, as many of each chain as counts [B] say, and of those of
-    sessions in a form what may stand there."""
-    words, counts = fit_chains(sessions, words, counts)
+    """Of words int32 [B, K], tokens, as many of each chain as counts [B] say."""
     within = np.arange(words.shape[1]) < counts[:, None]
     tokens = words[within]
     return Drafted(

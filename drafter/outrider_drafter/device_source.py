@@ -43,6 +43,7 @@ from outrider_drafter.device_shapes import (
     most_sessions,
     score_family,
 )
+from outrider_drafter.forms import fit_chains
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.sessions import Session, SessionKey
 from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_scores
@@ -283,6 +284,9 @@ class DeviceHeadSource(DeviceFollower):
         self._took(ready, size, num_rows)
         cut = lengths(shape, members.wanted, members.table.rooms(members.slots))
         words = download.wait().numpy()
+        if entries is None and shape.top_k == 1:
+            # Drafts for outcomes begin elsewhere: they stay as they are.
+            words, cut = fit_chains(members.sessions, words, cut)
         return self._grower.drafted(shape, members.sessions, cut, words, entries)
 
     def _launch(

@@ -103,7 +103,8 @@ def constraint_of(session: Session) -> Constraint | None:
 def fit_chains(
     sessions: Sequence[Session], words: NDArray[np.int32], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Chains that were drafted without masks, tokens words int32 [B, K], as many of each as counts
+    """Chains that were drafted without masks behind what sessions have, each of another session:
+    tokens words int32 [>= B, K], as many of each as counts
     int64 [B] say: of those in a grammar, what may stand there, with the one id in the place of
     others where only one may follow. Not for drafts that are draws from a law."""
     fits: dict[int, ChainFit] = {}
@@ -113,15 +114,17 @@ def fit_chains(
             fits[row] = ChainFit(constraint, verified=False)
     if not fits:
         return words, counts
-    side_by_side(
-        [
-            (fit.constraint, fit.settle(words[row, : counts[row]].tolist()))
-            for row, fit in fits.items()
-        ]
-    )
+    walks = [
+        (fit.constraint, fit.settle(words[row, : counts[row]].tolist()))
+        for row, fit in fits.items()
+    ]
+    try:
+        side_by_side(walks)
+    finally:
+        for fit in fits.values():
+            fit.close()
     words, counts = words.copy(), counts.copy()
     for row, fit in fits.items():
-        fit.close()
         counts[row] = len(fit.tokens)
         words[row, : counts[row]] = fit.tokens
     return words, counts

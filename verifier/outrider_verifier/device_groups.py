@@ -51,6 +51,8 @@ class Group:
     launched: Launched | None = None
     blank: frozenset[int] = frozenset()
     """Which of the rows, of own drafts, have none yet."""
+    cut: dict[int, int] = field(default_factory=dict)
+    """Own drafts that are verified of rows of which not all are."""
 
     @property
     def pieces(self) -> list[Piece]:

@@ -34,23 +34,24 @@ class ChainWalk:
         self._blank = blank
         self._drawn = session.spec.sampling.effective_rule is Rule.REJECTION
         self._fit = ChainFit(self.constraint, force=not self._drawn)
-        self._length = 0
+        self._tokens: list[int] = []
+        """[n]: as read last."""
         self._masked = 0
         """Levels of which the head has been told what is legal."""
 
     @property
     def masks(self) -> NDArray[np.uint32]:
         """[1 + n, W]: what may follow the root and each node."""
-        masks = np.full((1 + self._length, self.constraint.words), ALL, dtype=np.uint32)
+        masks = np.full((1 + len(self._tokens), self.constraint.words), ALL, dtype=np.uint32)
         masks[: len(self._fit.masks)] = self._fit.masks
         return masks
 
     def read(self, tokens: NDArray[np.int32], _: NDArray[np.int32]) -> Walk:
         """Walk along the draft, [n]; after the head drafted again, along the new one."""
-        self._length = len(tokens)
+        self._tokens = tokens.tolist()
         self.to_mask, self.gain = None, 0.0
         always = self._drawn and not self._masked
-        yield from self._fit.settle([] if self._blank or always else tokens.tolist())
+        yield from self._fit.settle([] if self._blank or always else self._tokens)
         if self._blank:
             return
         settled = len(self._fit.tokens)
@@ -64,6 +65,11 @@ class ChainWalk:
             self._masked = settled + 1
             self.to_mask = np.array(self._fit.masks)
             self.gain = 1.0 - settled / len(tokens)
+
+    def end(self) -> Walk:
+        """No draft changes any more: walk along what was not walked along, as it might have."""
+        if self._drawn and not self._blank:
+            yield from self._fit.settle(self._tokens)
 
     def close(self) -> None:
         """Lead the session's grammar back to what stands."""

@@ -40,6 +40,8 @@ def follow_forms(group: Group, drafts: FormDrafts | None) -> None:
     legal: list[NDArray[np.uint32] | None] = [None] * len(group.rows)
     for place, walk in zip(places, walks, strict=True):
         legal[place] = walk.masks
+        if walk.mended is not None:
+            group.cut[place] = int(np.count_nonzero(walk.mended >= 0))
     group.inputs = group.inputs._replace(legal=legal)
 
 
@@ -52,6 +54,7 @@ def _follow(walks: Sequence[Walk], drafts: FormDrafts) -> None:
             legal[: len(walk.to_mask)] = walk.to_mask
         drafts.redraft([walk.slot for walk in again], levels)
         _read(again, drafts)
+    side_by_side([(walk.constraint, walk.end()) for walk in walks])
     changed = [walk for walk in walks if walk.mended is not None]
     if changed:
         tokens = [walk.mended for walk in changed if walk.mended is not None]

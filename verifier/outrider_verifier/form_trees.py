@@ -40,5 +40,9 @@ class TreeWalk:
         self.to_mask = self.masks[:1] if self._may_draft and (self._always or not fits) else None
         self._may_draft = False
 
+    def end(self) -> Walk:
+        """All that was read has been walked along."""
+        yield from ()
+
     def close(self) -> None:
-        """Nothing was entered."""
+        """The walk has led back."""

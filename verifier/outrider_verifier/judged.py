@@ -66,7 +66,7 @@ class Judged(NamedTuple):
 
     def outcomes(self, *, apart: bool = True) -> list[RowOutcome]:
         """The rows one by one; `apart`: each with its features."""
-        nodes, blank = self.nodes, self.group.blank
+        nodes, blank, cut = self.nodes, self.group.blank, self.group.cut
         if nodes == 1:
             return self._plain_outcomes(apart)
         return [
@@ -78,7 +78,7 @@ class Judged(NamedTuple):
                     used_target_only_fallback=bool(words[1] & FALLBACK),
                 ),
                 features,
-                0 if number in blank else self.drafted,
+                0 if number in blank else cut.get(number, self.drafted),
                 self.logprobs.get(number),
             )
             for number, (words, features) in enumerate(

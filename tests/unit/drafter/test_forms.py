@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,3 +244,34 @@ def test_a_device_drafts_for_sessions_in_a_form_as_for_others(
         assert tokens and tokenizer.decode(tokens[:1]) == "a"
     else:
         assert len(proposal.tree)
+
+
+def test_a_device_looks_ahead_for_sessions_in_a_form_as_for_others(
+    grammars: Grammars, tiny_target: Path, tmp_path: Path
+) -> None:
+    """Drafts for outcomes begin behind these, not where the session is: nothing is mended there,
+    and several of one session are drafted in one launch."""
+    make_eagle3_head(tmp_path)
+    source = on_device(plain_head(tmp_path))
+    limits = Limits(vocab_size=VOCAB, feature_size=HIDDEN, max_context=4096)
+    engine = DraftEngine(
+        [source], limits=limits, max_sessions=8, metrics=Metrics(), grammars=grammars
+    )
+    output = np.array(Tokenizer.load(tiny_target).encode("a7b "), np.int32)
+    scripts = [Script("bound", length=64), Script("free", length=64)]
+    plan = replace(CHAIN, look_ahead=1)
+    for script, form in zip(scripts, (FORM, None), strict=True):
+        script.tokens[-len(output) :] = output
+        start = script.start(plan=plan, prompt_len=64 - len(output))
+        engine.handle(1, replace(start, structured_output=form, stop_token_ids=(STOP,)))
+    compiled(engine)
+    for script in scripts:
+        engine.handle(1, script.verdict(64))
+    assert len(answers(engine)) == 2
+    ahead = Counter(
+        entry.handle
+        for together in engine.look_ahead()
+        for _, message in together
+        for entry in message.entries()
+    )
+    assert all(ahead[script.handle] > 1 for script in scripts)

@@ -104,6 +104,7 @@ def test_what_was_drafted_behind_a_replaced_token_is_cut_off() -> None:
     group = followed(head, Rule.GREEDY)
     assert head.tokens.tolist() == [[1, 3, 4, -1]] and not head.told
     assert masks_of(group)[3] == [5, 6]
+    assert group.cut == {0: 3}, "what was verified is counted"
 
 
 def test_a_chain_that_is_open_from_the_start_is_drafted_again_under_masks() -> None:
@@ -143,6 +144,15 @@ def test_draws_of_the_rejection_rule_are_repeated_once_whatever_came_and_never_r
     assert head.told == [([0], [1])]
     assert head.tokens.tolist() == [[1, 9, 9]]
     assert masks_of(group)[:2] == [[1, 2], [3]]
+
+
+def test_a_draw_that_is_not_repeated_is_verified_under_masks_all_along() -> None:
+    """Where nobody else needs a pass, it is not worth one."""
+    head = Head([2, 5, 5], [2, 5, 5], [2, 5, 5])
+    group = followed(head, Rule.REJECTION, Rule.GREEDY, Rule.GREEDY)
+    assert not head.told
+    assert masks_of(group) == [[1, 2], [5, 6], [5, 6], [5, 6]]
+    assert head.tokens[0].tolist() == [2, 5, 5]
 
 
 def test_a_row_without_a_draft_has_the_mask_of_its_root() -> None:

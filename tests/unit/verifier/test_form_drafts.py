@@ -18,6 +18,7 @@ from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.grammar.constraint import allows
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.messages import SpecStats
 from tests.unit.verifier.device_serving import OWN, SAMPLINGS, run_all, serving
@@ -91,6 +92,34 @@ async def test_rules_that_toss_coins_stay_in_the_grammar(
         assert re.fullmatch(FORM.text, tokenizer.decode(tokens[:-1]))
         assert stats.proposed > 0
     assert accepted(results) > 0
+
+
+@pytest.mark.parametrize("topk", [1, 3], ids=["chain", "tree"])
+async def test_draws_beside_drafts_that_all_fit_stay_in_the_grammar(
+    topk: int, tiny_target: Path, tiny_head: Path
+) -> None:
+    """What the others' form leaves open is nothing, so that nobody is worth another pass."""
+    tokenizer, (plan, settings) = Tokenizer.load(tiny_target), plan_of(topk)
+    forced = StructuredOutput(StructuredKind.REGEX, "(abcdefgh){6}")
+    sampling = SamplingParams(temperature=1.2, rule=Rule.REJECTION, seed=3)
+    free = {**SPEC, "structured_output": StructuredOutput(StructuredKind.REGEX, "[a-z0-9 ]{20,30}")}
+    async with serving(tiny_target, tiny_head, placement="fused", **settings) as service:
+        (drawn, _), *others = await asyncio.gather(
+            run_one(service, "drawn", plan, sampling, **free),
+            *(
+                run_one(
+                    service,
+                    f"s{n}",
+                    plan,
+                    SamplingParams(),
+                    **{**SPEC, "structured_output": forced},
+                )
+                for n in range(4)
+            ),
+        )
+    assert re.fullmatch("[a-z0-9 ]{20,30}", tokenizer.decode(drawn[:-1]))
+    for tokens, _ in others:
+        assert re.fullmatch(forced.text, tokenizer.decode(tokens[:-1]))
 
 
 async def test_beside_others_each_has_its_own_text(
