@@ -45,8 +45,9 @@ class AheadSide(VerifierSide):
         rounds._engine.collect = self.until(
             "verifier: sheet", rounds._engine.collect, "verifier: outcome settled"
         )
-        rounds._next = self.until("verifier: committed", rounds._next, "verifier: planned")
-        rounds._attempt = self.until(None, rounds._attempt, "verifier: submitted")
+        rounds._straight_on = self.until(
+            "verifier: drafts found", rounds._straight_on, "verifier: submitted" + BESIDE
+        )
 
     def begin(self) -> None:
         """Verify a first draft of each session; the round stays in flight."""

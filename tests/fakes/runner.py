@@ -6,6 +6,7 @@ Texts are those of a `FakeTarget`; how much of an own draft stands follows from 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ Verify = Sequence[VerifyRow]
 
 
 @dataclass(eq=False)
-class FakeFlight(Flight):
+class FakeFlight:
     """A round whose outcome is known and not yet told."""
 
     prefill: list[PrefillRow]
@@ -38,6 +39,7 @@ class FakeFlight(Flight):
     """K/V rows that each session keeps, prompts first."""
     ahead: bool
     """Whether it was submitted while another one was in flight."""
+    launched_at: float
 
 
 class FakeRunner:
@@ -184,6 +186,7 @@ class FakeRunner:
             ),
             written=written,
             ahead=bool(self.in_flight),
+            launched_at=time.perf_counter(),
         )
         self.flights.append(flight)
         self.in_flight.append(flight)

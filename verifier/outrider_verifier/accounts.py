@@ -37,6 +37,9 @@ class _Booked:
     proposed: int = 0
     used: int = 0
     """Proposals."""
+    stood_in: int = 0
+    stood_in_accepted: int = 0
+    """Rounds in which the session's own text was looked up, and what of it stood."""
 
     def enter(self, counters: Counter[str]) -> None:
         """Add to the counters; what was never counted is not in them."""
@@ -48,6 +51,8 @@ class _Booked:
             ("accepted_tokens", self.accepted),
             ("proposed_tokens", self.proposed),
             ("proposals_used", self.used),
+            ("stand_in_rounds", self.stood_in),
+            ("stand_in_accepted_tokens", self.stood_in_accepted),
         ):
             if count:
                 counters[name] += count
@@ -153,7 +158,9 @@ class Accounts:
         if proposed:
             booked.accepted += accepted
             booked.proposed += proposed
-        booked.used += row.drafted
+        booked.used += row.drafted and not row.stand_in
+        booked.stood_in += row.stand_in
+        booked.stood_in_accepted += accepted * row.stand_in
         accepted = min(accepted, tokens)
         if (row.drafted or settled.missed) and session.looks_ahead:
             flags |= LOOKED_AHEAD

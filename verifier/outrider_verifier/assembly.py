@@ -21,6 +21,7 @@ from outrider_verifier.room import GUARD_TOKENS, Room
 from outrider_verifier.rounds import Rounds
 from outrider_verifier.runner import RoundRunner
 from outrider_verifier.schedule import Limits
+from outrider_verifier.stand_ins import StandIns
 
 
 def assemble(
@@ -44,6 +45,14 @@ def assemble(
         budget_bytes=config.inbox_mb << 20,
     )
     counters: Counter[str] = Counter()
+    automatic = config.planner == AUTOMATIC_PLANNER
+    policy = Policy(
+        automatic=automatic,
+        ceiling_s=config.ceiling_s,
+        times=runner.round_s,
+        piece_tokens=runner.piece_tokens,
+        shares_cores=not config.device.startswith("cuda"),
+    )
     core = Core(
         pool=pool,
         runner=runner,
@@ -60,13 +69,8 @@ def assemble(
         max_context_len=max_context_len,
         max_tree_nodes=config.max_tree_nodes,
         max_sessions=places,
-        policy=Policy(
-            automatic=config.planner == AUTOMATIC_PLANNER,
-            ceiling_s=config.ceiling_s,
-            times=runner.round_s,
-            piece_tokens=runner.piece_tokens,
-            shares_cores=not config.device.startswith("cuda"),
-        ),
+        policy=policy,
+        stand_ins=StandIns(policy.costs, enabled=automatic and config.stand_in),
         room=_room(config, runner, pool, counters),
         counters=counters,
         post=outbox.append,

@@ -57,6 +57,7 @@ from outrider_verifier.policy import Policy
 from outrider_verifier.room import Room
 from outrider_verifier.runner import RoundRunner
 from outrider_verifier.sessions import Session, check_plan, check_spec
+from outrider_verifier.stand_ins import StandIns
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Core:
         max_tree_nodes: int,
         max_sessions: int,
         policy: Policy,
+        stand_ins: StandIns,
         room: Room,
         counters: Counter[str],
         post: Post,
@@ -94,6 +96,7 @@ class Core:
         self._max_context_len = max_context_len
         self._max_tree_nodes = max_tree_nodes
         self.policy = policy
+        self.stand_ins = stand_ins
         self.room = room
         self._post = post
         self._emits: Emits | None = None
@@ -227,6 +230,7 @@ class Core:
             self._by_handle[session.handle] = session
             self.handover.open(session)
             self.policy.follow(session)
+            self.stand_ins.follow(session)
             self.drafters.announce(session)
         except Exception:
             # From here on there is a session to be freed, its seat included.
@@ -277,6 +281,7 @@ class Core:
         session.suspect = False
         lags, session.paused = session.paused, False
         self.policy.follow(session)
+        self.stand_ins.follow(session)
         if lags:
             # Its drafter was told of the old plan only, and starts anew.
             self.drafters.withdraw(session)

@@ -62,6 +62,12 @@ class DeviceFlight(Flight):
     submitted: float
     """On the clock of `time.perf_counter`."""
 
+    @property
+    def launched_at(self) -> float:
+        """When the device had the first launch."""
+        launched = self.groups[0].launched if self.groups else None
+        return self.submitted if launched is None else launched.at
+
 
 class DeviceRoundEngine:
     """A `RoundRunner` over `DeviceRounds`."""

@@ -62,6 +62,7 @@ class _HostFlight:
 
     outcome: RoundOutcome
     packed: list[Packed]
+    launched_at: float
 
 
 class RoundEngine:
@@ -208,7 +209,7 @@ class RoundEngine:
             accept_s=accepted - forwarded,
             project_s=projected - accepted,
         )
-        return _HostFlight(outcome, packed)
+        return _HostFlight(outcome, packed, launched_at=began)
 
     def _batch(self, packed: list[Packed], logit_rows: list[int] | None) -> ForwardBatch:
         token_ids = np.concatenate([row.token_ids for row in packed])

@@ -44,6 +44,8 @@ _COUNTERS = {
     "sessions_lost_by_drafters": "Sessions that a drafter could not follow any more",
     "sessions_moved": "Sessions that were given to another drafter while they ran",
     "moves_refused": "Sessions that their routers wanted moved and that could not be",
+    "stand_in_rounds": "Session rounds that verified a lookup in the session's own text",
+    "stand_in_accepted_tokens": "Tokens of these lookups that stood",
     "patience_over": "Session rounds whose wait for a proposal ran into the patience",
     "paused_rounds": "Session rounds decoded plainly because the planner had found that faster",
     "look_ahead_rounds": "Session rounds with look-ahead that used a proposal or wanted one",

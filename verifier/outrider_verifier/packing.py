@@ -50,7 +50,7 @@ class PrefillRow:
 class VerifyRow:
     """A session's root with the draft to verify, if any."""
 
-    __slots__ = ("_draft", "cut", "drafted", "held", "nodes", "own_depth", "session")
+    __slots__ = ("_draft", "cut", "drafted", "held", "nodes", "own_depth", "session", "stand_in")
 
     def __init__(
         self,
@@ -59,17 +59,20 @@ class VerifyRow:
         *,
         draft: Draft | None = None,
         own_depth: int = 0,
+        stand_in: bool = False,
     ) -> None:
-        """`draft`: the part of `held` to verify, where that is not all of it; `own_depth`: how deep
-        the draft that this process's own head made may stand, 0 verifies none of it."""
+        """`draft`: what to verify, where that is not all of `held`: a part of it or, if `stand_in`,
+        what was looked up instead. `own_depth`: how deep the draft that this process's own head
+        made may stand, 0 verifies none of it."""
         self.session, self.held, self.own_depth = session, held, own_depth
+        self.stand_in = stand_in
         self._draft = draft
         self.cut = draft is not None
         """Whether the draft is not what `held` has."""
         self.drafted = draft is not None or held is not None
-        """Whether there is a draft from outside, if one without nodes."""
+        """Whether there is a draft that no head of this process made, if one without nodes."""
         self.nodes = 0
-        """Of the draft from outside."""
+        """Of that draft."""
         if draft is not None:
             self.nodes = len(draft.tree.tokens)
         elif held is not None:
@@ -77,7 +80,7 @@ class VerifyRow:
 
     @property
     def draft(self) -> Draft | None:
-        """The draft from outside; made when it is first asked for."""
+        """That draft; made when it is first asked for."""
         if self._draft is None and self.held is not None:
             proposal = self.held.proposal
             self._draft = Draft(tree=proposal.tree, law=proposal.law)

@@ -257,7 +257,7 @@ class Policy:
             # Nothing arrived after the root, and yet the drafter follows.
             session.suspect = False
             pace.well()
-        if nodes:
+        if nodes and not row.stood_in:
             assert row.result.acceptance is not None
             key = nodes, len(row.result.acceptance.accepted_nodes)
             known.judged[key] = known.judged.get(key, 0) + 1

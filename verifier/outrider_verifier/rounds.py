@@ -16,24 +16,15 @@ from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.spec.costs import GAIN
 from outrider_verifier.accounts import Accounts
 from outrider_verifier.core import Core
-from outrider_verifier.flying import InFlight, await_drafts, is_drafted, prompted
-from outrider_verifier.halves import Halves
-from outrider_verifier.packing import PrefillRow
+from outrider_verifier.flying import InFlight, await_drafts, prompted
+from outrider_verifier.next_round import NextRound
+from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.planning import turn
-from outrider_verifier.row_states import RowStates
 from outrider_verifier.runner import RoundOutcome, RoundRunner
-from outrider_verifier.schedule import (
-    Limits,
-    RoundPlan,
-    Times,
-    plan_ahead,
-    plan_beside,
-    plan_drafted,
-    plan_plain,
-    plan_round,
-)
+from outrider_verifier.schedule import Limits, RoundPlan
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Settled, Sheet, commit_prompts, commit_rows
+from outrider_verifier.straight_on import plan_of, straight_on
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +40,8 @@ LOOK_S = 1.0
 
 _Failure = tuple[list[Session], Exception]
 """Sessions that a round was to have, and why it has not."""
+_Attempt = tuple[InFlight | None, _Failure | None]
+"""A round that was submitted, or whom it failed."""
 
 
 def device_lost_error() -> UnavailableError:
@@ -73,16 +66,13 @@ class Rounds:
         self._clock = clock
         self._flying: InFlight | None = None
         self._accounts = Accounts(core)
-        self._rows = RowStates(core, engine)
+        self._plans = NextRound(core, engine, limits)
         self._ended_at = 0.0
         """When the last round's outcome was there, on the clock of `time.perf_counter`."""
         self._idle_since = 0.0
         """The same on the clock of `plan`."""
         self._forward_s = 0.0
         """What a round takes of late; 0: not known."""
-        self._halves = Halves(engine.verify_s)
-        self._half: int | None = None
-        """Rows of a half, by the last plan; None: all sessions share a round."""
         self.flush: Callable[[], bool] = lambda: False
         """Called when the verdicts of a round are posted, before anything that can follow them;
         whether another thread has them now."""
@@ -107,45 +97,21 @@ class Rounds:
         if not room.ready(now, touched=self._core.touched, flying=under_way):
             return RoundPlan()
         turn(self._core, now, flying=None if flying is None else flying.plan)
-        half = self._half = self._most_rows()
+        self._plans.share_rounds()
         if flying is None:
-            plan = self._next(now)
+            plan = self._plan_next(now)
             if plan.empty:
                 self._core.incoming.book_arrivals()
                 return plan.by(room.look_at(now))
             return plan
-        if half is None and self._stays_for_drafts(flying):
+        if self._plans.half is not None:
+            return self._plans.beside(flying.plan, now)
+        if self._stays_for_drafts(flying):
             return RoundPlan(wait_until=now + LOOK_S)
-        if half is None:
-            return self._behind(flying.plan)
-        rows = self._rows.all()
-        return plan_beside(rows, now, flying.plan, self._limits, most_rows=half)
+        return self._plans.behind(flying.plan)
 
-    def _behind(self, flying: RoundPlan) -> RoundPlan:
-        """The round to submit behind `flying`."""
-        names = self._rows.plain(set(flying.session_ids))
-        plan = None if names is None else plan_plain(names, self._limits)
-        return plan_ahead(self._rows.all(), flying, self._limits) if plan is None else plan
-
-    def _next(self, now: float) -> RoundPlan:
-        """The next round where none is in flight."""
-        sessions = list(self._core.room.running.values())
-        held = self._core.inbox.nodes([session.handle for session in sessions])
-        if self._half is None and all([nodes >= 0 for nodes in held]):
-            # So all are past their prompts, or were when they were preempted.
-            wanted = all([s.draft_wanted and not s.prefill_left for s in sessions])
-            names = [session.spec.session_id for session in sessions]
-            drafted = plan_drafted(names, held, self._limits) if wanted else None
-            if drafted is not None:
-                return drafted
-        return plan_round(
-            list(map(self._rows.of, sessions, held)),
-            now,
-            self._limits,
-            idle_since=self._idle_since,
-            most_rows=self._half,
-            times=Times(answer_s=self._core.policy.answer_s(), round_s=self._forward_s),
-        )
+    def _plan_next(self, now: float) -> RoundPlan:
+        return self._plans.next(now, idle_since=self._idle_since, round_s=self._forward_s)
 
     @property
     def landed(self) -> bool:
@@ -168,19 +134,6 @@ class Rounds:
         flying = self._flying
         near = flying is not None and time.perf_counter() > flying.lands_at - NEAR_S
         return 0.0 if near else LANDING_S
-
-    def _most_rows(self) -> int | None:
-        """Rows of a half, if drafted sessions take turns; None: they share a round."""
-        policy = self._core.policy
-        if not (self._engine.run_ahead and policy.automatic):
-            return None
-        sessions = self._core.room.running.values()
-        drafted = [s for s in sessions if s.link_id is not None and is_drafted(s)]
-        # Who drafts ahead is at work while a round runs, without halves.
-        if not drafted or any(session.looks_ahead for session in drafted):
-            return None
-        nodes = 1 + max(min(s.plan.draft_tokens, s.draft_limit) for s in drafted)
-        return self._halves.most_rows(len(drafted), nodes, policy.answer_s())
 
     def run(self, plan: RoundPlan, *, waited_s: float = 0.0, spent_s: float = 0.0) -> None:
         """Submit a round, then settle the one before it; the new one too unless the next round of
@@ -226,12 +179,16 @@ class Rounds:
         failure: _Failure | None = None
         decoded: list[Settled] | None = None
         emitted = 0
-        if may_go_on and sheet.step(outcome.decoded, self._core.inbox):
+        if may_go_on and (hits := sheet.step(outcome.decoded, self._core.inbox)):
+            gone_on = hits == len(flying.verify) and self._straight_on(flying, outcome)
             decoded = commit_rows(flying.verify, outcome.decoded, self._idle_since)
             # Who is at its end must not be in the next round.
             if ended := [row for row in decoded if row.reason]:
                 emitted = self._accounts.follow_up(ended)
-            if self._core.room.grow() and not (plan := self._next(self._idle_since)).empty:
+            if gone_on:
+                self._flying, failure = gone_on
+                self._core.incoming.book_arrivals()
+            elif self._core.room.grow() and not (plan := self._plan_next(self._idle_since)).empty:
                 self._flying, failure = self._attempt(plan, self._ended_at, 0.0)
         told = sheet.verdicts(outcome.decoded)
         if len(told):
@@ -258,6 +215,7 @@ class Rounds:
         )
         # Copying takes long: what clients wait for goes first.
         self.flush()
+        self._core.stand_ins.observe(settled)
         self._accounts.keep_features(flying, outcome.decoded, settled)
         return failure
 
@@ -283,7 +241,7 @@ class Rounds:
     def _may_go_on(self, flying: InFlight) -> bool:
         """Whether the next round may be submitted before this one is told: nothing is to be
         decided first."""
-        if not self._engine.run_ahead or flying.prefill or self._half is not None:
+        if not self._engine.run_ahead or flying.prefill or self._plans.half is not None:
             return False
         # The planner turns, and the room preempts, sessions that are in no round only.
         return not (self._core.policy.changed or self._core.room.pressed)
@@ -313,16 +271,29 @@ class Rounds:
         self._core.counters["device_losses"] += 1
         logger.critical("the device is lost", exc_info=bug)
 
-    def _attempt(
-        self, plan: RoundPlan, began: float, waited_s: float
-    ) -> tuple[InFlight | None, _Failure | None]:
+    def _straight_on(self, flying: InFlight, outcome: RoundOutcome) -> _Attempt | None:
+        """Submit the round of hits that follows `flying`, before that is booked; None where it is
+        to be booked first."""
+        counts, most = outcome.decoded.counts.tolist(), self._limits.decode_tokens
+        verify = straight_on(flying, counts, self._core, decode_tokens=most)
+        if verify is None:
+            return None
+        plan = plan_of(verify)
+        return self._guarded(plan, lambda: self._launch(plan, [], verify, self._ended_at, 0.0))
+
+    def _attempt(self, plan: RoundPlan, began: float, waited_s: float) -> _Attempt:
         """Submit a round; whom it failed if that raised."""
+        attempt = self._guarded(plan, lambda: self._submit(plan, began, waited_s))
+        self._core.incoming.book_arrivals()
+        return attempt
+
+    def _guarded(self, plan: RoundPlan, submit: Callable[[], InFlight]) -> _Attempt:
         try:
-            flying = self._submit(plan, began, waited_s)
+            flying = submit()
         except Exception as bug:
             return None, ([self._core.sessions[name] for name in plan.session_ids], bug)
         if self._flying is None and flying.all_hits:
-            flying.hit_idle_s = time.perf_counter() - self._ended_at
+            flying.hit_idle_s = max(0.0, flying.flight.launched_at - self._ended_at)
         return flying, None
 
     def _submit(self, plan: RoundPlan, began: float, waited_s: float) -> InFlight:
@@ -330,11 +301,19 @@ class Rounds:
             PrefillRow.next_of(self._core.sessions[chunk.session_id], chunk.num_tokens)
             for chunk in plan.prefill
         ]
-        verify = self._rows.verified(plan)
+        return self._launch(plan, prefill, self._plans.rows.verified(plan), began, waited_s)
+
+    def _launch(
+        self,
+        plan: RoundPlan,
+        prefill: list[PrefillRow],
+        verify: list[VerifyRow],
+        began: float,
+        waited_s: float,
+    ) -> InFlight:
         marked = trace.now()
         flight = self._engine.submit(prefill, verify)
         trace.span("submit", marked, len(verify))
-        self._core.incoming.book_arrivals()
         for row in prefill:
             row.session.prefill_sent = row.end
         return InFlight(
@@ -349,13 +328,13 @@ class Rounds:
     def _may_stay_in_flight(self, flying: InFlight) -> bool:
         if flying.plan.plain:
             return True
-        if self._half is not None and len(flying.sessions) < len(self._core.room.running):
+        if self._plans.half is not None and len(flying.sessions) < len(self._core.room.running):
             return True
         if self._stays_for_drafts(flying):
             return True
         # Proposals need the host after their round; so no command can come between.
         return all(row.session.ended or row.held is None for row in flying.verify) and all(
-            session.ended or self._rows.runs_ahead(session) for session in flying.sessions
+            session.ended or self._plans.rows.runs_ahead(session) for session in flying.sessions
         )
 
     def _stays_for_drafts(self, flying: InFlight) -> bool:

@@ -7,17 +7,20 @@ from collections.abc import Collection
 from outrider.ids import SessionId
 from outrider_verifier.core import Core
 from outrider_verifier.flying import drafted_row
+from outrider_verifier.inbox import Held
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.runner import RoundRunner
-from outrider_verifier.schedule import RoundPlan, RowState
+from outrider_verifier.schedule import DecodeRow, RoundPlan, RowState
 from outrider_verifier.sessions import Session
 
 
 class RowStates:
     """Looks at a core's sessions, some microseconds each."""
 
-    def __init__(self, core: Core, engine: RoundRunner) -> None:
+    def __init__(self, core: Core, engine: RoundRunner, *, decode_tokens: int) -> None:
+        """`decode_tokens`: roots and nodes of one round."""
         self._core, self._engine = core, engine
+        self._decode_tokens = decode_tokens
 
     def all(self) -> list[RowState]:
         """Of all sessions that run."""
@@ -44,6 +47,19 @@ class RowStates:
             priority = spec.priority
             return RowState(
                 spec.session_id, 0, held, session.since, session.proposal_at, priority=priority
+            )
+        better = None
+        if wanted and left == 0:
+            better = self._core.stand_ins.better(session, self._decode_tokens - 1)
+        if better is not None:
+            return RowState(
+                spec.session_id,
+                0,
+                None,
+                session.since,
+                own_nodes=len(better.tree),
+                stand_in=True,
+                priority=spec.priority,
             )
         awaits = session.awaits_proposal
         return RowState(
@@ -92,15 +108,41 @@ class RowStates:
             return [VerifyRow(session) for session in sessions]
         drafted = [s.handle for s, row in zip(sessions, plan.decode, strict=True) if row.drafted]
         taken = self._core.inbox.take(drafted) if drafted else []
-        if len(taken) == len(sessions):
+        if len(taken) == len(sessions) and not any([self._outdone(s) for s in sessions]):
             return list(map(drafted_row, sessions, taken))
         left = iter(taken)
         rows: list[VerifyRow] = []
+        room = self._decode_tokens - len(sessions) - sum([held.nodes for held in taken])
         for session, row in zip(sessions, plan.decode, strict=True):
             if row.drafted:
-                rows.append(drafted_row(session, next(left)))
+                held = next(left)
+                rows.append(self._drafted(session, held, room + held.nodes))
+                room -= rows[-1].nodes - held.nodes
                 continue
             if row.missed:
                 self._core.incoming.missed(session)
-            rows.append(VerifyRow(session, own_depth=session.own_depth))
+            rows.append(self._undrafted(session, row, len(sessions), room))
+            room -= rows[-1].nodes
         return rows
+
+    def _outdone(self, session: Session) -> bool:
+        """Whether a lookup is expected to be better than its drafter's drafts."""
+        return session.stand_in is not None and session.stand_in.better
+
+    def _drafted(self, session: Session, held: Held, room: int) -> VerifyRow:
+        """A row with what its drafter sent, or with what is expected to be better and has room."""
+        row = drafted_row(session, held)
+        better = self._core.stand_ins.better(session, room)
+        return row if better is None else VerifyRow(session, held, draft=better, stand_in=True)
+
+    def _undrafted(self, session: Session, row: DecodeRow, rows: int, room: int) -> VerifyRow:
+        """A row of a round of `rows` rows that has none, and room for so many nodes."""
+        draft = None
+        if row.stand_in:
+            draft = self._core.stand_ins.better(session, room)
+        elif row.missed or (session.suspect and session.draft_wanted):
+            # Nobody waits for a drafter that is suspect.
+            draft = self._core.stand_ins.missed(session, rows, room)
+        if draft is None:
+            return VerifyRow(session, own_depth=session.own_depth)
+        return VerifyRow(session, draft=draft, stand_in=True)

@@ -82,6 +82,11 @@ class RoundOutcome:
 class Flight(Protocol):
     """A round that was submitted; means something to the runner that made it only."""
 
+    @property
+    def launched_at(self) -> float:
+        """When what computes it had it, on the clock of `time.perf_counter`."""
+        ...
+
 
 class RoundRunner(Protocol):
     """Runs rounds, in order: flights are collected in the order of their submission.

@@ -56,7 +56,9 @@ class RowState(NamedTuple):
     proposal_at: float = 0.0
     """When the usable proposal arrived."""
     own_nodes: int = 0
-    """Nodes that this process's own head drafted for it."""
+    """Nodes that this process drafted for it."""
+    stand_in: bool = False
+    """Whether these were looked up, which is better than to wait for its drafter."""
     awaits_proposal: bool = False
     """Whether there is none and one is expected: speculative plan, live drafter that is not
     suspect."""
@@ -86,6 +88,8 @@ class DecodeRow(NamedTuple):
     """Whether there is a usable proposal."""
     missed: bool = False
     """Whether the row goes without a proposal because its patience is over."""
+    stand_in: bool = False
+    """Whether it goes without one because what is looked up is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +246,7 @@ def _sorted_out(
             decode = DecodeRow(row.session_id, True)
             ready.append(_Ready(at, 1 + row.nodes, decode, hit, row.priority))
         elif not row.awaits_proposal:
-            own = DecodeRow(session_id=row.session_id)
+            own = DecodeRow(session_id=row.session_id, stand_in=row.stand_in)
             ready.append(_Ready(row.since, 1 + row.own_nodes, own, priority=row.priority))
         elif now >= row.since + row.patience_s:
             missed = DecodeRow(session_id=row.session_id, missed=True)

@@ -16,6 +16,7 @@ from outrider.grammar.constraint import Constraint
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
 from outrider.wire.messages import SessionSpec
+from outrider_verifier.lookup import StandIn
 
 if TYPE_CHECKING:
     from outrider_verifier.known import Pace
@@ -95,6 +96,8 @@ class Session:
     constraint: Constraint | None = None
     """What it may emit, by its grammar and the limits of its ids; None: anything. It follows the
     tokens that stand, so whatever was lost or preempted, it is where they are."""
+    stand_in: StandIn | None = None
+    """What drafts for it where its drafter does not, or does worse; None: nothing."""
 
     @classmethod
     def create(

@@ -39,8 +39,13 @@ class Settled:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the draft from outside that the row verified."""
+        """Nodes of the draft that the row verified and no head of this process made."""
         return 0 if self.verified is None else self.verified.nodes
+
+    @property
+    def stood_in(self) -> bool:
+        """Whether that draft was looked up."""
+        return self.verified is not None and self.verified.stand_in
 
     @property
     def hit(self) -> bool:
@@ -102,13 +107,13 @@ class Sheet:
         )
         return told if going.all() else told.only(going)
 
-    def step(self, decoded: Decoded, inbox: Inbox) -> bool:
-        """Let `inbox` know of the prefixes that the round made, before anything else does; whether
-        there was a draft for any of them. In plain numbers, which few rows are told in sooner than
-        in columns."""
+    def step(self, decoded: Decoded, inbox: Inbox) -> int:
+        """Let `inbox` know of the prefixes that the round made, before anything else does; for how
+        many of them there was a draft. In plain numbers, which few rows are told in sooner than in
+        columns."""
         if not self.digests:
-            return False
-        tokens, end, hits = decoded.tokens.tolist(), 0, False
+            return 0
+        tokens, end, hits = decoded.tokens.tolist(), 0, 0
         for session, length, digest, most, told, count in zip(
             self.sessions,
             self.lengths.tolist(),
@@ -122,7 +127,7 @@ class Sheet:
             end += count
             if told and count < most and session.stop_ids.isdisjoint(mine):
                 now = extend_digest(digest, mine)
-                hits = inbox.step(session.handle, now, length + count) or hits
+                hits += inbox.step(session.handle, now, length + count)
         return hits
 
     def _stopped(self, decoded: Decoded) -> NDArray[np.bool_]:

@@ -8,6 +8,7 @@ device, so it can be launched before the host has seen the outcome of this one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -42,6 +43,8 @@ class Launched(NamedTuple):
     """None where none were asked for."""
     logprobs: AskedLogprobs | None = None
     """The same."""
+    at: float = 0.0
+    """When the device had all that it computes, on the clock of `time.perf_counter`."""
 
     def outcome(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Waits: words [B, 2 + 2N] of the rows that decode, first tokens [Q] of the pieces."""
@@ -126,13 +129,14 @@ class DeviceRounds:
         if rows.legal is not None or any(masks is not None for masks in endings):
             self._slots.legal.fill(rows.legal or (), shape.nodes, endings)
         verified = self._run(shape, inputs, added)
+        at = time.perf_counter()
         if self.brake is not None:
             self.brake.hold(shape)
         if not features or verified.features is None:
-            launched = Launched(shape, self._downloads.start(verified.result), None)
+            launched = Launched(shape, self._downloads.start(verified.result), None, at=at)
         else:
             result, sent = self._downloads.start_all((verified.result, verified.features))
-            launched = Launched(shape, result, sent)
+            launched = Launched(shape, result, sent, at=at)
         if asked is None:
             return launched
         return launched._replace(logprobs=self._logprobs.start(asked, shape, verified, added))

@@ -149,6 +149,25 @@ async def test_texts_are_the_same_with_hits_and_misses(share: float, planner: st
         assert counters["fresh_accepted_tokens"] == sum(s.fresh_accepted for s in stats)
 
 
+async def test_a_round_of_hits_is_submitted_before_anything_is_booked() -> None:
+    async with looking_ahead() as (rig, runner):
+        await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
+        unbooked: list[bool] = []
+
+        def submitted(verify: Verify) -> None:
+            for row in verify:
+                if row.held is not None and row.held.ahead:
+                    # Prompt, first round, and one more for each that was booked.
+                    rounds = sum(bool(flight.verify) for flight in runner.flights)
+                    unbooked.append(row.session.round_id < rounds)
+
+        runner.before_submit = submitted
+        spec = make_spec(max_new_tokens=80, plan=AHEAD)
+        result = await rig.run(spec)
+        assert result.tokens == rig.reference(spec)
+        assert len(unbooked) > 5 and all(unbooked)
+
+
 async def test_the_next_round_is_under_way_before_the_drafter_hears_of_a_hit() -> None:
     async with looking_ahead() as (rig, runner):
         await rig.attach(good_chain(rig.target), predict=foresee(rig.target))

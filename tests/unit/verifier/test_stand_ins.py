@@ -1,0 +1,121 @@
+"""Lookups in the session's own text stand in for a drafter, and change no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider.wire.messages import SessionSpec
+from tests.fakes.scripted_drafter import ProposeFn
+from tests.fakes.target import FakeTarget
+from tests.unit.verifier.harness import Rig, garbage, good_chain, make_spec, verifier
+
+PLAN = Plan(method=DraftMethod.EAGLE3, draft_tokens=6, patience_ms=20)
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "coupled": SamplingParams(temperature=0.7, seed=11),
+    "penalties": SamplingParams(repetition_penalty=1.05, presence_penalty=0.1),
+}
+
+
+class Repeating(FakeTarget):
+    """Says what it said seven tokens ago, most of the time."""
+
+    def logits(self, context: Sequence[int]) -> NDArray[np.float32]:
+        logits = super().logits(context)
+        if len(context) >= 7 and len(context) % 40 != 0:
+            logits[context[-7]] += 12.0
+        return logits
+
+
+def silent(_target: FakeTarget) -> ProposeFn:
+    """A drafter that never answers."""
+    return lambda _followed: None
+
+
+def spec(sampling: SamplingParams, name: str = "s", *, tokens: int = 200) -> SessionSpec:
+    prompt = np.random.default_rng(len(name)).integers(0, 24, 12).tolist()
+    return make_spec(name, prompt=prompt, max_new_tokens=tokens, plan=PLAN, sampling=sampling)
+
+
+def counted(rig: Rig, name: str) -> int:
+    return rig.service._core.counters[name]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("drafter", [silent, garbage])
+async def test_it_drafts_where_a_drafter_is_silent_or_worse(
+    drafter: ProposeFn, sampling: str
+) -> None:
+    async with verifier(
+        target=Repeating(num_blocks=1024), planner="automatic", stand_in=True
+    ) as rig:
+        rig.target.forward_s = 0.002
+        await rig.attach(drafter(rig.target))
+        specs = [spec(SAMPLINGS[sampling], name) for name in ("s", "st", "str")]
+        for each, result in zip(specs, await rig.run_all(specs), strict=True):
+            assert result.tokens == rig.reference(each)
+        # The planner may have left speculation for a while, whose drafts were worth nothing.
+        assert counted(rig, "stand_in_rounds") >= 3
+        assert counted(rig, "stand_in_accepted_tokens") > 2 * counted(rig, "stand_in_rounds")
+        await rig.idle()
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.TARGET_ONLY])
+async def test_rules_that_ask_for_a_law_take_a_draft_without_one(rule: Rule) -> None:
+    sampling = SamplingParams(temperature=0.7, seed=5, rule=rule)
+    async with verifier(target=Repeating(num_blocks=1024), planner="automatic") as rig:
+        rig.target.forward_s = 0.002
+        await rig.attach(silent(rig.target))
+        result = await rig.run(spec(sampling))
+        assert result.error is None and len(result.tokens) == 200
+        assert counted(rig, "stand_in_accepted_tokens") > 20
+        # It says what its target says: the period is kept but where that is broken.
+        said = [a == b for a, b in zip(result.tokens[20:], result.tokens[13:], strict=False)]
+        assert np.mean(said) > 0.9
+        await rig.idle()
+
+
+@pytest.mark.parametrize("settings", [{"planner": "fixed"}, {"stand_in": False}])
+async def test_it_does_not_where_plans_are_carried_out_as_they_are(
+    settings: dict[str, object],
+) -> None:
+    asked = {"planner": "automatic", **settings}
+    async with verifier(target=Repeating(num_blocks=1024), **asked) as rig:
+        await rig.attach(garbage(rig.target))
+        result = await rig.run(spec(SamplingParams(), tokens=60))
+        assert result.tokens == rig.reference(spec(SamplingParams(), tokens=60))
+        assert counted(rig, "stand_in_rounds") == 0
+
+
+async def test_a_good_drafter_of_a_text_that_does_not_repeat_is_left_alone() -> None:
+    async with verifier(
+        target=FakeTarget(vocab_size=400, num_blocks=1024), planner="automatic"
+    ) as rig:
+        rig.target.forward_s = 0.002
+        await rig.attach(good_chain(rig.target))
+        asked = spec(SamplingParams())
+        result = await rig.run(asked)
+        assert result.tokens == rig.reference(asked)
+        assert counted(rig, "stand_in_rounds") == 0
+        assert counted(rig, "proposals_used") > 3
+
+
+async def test_rounds_keep_within_their_nodes() -> None:
+    target = Repeating(num_blocks=1024)
+    settings = {"decode_tokens_per_round": 9, "prefill_tokens_per_round": 12}
+    async with verifier(target=target, planner="automatic", **settings) as rig:
+        rig.target.forward_s = 0.002
+        await rig.attach(garbage(rig.target))
+        specs = [spec(SamplingParams(), "s" * n, tokens=80) for n in (1, 2, 3, 4)]
+        for each, result in zip(specs, await rig.run_all(specs), strict=True):
+            assert result.tokens == rig.reference(each)
+        assert counted(rig, "stand_in_rounds") > 0
+        # Prompts, of twelve tokens, run as a whole.
+        rounds = [[segment.num_rows for segment in batch.segments] for batch in target.batches]
+        assert max(sum(rows) for rows in rounds if 12 not in rows) <= 9

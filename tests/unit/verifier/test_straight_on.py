@@ -1,0 +1,140 @@
+"""Which rounds are submitted before the last one is booked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from outrider_verifier.core import Core
+from outrider_verifier.flying import InFlight
+from outrider_verifier.inbox import Held
+from outrider_verifier.lookup import StandIn
+from outrider_verifier.packing import VerifyRow
+from outrider_verifier.sessions import Session
+from outrider_verifier.straight_on import plan_of, straight_on
+
+from outrider.engine.kvcache import KVSequence
+from tests.fakes.target import FakeTarget
+from tests.unit.verifier.harness import CHAIN, make_spec
+
+NODES = 4
+
+
+def sessions(count: int = 2) -> list[Session]:
+    pool = FakeTarget().pool
+    made: list[Session] = []
+    for number in range(count):
+        kv: KVSequence = pool.sequence()
+        spec = make_spec(f"s{number}", max_new_tokens=20, plan=CHAIN)
+        session = Session.create(spec, ticket=number, kv=kv, now=0.0, keeps_features=False)
+        session.append((7,), 0.0)
+        session.handle, session.link_id, session.covered = number, 1, 100
+        made.append(session)
+    return made
+
+
+class Box:
+    """An inbox in which every session has a draft."""
+
+    def __init__(self, nodes: int = NODES) -> None:
+        self._nodes = nodes
+        self.taken = 0
+
+    def nodes(self, handles: list[int]) -> list[int]:
+        return [self._nodes] * len(handles)
+
+    def take(self, handles: list[int]) -> list[Held]:
+        self.taken += len(handles)
+        return [Held(cast(Any, None), handle, self._nodes, ahead=True) for handle in handles]
+
+
+def ask(
+    of: list[Session], *, box: Box | None = None, running: int | None = None, most: int = 100
+) -> tuple[list[VerifyRow] | None, Box]:
+    box = box or Box()
+    others = dict.fromkeys(range(len(of) if running is None else running))
+    core = cast(Core, SimpleNamespace(room=SimpleNamespace(running=others), inbox=box))
+    flying = cast(InFlight, SimpleNamespace(verify=[VerifyRow(session) for session in of]))
+    return straight_on(flying, [3] * len(of), core, decode_tokens=most), box
+
+
+def test_all_hits_go_straight_on_and_their_drafters_are_well() -> None:
+    of = sessions()
+    of[0].suspect = True
+    rows, box = ask(of)
+    assert rows is not None and box.taken == 2
+    assert [row.session for row in rows] == of
+    assert [row.nodes for row in rows] == [NODES] * 2
+    assert not of[0].suspect
+    plan = plan_of(rows)
+    assert [(row.session_id, row.drafted) for row in plan.decode] == [("s0", True), ("s1", True)]
+    assert not plan.plain and not plan.prefill
+
+
+def ends(session: Session) -> None:
+    session.emitted = 20 - 3 - NODES
+
+
+def is_limited(session: Session) -> None:
+    session.draft_limit = NODES - 1
+
+
+def lacks_blocks(session: Session) -> None:
+    session.covered = session.length + 2
+
+
+def is_in_a_grammar(session: Session) -> None:
+    session.constraint = cast(Any, object())
+
+
+def is_outdone(session: Session) -> None:
+    session.stand_in = StandIn()
+    session.stand_in.better = True
+
+
+def is_paused(session: Session) -> None:
+    session.paused = True
+
+
+@pytest.mark.parametrize(
+    "change", [ends, is_limited, lacks_blocks, is_in_a_grammar, is_outdone, is_paused]
+)
+def test_whoever_asks_for_more_is_booked_first(change: Any) -> None:
+    of = sessions()
+    change(of[1])
+    rows, box = ask(of)
+    assert rows is None and box.taken == 0
+
+
+def test_whoever_is_not_in_the_round_is_thought_of_first() -> None:
+    assert ask(sessions(), running=3)[0] is None
+
+
+def test_a_round_has_its_bounds() -> None:
+    assert ask(sessions(), most=2 * (1 + NODES))[0] is not None
+    assert ask(sessions(), most=2 * (1 + NODES) - 1)[0] is None
+
+
+def test_the_budget_is_enough_to_the_token() -> None:
+    (session,) = sessions(1)
+    # Three tokens are being committed, then the draft and one more.
+    session.emitted = 20 - 3 - NODES - 1
+    assert ask([session])[0] is not None
+    session.emitted += 1
+    assert ask([session])[0] is None
+
+
+def test_empty_drafts_go_on_too_but_not_at_the_end() -> None:
+    (session,) = sessions(1)
+    session.emitted = 20 - 3 - 2
+    assert ask([session], box=Box(nodes=0))[0] is not None
+    session.emitted += 1
+    assert ask([session], box=Box(nodes=0))[0] is None
+
+
+def test_plans_that_do_not_speculate_are_booked_first() -> None:
+    (session,) = sessions(1)
+    session.plan = replace(session.plan, draft_tokens=0)
+    assert ask([session])[0] is None

@@ -1,0 +1,79 @@
+"""Which round comes next, of the sessions that run: what `schedule` plans, on a core's state."""
+
+from __future__ import annotations
+
+from outrider_verifier.core import Core
+from outrider_verifier.flying import is_drafted
+from outrider_verifier.halves import Halves
+from outrider_verifier.row_states import RowStates
+from outrider_verifier.runner import RoundRunner
+from outrider_verifier.schedule import (
+    Limits,
+    RoundPlan,
+    Times,
+    plan_ahead,
+    plan_beside,
+    plan_drafted,
+    plan_plain,
+    plan_round,
+)
+
+
+class NextRound:
+    """Plans rounds; submits none."""
+
+    def __init__(self, core: Core, engine: RoundRunner, limits: Limits) -> None:
+        self._core, self._engine, self._limits = core, engine, limits
+        self.rows = RowStates(core, engine, decode_tokens=limits.decode_tokens)
+        self._halves = Halves(engine.verify_s)
+        self.half: int | None = None
+        """Rows of a half; None: all sessions share a round."""
+
+    def beside(self, flying: RoundPlan, now: float) -> RoundPlan:
+        """The round of the other half, to submit behind `flying`."""
+        assert self.half is not None
+        return plan_beside(self.rows.all(), now, flying, self._limits, most_rows=self.half)
+
+    def behind(self, flying: RoundPlan) -> RoundPlan:
+        """The round to submit behind `flying`."""
+        names = self.rows.plain(set(flying.session_ids))
+        plan = None if names is None else plan_plain(names, self._limits)
+        return plan_ahead(self.rows.all(), flying, self._limits) if plan is None else plan
+
+    def next(self, now: float, *, idle_since: float, round_s: float) -> RoundPlan:
+        """The next round where none is in flight; `idle_since`: when the last one ended; `round_s`:
+        what one takes, 0: not known."""
+        sessions = list(self._core.room.running.values())
+        held = self._core.inbox.nodes([session.handle for session in sessions])
+        if self.half is None and all([nodes >= 0 for nodes in held]):
+            # So all are past their prompts, or were when they were preempted.
+            wanted = all([s.draft_wanted and not s.prefill_left for s in sessions])
+            names = [session.spec.session_id for session in sessions]
+            drafted = plan_drafted(names, held, self._limits) if wanted else None
+            if drafted is not None:
+                return drafted
+        return plan_round(
+            list(map(self.rows.of, sessions, held)),
+            now,
+            self._limits,
+            idle_since=idle_since,
+            most_rows=self.half,
+            times=Times(answer_s=self._core.policy.answer_s(), round_s=round_s),
+        )
+
+    def share_rounds(self) -> None:
+        """Decide whether sessions share a round or take turns, by what is known now."""
+        self.half = self._most_rows()
+
+    def _most_rows(self) -> int | None:
+        """Rows of a half, if drafted sessions take turns; None: they share a round."""
+        policy = self._core.policy
+        if not (self._engine.run_ahead and policy.automatic):
+            return None
+        sessions = self._core.room.running.values()
+        drafted = [s for s in sessions if s.link_id is not None and is_drafted(s)]
+        # Who drafts ahead is at work while a round runs, without halves.
+        if not drafted or any(session.looks_ahead for session in drafted):
+            return None
+        nodes = 1 + max(min(s.plan.draft_tokens, s.draft_limit) for s in drafted)
+        return self._halves.most_rows(len(drafted), nodes, policy.answer_s())
