@@ -165,7 +165,8 @@ async def test_a_round_of_hits_is_submitted_before_anything_is_booked() -> None:
         spec = make_spec(max_new_tokens=80, plan=AHEAD)
         result = await rig.run(spec)
         assert result.tokens == rig.reference(spec)
-        assert len(unbooked) > 5 and all(unbooked)
+        # The draft of the last round is longer than what may still be emitted.
+        assert len(unbooked) > 5 and all(unbooked[:-2])
 
 
 async def test_the_next_round_is_under_way_before_the_drafter_hears_of_a_hit() -> None:
