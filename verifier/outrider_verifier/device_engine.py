@@ -131,6 +131,7 @@ class DeviceRoundEngine:
             vocab_size=target.vocab_size,
             device=target.device,
             own_nodes=1 + shape.num_nodes if head is not None else 0,
+            graphs=config.cuda_graphs,
         )
         own_head = OwnHead(head, slots, pool, shape=shape, max_len=max_len) if head else None
         rounds = DeviceRounds(

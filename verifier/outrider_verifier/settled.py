@@ -181,7 +181,8 @@ def _commit(
     stop_ids, remaining = session.stop_ids, session.remaining
     if len(tokens) >= remaining or not stop_ids.isdisjoint(tokens):
         tokens, reason = cut_emission(tokens, stop_ids=stop_ids, remaining=remaining)
-    missed = row is not None and row.held is None and not session.paused and session.draft_wanted
+    without = row is not None and row.held is None and not row.stand_in
+    missed = without and not session.paused and session.draft_wanted
     session.append(tokens, now)
     session.round_id += int(row is not None)
     return Settled(session, result, tokens, reason, row, missed)

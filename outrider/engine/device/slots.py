@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.free_slots import FreeSlots
+from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.legal_rows import LegalRows
 from outrider.engine.device.uploads import upload
 from outrider.engine.device.warp_slots import WarpSlots
@@ -28,8 +29,9 @@ from outrider.errors import ResourceExhaustedError
 from outrider.spec.sampling import SamplingParams
 
 _KEY_WORDS = 2 * NUM_STREAMS
-_FIELDS = _KEY_WORDS + 4
-"""Words of a slot beside its table: stream keys, temperature, rule, length, root."""
+_FIELDS = _KEY_WORDS + 6
+"""Words of a slot beside its table: stream keys, its number (2), temperature, rule, length, root.
+Numbers of 64 bits lie at even places."""
 
 
 class SessionSlots:
@@ -45,9 +47,11 @@ class SessionSlots:
         vocab_size: int,
         device: torch.device,
         own_nodes: int = 0,
+        graphs: bool = True,
     ) -> None:
         """`max_len`: most K/V slots of a session; `max_nodes`: most nodes of a row; `own_nodes`:
-        nodes of a row with drafts of this process's own head."""
+        nodes of a row with drafts of this process's own head; `graphs`: on a CUDA device, whether a
+        slot is written by a graph."""
         pool.name_by_tables()
         self._free = FreeSlots(max_sessions, reason="SESSIONS_EXHAUSTED")
         self.padding = self._free.padding
@@ -78,6 +82,8 @@ class SessionSlots:
         """What their grammars allow, launch by launch."""
         self._pool, self._device, self._blocks = pool, device, blocks
         self._staged = zeros(_FIELDS + blocks)
+        # One launch for all fields: a session waits for every one of them before its first round.
+        self._graphs = GraphCache(device, enabled=graphs)
         self._write(self.padding, self._padding_kv.blocks, SamplingParams(), length=1, root=0)
 
     def check_blocks(self, count: int) -> None:
@@ -120,15 +126,18 @@ class SessionSlots:
         the others."""
         if not added:
             return
+        # Places are of 64 bits, as the copy wants them: in front, where they are aligned.
         places = [
-            np.arange(len(blocks), dtype=np.int32) + (slot * self._blocks + known)
+            np.arange(len(blocks), dtype=np.int64) + (slot * self._blocks + known)
             for slot, known, blocks in added
         ]
-        words = np.concatenate([*places, *(np.array(b, dtype=np.int32) for _, _, b in added)])
+        count = sum([len(blocks) for _, _, blocks in added])
+        where_words = np.concatenate(places).view(np.int32)
+        words = np.concatenate([where_words, *(np.array(b, np.int32) for _, _, b in added)])
         staged = torch.empty(len(words), dtype=torch.int32, device=self._device)
         upload(words, staged)
-        where, numbers = staged.view(2, -1)
-        self.sequence.tables.view(-1).index_copy_(0, where.long(), numbers)
+        where, numbers = staged[: 2 * count].view(torch.int64), staged[2 * count :]
+        self.sequence.tables.view(-1).index_copy_(0, where, numbers)
 
     def _write(
         self,
@@ -141,18 +150,24 @@ class SessionSlots:
     ) -> None:
         words: NDArray[np.int32] = np.zeros(_FIELDS + self._blocks, dtype=np.int32)
         words[:_KEY_WORDS] = stream_keys(sampling).view(np.int32)
-        words[_KEY_WORDS] = np.array([sampling.temperature], dtype=np.float32).view(np.int32)[0]
-        words[_KEY_WORDS + 1 : _FIELDS] = (RULE_NUMBERS[sampling.effective_rule], length, root)
+        words[_KEY_WORDS : _KEY_WORDS + 2] = np.array([slot], dtype=np.int64).view(np.int32)
+        words[_KEY_WORDS + 2] = np.array([sampling.temperature], dtype=np.float32).view(np.int32)[0]
+        words[_KEY_WORDS + 3 : _FIELDS] = (RULE_NUMBERS[sampling.effective_rule], length, root)
         words[_FIELDS : _FIELDS + len(blocks)] = blocks
         # A row is padded to the nodes of its launch. What those write past the session's blocks
         # goes where the padding slot's goes; the blocks of a table's past may be others' by now.
         words[_FIELDS + len(blocks) :] = self._padding_kv.blocks[0]
-        staged = self._staged
-        upload(words, staged)
-        self.sampling.stream_keys[slot].copy_(staged[:_KEY_WORDS].view(torch.int64))
-        fields = staged[_KEY_WORDS:_FIELDS]
-        self.sampling.temperatures[slot : slot + 1].copy_(fields[0:1].view(torch.float32))
-        self.sampling.rules[slot : slot + 1].copy_(fields[1:2])
-        self.sequence.lengths[slot : slot + 1].copy_(fields[2:3])
-        self.sequence.roots[slot : slot + 1].copy_(fields[3:4])
-        self.sequence.tables[slot].copy_(staged[_FIELDS:])
+        upload(words, self._staged)
+        self._graphs.run("write", self._spread)
+
+    def _spread(self) -> None:
+        """From the staged words to where the slot that they name keeps them."""
+        staged, sampling, sequence = self._staged, self.sampling, self.sequence
+        keys, fields = staged[:_KEY_WORDS].view(torch.int64), staged[_KEY_WORDS:_FIELDS]
+        slot = fields[0:2].view(torch.int64)
+        sampling.stream_keys.index_copy_(0, slot, keys[None])
+        sampling.temperatures.index_copy_(0, slot, fields[2:3].view(torch.float32))
+        sampling.rules.index_copy_(0, slot, fields[3:4])
+        sequence.lengths.index_copy_(0, slot, fields[4:5])
+        sequence.roots.index_copy_(0, slot, fields[5:6])
+        sequence.tables.index_copy_(0, slot, staged[None, _FIELDS:])
