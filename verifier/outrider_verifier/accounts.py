@@ -162,7 +162,7 @@ class Accounts:
         booked.stood_in += row.stand_in
         booked.stood_in_accepted += accepted * row.stand_in
         accepted = min(accepted, tokens)
-        if (row.drafted or settled.missed) and session.looks_ahead:
+        if (row.drafted or settled.missed) and session.looks_ahead and not row.stand_in:
             flags |= LOOKED_AHEAD
             kind = "fresh"
             if fallback:

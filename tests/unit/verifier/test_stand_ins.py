@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +12,19 @@ from numpy.typing import NDArray
 
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.tree import DraftTree
 from outrider.wire.messages import SessionSpec
-from tests.fakes.scripted_drafter import ProposeFn
+from tests.fakes.scripted_drafter import Followed, ProposeFn, make_tree
 from tests.fakes.target import FakeTarget
-from tests.unit.verifier.harness import Rig, garbage, good_chain, make_spec, verifier
+from tests.unit.verifier.device_serving import SAMPLINGS as DEVICE_SAMPLINGS
+from tests.unit.verifier.device_serving import run_all, run_proposed, serving
+from tests.unit.verifier.harness import (
+    Rig,
+    garbage,
+    good_chain,
+    make_spec,
+    verifier,
+)
 
 PLAN = Plan(method=DraftMethod.EAGLE3, draft_tokens=6, patience_ms=20)
 SAMPLINGS = {
@@ -119,3 +130,31 @@ async def test_rounds_keep_within_their_nodes() -> None:
         # Prompts, of twelve tokens, run as a whole.
         rounds = [[segment.num_rows for segment in batch.segments] for batch in target.batches]
         assert max(sum(rows) for rows in rounds if 12 not in rows) <= 9
+
+
+@pytest.mark.parametrize("name", ["greedy", "coupled", "penalties"])
+async def test_on_a_device_texts_are_the_hosts(
+    name: str, tiny_target: Path, tiny_head: Path
+) -> None:
+    """Lookups of some rows share launches with trees of others."""
+    # Of three ids, so that three of them in a row come back soon.
+    few = tuple((token, 60.0) for token in (7, 8, 9))
+    sampling = replace(DEVICE_SAMPLINGS[name], logit_bias=few)
+    asked = {"max_new_tokens": 120}
+    async with serving(tiny_target, device=None) as host:
+        texts = [tokens for tokens, _ in await run_all(host, Plan(), sampling, **asked)]
+    async with serving(tiny_target, tiny_head, planner="automatic") as service:
+        core = service._core
+        core.policy.pauses = lambda session: False  # type: ignore[method-assign]
+        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=6, top_k=2, patience_ms=30)
+        found = await run_proposed(service, wrong_trees_for_some, plan, sampling, **asked)
+        assert [tokens for tokens, _ in found] == texts
+        assert core.counters["stand_in_rounds"] > 0
+        assert core.counters["proposals_used"] > 0
+
+
+def wrong_trees_for_some(followed: Followed) -> DraftTree | None:
+    """One session hears nothing of its drafter."""
+    if followed.start.session_id == "s1":
+        return None
+    return make_tree([1, 2, 3, 4], [-1, -1, 0, 1])
