@@ -24,7 +24,7 @@ from outrider_verifier.runner import RoundOutcome, RoundRunner
 from outrider_verifier.schedule import Limits, RoundPlan
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Settled, Sheet, commit_prompts, commit_rows
-from outrider_verifier.straight_on import plan_of, straight_on
+from outrider_verifier.straight_on import straight_on
 
 logger = logging.getLogger(__name__)
 
@@ -274,11 +274,10 @@ class Rounds:
     def _straight_on(self, flying: InFlight, outcome: RoundOutcome) -> _Attempt | None:
         """Submit the round of hits that follows `flying`, before that is booked; None where it is
         to be booked first."""
-        counts, most = outcome.decoded.counts.tolist(), self._limits.decode_tokens
-        verify = straight_on(flying, counts, self._core, decode_tokens=most)
-        if verify is None:
+        found = straight_on(flying, outcome.decoded.counts.tolist(), self._core, self._limits)
+        if found is None:
             return None
-        plan = plan_of(verify)
+        plan, verify = found
         return self._guarded(plan, lambda: self._launch(plan, [], verify, self._ended_at, 0.0))
 
     def _attempt(self, plan: RoundPlan, began: float, waited_s: float) -> _Attempt:

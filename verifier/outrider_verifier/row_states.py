@@ -108,7 +108,7 @@ class RowStates:
             return [VerifyRow(session) for session in sessions]
         drafted = [s.handle for s, row in zip(sessions, plan.decode, strict=True) if row.drafted]
         taken = self._core.inbox.take(drafted) if drafted else []
-        if len(taken) == len(sessions) and not any([self._outdone(s) for s in sessions]):
+        if len(taken) == len(sessions) and not any([session.outdone for session in sessions]):
             return list(map(drafted_row, sessions, taken))
         left = iter(taken)
         rows: list[VerifyRow] = []
@@ -124,10 +124,6 @@ class RowStates:
             rows.append(self._undrafted(session, row, len(sessions), room))
             room -= rows[-1].nodes
         return rows
-
-    def _outdone(self, session: Session) -> bool:
-        """Whether a lookup is expected to be better than its drafter's drafts."""
-        return session.stand_in is not None and session.stand_in.better
 
     def _drafted(self, session: Session, held: Held, room: int) -> VerifyRow:
         """A row with what its drafter sent, or with what is expected to be better and has room."""

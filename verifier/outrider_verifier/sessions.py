@@ -194,6 +194,11 @@ class Session:
         return self.plan.speculative and not self.own_draft and not self.paused
 
     @property
+    def outdone(self) -> bool:
+        """Whether a lookup is expected to emit more than its drafter's drafts."""
+        return self.stand_in is not None and self.stand_in.better
+
+    @property
     def own_depth(self) -> int:
         """How deep the draft of this process's own head may stand in the next round.
 

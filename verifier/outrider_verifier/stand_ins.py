@@ -48,7 +48,7 @@ class StandIns:
         """A draft of up to `room` nodes for the session's prefix that is expected to emit more than
         its drafter's."""
         stand_in = session.stand_in
-        if stand_in is None or not stand_in.better:
+        if stand_in is None or not session.outdone:
             return None
         return self._draft(session, stand_in, min(_longest(session), room))
 
@@ -85,7 +85,7 @@ class StandIns:
             return 0
         reached = stand_in.lookup.reached(longest)
         nodes = np.arange(longest + 1, dtype=np.float64)
-        # Of one row: the others' nodes are what they are.
+        # As if every row had as many: who misses a draft seldom misses it alone.
         seconds = self._costs.estimates(rows, nodes * rows)
         if not np.isfinite(seconds).all():
             return int((reached >= LEAST_REACHED).sum())

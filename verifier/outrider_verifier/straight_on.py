@@ -9,23 +9,23 @@ from collections.abc import Sequence
 from outrider_verifier.core import Core
 from outrider_verifier.flying import InFlight
 from outrider_verifier.packing import VerifyRow
-from outrider_verifier.schedule import DecodeRow, RoundPlan
+from outrider_verifier.schedule import Limits, RoundPlan, plan_drafted
 from outrider_verifier.sessions import Session
 
 
 def straight_on(
-    flying: InFlight, counts: Sequence[int], core: Core, *, decode_tokens: int
-) -> list[VerifyRow] | None:
-    """The rows that verify, of every session of `flying`, the draft for what it has just emitted,
-    `counts` tokens, which are not committed yet; taken out of the inbox. None: see to what the
-    round emitted first. All had such drafts, and nobody is at its end. `decode_tokens`: roots and
-    nodes of one round."""
+    flying: InFlight, counts: Sequence[int], core: Core, limits: Limits
+) -> tuple[RoundPlan, list[VerifyRow]] | None:
+    """The plan and the rows that verify, of every session of `flying`, the draft for what it has
+    just emitted, `counts` tokens, which are not committed yet; taken out of the inbox. None: see to
+    what the round emitted first. All had such drafts, and nobody is at its end."""
     sessions = [row.session for row in flying.verify]
     if len(sessions) != len(core.room.running):
         return None
     handles = [session.handle for session in sessions]
     nodes = core.inbox.nodes(handles)
-    if len(sessions) + sum(nodes) > decode_tokens:
+    plan = plan_drafted([session.spec.session_id for session in sessions], nodes, limits)
+    if plan is None:
         return None
     for session, count, deep in zip(sessions, counts, nodes, strict=True):
         if not _ready(session, count, deep):
@@ -33,19 +33,14 @@ def straight_on(
     for session in sessions:
         # Its drafter is well, whatever came late before.
         session.suspect = False
-    return list(map(VerifyRow, sessions, core.inbox.take(handles)))
-
-
-def plan_of(rows: Sequence[VerifyRow]) -> RoundPlan:
-    """The plan that such rows would have been made by."""
-    return RoundPlan(decode=tuple([DecodeRow(row.session.spec.session_id, True) for row in rows]))
+    return plan, list(map(VerifyRow, sessions, core.inbox.take(handles)))
 
 
 def _ready(session: Session, count: int, nodes: int) -> bool:
     """Whether a draft of so many nodes is verified as it is, once `count` tokens are committed."""
     if session.constraint is not None or session.ended or not session.draft_wanted:
         return False
-    if session.stand_in is not None and session.stand_in.better:
+    if session.outdone:
         return False
     # One token beyond the draft is emitted; no node is deeper than there are nodes.
     left = session.remaining - count - 1

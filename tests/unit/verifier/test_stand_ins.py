@@ -54,6 +54,12 @@ def spec(sampling: SamplingParams, name: str = "s", *, tokens: int = 200) -> Ses
     return make_spec(name, prompt=prompt, max_new_tokens=tokens, plan=PLAN, sampling=sampling)
 
 
+def never_pauses(rig: Rig) -> None:
+    """What the planner finds of drafts that are worth nothing depends on time."""
+    rig.target.forward_s = 0.002
+    rig.service._core.policy.pauses = lambda session: False  # type: ignore[method-assign]
+
+
 def counted(rig: Rig, name: str) -> int:
     return rig.service._core.counters[name]
 
@@ -66,13 +72,12 @@ async def test_it_drafts_where_a_drafter_is_silent_or_worse(
     async with verifier(
         target=Repeating(num_blocks=1024), planner="automatic", stand_in=True
     ) as rig:
-        rig.target.forward_s = 0.002
+        never_pauses(rig)
         await rig.attach(drafter(rig.target))
         specs = [spec(SAMPLINGS[sampling], name) for name in ("s", "st", "str")]
         for each, result in zip(specs, await rig.run_all(specs), strict=True):
             assert result.tokens == rig.reference(each)
-        # The planner may have left speculation for a while, whose drafts were worth nothing.
-        assert counted(rig, "stand_in_rounds") >= 3
+        assert counted(rig, "stand_in_rounds") > 20
         assert counted(rig, "stand_in_accepted_tokens") > 2 * counted(rig, "stand_in_rounds")
         await rig.idle()
 
@@ -81,7 +86,7 @@ async def test_it_drafts_where_a_drafter_is_silent_or_worse(
 async def test_rules_that_ask_for_a_law_take_a_draft_without_one(rule: Rule) -> None:
     sampling = SamplingParams(temperature=0.7, seed=5, rule=rule)
     async with verifier(target=Repeating(num_blocks=1024), planner="automatic") as rig:
-        rig.target.forward_s = 0.002
+        never_pauses(rig)
         await rig.attach(silent(rig.target))
         result = await rig.run(spec(sampling))
         assert result.error is None and len(result.tokens) == 200

@@ -12,8 +12,9 @@ from outrider_verifier.flying import InFlight
 from outrider_verifier.inbox import Held
 from outrider_verifier.lookup import StandIn
 from outrider_verifier.packing import VerifyRow
+from outrider_verifier.schedule import Limits, RoundPlan
 from outrider_verifier.sessions import Session
-from outrider_verifier.straight_on import plan_of, straight_on
+from outrider_verifier.straight_on import straight_on
 
 from outrider.engine.kvcache import KVSequence
 from tests.fakes.target import FakeTarget
@@ -52,23 +53,24 @@ class Box:
 
 def ask(
     of: list[Session], *, box: Box | None = None, running: int | None = None, most: int = 100
-) -> tuple[list[VerifyRow] | None, Box]:
+) -> tuple[tuple[RoundPlan, list[VerifyRow]] | None, Box]:
     box = box or Box()
     others = dict.fromkeys(range(len(of) if running is None else running))
     core = cast(Core, SimpleNamespace(room=SimpleNamespace(running=others), inbox=box))
     flying = cast(InFlight, SimpleNamespace(verify=[VerifyRow(session) for session in of]))
-    return straight_on(flying, [3] * len(of), core, decode_tokens=most), box
+    limits = Limits(prefill_tokens=1, decode_tokens=most, gather_s=0.0)
+    return straight_on(flying, [3] * len(of), core, limits), box
 
 
 def test_all_hits_go_straight_on_and_their_drafters_are_well() -> None:
     of = sessions()
     of[0].suspect = True
-    rows, box = ask(of)
-    assert rows is not None and box.taken == 2
+    found, box = ask(of)
+    assert found is not None and box.taken == 2
+    plan, rows = found
     assert [row.session for row in rows] == of
     assert [row.nodes for row in rows] == [NODES] * 2
     assert not of[0].suspect
-    plan = plan_of(rows)
     assert [(row.session_id, row.drafted) for row in plan.decode] == [("s0", True), ("s1", True)]
     assert not plan.plain and not plan.prefill
 
