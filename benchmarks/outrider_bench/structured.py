@@ -24,6 +24,7 @@ import jsonschema
 import numpy as np
 
 from outrider.client import Client, FinishReason, user
+from outrider.grammar.constraint import legal
 from outrider.grammar.grammars import Grammars
 from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.wire.inference import FinishInfo
@@ -160,7 +161,7 @@ def mask_us(
         for end in range(len(ids)):
             began = time.perf_counter()
             constraint.follow(ids[:end])
-            constraint.legal()
+            legal(constraint)
             masking.append(1e6 * (time.perf_counter() - began))
     return compiling, masking
 

@@ -47,8 +47,10 @@ class Members(NamedTuple):
     """Whether tokens of any are counted for its penalties."""
     warps: bool
     """Whether any session warps its logits."""
+    constrained: bool
+    """Whether any session is in a grammar."""
     general: bool
-    """Whether any does, or drafts in a way that has only the form which may (`is_general`)."""
+    """Whether any warps them, or has drafts only of the form which may (`is_general`)."""
     keys: NDArray[np.uint64]
     """Keys of their DRAFT noise; 0 under other rules than rejection."""
     ahead: NDArray[np.bool_]
@@ -67,6 +69,7 @@ class Members(NamedTuple):
             wanted=np.array([session.plan.draft_tokens for session in sessions], dtype=np.int64),
             penalised=any(has_penalties(session.sampling) for session in sessions),
             warps=warps,
+            constrained=any(session.constrained for session in sessions),
             general=warps or any(map(is_general, sessions)),
             keys=np.array([_draft_key(session) for session in sessions], dtype=np.uint64),
             ahead=np.array([_draws_ahead(session) for session in sessions], dtype=np.bool_),
@@ -83,6 +86,7 @@ class Members(NamedTuple):
             wanted=np.concatenate([part.wanted for part in parts]),
             penalised=any(part.penalised for part in parts),
             warps=any(part.warps for part in parts),
+            constrained=any(part.constrained for part in parts),
             general=any(part.general for part in parts),
             keys=np.concatenate([part.keys for part in parts]),
             ahead=np.concatenate([part.ahead for part in parts]),
@@ -122,10 +126,14 @@ def _draws_ahead(session: Session) -> bool:
 
 
 def is_general(session: Session) -> bool:
-    """Whether its drafts have only the form that may warp logits, whatever it does to them: trees
-    of the best children by the target's noise, and chains with their laws."""
+    """Whether its drafts have only the form that may warp logits, whatever it does to them: those
+    in a grammar, trees of the best children by the target's noise, and chains with their laws."""
     rule = session.sampling.effective_rule
-    return rule is Rule.REJECTION or (session.plan.top_k > 1 and rule is Rule.COUPLED)
+    return (
+        session.constrained
+        or rule is Rule.REJECTION
+        or (session.plan.top_k > 1 and rule is Rule.COUPLED)
+    )
 
 
 class _Bucket(NamedTuple):

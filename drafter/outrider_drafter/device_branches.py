@@ -30,9 +30,11 @@ from outrider_drafter.device_shapes import (
     PATH_ROW_BUCKETS,
     TREES,
     Shape,
+    branch_sizes,
     most_branches,
     path_rows,
 )
+from outrider_drafter.form_launches import Starts, starts_of
 from outrider_drafter.outcomes import BRANCH_SIZES
 from outrider_drafter.source import Branches, Outcome
 
@@ -56,7 +58,7 @@ class Branching(NamedTuple):
     """[lives]: row of each proposal's session in the columns; any of one that was not scored."""
     members: Members
     general: NDArray[np.bool_]
-    """Whether each warps its logits or grows its tree by shared noise."""
+    """Whether each has drafts of the form that may warp logits."""
     shapes: Sequence[Shape]
     """All that are grown, each once."""
     shape_of: Indices
@@ -192,12 +194,11 @@ class Brancher:
     def warm_up(self, shape: Shape, *, general: bool) -> None:
         """Compile and capture the launches of a shape."""
         none, keys = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
-        for size in BRANCH_SIZES:
-            if size <= most_branches(shape):
-                num_rows = path_rows(shape)
-                rows = self._batch.fill(none, None, none, keys, size=size, num_rows=num_rows)
-                result, _ = self._launch(shape, rows, general=general)
-                self._downloads.start(result).wait()
+        for size in branch_sizes(shape):
+            num_rows = path_rows(shape)
+            rows = self._batch.fill(none, None, none, keys, size=size, num_rows=num_rows)
+            result, _ = self._launch(shape, rows, general=general)
+            self._downloads.start(result).wait()
 
     def branch(self, outcomes: Sequence[Outcome], branching: Branching) -> Iterator[Branches]:
         """See `AheadSource.branch`."""
@@ -237,7 +238,7 @@ class Brancher:
         self, shape: Shape, found: _Found, chosen: Indices, branching: Branching
     ) -> Branches:
         rows, members = found.rows[chosen], branching.members
-        size = bucket(len(chosen), BRANCH_SIZES)
+        size = bucket(len(chosen), branch_sizes(shape))
         deepest = bucket(int(found.paths.depths[chosen].max()) + 1, PATH_ROW_BUCKETS)
         forked = self._batch.fill(
             chosen,
@@ -247,13 +248,19 @@ class Brancher:
             size=size,
             num_rows=max(deepest, path_rows(shape)),
         )
-        result, entries = self._launch(shape, forked, general=bool(branching.general[rows].any()))
+        sessions = [members.sessions[row] for row in rows.tolist()]
+        starts: Starts = ()
+        if members.constrained:
+            starts = starts_of(sessions, _tokens_of(found.paths, chosen))
+        general = members.constrained or bool(branching.general[rows].any())
+        if general:
+            self._grower.mask(shape, starts, size)
+        result, entries = self._launch(shape, forked, general=general)
         download = self._downloads.start(result)
         # While the device works.
-        sessions = [members.sessions[row] for row in rows.tolist()]
         counts = lengths(shape, members.wanted[rows], found.rooms[chosen])
         words = download.wait().numpy()
-        drafted = self._grower.drafted(shape, sessions, counts, words, entries)
+        drafted = self._grower.drafted(shape, sessions, counts, words, entries, starts)
         return Branches.of(chosen, drafted)
 
     def _launch(self, shape: Shape, rows: BranchRows, *, general: bool) -> Grown:
@@ -268,6 +275,12 @@ class Brancher:
             return self._grower.grow(shape, forked, drawing, general=general)
 
         return self._graphs.run(("branch", shape, *rows.tokens.shape, general), run)
+
+
+def _tokens_of(paths: Paths, chosen: Indices) -> list[list[int]]:
+    """The paths of chosen outcomes, with these."""
+    tokens, depths = paths.tokens[chosen].tolist(), paths.depths[chosen].tolist()
+    return [path[: depth + 1] for path, depth in zip(tokens, depths, strict=True)]
 
 
 def _keys(found: _Found, chosen: Indices, members: Members) -> NDArray[np.uint64]:

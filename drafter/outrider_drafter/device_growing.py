@@ -15,18 +15,22 @@ from torch import Tensor
 from outrider.engine.device.buffers import Downloader
 from outrider.engine.device.draft import NewRows
 from outrider.engine.device.draft_ahead import AheadProgram
+from outrider.engine.device.draft_masks import DraftMasks
 from outrider.engine.device.drawing import Drawing
 from outrider.engine.draft_sampling import law_limits_for
 from outrider_drafter.device_drafts import chains, trees
 from outrider_drafter.device_laws import chains_with_laws
 from outrider_drafter.device_rows import DeviceRows
-from outrider_drafter.device_shapes import Shape
+from outrider_drafter.device_shapes import BATCH_SIZES, CHAIN_LENGTHS, Shape
+from outrider_drafter.form_launches import Starts, first_masks, fit_chains
+from outrider_drafter.outcomes import BRANCH_SIZES
 from outrider_drafter.sessions import Session
 from outrider_drafter.source import Drafted
 
 Grown = tuple[Tensor, Tensor | None]
-"""int32 [B, K] tokens of chains; [B, 3, n] tokens, parents and log-prob bits of trees; with laws
-[B, 2K] tokens and sizes, and the entries (see `ChainLaws`)."""
+"""int32 [B, K] tokens of chains; with others [B, K, 1 + A] (see `ChainDraft`); with laws [B, 2K]
+tokens and sizes, and the entries (see `ChainLaws`); [B, 3, n] tokens, parents and log-prob bits of
+trees."""
 
 
 class Grower:
@@ -36,11 +40,20 @@ class Grower:
         self._program, self._rows, self._downloads = program, rows, downloads
         ids = program.weights.target_ids
         self._target_ids: NDArray[np.int32] = ids.cpu().numpy().astype(np.int32)
+        self.masks = DraftMasks(
+            levels=CHAIN_LENGTHS[-1],
+            max_rows=max(BATCH_SIZES[-1], BRANCH_SIZES[-1]),
+            vocab_size=len(program.weights.draft_columns),
+            target_ids=ids,
+            device=ids.device,
+        )
+        """Of the next general launch; they stay for those after it."""
 
     def grow(self, shape: Shape, rows: NewRows, drawing: Drawing | None, *, general: bool) -> Grown:
-        """Launch a draft; looks at no value. general: whether sessions may warp their logits, or
-        share the target's noise in trees."""
+        """Launch a draft; looks at no value. general: whether sessions may warp their logits, be in
+        a grammar (what `masks` allows), or share the target's noise in trees."""
         state, warp = self._rows.sampling, self._rows.warp.state if general else None
+        legal = self.masks if general else None
         if shape.top_k == 1:
             chain = self._program.chain(
                 rows,
@@ -49,7 +62,11 @@ class Grower:
                 warp=warp,
                 law_limits=law_limits_for(shape.depth) if shape.with_law else None,
                 drawing=drawing,
+                legal=legal,
+                with_others=shape.with_others,
             )
+            if chain.others is not None:
+                return torch.cat((chain.tokens[:, :, None], chain.others), dim=2), None
             if chain.laws is None:
                 return chain.tokens, None
             return torch.cat((chain.tokens, chain.laws.sizes), dim=1), chain.laws.entries
@@ -62,9 +79,15 @@ class Grower:
             warp=warp,
             coupled=general,
             drawing=drawing,
+            legal=legal,
         )
         bits = tree.logprobs.view(torch.int32)
         return torch.stack((tree.tokens, tree.parents, bits), dim=1), None
+
+    def mask(self, shape: Shape, starts: Starts, size: int) -> None:
+        """Tell the next general launch, of a bucket's size, what its drafts may begin with."""
+        levels = 1 if shape.top_k > 1 else min(shape.depth, self.masks.levels)
+        self.masks.fill(first_masks(starts, levels), size)
 
     def drafted(
         self,
@@ -73,8 +96,10 @@ class Grower:
         lengths: NDArray[np.int64],
         words: NDArray[np.int32],
         entries: Tensor | None,
+        starts: Starts = (),
     ) -> Drafted:
-        """The first rows of what came down, chains cut to `lengths`, one row a session."""
+        """The first rows of what came down, chains cut to `lengths`, one row a session; those that
+        begin in a grammar are mended."""
         words = words[: len(sessions)]
         if entries is not None:
             # Their entries come by another download, which may take this one's memory.
@@ -83,5 +108,8 @@ class Grower:
             )
             return Drafted.of(list(zip(sessions, drafts, strict=True)))
         if shape.top_k == 1:
-            return chains(sessions, lengths, words)
+            others = words[:, :, 1:] if words.ndim == 3 else None
+            tokens = words if others is None else words[:, :, 0]
+            tokens, lengths = fit_chains(starts, tokens, lengths, others)
+            return chains(sessions, lengths, tokens)
         return trees(sessions, words)

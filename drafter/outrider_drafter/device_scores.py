@@ -24,6 +24,7 @@ from outrider.engine.kernels.drafts.topk import MAX_TOPK
 from outrider_drafter.device_places import NOWHERE, Indices, Placed, ScoredPlaces
 from outrider_drafter.device_rows import DeviceRows
 from outrider_drafter.device_shapes import CHAIN_LEVELS, TREE_LEVELS, Levels
+from outrider_drafter.form_launches import mask_scores
 from outrider_drafter.source import Live, Scored, no_scores
 
 CANDIDATES: Final = MAX_TOPK
@@ -140,7 +141,9 @@ class LiveScores:
         self._logprobs[live][:, :width] = logprobs[:, :width]
 
     def scored(self) -> Scored:
-        """All of them, in the order of the proposals."""
+        """All of them, in the order of the proposals; of sessions in a grammar, what is legal."""
+        if any(live.session.constrained for live in self._lives):
+            mask_scores(self._lives, self._tokens, self._logprobs)
         return Scored(tokens=self._tokens, logprobs=self._logprobs)
 
     def places(self) -> ScoredPlaces:

@@ -24,6 +24,9 @@ class Shape(NamedTuple):
     depth: int
     with_law: bool = False
     """Whether the laws that the tokens are drawn from come along."""
+    with_others: bool = False
+    """Whether what else might have been drafted comes along: of chains that are no draws, where any
+    session is in a grammar. Not of branches: what does not hurry must not take long."""
 
     @property
     def draft_rows(self) -> int:
@@ -42,7 +45,9 @@ TREES: Final = {8: 4, 16: 4, 32: 8, 64: 8}
 """Nodes of a tree, and children of a node: a plan gets the most nodes that are not more than its
 own, or the fewest."""
 BATCH_SIZES: Final = (1, 4, 8, 16, 32, 64)
-"""Sessions of one launch."""
+"""Sessions of one launch;"""
+_FEW_SIZES: Final = (1, 8, 64)
+"""where they are in grammars."""
 MOST_NODES: Final = 1024
 """Nodes of all trees of one launch."""
 
@@ -114,15 +119,33 @@ def score_family() -> Iterator[tuple[Levels, bool]]:
         yield levels, True
 
 
-def family() -> Iterator[tuple[Shape, bool]]:
+def family(*, branches: bool = False) -> Iterator[tuple[Shape, bool]]:
     """What a drafter on a device captures at its start, and no plan can widen: shapes, each with
     whether its sessions may warp their logits or share the target's noise in trees."""
     for length in CHAIN_LENGTHS:
         for with_law, general in ((False, False), (False, True), (True, True)):
             yield Shape(length, 1, length, with_law), general
+        if not branches:
+            yield in_grammars(Shape(length, 1, length)), True
     for nodes, top_k in TREES.items():
         for general in (False, True):
             yield Shape(nodes, top_k, default_depth(nodes)), general
+
+
+def in_grammars(shape: Shape) -> Shape:
+    """What is grown where any session of a launch is in a grammar."""
+    return shape._replace(with_others=shape.top_k == 1 and not shape.with_law)
+
+
+def batch_sizes(shape: Shape) -> list[int]:
+    """Buckets of sessions."""
+    sizes = _FEW_SIZES if shape.with_others else BATCH_SIZES
+    return [size for size in sizes if size <= most_sessions(shape)]
+
+
+def branch_sizes(shape: Shape) -> list[int]:
+    """Buckets of branches."""
+    return [size for size in BRANCH_SIZES if size <= most_branches(shape)]
 
 
 def most_sessions(shape: Shape) -> int:

@@ -34,16 +34,17 @@ from outrider_drafter.device_drafts import lengths
 from outrider_drafter.device_following import DeviceFollower
 from outrider_drafter.device_growing import Grower, Grown
 from outrider_drafter.device_shapes import (
-    BATCH_SIZES,
     SCORE_ROW_BUCKETS,
     Levels,
     Shape,
+    batch_sizes,
     covers,
     family,
+    in_grammars,
     most_sessions,
     score_family,
 )
-from outrider_drafter.forms import fit_chains
+from outrider_drafter.form_launches import starts_of
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.sessions import Session, SessionKey
 from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_scores
@@ -131,12 +132,11 @@ class DeviceHeadSource(DeviceFollower):
         began = time.monotonic()
         self._writer.warm_up()
         for shape, general in family():
-            sizes = [size for size in BATCH_SIZES if size <= most_sessions(shape)]
-            for size, num_rows in itertools.product(sizes, NEW_ROW_BUCKETS):
+            for size, num_rows in itertools.product(batch_sizes(shape), NEW_ROW_BUCKETS):
                 result, _ = self._launch(shape, None, size, num_rows, general=general)
                 self._downloads.start(result).wait()
         if self._ahead is not None:
-            for shape, general in family():
+            for shape, general in family(branches=True):
                 self._ahead.warm_up_branches(shape, general=general)
             for levels, warps in score_family():
                 self._ahead.warm_up_scores(levels, self._batch, warps=warps)
@@ -275,19 +275,21 @@ class DeviceHeadSource(DeviceFollower):
 
     def _draft(self, shape: Shape, ready: Ready) -> Drafted:
         members, most = ready.members, int(ready.counts.max())
-        size, num_rows = bucket(len(ready), BATCH_SIZES), bucket(most, NEW_ROW_BUCKETS)
+        if members.constrained:
+            shape = in_grammars(shape)
+        size, num_rows = bucket(len(ready), batch_sizes(shape)), bucket(most, NEW_ROW_BUCKETS)
         if members.penalised:
             count_news(members, self._seats.counted, self._rows.warp)
+        starts = starts_of(members.sessions) if members.constrained else ()
+        if members.general:
+            self._grower.mask(shape, starts, size)
         result, entries = self._launch(shape, ready, size, num_rows, general=members.general)
         download = self._downloads.start(result)
         # While the device works.
         self._took(ready, size, num_rows)
         cut = lengths(shape, members.wanted, members.table.rooms(members.slots))
         words = download.wait().numpy()
-        if entries is None and shape.top_k == 1:
-            # Drafts for outcomes begin elsewhere: they stay as they are.
-            words, cut = fit_chains(members.sessions, words, cut)
-        return self._grower.drafted(shape, members.sessions, cut, words, entries)
+        return self._grower.drafted(shape, members.sessions, cut, words, entries, starts)
 
     def _launch(
         self, shape: Shape, ready: Ready | None, size: int, num_rows: int, *, general: bool

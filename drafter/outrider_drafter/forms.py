@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import OutriderError
-from outrider.grammar.constraint import Constraint
+from outrider.grammar.constraint import Constraint, path_masks
 from outrider.grammar.form_constraint import FormConstraint
 from outrider.grammar.grammars import Grammar, Grammars
 from outrider.grammar.id_constraint import within
-from outrider.grammar.walks import ChainFit, side_by_side
 from outrider.spec.structured import StructuredOutput
 from outrider_drafter.sessions import Limits, Session
 
@@ -100,37 +99,7 @@ def constraint_of(session: Session) -> Constraint | None:
     return None if constraint.failed else constraint
 
 
-def fit_chains(
-    sessions: Sequence[Session], words: NDArray[np.int32], counts: NDArray[np.int64]
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Chains that were drafted without masks behind what sessions have, each of another session:
-    tokens words int32 [>= B, K], as many of each as counts
-    int64 [B] say: of those in a grammar, what may stand there, with the one id in the place of
-    others where only one may follow. Not for drafts that are draws from a law."""
-    fits: dict[int, ChainFit] = {}
-    for row, session in enumerate(sessions):
-        constraint = constraint_of(session)
-        if constraint is not None and counts[row]:
-            fits[row] = ChainFit(constraint, verified=False)
-    if not fits:
-        return words, counts
-    walks = [
-        (fit.constraint, fit.settle(words[row, : counts[row]].tolist()))
-        for row, fit in fits.items()
-    ]
-    try:
-        side_by_side(walks)
-    finally:
-        for fit in fits.values():
-            fit.close()
-    words, counts = words.copy(), counts.copy()
-    for row, fit in fits.items():
-        counts[row] = len(fit.tokens)
-        words[row, : counts[row]] = fit.tokens
-    return words, counts
-
-
 def masks_of(session: Session, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32] | None:
     """uint32 [P, W]: what may follow the tokens of a session and each path; None: anything."""
     constraint = constraint_of(session)
-    return None if constraint is None else constraint.path_masks(paths)
+    return None if constraint is None else path_masks(constraint, paths)

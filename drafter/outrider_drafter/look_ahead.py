@@ -49,7 +49,7 @@ _TEMPERATURES: Final = (0.0, 0.5, 0.85, 1.15)
 
 Answers = list[tuple[int, Proposals | SessionsLost]]
 """(connection, message): what goes out together."""
-Kind = tuple[DraftMethod, Rule, int]
+Kind = tuple[DraftMethod, Rule, int, bool]
 
 
 class LookAhead:
@@ -324,7 +324,7 @@ class LookAhead:
 
     def _predictor(self, kind: Kind) -> Predictor:
         if kind not in self._predictors:
-            _, rule, _ = kind
+            rule = kind[1]
             spread = rule is Rule.REJECTION
             begins = SHARPNESS.get(rule, 1.0)
             self._predictors[kind] = FixedSpread() if spread else Calibration(begins)
@@ -341,7 +341,7 @@ def _kind(session: Session) -> Kind:
     """Whom a session learns with."""
     sampling = session.sampling
     warmth = bisect_left(_TEMPERATURES, sampling.temperature)
-    return session.plan.method, sampling.effective_rule, warmth
+    return session.plan.method, sampling.effective_rule, warmth, session.constrained
 
 
 def _learn(predictor: Predictor, scored: ScoredLive, told: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.grammar.constraint import legal_prefix
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import DraftTree, path
 from outrider.wire.messages import FeatureLayout, WireTensor
@@ -121,5 +122,5 @@ def _legal(
     constraint = constraint_of(session)
     if constraint is None or not len(found):
         return found
-    legal = constraint.legal_prefix([*suffix, *found.tolist()])
+    legal = legal_prefix(constraint, [*suffix, *found.tolist()])
     return found[: max(0, legal - len(suffix))]

@@ -1,15 +1,16 @@
 """Which ids may follow where a session is, and at every node of a draft.
 
 A mask is a bit set over target ids: uint32 [W], W = ceil(V / 32), id i is bit i % 32 of word
-i // 32. N nodes of a tree, P paths.
+i // 32. P paths; k draft tokens, V ids.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,17 @@ def only_id(mask: Mask) -> int | None:
     return None if bits & (bits - 1) else 32 * int(words[0]) + bits.bit_length() - 1
 
 
+def few_ids(mask: Mask, most: int) -> list[int]:
+    """The ids of a mask, in order, if there are no more than `most`; else none."""
+    words = np.flatnonzero(mask)
+    if len(words) > most:
+        return []
+    ids = [
+        32 * int(word) + bit for word in words for bit in range(32) if int(mask[word]) >> bit & 1
+    ]
+    return ids if len(ids) <= most else []
+
+
 class Constraint(Protocol):
     """What one session may emit, wherever it is. Of one thread at a time.
 
@@ -71,53 +83,122 @@ class Constraint(Protocol):
         ...
 
     @property
+    def vocab_size(self) -> int:
+        """V."""
+        ...
+
+    @property
     def matcher(self) -> LLMatcher | None:
-        """What is to be asked for the mask of where it is; None: nobody."""
+        """What is to be asked for the masks of where it is, and of what is drafted from there;
+        None: nobody."""
         ...
 
-    def finish(self, mask: Mask) -> None:
-        """Make what `matcher` says (without one: what is there) what is legal, in place."""
+    def finish(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
+        """Make what `matcher` says of where it is and behind each of k draft tokens, uint32
+        [1 + k, W], what is legal there, in place: up to behind the last token that something can
+        follow. How many tokens these are; what further rows say does not matter."""
         ...
 
-    def enter(self, token: int) -> bool:
-        """Step on to a draft token that is legal here; False, and no step, if nothing can follow
-        it: it ends the session."""
+    def enter(self, tokens: Sequence[int]) -> int:
+        """Step on along draft tokens while something can follow them; how many those are."""
         ...
 
     def leave(self, count: int) -> None:
-        """Step back so many tokens that were entered; before anything else is asked, all."""
+        """Step back so many tokens that were entered; before anything is followed, all."""
         ...
 
-    def path_masks(self, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
-        """uint32 [P, W]: what may follow each of these paths of draft tokens from the root."""
-        ...
-
-    def legal_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of these draft tokens may follow one another from the root."""
+    def forced(self) -> Sequence[int]:
+        """Ids that must follow one another where it is, because nothing else may; as many as are
+        known at once."""
         ...
 
 
-def legal_of(constraints: Sequence[Constraint]) -> NDArray[np.uint32]:
-    """uint32 [P, W]: what may follow where each of P constraints is.
+class Along(NamedTuple):
+    """What is legal along draft tokens."""
+
+    masks: NDArray[np.uint32]
+    """[1 + k, W]: where the constraint is, and behind each token; anything behind those that
+    nothing can follow, or that are not legal."""
+    entered: int
+    """Tokens that something can follow, before the first one of which that is not so."""
+
+
+Wish = tuple[Constraint, Sequence[int]]
+"""Whose masks are wanted, and along which draft tokens."""
+
+
+def masks_along(wishes: Sequence[Wish]) -> list[Along]:
+    """What is legal where each constraint is and along its tokens; each constraint once.
 
     One call of the library: each gives up the interpreter lock, and to have it back takes as long
     as another thread may keep it, which is ten times what a mask does.
     """
-    masks = np.empty((len(constraints), constraints[0].words), dtype=np.uint32)
+    if not wishes:
+        return []
+    known = [_known_ids(tokens, constraint.vocab_size) for constraint, tokens in wishes]
+    first = [0, *itertools.accumulate(1 + len(tokens) for _, tokens in wishes)]
+    masks = np.full((first[-1], wishes[0][0].words), ALL, dtype=np.uint32)
     asked = [
-        (matcher, row)
-        for row, constraint in enumerate(constraints)
+        (matcher, row, tokens)
+        for (constraint, _), row, tokens in zip(wishes, first, known, strict=False)
         if (matcher := constraint.matcher) is not None
     ]
-    if len(asked) == 1:
-        matcher, row = asked[0]
+    _ask(asked, masks)
+    found: list[Along] = []
+    for (constraint, _), row, end, tokens in zip(wishes, first, first[1:], known, strict=False):
+        mine = masks[row:end]
+        entered = constraint.finish(mine, tokens)
+        mine[1 + entered :] = ALL
+        found.append(Along(mine, entered))
+    return found
+
+
+def _known_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
+    """The tokens before the first one that is no id."""
+    return list(itertools.takewhile(lambda token: 0 <= token < vocab_size, tokens))
+
+
+def _ask(asked: Sequence[tuple[LLMatcher, int, list[int]]], masks: NDArray[np.uint32]) -> None:
+    """Have the masks of matchers, from these rows on, written."""
+    plain = [(matcher, row) for matcher, row, tokens in asked if not tokens]
+    where = (masks.ctypes.data, masks[0].nbytes, len(masks))
+    if len(plain) == 1:
+        matcher, row = plain[0]
         matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks[row].nbytes)
-    elif asked:
-        where = (masks.ctypes.data, masks[0].nbytes, len(masks))
-        _executor().unsafe_compute_mask_ptr(asked, *where)
-    for constraint, mask in zip(constraints, masks, strict=True):
-        constraint.finish(mask)
+    elif plain:
+        _executor().unsafe_compute_mask_ptr(plain, *where)
+    # The library wants a draft token at least.
+    drafted = [each for each in asked if each[2]]
+    if drafted:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+
+
+def legal(constraint: Constraint) -> Mask:
+    """What may follow where a constraint is."""
+    mask: Mask = masks_along([(constraint, ())])[0].masks[0]
+    return mask
+
+
+def path_masks(constraint: Constraint, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
+    """uint32 [P, W]: what may follow each of these paths of draft tokens; anything behind one that
+    nothing can follow."""
+    masks = np.full((len(paths), constraint.words), ALL, dtype=np.uint32)
+    for mask, path in zip(masks, paths, strict=True):
+        entered = constraint.enter(path)
+        if entered == len(path):
+            mask[:] = legal(constraint)
+        constraint.leave(entered)
     return masks
+
+
+def legal_prefix(constraint: Constraint, tokens: Sequence[int]) -> int:
+    """How many of these draft tokens may follow one another."""
+    along = masks_along([(constraint, tokens)])[0]
+    for count, token in enumerate(tokens):
+        inside = count <= along.entered and 0 <= token < constraint.vocab_size
+        if not inside or not allows(along.masks[count], token):
+            return count
+    return len(tokens)
 
 
 @functools.cache

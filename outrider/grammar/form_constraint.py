@@ -1,6 +1,6 @@
-"""Where a session is in its grammar, and which ids may follow there and at every node of a draft.
+"""Where a session is in its grammar, and which ids may follow there and along a draft.
 
-N nodes of a tree; masks as in `outrider.grammar.constraint`.
+Masks as in `outrider.grammar.constraint`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.constraint import ALL, Mask, allows, legal_of, mask_of, mask_words
+from outrider.grammar.constraint import Mask, allows, mask_of, mask_words
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -33,7 +33,7 @@ class FormConstraint:
         self._vocab_size, self._end_id = vocab_size, end_id
         self._words = mask_words(vocab_size)
         self._stops = mask_of(stop_ids, self._words)
-        self._seen = 0
+        self._seen = self._entered = 0
         self.failed = ""
         """Why the session cannot go on; empty while it can."""
 
@@ -57,66 +57,61 @@ class FormConstraint:
         """See `Constraint`."""
         return None if self.failed else self._matcher
 
-    def legal(self) -> Mask:
-        """What may follow where it is, uint32 [W]."""
-        mask: Mask = legal_of((self,))[0]
-        return mask
+    @property
+    def vocab_size(self) -> int:
+        """See `Constraint`."""
+        return self._vocab_size
 
-    def enter(self, token: int) -> bool:
-        """See `Constraint`; False, too, for a token that the grammar does not have here."""
-        if self.failed or token == self._end_id or not 0 <= token < self._vocab_size:
-            return False
-        return int(self._matcher.try_consume_tokens([token])) == 1
+    def finish(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
+        """See `Constraint`."""
+        if not self.failed and self._matcher.is_error():
+            self._fail(self._matcher.get_error())
+        for depth, mask in enumerate(masks):
+            goes_on = not self.failed and depth < len(tokens)
+            # Its own end id, which the library does not count as text, is none of the session's.
+            goes_on = goes_on and tokens[depth] != self._end_id and allows(mask, tokens[depth])
+            self._finish(mask, drafted=depth + self._entered > 0)
+            if not goes_on:
+                return depth
+        return len(tokens)
+
+    def _finish(self, mask: Mask, *, drafted: bool) -> None:
+        if self.failed:
+            # The session is about to end by an error; whatever is emitted until then ends it too.
+            mask[:] = self._stops
+            return
+        complete = allows(mask, self._end_id)
+        mask[self._end_id >> 5] &= ~np.uint32(1 << (self._end_id & 31))
+        if complete:
+            mask |= self._stops
+        elif not mask.any():
+            # Behind a draft it is no failure: there is nothing that could be drafted.
+            if not drafted:
+                self._fail("the tokenizer has no id with which the output could go on")
+            mask[:] = self._stops
+
+    def enter(self, tokens: Sequence[int]) -> int:
+        """See `Constraint`; it stops, too, before a token that the grammar does not have here."""
+        if self.failed or not tokens:
+            return 0
+        inside = tokens
+        for count, token in enumerate(tokens):
+            if token == self._end_id or not 0 <= token < self._vocab_size:
+                inside = tokens[:count]
+                break
+        count = int(self._matcher.try_consume_tokens(list(inside))) if inside else 0
+        self._entered += count
+        return count
 
     def leave(self, count: int) -> None:
         """See `Constraint`."""
         if count:
             self._matcher.rollback(count)
+            self._entered -= count
 
-    def path_masks(self, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
+    def forced(self) -> Sequence[int]:
         """See `Constraint`."""
-        masks = np.full((len(paths), self._words), ALL, dtype=np.uint32)
-        for mask, path in zip(masks, paths, strict=True):
-            entered = 0
-            while entered < len(path) and self.enter(path[entered]):
-                entered += 1
-            if entered == len(path):
-                mask[:] = self.legal()
-            if entered:
-                self._matcher.rollback(entered)
-        return masks
-
-    def legal_prefix(self, tokens: Sequence[int]) -> int:
-        """See `Constraint`."""
-        if self.failed:
-            return 0
-        entered = 0
-        while entered < len(tokens) and self.enter(tokens[entered]):
-            entered += 1
-        # An end has nothing behind it, but may be drafted itself.
-        ends = entered < len(tokens) and self._ends(tokens[entered])
-        if entered:
-            self._matcher.rollback(entered)
-        return entered + int(ends)
-
-    def _ends(self, token: int) -> bool:
-        inside = 0 <= token < self._vocab_size
-        return inside and allows(self._stops, token) and bool(self._matcher.is_accepting())
-
-    def finish(self, mask: Mask) -> None:
-        """See `Constraint`."""
-        if not self.failed and self._matcher.is_error():
-            self._fail(self._matcher.get_error())
-        if self.failed:
-            # The session is about to end by an error; whatever is emitted until then ends it too.
-            mask[:] = self._stops
-            return
-        mask[self._end_id >> 5] &= ~np.uint32(1 << (self._end_id & 31))
-        if self._matcher.is_accepting():
-            mask |= self._stops
-        elif not mask.any():
-            self._fail("the tokenizer has no id with which the output could go on")
-            mask[:] = self._stops
+        return () if self.failed else self._matcher.compute_ff_tokens()
 
     def _fail(self, why: str) -> None:
         self.failed = why.splitlines()[0] if why else "unknown"

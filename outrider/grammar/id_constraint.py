@@ -1,6 +1,6 @@
 """What a session may emit that has allowed ids or bad words, by the ids that it ends with.
 
-N nodes of a tree, P paths, W words of a mask (`outrider.grammar.constraint`).
+W words of a mask (`outrider.grammar.constraint`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.constraint import ALL, Constraint, Mask, allows, legal_of, mask_of, mask_words
+from outrider.grammar.constraint import ALL, Constraint, Mask, mask_of, mask_words
 from outrider.spec.token_limits import TokenLimits
 
 if TYPE_CHECKING:
@@ -76,30 +76,35 @@ class IdConstraint:
         return len(self._allowed)
 
     @property
+    def vocab_size(self) -> int:
+        """See `Constraint`."""
+        return self._vocab_size
+
+    @property
     def matcher(self) -> LLMatcher | None:
         """See `Constraint`."""
         return None if self._form is None else self._form.matcher
 
-    def finish(self, mask: Mask) -> None:
+    def finish(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
         """See `Constraint`."""
+        entered = len(tokens)
         if self._form is None:
-            mask[:] = ALL
+            masks[:] = ALL
         else:
-            self._form.finish(mask)
-        self._limit(mask, self._tail)
+            entered = self._form.finish(masks, tokens)
+        tail = self._tail
+        for depth, mask in enumerate(masks[: 1 + entered]):
+            tail = self._behind(tail, *tokens[depth - 1 : depth]) if depth else tail
+            self._limit(mask, tail)
+        return entered
 
-    def legal(self) -> Mask:
-        """What may follow where it is, uint32 [W]."""
-        mask: Mask = legal_of((self,))[0]
-        return mask
-
-    def enter(self, token: int) -> bool:
+    def enter(self, tokens: Sequence[int]) -> int:
         """See `Constraint`."""
-        if self._form is not None and not self._form.enter(token):
-            return False
-        self._entered.append(self._tail)
-        self._tail = self._behind(self._tail, token)
-        return True
+        count = len(tokens) if self._form is None else self._form.enter(tokens)
+        for token in tokens[:count]:
+            self._entered.append(self._tail)
+            self._tail = self._behind(self._tail, token)
+        return count
 
     def leave(self, count: int) -> None:
         """See `Constraint`."""
@@ -109,27 +114,9 @@ class IdConstraint:
             self._tail = self._entered[-count]
             del self._entered[-count:]
 
-    def path_masks(self, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
-        """See `Constraint`."""
-        form = self._form
-        masks = self._anything(len(paths)) if form is None else form.path_masks(paths)
-        for mask, path in zip(masks, paths, strict=True):
-            self._limit(mask, self._behind(self._tail, *path))
-        return masks
-
-    def legal_prefix(self, tokens: Sequence[int]) -> int:
-        """See `Constraint`; nothing is drafted where the form wins."""
-        count = len(tokens) if self._form is None else self._form.legal_prefix(tokens)
-        tail = self._tail
-        for index, token in enumerate(tokens[:count]):
-            inside = 0 <= token < self._vocab_size and allows(self._allowed, token)
-            if not inside or token in self._completing(tail):
-                return index
-            tail = self._behind(tail, token)
-        return count
-
-    def _anything(self, rows: int) -> NDArray[np.uint32]:
-        return np.full((rows, len(self._allowed)), ALL, dtype=np.uint32)
+    def forced(self) -> Sequence[int]:
+        """See `Constraint`: limits may leave less than a form does."""
+        return ()
 
     def _behind(self, tail: Tail, *ids: int) -> Tail:
         """The tail once these ids have followed."""

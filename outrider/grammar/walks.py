@@ -12,35 +12,39 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.constraint import ALL, Constraint, Mask, allows, legal_of, only_id
+from outrider.grammar.constraint import (
+    ALL,
+    Along,
+    Constraint,
+    Mask,
+    allows,
+    masks_along,
+    only_id,
+)
 from outrider.spec.tree import ROOT
 
-Walk = Generator[None, Mask, None]
-"""Steps of one constraint; it yields where it wants the mask of where that is, and is sent it."""
+Walk = Generator[Sequence[int], Along, None]
+"""Steps of one constraint; it yields the draft tokens along which it wants to know, from where the
+constraint is, and is sent what is legal there."""
 
 
 def side_by_side(walks: Sequence[tuple[Constraint, Walk]]) -> None:
     """Take all walks to their ends."""
-    wanting = [(constraint, walk) for constraint, walk in walks if _wants(walk, None)]
-    while wanting:
-        masks = legal_of([constraint for constraint, _ in wanting])
-        wanting = [
-            (constraint, walk)
-            for (constraint, walk), mask in zip(wanting, masks, strict=True)
-            if _wants(walk, mask)
+    wishes = [(constraint, walk, _wish(walk, None)) for constraint, walk in walks]
+    while wishes := [wish for wish in wishes if wish[2] is not None]:
+        found = masks_along([(constraint, tokens or ()) for constraint, _, tokens in wishes])
+        wishes = [
+            (constraint, walk, _wish(walk, along))
+            for (constraint, walk, _), along in zip(wishes, found, strict=True)
         ]
 
 
-def _wants(walk: Walk, mask: Mask | None) -> bool:
-    """Send a mask (None: begin); whether it wants another one."""
+def _wish(walk: Walk, along: Along | None) -> Sequence[int] | None:
+    """Send what is legal (None: begin); along what it wants to know next, None: nothing."""
     try:
-        if mask is None:
-            next(walk)
-        else:
-            walk.send(mask)
+        return next(walk) if along is None else walk.send(along)
     except StopIteration:
-        return False
-    return True
+        return None
 
 
 class DraftTree(NamedTuple):
@@ -69,69 +73,107 @@ def masks_of(trees: Sequence[DraftTree]) -> list[NDArray[np.uint32]]:
 
 
 def along(tree: DraftTree, masks: NDArray[np.uint32]) -> Walk:
-    """Depth first through a tree and back, noting in masks [1 + N, W] what is legal where it comes.
-    Each node is entered once, left once."""
+    """Through a tree and back, noting in masks [1 + N, W] what is legal where it comes: from a node
+    on along the first children, as far as there are any, then along those of the nodes above."""
     below: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parents.tolist()):
         below.setdefault(parent, []).append(node)
-    ids = tree.tokens.tolist()
-    masks[0] = yield
-    path = [list(reversed(below.get(ROOT, ())))]
-    while path:
-        if not path[-1]:
-            path.pop()
-            if path:
-                tree.constraint.leave(1)
-            continue
-        node = path[-1].pop()
-        if tree.constraint.enter(ids[node]):
-            masks[node + 1] = yield
-            path.append(list(reversed(below.get(node, ()))))
+    ids, path = tree.tokens.tolist(), list[int]()
+    left = [(0, node) for node in reversed(below.get(ROOT, ()))]
+    """Nodes that were not come to, and how many are above each."""
+    entered = 0
+    if not left:
+        masks[0] = (yield ()).masks[0]
+    while left:
+        depth, node = left.pop()
+        if entered > depth:
+            tree.constraint.leave(entered - depth)
+        else:
+            tree.constraint.enter([ids[each] for each in path[entered:depth]])
+        entered, path = depth, [*path[:depth], node]
+        while path[-1] in below:
+            path.append(below[path[-1]][0])
+        seen = yield [ids[each] for each in path[depth:]]
+        masks[0 if not depth else path[depth - 1] + 1] = seen.masks[0]
+        known = depth + seen.entered
+        for place, each in enumerate(path[depth:known]):
+            masks[each + 1] = seen.masks[1 + place]
+            others = below.get(each, ())[1:]
+            left += [(depth + place + 1, other) for other in reversed(others)]
+    tree.constraint.leave(entered)
 
 
 class ChainFit:
     """What of a drafted chain may stand.
 
-    Where the grammar leaves one id, that is the draft, whatever was drafted; what was drafted
-    behind a replaced token is not looked at, for it was drafted behind another one.
+    Where the grammar leaves one id, that is the draft, whatever was drafted; where it leaves more,
+    the best of those that might have been drafted there. What was drafted behind a replaced token
+    is not looked at, for it was drafted behind another one.
     """
 
     def __init__(
-        self, constraint: Constraint, *, force: bool = True, verified: bool = True
+        self,
+        constraint: Constraint,
+        *,
+        others: Sequence[Sequence[int]] = (),
+        force: bool = True,
+        verified: bool = True,
     ) -> None:
-        """force: whether tokens may be replaced; verified: whether the mask behind the last token
-        is wanted, too."""
+        """others: what else might have been drafted at each level, best first; force: whether
+        tokens may be replaced; verified: whether the mask behind the last token is wanted, too."""
         self.constraint = constraint
         self.tokens: list[int] = []
         """Those that are settled."""
         self.masks: list[Mask] = []
         """What may follow the root, and each settled token behind which there is anything."""
-        self.ended = False
-        """Whether nothing may follow the last one."""
-        self._force, self._verified = force, verified
+        self._others, self._force, self._verified = others, force, verified
         self._entered = 0
 
     def settle(self, drafted: Sequence[int]) -> Walk:
-        """Go on behind what is settled, by the ids of the whole chain; it ends early where
-        something else would have to be drafted."""
-        if not self.masks:
-            self.masks.append((yield))
-        stale = False
-        while not self.ended and len(self.tokens) < len(drafted):
-            token = drafted[len(self.tokens)]
-            if stale or token < 0 or not allows(self.masks[-1], token):
-                forced = only_id(self.masks[-1]) if self._force else None
-                if forced is None:
-                    return
-                token, stale = forced, True
-            self.tokens.append(token)
-            if not self._verified and len(self.tokens) == len(drafted):
+        """Settle what may be of a chain; it ends early where something else would have to be
+        drafted."""
+        tokens, ahead = self.tokens, drafted
+        if not drafted:
+            self.masks.append((yield ()).masks[0])
+        while ahead:
+            last = len(tokens) + len(ahead) == len(drafted) and not self._verified
+            seen = yield ahead[: len(ahead) - last]
+            if self._take(ahead, seen) or len(tokens) == len(drafted):
                 return
-            if self.constraint.enter(token):
-                self._entered += 1
-                self.masks.append((yield))
-            else:
-                self.ended = True
+            others = () if ahead is not drafted else self._others[len(tokens) :][:1]
+            ahead = self._instead(others)[: len(drafted) - len(tokens)]
+
+    def _take(self, ahead: Sequence[int], seen: Along) -> bool:
+        """Settle what is legal of these tokens; whether that ends the session."""
+        if not self.masks:
+            self.masks.append(seen.masks[0])
+        for place, token in enumerate(ahead):
+            inside = 0 <= token < self.constraint.vocab_size
+            if not inside or not allows(seen.masks[place], token):
+                return False
+            self.tokens.append(token)
+            if place < seen.entered:
+                self.masks.append(seen.masks[place + 1])
+            elif place + 1 < len(seen.masks):
+                return True
+        return False
+
+    def _instead(self, others: Sequence[Sequence[int]]) -> Sequence[int]:
+        """What may stand behind what is settled: what must, or one of the others (none or one
+        sequence of them); nothing: that is open."""
+        if not self._force:
+            return ()
+        mask, most = self.masks[-1], self.constraint.vocab_size
+        only = only_id(mask)
+        best = only
+        if only is None:
+            inside = (int(i) for each in others for i in each if 0 <= i < most)
+            best = next((i for i in inside if allows(mask, i)), None)
+        if best is None:
+            return ()
+        self._entered += self.constraint.enter(self.tokens[self._entered :])
+        forced = () if only is None else self.constraint.forced()
+        return forced if forced and forced[0] == best else (best,)
 
     def close(self) -> None:
         """Lead the constraint back."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,7 +27,7 @@ LANGUAGE: dict[tuple[int, ...], list[int]] = {
 class Scripted:
     """A constraint (`outrider.grammar.constraint`) over LANGUAGE; elsewhere 5 and 6 may follow."""
 
-    failed, words, matcher = "", WORDS, None
+    failed, words, vocab_size, matcher = "", WORDS, 32 * WORDS, None
 
     def __init__(self) -> None:
         self.path: list[int] = []
@@ -33,16 +35,30 @@ class Scripted:
     def follow(self, output_ids: NDArray[np.int32]) -> None:
         assert not self.path
 
-    def finish(self, mask: NDArray[np.uint32]) -> None:
-        mask[:] = mask_of(LANGUAGE.get(tuple(self.path), [5, 6]), WORDS)
+    def finish(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
+        for depth, mask in enumerate(masks):
+            legal = self._legal(*tokens[:depth])
+            mask[:] = mask_of(legal, WORDS)
+            if depth == len(tokens) or tokens[depth] not in legal or tokens[depth] == END:
+                return depth
+        raise AssertionError("a mask more than tokens")
 
-    def enter(self, token: int) -> bool:
-        assert token in LANGUAGE.get(tuple(self.path), [5, 6])
-        if token == END:
-            return False
-        self.path.append(token)
-        return True
+    def enter(self, tokens: Sequence[int]) -> int:
+        for count, token in enumerate(tokens):
+            if token == END or token not in self._legal():
+                return count
+            self.path.append(token)
+        return len(tokens)
 
     def leave(self, count: int) -> None:
         assert count <= len(self.path)
         del self.path[len(self.path) - count :]
+
+    def forced(self) -> Sequence[int]:
+        found: list[int] = []
+        while len(legal := self._legal(*found)) == 1 and legal[0] != END:
+            found += legal
+        return found
+
+    def _legal(self, *tokens: int) -> list[int]:
+        return LANGUAGE.get((*self.path, *tokens), [5, 6])

@@ -41,7 +41,7 @@ from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_groups import Chunk, Group, add_prompts, asked_of, group_rows
 from outrider_verifier.device_seats import Seats
 from outrider_verifier.engine import wire_array
-from outrider_verifier.form_drafts import follow_forms
+from outrider_verifier.form_drafts import Emitted, draft_under_masks, follow_forms
 from outrider_verifier.judged import Judged, decoded, read_logprobs
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.round_times import RoundTimes
@@ -290,6 +290,7 @@ class DeviceRoundEngine:
         judged: list[Judged] = []
         for group in flight.groups:
             assert group.launched is not None
+            self._draft_under_masks(group, group.launched)
             rows += len(group.rows) * group.launched.shape.nodes
             told = read_logprobs(group.launched)
             if group.rows:
@@ -311,6 +312,24 @@ class DeviceRoundEngine:
             project_s=0.0,
         )
 
+    def _draft_under_masks(self, group: Group, launched: Launched) -> None:
+        """Before anything else is done with what a launch emitted: the device has nothing to do."""
+        drafts = self.rounds.form_drafts
+        if drafts is None or not group.own:
+            return
+        emitted: list[Emitted] = []
+        for place, row in enumerate(group.rows):
+            if row.session.constraint is not None and not row.session.ended:
+                tokens = launched.emitted(place)
+                emitted.append(Emitted(row.session, group.seats[place].slot, tokens))
+        for chunk in group.chunks:
+            session = chunk.row.session
+            if session.constraint is not None and chunk.row.last and not session.ended:
+                tokens = [launched.first(chunk.last)]
+                emitted.append(Emitted(session, chunk.pieces[-1].slot, tokens))
+        if emitted:
+            draft_under_masks(emitted, drafts)
+
     def _read(self, group: Group, launched: Launched, logprobs: dict[int, PathLogprobs]) -> Judged:
         """Outcomes of rows that the device judged."""
         words_of_rows, _ = launched.outcome()
@@ -325,7 +344,6 @@ class DeviceRoundEngine:
     def _read_chunk(self, chunk: Chunk, launched: Launched) -> RowOutcome:
         """The outcome of prompt tokens that ran as pieces."""
         row, session = chunk.row, chunk.row.session
-        _, first = launched.outcome()
         if not session.ended:
             session.kv.advance(row.num_tokens)
         features, mine = self._wire_features(launched), None
@@ -337,7 +355,7 @@ class DeviceRoundEngine:
         if row.last:
             acceptance = Acceptance(
                 accepted_nodes=(),
-                tokens=(int(first[chunk.last]),),
+                tokens=(launched.first(chunk.last),),
                 resampled=False,
                 used_target_only_fallback=False,
             )

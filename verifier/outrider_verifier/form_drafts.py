@@ -1,5 +1,6 @@
-"""Drafts of the own head for sessions in a grammar: read, mended where they do not follow it, and
-given the masks by which the launch verifies them.
+"""Drafts of the own head for sessions in a grammar: drafted again under masks as soon as it is
+known what stands, mended where they do not follow the grammar all the same, and given the masks by
+which the launch verifies them.
 
 n own drafts of a row, L levels that can be masked, W words of a mask.
 """
@@ -7,18 +8,58 @@ n own drafts of a row, L levels that can be masked, W words of a mask.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.engine.device.draft_masks import Masks
 from outrider.engine.device.form_drafts import FormDrafts
-from outrider.grammar.constraint import ALL
+from outrider.grammar.constraint import Constraint, masks_along
 from outrider.grammar.walks import side_by_side
 from outrider_verifier.device_groups import Group
-from outrider_verifier.form_chains import ChainWalk
+from outrider_verifier.form_chains import ChainWalk, is_drawn
 from outrider_verifier.form_trees import TreeWalk
+from outrider_verifier.sessions import Session
 
-Walk = ChainWalk | TreeWalk
+
+class Emitted(NamedTuple):
+    """What a round emitted of a session in a grammar, for which the own head drafts."""
+
+    session: Session
+    slot: int
+    tokens: Sequence[int]
+
+
+def draft_under_masks(emitted: Sequence[Emitted], drafts: FormDrafts) -> None:
+    """Let the head draft again where the grammars' masks may change what it drafts: behind what
+    these sessions emitted, along what must follow, up to the first place that is open. Does not
+    wait for the device: it drafts while the host accounts for the round.
+
+    The rejection rule takes a draft for a draw from its law: whether it is drawn again does not
+    depend on what came.
+    """
+    open_: list[tuple[Emitted, Constraint, int]] = []
+    wishes: list[tuple[Constraint, Sequence[int]]] = []
+    try:
+        for each in emitted:
+            constraint = each.session.constraint
+            if constraint is None or constraint.failed:
+                continue
+            open_.append((each, constraint, constraint.enter(each.tokens)))
+            wishes.append((constraint, constraint.forced()[: drafts.levels]))
+        found = [along.masks for along in masks_along(wishes)]
+    finally:
+        for _, constraint, count in open_:
+            constraint.leave(count)
+    told: list[tuple[int, Masks]] = []
+    for (each, _, count), masks in zip(open_, found, strict=True):
+        # Where all must be as it is, the host writes it; behind its end nothing is drafted.
+        given = drafts.are_chains and len(masks) > drafts.levels and not is_drawn(each.session)
+        if count == len(each.tokens) and not given:
+            told.append((each.slot, masks))
+    if told:
+        drafts.redraft([slot for slot, _ in told], [masks for _, masks in told])
 
 
 def follow_forms(group: Group, drafts: FormDrafts | None) -> None:
@@ -27,55 +68,24 @@ def follow_forms(group: Group, drafts: FormDrafts | None) -> None:
     places = [n for n, row in enumerate(group.rows) if row.session.constraint is not None]
     if drafts is None or not group.own or not places:
         return
-    kind = ChainWalk if drafts.chains else TreeWalk
-    walks: list[Walk] = [
-        kind(group.rows[place].session, group.seats[place].slot, blank=place in group.blank)
-        for place in places
+    slots = [group.seats[place].slot for place in places]
+    kind, read = (ChainWalk, drafts.chains) if drafts.are_chains else (TreeWalk, drafts.trees)
+    walks = [
+        kind(group.rows[place].session, *draft, blank=place in group.blank)
+        for place, *draft in zip(places, *read(slots), strict=True)
     ]
     try:
-        _follow(walks, drafts)
+        side_by_side([(walk.constraint, walk.walk()) for walk in walks])
     finally:
         for walk in walks:
             walk.close()
     legal: list[NDArray[np.uint32] | None] = [None] * len(group.rows)
-    for place, walk in zip(places, walks, strict=True):
+    changed: list[tuple[int, NDArray[np.int32]]] = []
+    for place, slot, walk in zip(places, slots, walks, strict=True):
         legal[place] = walk.masks
         if walk.mended is not None:
             group.cut[place] = int(np.count_nonzero(walk.mended >= 0))
-    group.inputs = group.inputs._replace(legal=legal)
-
-
-def _follow(walks: Sequence[Walk], drafts: FormDrafts) -> None:
-    _read(walks, drafts)
-    while again := _worth_a_pass(walks):
-        levels = np.full((len(again), drafts.levels, drafts.words), ALL, dtype=np.uint32)
-        for legal, walk in zip(levels, again, strict=True):
-            assert walk.to_mask is not None
-            legal[: len(walk.to_mask)] = walk.to_mask
-        drafts.redraft([walk.slot for walk in again], levels)
-        _read(again, drafts)
-    side_by_side([(walk.constraint, walk.end()) for walk in walks])
-    changed = [walk for walk in walks if walk.mended is not None]
+            changed.append((slot, walk.mended))
     if changed:
-        tokens = [walk.mended for walk in changed if walk.mended is not None]
-        drafts.write([walk.slot for walk in changed], np.stack(tokens))
-
-
-def _worth_a_pass(walks: Sequence[Walk]) -> list[Walk]:
-    """Those for which the head drafts again; none if that is not worth it.
-
-    All rows wait for a pass, which takes as long as drafting did: a third of a round. What it gains
-    is what these rows draft anew, of which most stands. So it pays where that is half of all.
-    """
-    again = [walk for walk in walks if walk.to_mask is not None]
-    return again if 2.0 * sum(walk.gain for walk in again) >= len(walks) else []
-
-
-def _read(walks: Sequence[Walk], drafts: FormDrafts) -> None:
-    tokens, parents = drafts.read([walk.slot for walk in walks])
-    side_by_side(
-        [
-            (walk.constraint, walk.read(*draft))
-            for walk, *draft in zip(walks, tokens, parents, strict=True)
-        ]
-    )
+        drafts.write([slot for slot, _ in changed], np.stack([mended for _, mended in changed]))
+    group.inputs = group.inputs._replace(legal=legal)

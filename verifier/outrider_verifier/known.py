@@ -40,6 +40,8 @@ class Kind(NamedTuple):
     look_ahead: bool = False
     """Whether they may be drafted for ahead of their verdicts."""
     fan_out: int = 0
+    constrained: bool = False
+    """Whether they are in grammars: their rounds wait for the host, and other drafts stand."""
 
     @classmethod
     def of(cls, session: Session) -> Kind:
@@ -54,17 +56,20 @@ class Kind(NamedTuple):
             temperature=round(sampling.temperature, 1),
             look_ahead=plan.look_ahead > 0,
             fan_out=plan.fan_out,
+            constrained=session.constraint is not None,
         )
 
     def no_easier_than(self, other: Kind) -> bool:
         """Whether the same drafts are at least as hard to make stand as for `other`: those of
-        hotter sessions stand less often."""
-        return self[:4] == other[:4] and self.temperature >= other.temperature
+        hotter sessions, and those in grammars, stand less often."""
+        harder = self.temperature >= other.temperature and self.constrained >= other.constrained
+        return self[:4] == other[:4] and harder
 
     def __str__(self) -> str:
         shape = "chain" if self.top_k == 1 else "tree"
         named = f"{self.method} {shape} of {self.draft_tokens}"
-        return f"{named}, {self.rule}, T {self.temperature}"
+        bound = ", in grammars" if self.constrained else ""
+        return f"{named}, {self.rule}, T {self.temperature}{bound}"
 
 
 @dataclass(slots=True)

@@ -11,14 +11,14 @@ the newest one, the only one whose prediction is wanted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from outrider.engine.device.draft_masks import DraftMasks
 from outrider.engine.device.drawing import Drawing, chain_path, tree_path
 from outrider.engine.device.head_weights import HeadWeights
-from outrider.engine.device.legal_drafts import only_legal
 from outrider.engine.device.own_law import own_law
 from outrider.engine.draft_sampling import LawLimits
 from outrider.engine.kernels.attention.rotary import rotary_table, rotary_write
@@ -38,6 +38,7 @@ from outrider.engine.kernels.drafts.inputs import (
     head_inputs,
 )
 from outrider.engine.kernels.drafts.law_draw import ChainLaws, DrawnLaws, draw_from_laws, stack_laws
+from outrider.engine.kernels.drafts.legal import mask_drafts
 from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider.engine.kernels.drafts.tree_rank import TreeDraft, rank_tree
 from outrider.engine.kernels.linear.fused import SKINNY_ROWS, add_linear, fused_linear
@@ -64,6 +65,10 @@ class NewRows(NamedTuple):
     """int32 [B]: draft position of the first one."""
 
 
+NUM_OTHERS: Final = 4
+"""Ids told beside each drafted one, where they are asked for; each costs a pass over the logits."""
+
+
 class ChainDraft(NamedTuple):
     """One chain a session."""
 
@@ -75,6 +80,9 @@ class ChainDraft(NamedTuple):
     """float32 [B, K, Vd]: softmax(logits / T), the laws that the tokens were drawn from."""
     laws: ChainLaws | None = None
     """The same in a form that can be shipped, if asked for."""
+    others: Tensor | None = None
+    """int32 [B, K, NUM_OTHERS]: target ids that might have been drafted at each level, best first,
+    -1 where there are no more; if asked for."""
 
 
 class Places(NamedTuple):
@@ -147,7 +155,8 @@ class DraftProgram:
         with_probs: bool = False,
         law_limits: LawLimits | None = None,
         drawing: Drawing | None = None,
-        legal: Tensor | None = None,
+        legal: DraftMasks | None = None,
+        with_others: bool = False,
         prune: bool = True,
     ) -> ChainDraft:
         """Catch up, then draft `length` tokens by each session's rule.
@@ -156,14 +165,15 @@ class DraftProgram:
         ones draw from the laws that `with_probs` returns. warp: what sessions do to draft logits;
         None: nothing. law_limits: draw from laws within these instead, and return them; rejection
         sessions only. drawing: whose rule, warper and noise; None: those of the rows' slots.
-        legal: int32 [length, B, W], bits of the target ids that may be drafted at each level, none
-        of them being any; None: any.
+        legal: what may be drafted at each level; None: anything. with_others: asks for
+        them.
         """
         layout = self._layout(rows, num_steps=length - 1)
         places = self._places(layout)
         x = self._catch_up(rows, layout, places, prune=prune)
         ids, (batch, num_new) = self.weights.target_ids, rows.tokens.shape
         columns, laws, drawn = list[Tensor](), list[Tensor](), list[DrawnLaws]()
+        others = list[Tensor]()
         owners, told, law_state = rows.slots, None, (state, rows.slots)
         if drawing is not None:
             owners, told = drawing.owners, drawing.uncounted
@@ -177,8 +187,7 @@ class DraftProgram:
                 session = Seen(rows.tables, rows.slots, layout.positions[here])
                 x = self._step(block, places.at(here), session, num_nodes=1, mask=None)
             logits = self.logits(x)
-            if legal is not None:
-                logits = only_legal(logits, legal[level], ids)
+            logits = self._masked(logits, legal, level)
             if warp is not None:
                 logits = warp_drafts(logits, warp, *where, chain_path(told, columns))
             if law_limits is not None:
@@ -188,6 +197,8 @@ class DraftProgram:
                 columns.append(drawn[-1].columns)
                 continue
             columns.append(choose_tokens(logits, *where, rows_per_slot=1, side="draft", ids=ids))
+            if with_others:
+                others.append(_best_ids(logits, NUM_OTHERS, *where, ids=ids))
             if with_probs:
                 laws.append(own_law(logits, state, owners))
         chosen = torch.stack(columns, dim=1)
@@ -196,6 +207,7 @@ class DraftProgram:
             columns=chosen,
             probs=torch.stack(laws, dim=1) if laws else None,
             laws=stack_laws(drawn) if drawn else None,
+            others=torch.stack(others, dim=1) if others else None,
         )
 
     def tree(
@@ -209,13 +221,13 @@ class DraftProgram:
         warp: WarpState | None = None,
         coupled: bool = False,
         drawing: Drawing | None = None,
-        legal: Tensor | None = None,
+        legal: DraftMasks | None = None,
     ) -> TreeDraft:
         """Catch up, then grow EAGLE's dynamic tree.
 
         Nodes are ranked by sums of log softmax(logits / T); those of coupled sessions by shared
-        noise, if `coupled` says that there may be any. warp, drawing: as for `chain`; legal: too,
-        int32 [1, B, W], of the first level.
+        noise, if `coupled` says that there may be any. warp, drawing, legal: as for `chain`, but
+        that only the first level is masked.
         """
         batch, width = rows.slots.shape[0], min(top_k, num_nodes)
         layout = self._layout(rows, num_steps=depth - 1, step_rows=width)
@@ -242,8 +254,8 @@ class DraftProgram:
                 x = self._step(block, places.at(here), session, num_nodes=width, mask=mask)
                 place += batch * width
             logits, count = self.logits(x), width if level else 1
-            if legal is not None and not level:
-                logits = only_legal(logits, legal[0], target_ids)
+            if not level:
+                logits = self._masked(logits, legal, level)
             if warp is not None:
                 path = tree_path(told, drafted, mask)
                 following = layout.following[level].repeat_interleave(count)
@@ -256,6 +268,15 @@ class DraftProgram:
             frontier = select_frontier(offered, ids, frontier, candidates, first, width=width)
             first += offered.numel() // batch
         return rank_tree(candidates, target_ids, num_nodes=num_nodes)
+
+    def _masked(self, logits: Tensor, legal: DraftMasks | None, level: int) -> Tensor:
+        """Logits [B, Vd] of a level without what must not be drafted there."""
+        bits = None if legal is None else legal.at(level, len(logits))
+        if bits is None:
+            return logits
+        logits = logits.to(torch.float32)
+        mask_drafts(logits, bits, self.weights.target_ids)
+        return logits
 
     def _layout(self, rows: NewRows, *, num_steps: int = 0, step_rows: int = 1) -> DraftLayout:
         return draft_layout(
@@ -390,3 +411,20 @@ class DraftProgram:
         gated = fused_linear(normed, w.gate_up, gated=True)
         x = fused_linear(gated, w.down, residual=h)
         return rms_norm(x, w.final_norm, eps) if w.config.norm_output else x
+
+
+def _best_ids(
+    logits: Tensor,
+    count: int,
+    state: SamplingState,
+    owners: Tensor,
+    following: Tensor,
+    *,
+    ids: Tensor,
+) -> Tensor:
+    """int32 [B, count]: the best target ids by each session's rule, draws of the rejection rule
+    apart; -1 where there are no more."""
+    scores, columns = log_softmax_topk(logits, count)
+    put_coupled_topk(scores, columns, logits, state, owners, following, ids=ids)
+    found = ids[columns.clamp(min=0).long()].int()
+    return torch.where(columns >= 0, found, -1)

@@ -1,7 +1,6 @@
 """Own drafts that follow grammars: read by the host, and drawn anew under masks where they do not.
 
-X session slots, n own drafts, L levels that can be masked, B rows of the bucket, Vd draft
-vocabulary, W words of 32 target ids.
+X session slots, n own drafts, A others.
 """
 
 from __future__ import annotations
@@ -11,7 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from outrider.engine.device.draft import NUM_OTHERS
+from outrider.engine.device.draft_masks import DraftMasks, Masks
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.inputs import zeros
 from outrider.engine.device.own_head import OwnHead
@@ -28,22 +30,43 @@ class FormDrafts:
     ) -> None:
         self._head, self._graphs = own_head, graphs
         self._max_sessions = max_sessions
-        self.words = -(-vocab_size // 32)
         self.levels = own_head.shape.maskable_levels
-        self.chains = not own_head.shape.is_tree
+        """Levels whose drafts can be masked."""
+        self.are_chains = not own_head.shape.is_tree
         """Whether drafts are chains."""
+        self._others: Tensor | None = None
+        """Of the last pass, int32 [B, n, A];"""
+        self._rows: dict[int, int] = {}
+        """its rows, by slot. They are good for the next round."""
         rows, device = up_to(ROW_BUCKETS, max_sessions)[-1], own_head.tokens.device
         self._slots = zeros(rows, device)
-        self._bits = zeros(self.levels * rows * self.words, device)
+        self._masks = DraftMasks(
+            levels=self.levels,
+            max_rows=rows,
+            vocab_size=vocab_size,
+            target_ids=own_head.program.weights.target_ids,
+            device=device,
+        )
 
-    def read(self, slots: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Tokens and parents, int32 [len(slots), n] each, of the drafts that the next round of
-        these slots' sessions verifies; -1 and PADDING_NODE where there is no node."""
+    def chains(self, slots: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Of the chains that the next round of these slots' sessions verifies: tokens int32
+        [len(slots), n], and what else might have been drafted, int32 [len(slots), n, A], best
+        first; -1 where there is nothing."""
         tokens = self._head.tokens.cpu().numpy()[list(slots)]
-        if self._head.parents is None:
-            parents: NDArray[np.int32] = np.arange(-1, tokens.shape[1] - 1, dtype=np.int32)
-            return tokens, np.broadcast_to(parents, tokens.shape)
-        return tokens, self._head.parents.cpu().numpy()[list(slots)]
+        others = np.full((*tokens.shape, NUM_OTHERS), -1, dtype=np.int32)
+        if self._others is not None:
+            known = self._others.cpu().numpy()
+            for row, slot in enumerate(slots):
+                if slot in self._rows:
+                    others[row] = known[self._rows[slot]]
+        return tokens, others
+
+    def trees(self, slots: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Of the trees that it verifies: tokens and parents, int32 [len(slots), n] each; -1 and
+        PADDING_NODE where there is no node."""
+        assert self._head.parents is not None
+        tokens, parents = self._head.tokens.cpu().numpy(), self._head.parents.cpu().numpy()
+        return tokens[list(slots)], parents[list(slots)]
 
     @torch.inference_mode()
     def write(self, slots: Sequence[int], tokens: NDArray[np.int32]) -> None:
@@ -54,9 +77,8 @@ class FormDrafts:
         upload(np.concatenate((np.array(slots, dtype=np.int32), tokens.reshape(-1))), given)
         self._head.tokens.index_copy_(0, given[:rows].long(), given[rows:].view(rows, width))
 
-    def redraft(self, slots: Sequence[int], legal: NDArray[np.uint32]) -> None:
-        """Draft anew from what stands. legal: uint32 [len(slots), L, W], what may be drafted at
-        each level; where it leaves nothing of the draft vocabulary, anything may.
+    def redraft(self, slots: Sequence[int], legal: Sequence[Masks]) -> None:
+        """Draft anew from what stands, under these masks.
 
         The noise is that of the first time: a level whose mask has the token that was drawn there
         draws it again.
@@ -64,11 +86,10 @@ class FormDrafts:
         rows = bucket(len(slots), ROW_BUCKETS)
         padded = np.full(rows, self._head.padding, dtype=np.int32)
         padded[: len(slots)] = slots
-        bits = np.zeros((self.levels, rows, self.words), dtype=np.uint32)
-        bits[:, : len(slots)] = legal.swapaxes(0, 1)
         upload(padded, self._slots[:rows])
-        upload(bits.reshape(-1).view(np.int32), self._bits[: bits.size])
-        self._run(rows)
+        self._masks.fill(legal, rows)
+        self._others = self._run(rows)
+        self._rows = {slot: row for row, slot in enumerate(slots)}
 
     def warm_up(self) -> None:
         """Compile and capture all buckets, with nothing but padding."""
@@ -77,7 +98,6 @@ class FormDrafts:
             self._run(rows)
 
     @torch.inference_mode()
-    def _run(self, rows: int) -> None:
+    def _run(self, rows: int) -> Tensor | None:
         slots = self._slots[:rows]
-        legal = self._bits[: self.levels * rows * self.words].view(self.levels, rows, -1)
-        self._graphs.run(("redraft", rows), lambda: self._head.redraft(slots, legal))
+        return self._graphs.run(("redraft", rows), lambda: self._head.redraft(slots, self._masks))

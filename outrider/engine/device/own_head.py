@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.device.draft import DraftProgram, NewRows
+from outrider.engine.device.draft_masks import DraftMasks
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warp_slots import WarpSlots
@@ -125,9 +126,9 @@ class OwnHead:
             self._features.index_copy_(0, rows.slots.long(), features)
         self._draft(rows, sampled=sampled)
 
-    def redraft(self, slots: Tensor, legal: Tensor) -> None:
-        """Draft anew for sessions whose last drafts nobody has verified. slots: int32 [B]; legal:
-        int32 [L, B, W], the target ids that may be drafted at each maskable level."""
+    def redraft(self, slots: Tensor, legal: DraftMasks) -> Tensor | None:
+        """Draft anew, under masks, for sessions whose last drafts nobody has verified; slots: int32
+        [B]. Of chains, what else might have been drafted: int32 [B, n, A] as in `ChainDraft`."""
         sequence, places = self._slots.sequence, slots.long()
         newest = NewRows(
             slots=slots,
@@ -137,9 +138,11 @@ class OwnHead:
             counts=(slots != self.padding).int(),
             starts=(sequence.lengths[places] - 2).clamp(min=0),
         )
-        self._draft(newest, sampled=True, legal=legal)
+        return self._draft(newest, sampled=True, legal=legal)
 
-    def _draft(self, rows: NewRows, *, sampled: bool, legal: Tensor | None = None) -> None:
+    def _draft(
+        self, rows: NewRows, *, sampled: bool, legal: DraftMasks | None = None
+    ) -> Tensor | None:
         places, state = rows.slots.long(), self._slots.sampling
         warp = self.warp.state if sampled else None
         if self.parents is not None:
@@ -155,7 +158,7 @@ class OwnHead:
             )
             self.tokens.index_copy_(0, places, tree.tokens)
             self.parents.index_copy_(0, places, tree.parents)
-            return
+            return None
         chain = self.program.chain(
             rows,
             length=self.shape.num_nodes,
@@ -163,10 +166,12 @@ class OwnHead:
             warp=warp,
             with_probs=sampled,
             legal=legal,
+            with_others=legal is not None,
         )
         self.tokens.index_copy_(0, places, chain.tokens)
         if self.law is not None and chain.probs is not None:
             self.law.probs.index_copy_(0, places, chain.probs)
+        return chain.others
 
 
 def _live_rows(counts: Tensor, width: int) -> Tensor:

@@ -52,6 +52,17 @@ class Launched(NamedTuple):
         decoding = self.shape.rows * self.shape.result_words
         return words[:decoding].reshape(-1, self.shape.result_words), words[decoding:]
 
+    def emitted(self, row: int) -> list[int]:
+        """Waits: the tokens of a row that decodes."""
+        words = self.outcome()[0][row]
+        start = 2 + self.shape.nodes
+        tokens: list[int] = words[start : start + words[0]].tolist()
+        return tokens
+
+    def first(self, piece: int) -> int:
+        """Waits: the token behind a piece with which a prompt ends."""
+        return int(self.outcome()[1][piece])
+
 
 class DeviceRounds:
     """Launches rounds; every tensor that a graph reads or writes lives here."""

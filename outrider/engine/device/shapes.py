@@ -7,6 +7,7 @@ consecutive tokens of one session, which may have several in one round.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -83,7 +84,7 @@ class RoundShape:
         return 2 + 2 * self.nodes
 
 
-def bucket(value: int, sizes: tuple[int, ...]) -> int:
+def bucket(value: int, sizes: Sequence[int]) -> int:
     """The smallest size that holds `value`; beyond the largest one, `value` itself."""
     place = bisect_left(sizes, value)
     return sizes[place] if place < len(sizes) else value

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_drafter import forms
+from numpy.typing import NDArray
+from outrider_drafter import form_launches, forms
 from outrider_drafter.engine import DraftEngine
 from outrider_drafter.metrics import Metrics
 from outrider_drafter.ngram import NgramSource
@@ -19,7 +20,9 @@ from outrider_drafter.sessions import Limits
 from outrider_drafter.small_model import SmallModelSource
 
 from outrider.engine.loading import load_target
+from outrider.grammar.constraint import few_ids, legal_prefix
 from outrider.grammar.grammars import Grammars
+from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured import StructuredKind, StructuredOutput
@@ -194,15 +197,52 @@ def test_a_chain_that_was_drafted_without_masks_is_mended(
     bound, free = session_in(Scripted()), session_in(None)
     words = np.array([drafted, drafted], dtype=np.int32)
     counts = np.array([len(drafted)] * 2, dtype=np.int64)
-    found, lengths = forms.fit_chains([bound, free], words, counts)
+    starts = form_launches.starts_of([bound, free])
+    found, lengths = form_launches.fit_chains(starts, words, counts)
     assert found[0, : lengths[0]].tolist() == kept
     assert found[1, : lengths[1]].tolist() == words[0].tolist() == drafted
     assert bound.constraint.path == []
 
 
+def test_what_might_have_been_drafted_stands_in_for_what_does_not_fit() -> None:
+    bound = session_in(Scripted())
+    words = np.array([[2, 9, 5]], dtype=np.int32)
+    others = np.array([[[2, 1], [9, 6], [5, 6]]], dtype=np.int32)
+    starts = form_launches.starts_of([bound])
+    found, lengths = form_launches.fit_chains(starts, words, np.array([3]), others)
+    assert found[0, : lengths[0]].tolist() == [2, 6, END]
+
+
+def test_drafts_behind_paths_are_masked_and_fit_there_and_nothing_is_behind_wrong_ones() -> None:
+    """Several of one session in one launch."""
+    bound, paths = session_in(Scripted()), [[1], [2], [7], [2, 5], [2, 6, END]]
+    starts = form_launches.starts_of([bound] * 5, paths)
+    masks = form_launches.first_masks(starts, 3)
+    assert [None if m is None else [few_ids(one, 9) for one in m] for m in masks] == [
+        [[3], [4], [5, 6]],
+        [[5, 6]],
+        None,
+        [[5, 6]],
+        None,
+    ]
+    words = np.array([[9, 9], [5, 5], [5, 5], [9, 5], [5, 5]], dtype=np.int32)
+    found, lengths = form_launches.fit_chains(starts, words, np.array([2] * 5))
+    assert [row[:n].tolist() for row, n in zip(found, lengths, strict=True)] == [
+        [3, 4],
+        [5, 5],
+        [],
+        [],
+        [],
+    ]
+    assert bound.constraint.path == []
+
+
 def session_in(constraint: Scripted | None) -> Any:
     tokens = SimpleNamespace(view=np.empty(0, dtype=np.int32))
-    return SimpleNamespace(constraint=constraint, tokens=tokens, prompt_len=0)
+    bound = constraint is not None
+    return SimpleNamespace(
+        constraint=constraint, constrained=bound, slot=int(bound), tokens=tokens, prompt_len=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,32 +286,52 @@ def test_a_device_drafts_for_sessions_in_a_form_as_for_others(
         assert len(proposal.tree)
 
 
-def test_a_device_looks_ahead_for_sessions_in_a_form_as_for_others(
-    grammars: Grammars, tiny_target: Path, tmp_path: Path
+def outcomes_of(drafted: list[int], tokens: NDArray[np.int32]) -> dict[int, list[int]]:
+    """Every outcome of a chain behind these tokens, by its digest."""
+    digest, found = extend_digest(EMPTY_DIGEST, tokens), dict[int, list[int]]()
+    for depth in range(len(drafted) + 1):
+        here = extend_digest(digest, drafted[:depth])
+        for token in range(VOCAB):
+            found[extend_digest(here, [token])] = [*drafted[:depth], token]
+    return found
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[1]])
+def test_a_device_looks_ahead_within_a_form(
+    sampling: SamplingParams, grammars: Grammars, tiny_target: Path, tmp_path: Path
 ) -> None:
-    """Drafts for outcomes begin behind these, not where the session is: nothing is mended there,
-    and several of one session are drafted in one launch."""
+    """Only outcomes that the form allows, and behind them what may stand there; of a session
+    without a form in the same launches, all as ever."""
     make_eagle3_head(tmp_path)
     source = on_device(plain_head(tmp_path))
     limits = Limits(vocab_size=VOCAB, feature_size=HIDDEN, max_context=4096)
     engine = DraftEngine(
         [source], limits=limits, max_sessions=8, metrics=Metrics(), grammars=grammars
     )
-    output = np.array(Tokenizer.load(tiny_target).encode("a7b "), np.int32)
+    tokenizer = Tokenizer.load(tiny_target)
+    output = np.array(tokenizer.encode("a7b a"), np.int32)
     scripts = [Script("bound", length=64), Script("free", length=64)]
     plan = replace(CHAIN, look_ahead=1)
     for script, form in zip(scripts, (FORM, None), strict=True):
         script.tokens[-len(output) :] = output
-        start = script.start(plan=plan, prompt_len=64 - len(output))
+        start = script.start(plan=plan, sampling=sampling, prompt_len=64 - len(output))
         engine.handle(1, replace(start, structured_output=form, stop_token_ids=(STOP,)))
     compiled(engine)
     for script in scripts:
         engine.handle(1, script.verdict(64))
-    assert len(answers(engine)) == 2
-    ahead = Counter(
-        entry.handle
-        for together in engine.look_ahead()
-        for _, message in together
-        for entry in message.entries()
-    )
-    assert all(ahead[script.handle] > 1 for script in scripts)
+    live = {answer.handle: answer.tree.tokens.tolist() for answer in answers(engine)}
+    constraint = grammars.compile(FORM).begin([STOP])
+    constraint.follow(output)
+    outcomes = outcomes_of(live[scripts[0].handle], scripts[0].tokens[:64])
+    ahead: Counter[int] = Counter()
+    for together in engine.look_ahead():
+        for _, message in together:
+            for entry in message.entries():
+                ahead[entry.handle] += 1
+                if entry.handle == scripts[0].handle:
+                    path = outcomes[entry.prefix_digest]
+                    drafted = [*path, *entry.tree.tokens.tolist()]
+                    assert legal_prefix(constraint, drafted) == len(drafted)
+                    assert len(entry.tree)
+    # One of ten digits, and behind the chain "a" or "!"; the digit that was drafted is no outcome.
+    assert ahead[scripts[0].handle] == 11 < ahead[scripts[1].handle]

@@ -11,7 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.grammar.constraint import mask_of, mask_words, only_id
+from outrider.grammar.constraint import (
+    ALL,
+    few_ids,
+    legal,
+    legal_prefix,
+    mask_of,
+    mask_words,
+    masks_along,
+    only_id,
+    path_masks,
+)
 from outrider.grammar.form_constraint import FormConstraint
 from outrider.grammar.grammars import Grammars
 from outrider.grammar.walks import DraftTree, masks_of
@@ -62,9 +72,9 @@ def random_tree(
     for node in range(nodes):
         parent = int(rng.integers(ROOT, node))
         above = [] if parent == ROOT else paths[parent]
-        legal = sorted(language.legal([*before, *above], [STOP]))
-        wild = rng.random() < 0.2 or not legal
-        token = int(rng.integers(0, VOCAB)) if wild else int(rng.choice(legal))
+        going = sorted(language.legal([*before, *above], [STOP]))
+        wild = rng.random() < 0.2 or not going
+        token = int(rng.integers(0, VOCAB)) if wild else int(rng.choice(going))
         tokens.append(token)
         parents.append(parent)
         paths.append([*above, token])
@@ -76,31 +86,37 @@ def test_masks_of_a_tree_are_those_of_every_prefix_matched_anew(
     seed: int, grammars: Grammars, language: FiniteLanguage
 ) -> None:
     rng = np.random.default_rng(seed)
-    constraint, before = begun(grammars), list[int]()
+    constraint, before, stood = begun(grammars), list[int](), 0
     while True:
         tokens, parents = random_tree(rng, language, before, 12)
         (masks,) = masks_of([draft_tree(constraint, tokens, parents)])
         assert masks.shape == (13, mask_words(VOCAB)) and masks.dtype == np.uint32
         assert language.agrees(ids_of(masks[0], VOCAB), before, [STOP]), before
         for node in range(12):
-            path, at = list[int](), node
+            path, at, stands = list[int](), node, True
             while at != ROOT:
                 path.insert(0, tokens[at])
+                stands &= tokens[at] in ids_of(masks[parents[at] + 1], VOCAB)
                 at = parents[at]
+            if not stands:
+                # Below what is not legal it says anything.
+                continue
+            stood += 1
             found = ids_of(masks[node + 1], VOCAB)
             assert language.agrees(found, [*before, *path], [STOP]), (before, path)
-            (alone,) = constraint.path_masks([path])
+            (alone,) = path_masks(constraint, [path])
             assert np.array_equal(alone, masks[node + 1])
             anew = begun(grammars)
             anew.follow(np.array([*before, *path], np.int32))
-            assert anew.failed or np.array_equal(anew.legal(), alone)
+            assert anew.failed or np.array_equal(legal(anew), alone)
         going = sorted(language.legal(before, []))
         if not going:
             break
         before.append(int(rng.choice(going)))
         constraint.follow(np.array(before, np.int32))
+    assert stood > 6
     # Complete, and nothing can follow: its end alone is legal.
-    assert ids_of(constraint.legal(), VOCAB) == {STOP}
+    assert ids_of(legal(constraint), VOCAB) == {STOP}
     assert not constraint.failed
 
 
@@ -114,8 +130,8 @@ def test_a_constraint_is_where_its_tokens_are_however_they_came(
         slowly.follow(ids[:end])
         slowly.follow(ids[:end])
     at_once.follow(ids)
-    assert np.array_equal(slowly.legal(), at_once.legal())
-    assert ids_of(at_once.legal(), VOCAB)
+    assert np.array_equal(legal(slowly), legal(at_once))
+    assert ids_of(legal(at_once), VOCAB)
 
 
 def test_a_walk_along_a_draft_has_its_masks_and_leads_back(
@@ -123,16 +139,16 @@ def test_a_walk_along_a_draft_has_its_masks_and_leads_back(
 ) -> None:
     ids = list(Tokenizer.load(tiny_target).encode("the target"))
     constraint = begun(grammars)
-    wanted = constraint.path_masks([ids[:depth] for depth in range(len(ids) + 1)])
+    wanted = path_masks(constraint, [ids[:depth] for depth in range(len(ids) + 1)])
     for depth, token in enumerate(ids):
-        assert np.array_equal(constraint.legal(), wanted[depth])
-        assert constraint.enter(token)
-    assert not constraint.enter(5), "it is not legal there"
+        assert np.array_equal(legal(constraint), wanted[depth])
+        assert constraint.enter([token]) == 1
+    assert not constraint.enter([5]), "it is not legal there"
     constraint.leave(len(ids) - 1)
-    assert np.array_equal(constraint.legal(), wanted[1])
+    assert np.array_equal(legal(constraint), wanted[1])
     constraint.leave(1)
     constraint.leave(0)
-    assert np.array_equal(constraint.legal(), wanted[0])
+    assert np.array_equal(legal(constraint), wanted[0])
 
 
 @pytest.mark.parametrize("ids", [[0], [31], [32], [63], [40]])
@@ -142,32 +158,38 @@ def test_the_only_id_of_a_mask_is_known(ids: list[int]) -> None:
     assert only_id(mask_of([], 2)) is None
 
 
+def test_ids_of_a_mask_are_told_if_they_are_few() -> None:
+    mask = mask_of([0, 31, 32, 40], 2)
+    assert few_ids(mask, 4) == few_ids(mask, 9) == [0, 31, 32, 40]
+    assert few_ids(mask, 3) == few_ids(mask, 1) == few_ids(mask_of([], 2), 3) == []
+
+
 def test_tokens_that_do_not_fit_are_said(grammars: Grammars) -> None:
     constraint = begun(grammars)
     constraint.follow(np.array([5, 6], np.int32))
     assert "token 5 does not fit" in constraint.failed
-    assert ids_of(constraint.legal(), VOCAB) == {STOP}
+    assert ids_of(legal(constraint), VOCAB) == {STOP}
     (masks,) = masks_of([draft_tree(constraint, [9], [ROOT])])
     assert ids_of(masks[0], VOCAB) == {STOP}
-    assert constraint.legal_prefix([4]) == 0
+    assert legal_prefix(constraint, [4]) == 0
 
 
 def test_drafts_are_cut_where_they_leave_the_grammar(grammars: Grammars, tiny_target: Path) -> None:
     constraint = begun(grammars)
     ids = list(Tokenizer.load(tiny_target).encode("drafts"))
-    assert constraint.legal_prefix(ids) == len(ids)
-    assert constraint.legal_prefix([*ids, STOP]) == len(ids) + 1, "an end may be drafted"
-    assert constraint.legal_prefix([*ids, STOP, STOP]) == len(ids) + 1
-    assert constraint.legal_prefix([*ids, ids[0]]) == len(ids)
-    assert constraint.legal_prefix([STOP]) == constraint.legal_prefix([VOCAB + 7]) == 0
-    assert constraint.legal_prefix(ids) == len(ids), "what is tried is undone"
+    assert legal_prefix(constraint, ids) == len(ids)
+    assert legal_prefix(constraint, [*ids, STOP]) == len(ids) + 1, "an end may be drafted"
+    assert legal_prefix(constraint, [*ids, STOP, STOP]) == len(ids) + 1
+    assert legal_prefix(constraint, [*ids, ids[0]]) == len(ids)
+    assert legal_prefix(constraint, [STOP]) == legal_prefix(constraint, [VOCAB + 7]) == 0
+    assert legal_prefix(constraint, ids) == len(ids), "what is tried is undone"
 
 
 def test_specials_and_padding_are_never_legal(grammars: Grammars) -> None:
     anything = grammars.compile(StructuredOutput(StructuredKind.REGEX, "(.|\n)*")).begin([STOP])
-    legal = ids_of(anything.legal(), VOCAB)
-    assert STOP in legal and not {0, 1} & legal
-    assert max(legal) < 359 < VOCAB, "the vocabulary is padded beyond the tokenizer's ids"
+    found = ids_of(legal(anything), VOCAB)
+    assert STOP in found and not {0, 1} & found
+    assert max(found) < 359 < VOCAB, "the vocabulary is padded beyond the tokenizer's ids"
 
 
 def test_sessions_side_by_side_have_the_masks_that_they_have_alone(
@@ -188,3 +210,48 @@ def test_sessions_side_by_side_have_the_masks_that_they_have_alone(
     assert constraints[3].failed
     for masks, wanted in zip(together, alone, strict=True):
         assert np.array_equal(masks, wanted)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_masks_along_drafts_are_those_of_single_steps(
+    seed: int, grammars: Grammars, language: FiniteLanguage
+) -> None:
+    """Of many sessions at once, without drafts, or with some that leave the grammar or end."""
+    rng = np.random.default_rng(seed)
+    drafts = list[list[int]]()
+    for _ in range(8):
+        tokens = list[int]()
+        for _ in range(int(rng.integers(0, 6))):
+            going = sorted(language.legal(tokens, [STOP])) or [STOP]
+            wild = [-1, VOCAB, 1 << 30, int(rng.integers(0, VOCAB))]
+            tokens.append(int(rng.choice(wild if rng.random() < 0.1 else going)))
+        drafts.append(tokens)
+    constraints = [begun(grammars) for _ in drafts]
+    found = masks_along(list(zip(constraints, drafts, strict=True)))
+    for constraint, tokens, along in zip(constraints, drafts, found, strict=True):
+        assert along.masks.shape == (1 + len(tokens), mask_words(VOCAB))
+        stepped = begun(grammars)
+        for depth in range(along.entered + 1):
+            assert np.array_equal(along.masks[depth], legal(stepped)), (tokens, depth)
+            if depth < along.entered:
+                assert stepped.enter([tokens[depth]]) == 1
+        if along.entered < len(tokens):
+            here = ids_of(along.masks[along.entered], VOCAB)
+            left = tokens[along.entered]
+            assert left not in here or not stepped.enter([left]), "nothing follows it"
+            assert (along.masks[1 + along.entered :] == ALL).all()
+        assert not constraint.failed
+        assert np.array_equal(legal(constraint), legal(begun(grammars))), "it is where it was"
+
+
+def test_what_must_follow_is_what_masks_leave_alone(grammars: Grammars) -> None:
+    constraint = grammars.compile(StructuredOutput(StructuredKind.REGEX, "x(abc){2}[01]")).begin(
+        [STOP]
+    )
+    forced = list(constraint.forced())
+    assert forced
+    for depth in range(len(forced)):
+        (mask,) = path_masks(constraint, [forced[:depth]])
+        assert only_id(mask) == forced[depth]
+    (behind,) = path_masks(constraint, [forced])
+    assert only_id(behind) is None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from outrider.errors import InvalidRequestError
-from outrider.grammar.constraint import mask_words
+from outrider.grammar.constraint import legal, legal_prefix, mask_words, path_masks
 from outrider.grammar.grammars import Grammars
 from outrider.grammar.id_constraint import IdConstraint
 from outrider.grammar.walks import DraftTree, masks_of
@@ -67,9 +67,12 @@ def test_masks_of_a_tree_are_those_of_the_definition(
     (masks,) = masks_of([DraftTree(constraint, tokens, parents)])
     assert masks.shape == (1 + len(tree), mask_words(VOCAB)) and masks.dtype == np.uint32
     paths = [[int(tokens[at]) for at in path(parents, n)] for n in range(ROOT, len(tree))]
-    for mask, alone, said in zip(masks, constraint.path_masks(paths), paths, strict=True):
-        wanted = legal_by_hand(limits, [*output, *said])
-        assert set(ids_of(mask, VOCAB)) == set(ids_of(alone, VOCAB)) == wanted
+    for mask, said in zip(masks, paths, strict=True):
+        # Behind what is no id nothing is said.
+        if all(0 <= token < VOCAB for token in said):
+            wanted = legal_by_hand(limits, [*output, *said])
+            (alone,) = path_masks(constraint, [said])
+            assert set(ids_of(mask, VOCAB)) == set(ids_of(alone, VOCAB)) == wanted
 
 
 @given(
@@ -83,16 +86,16 @@ def test_a_walk_along_a_draft_has_its_masks_and_leads_back(
 ) -> None:
     constraint = IdConstraint(limits, vocab_size=VOCAB)
     constraint.follow(np.array(output, dtype=np.int32))
-    wanted = constraint.path_masks([draft[:depth] for depth in range(len(draft) + 1)])
-    assert (constraint.legal() == wanted[0]).all()
+    wanted = path_masks(constraint, [draft[:depth] for depth in range(len(draft) + 1)])
+    assert (legal(constraint) == wanted[0]).all()
     for depth, token in enumerate(draft):
-        assert constraint.enter(token)
-        assert (constraint.legal() == wanted[depth + 1]).all()
+        assert constraint.enter([token]) == 1
+        assert (legal(constraint) == wanted[depth + 1]).all()
     back = min(back, len(draft))
     constraint.leave(back)
-    assert (constraint.legal() == wanted[len(draft) - back]).all()
+    assert (legal(constraint) == wanted[len(draft) - back]).all()
     constraint.leave(len(draft) - back)
-    assert (constraint.legal() == wanted[0]).all()
+    assert (legal(constraint) == wanted[0]).all()
 
 
 @given(limits=LIMITS, output=st.lists(st.integers(0, 3), max_size=5), draft=st.lists(IDS))
@@ -101,7 +104,7 @@ def test_a_draft_is_legal_up_to_the_first_id_that_is_not(
 ) -> None:
     constraint = IdConstraint(limits, vocab_size=VOCAB)
     constraint.follow(np.array(output, dtype=np.int32))
-    count = constraint.legal_prefix(draft)
+    count = legal_prefix(constraint, draft)
     for index, id_ in enumerate(draft[:count]):
         assert id_ in legal_by_hand(limits, [*output, *draft[:index]])
     if count < len(draft) and all(id_ < VOCAB for id_ in limits.allowed_ids):
@@ -121,31 +124,31 @@ def test_within_a_form_both_hold_and_where_nothing_is_left_the_form_does(
     form = grammars.compile(StructuredOutput(StructuredKind.REGEX, "[ab]{2}c"))
     a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc")
 
-    def legal(limits: TokenLimits, *said: int) -> NDArray[np.int64]:
+    def ids_legal(limits: TokenLimits, *said: int) -> NDArray[np.int64]:
         constraint = IdConstraint(limits, vocab_size=vocab, form=form.begin([stop]))
         constraint.follow(np.array(said, dtype=np.int32))
         assert not constraint.failed
-        (mask,) = constraint.path_masks([()])
-        assert (constraint.legal() == mask).all()
+        (mask,) = path_masks(constraint, [()])
+        assert (legal(constraint) == mask).all()
         return np.array(sorted(ids_of(mask, vocab)))
 
-    anything = set(legal(TokenLimits(bad_words=((7, 8, 9),))).tolist())
+    anything = set(ids_legal(TokenLimits(bad_words=((7, 8, 9),))).tolist())
     assert {a, b} <= anything
-    assert legal(TokenLimits(allowed_ids=(a, c))).tolist() == [a]
-    assert set(legal(TokenLimits(bad_words=((a,),))).tolist()) == anything - {a}
-    behind_a = set(legal(TokenLimits(bad_words=((7, 8, 9),)), a).tolist())
-    assert set(legal(TokenLimits(bad_words=((a, b),)), a).tolist()) == behind_a - {b}
+    assert ids_legal(TokenLimits(allowed_ids=(a, c))).tolist() == [a]
+    assert set(ids_legal(TokenLimits(bad_words=((a,),))).tolist()) == anything - {a}
+    behind_a = set(ids_legal(TokenLimits(bad_words=((7, 8, 9),)), a).tolist())
+    assert set(ids_legal(TokenLimits(bad_words=((a, b),)), a).tolist()) == behind_a - {b}
     # The form allows neither: it wins. So does the end, which is none of the allowed ids.
-    assert set(legal(TokenLimits(allowed_ids=(7,))).tolist()) == anything
-    assert legal(TokenLimits(allowed_ids=(a, c)), a, a, c).tolist() == [stop]
+    assert set(ids_legal(TokenLimits(allowed_ids=(7,))).tolist()) == anything
+    assert ids_legal(TokenLimits(allowed_ids=(a, c)), a, a, c).tolist() == [stop]
     bound = IdConstraint(TokenLimits(bad_words=((b,),)), vocab_size=vocab, form=form.begin([stop]))
-    assert bound.legal_prefix([a, a, c]) == 3 and bound.legal_prefix([a, b, c]) == 1
-    before = bound.legal()
-    assert bound.enter(a) and bound.enter(a)
-    assert (bound.legal() == bound.path_masks([()])[0]).all(), "both are where the walk is"
-    assert bound.enter(c) and not bound.enter(stop), "nothing follows the end"
+    assert legal_prefix(bound, [a, a, c]) == 3 and legal_prefix(bound, [a, b, c]) == 1
+    before = legal(bound)
+    assert bound.enter([a, a]) == 2
+    assert (legal(bound) == path_masks(bound, [()])[0]).all(), "both are where the walk is"
+    assert bound.enter([c, stop]) == 1, "nothing follows the end"
     bound.leave(3)
-    assert (bound.legal() == before).all()
+    assert (legal(bound) == before).all()
     bound.follow(np.array([c], dtype=np.int32))
     assert "does not fit" in bound.failed
 

@@ -12,7 +12,7 @@ from outrider_router.http.structure import StructureFields, structure_of
 from pydantic import ValidationError
 
 from outrider.errors import InvalidRequestError
-from outrider.grammar.constraint import allows
+from outrider.grammar.constraint import allows, legal
 from outrider.grammar.grammars import Grammars
 from outrider.spec.structured import StructuredKind, StructuredOutput
 from outrider.text.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def test_every_character_may_be_in_a_choice(tmp_path: Path) -> None:
     ids = np.array(tokenizer.encode(odd), dtype=np.int32)
     constraint.follow(ids)
     assert not constraint.failed
-    assert allows(constraint.legal(), EOS_ID), "the whole text was taken, to the letter"
+    assert allows(legal(constraint), EOS_ID), "the whole text was taken, to the letter"
 
 
 def test_text_is_no_form() -> None:

@@ -1,0 +1,73 @@
+"""What grammars allow a head to draft: bits that are uploaded for the sessions that have any.
+
+L levels that can be masked, B rows of a launch, C rows of bits, W words of 32 target ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.inputs import zeros
+from outrider.engine.device.uploads import upload
+from outrider.engine.kernels.state import LegalBits
+
+Masks = NDArray[np.uint32]
+"""[<= L, W]: what may be drafted at the first levels; at those beyond, anything."""
+
+
+class DraftMasks:
+    """Static tensors, filled before a launch, in the order of the stream. Launches of drafts that
+    nobody masks upload nothing."""
+
+    def __init__(
+        self,
+        *,
+        levels: int,
+        max_rows: int,
+        vocab_size: int,
+        target_ids: Tensor,
+        device: torch.device,
+    ) -> None:
+        """`target_ids`: int [Vd], those of the draft vocabulary."""
+        self.levels = levels
+        self.words = -(-vocab_size // 32)
+        drafted = np.zeros(32 * self.words, dtype=np.bool_)
+        drafted[target_ids.cpu().numpy()] = True
+        self._drafted = np.packbits(drafted, bitorder="little").view("<u4").astype(np.uint32)
+        # The first row of bits belongs to rows that may have anything.
+        size = (1 + levels * max_rows) * self.words
+        self._bits = zeros(size, device).view(-1, self.words)
+        self._places = zeros(levels * max_rows, device)
+        self._masked = 0
+        """Rows and levels that have places, as far as any of them names bits."""
+
+    def at(self, level: int, rows: int) -> LegalBits | None:
+        """What may be drafted at a level by a launch of so many rows; None: anything."""
+        if level >= self.levels:
+            return None
+        return LegalBits(self._bits, self._places[level * rows : (level + 1) * rows])
+
+    def fill(self, masks: Sequence[Masks | None], rows: int) -> None:
+        """The rows of the next launch that are masked, with None in the place of others; what is
+        not given may have anything, as may a level whose mask leaves nothing of the draft
+        vocabulary."""
+        bits: list[Masks] = []
+        places = np.zeros((self.levels, rows), dtype=np.int32)
+        for row, given in enumerate(masks):
+            for level, mask in enumerate(() if given is None else given[: self.levels]):
+                if (mask & self._drafted).any():
+                    bits.append(mask)
+                    places[level, row] = len(bits)
+        if bits:
+            upload(np.concatenate(bits).view(np.int32), self._bits[1 : 1 + len(bits)].view(-1))
+        if bits or self._masked:
+            size = max(self._masked, places.size)
+            told = np.zeros(size, dtype=np.int32)
+            told[: places.size] = places.reshape(-1)
+            upload(told, self._places[:size])
+        self._masked = places.size if bits else 0

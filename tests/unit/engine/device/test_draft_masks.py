@@ -1,0 +1,99 @@
+"""What grammars leave of a head's logits: the rows and levels that were filled, and no others."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.engine.device.draft_masks import DraftMasks
+from outrider.engine.kernels.drafts.legal import mask_drafts_torch, mask_drafts_triton
+from outrider.engine.kernels.runtime import INTERPRETED
+from outrider.grammar.constraint import Mask, mask_of
+
+VOCAB = 70
+IDS = torch.tensor([3, 31, 32, 63, 69])
+"""Of the draft vocabulary."""
+
+
+def masks_of(levels: int = 2, max_rows: int = 4) -> DraftMasks:
+    return DraftMasks(
+        levels=levels,
+        max_rows=max_rows,
+        vocab_size=VOCAB,
+        target_ids=IDS,
+        device=torch.device("cpu"),
+    )
+
+
+def mask(*ids: int) -> Mask:
+    return mask_of(ids, -(-VOCAB // 32))
+
+
+def left(masks: DraftMasks, level: int, rows: int) -> list[list[int]]:
+    """The ids that may be drafted, by row."""
+    logits, bits = torch.zeros(rows, len(IDS)), masks.at(level, rows)
+    assert bits is not None
+    mask_drafts_torch(logits, bits, IDS)
+    assert set(logits.flatten().tolist()) <= {0.0, -math.inf}
+    return [IDS[row == 0.0].tolist() for row in logits]
+
+
+EVERY = IDS.tolist()
+
+
+def test_a_row_may_have_at_each_level_what_its_mask_says() -> None:
+    masks = masks_of()
+    masks.fill([np.stack([mask(31, 63, 5), mask(69)]), None, np.stack([mask(3)])], 4)
+    assert left(masks, 0, 4) == [[31, 63], EVERY, [3], EVERY]
+    assert left(masks, 1, 4) == [[69], EVERY, EVERY, EVERY]
+    assert masks.at(2, 4) is None, "no mask reaches beyond its levels"
+
+
+def test_masks_beyond_the_levels_are_left_out() -> None:
+    masks = masks_of(levels=1)
+    masks.fill([np.stack([mask(3), mask(31), mask(32)])], 1)
+    assert left(masks, 0, 1) == [[3]]
+
+
+def test_where_the_draft_vocabulary_has_nothing_that_is_legal_it_may_draft_anything() -> None:
+    masks = masks_of()
+    masks.fill([np.stack([mask(4, 5), mask(32)])], 1)
+    assert left(masks, 0, 1) == [EVERY]
+    assert left(masks, 1, 1) == [[32]]
+
+
+def test_a_launch_without_masks_has_none_of_the_last_ones_whatever_its_size() -> None:
+    for rows in (1, 2, 4):
+        masks = masks_of()
+        masks.fill([np.stack([mask(3), mask(31)])] * 4, 4)
+        masks.fill([], rows)
+        assert left(masks, 0, rows) == left(masks, 1, rows) == [EVERY] * rows
+        masks.fill([], 4)
+        assert left(masks, 1, 4) == [EVERY] * 4
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_kernel_leaves_what_its_twin_leaves(rows: int) -> None:
+    """Draft vocabularies beyond one tile, rows with and without bits."""
+    rng = np.random.default_rng(rows)
+    ids = torch.from_numpy(np.sort(rng.permutation(9000)[:5000]))
+    masks = DraftMasks(
+        levels=3, max_rows=8, vocab_size=9000, target_ids=ids, device=torch.device("cpu")
+    )
+    given = [
+        None if row == 1 else rng.integers(0, 1 << 32, (2, masks.words), dtype=np.uint32)
+        for row in range(rows)
+    ]
+    masks.fill(given, rows)
+    for level in range(3):
+        logits = torch.randn(rows, len(ids))
+        found, wanted, bits = logits.clone(), logits.clone(), masks.at(level, rows)
+        assert bits is not None
+        mask_drafts_triton(found, bits, ids)
+        mask_drafts_torch(wanted, bits, ids)
+        assert torch.equal(found, wanted)
+        assert torch.equal(found, logits) is (level == 2)
