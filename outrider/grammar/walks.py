@@ -132,21 +132,22 @@ class ChainFit:
     def settle(self, drafted: Sequence[int]) -> Walk:
         """Settle what may be of a chain; it ends early where something else would have to be
         drafted."""
-        tokens, ahead = self.tokens, drafted
-        if not drafted:
-            self.masks.append((yield ()).masks[0])
-        while ahead:
-            last = len(tokens) + len(ahead) == len(drafted) and not self._verified
-            seen = yield ahead[: len(ahead) - last]
-            if self._take(ahead, seen) or len(tokens) == len(drafted):
+        ahead = drafted
+        while True:
+            last = len(self.tokens) + len(ahead) == len(drafted) and not self._verified
+            seen = yield ahead[: len(ahead) - last] if ahead else ()
+            self.masks.append(seen.masks[0])
+            if self._take(ahead, seen) or len(self.tokens) == len(drafted):
                 return
-            others = () if ahead is not drafted else self._others[len(tokens) :][:1]
-            ahead = self._instead(others)[: len(drafted) - len(tokens)]
+            # What follows a replaced token was not drafted behind it, nor were the others there.
+            others = self._others[len(self.tokens) :][:1] if ahead is drafted else ()
+            token = self._instead(others)
+            if token is None or not self._replace(token, of=len(drafted)):
+                return
+            ahead = self.constraint.forced()[: len(drafted) - len(self.tokens)]
 
     def _take(self, ahead: Sequence[int], seen: Along) -> bool:
         """Settle what is legal of these tokens; whether that ends the session."""
-        if not self.masks:
-            self.masks.append(seen.masks[0])
         for place, token in enumerate(ahead):
             inside = 0 <= token < self.constraint.vocab_size
             if not inside or not allows(seen.masks[place], token):
@@ -158,22 +159,26 @@ class ChainFit:
                 return True
         return False
 
-    def _instead(self, others: Sequence[Sequence[int]]) -> Sequence[int]:
+    def _instead(self, others: Sequence[Sequence[int]]) -> int | None:
         """What may stand behind what is settled: what must, or one of the others (none or one
-        sequence of them); nothing: that is open."""
+        sequence of them); None: that is open."""
         if not self._force:
-            return ()
+            return None
         mask, most = self.masks[-1], self.constraint.vocab_size
         only = only_id(mask)
-        best = only
-        if only is None:
-            inside = (int(i) for each in others for i in each if 0 <= i < most)
-            best = next((i for i in inside if allows(mask, i)), None)
-        if best is None:
-            return ()
+        if only is not None:
+            return only
+        inside = (int(i) for each in others for i in each if 0 <= i < most)
+        return next((i for i in inside if allows(mask, i)), None)
+
+    def _replace(self, token: int, *, of: int) -> bool:
+        """Settle a token that was not drafted; whether anything is wanted of what follows it, of
+        so many in all."""
+        self.tokens.append(token)
+        if len(self.tokens) == of and not self._verified:
+            return False
         self._entered += self.constraint.enter(self.tokens[self._entered :])
-        forced = () if only is None else self.constraint.forced()
-        return forced if forced and forced[0] == best else (best,)
+        return self._entered == len(self.tokens)
 
     def close(self) -> None:
         """Lead the constraint back."""

@@ -100,22 +100,24 @@ class EngineLoop:
                 # Nothing has come since the last plan: the next one is made with the outcome.
                 self._rounds.settle(go_on=True)
                 wait_until, idle_since = None, time.monotonic()
-                self._flush()
+                self._flush_settled()
                 continue
             woken = time.monotonic()
             began = trace.now()
             plan = self._guarded_plan(woken)
             trace.span("plan", began)
             wait_until = plan.wait_until
-            self._flush()
             if not plan.empty:
+                self._flush_settled()
                 waited_s = woken - idle_since if awaited else 0.0
                 self._rounds.run(plan, waited_s=waited_s, spent_s=time.monotonic() - woken)
                 idle_since = time.monotonic()
-            elif self._rounds.flying and (wait_until is None or self._rounds.landed):
-                self._rounds.settle(go_on=True)
-                wait_until, idle_since = None, time.monotonic()
-            self._flush()
+            else:
+                self._flush()
+                if self._rounds.flying and (wait_until is None or self._rounds.landed):
+                    self._rounds.settle(go_on=True)
+                    wait_until, idle_since = None, time.monotonic()
+            self._flush_settled()
         # Nothing may be left running on a device when the thread is gone.
         self._rounds.settle()
         self._lanes.close()
@@ -133,6 +135,8 @@ class EngineLoop:
         readers = lanes.readers
         ready: set[int] = set()
         began = trace.now()
+        if block:
+            self._flush()
         if block or readers:
             timeout = self._timeout(wait_until) if block else 0.0
             ready = self._commands.wait(timeout, readers, lanes.writers)
@@ -204,8 +208,14 @@ class EngineLoop:
             logger.exception("sessions could not be dropped cleanly")
             self._core.abandon()
 
+    def _flush_settled(self) -> None:
+        """Hand over what was posted, unless that waits for the next round to be submitted."""
+        if not self._rounds.holds_back:
+            self._flush()
+
     def _flush(self) -> bool:
         """Hand over what was posted; whether the asyncio thread has a part in it."""
+        self._rounds.holds_back = False
         if not self._outbox:
             return False
         began, count = trace.now(), len(self._outbox)

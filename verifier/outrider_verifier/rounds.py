@@ -76,6 +76,8 @@ class Rounds:
         self.flush: Callable[[], bool] = lambda: False
         """Called when the verdicts of a round are posted, before anything that can follow them;
         whether another thread has them now."""
+        self.holds_back = False
+        """Whether what the last round emitted is handed over once the next one was submitted."""
         self.device_lost = False
         """Whether the device was found not to work after a failure; no round can follow."""
         core.room.failed = self._fail_one
@@ -143,17 +145,20 @@ class Rounds:
         taking commands and planning cost; it counts as part of the round.
         """
         flying, failure = self._attempt(plan, time.perf_counter() - spent_s, waited_s)
+        if self.holds_back:
+            self.flush()
         # What the round in flight emitted counts even where its sessions cannot go on.
-        self.settle()
+        self.settle(alone=flying is None)
         self._flying = flying
         if failure is not None:
             self._fail(*failure)
         elif flying is not None and not self._may_stay_in_flight(flying):
             self.settle()
 
-    def settle(self, *, go_on: bool = False) -> None:
+    def settle(self, *, go_on: bool = False, alone: bool = True) -> None:
         """Wait for the round in flight and act on its outcome; no-op if there is none. `go_on`: if
         drafts for what it emitted are there already, submit the next round before anybody is told.
+        `alone`: whether no round was submitted behind it.
 
         On a lost device it is dropped; its sessions have yet to be failed.
         """
@@ -163,14 +168,14 @@ class Rounds:
         failure: _Failure | None = None
         began = trace.now()
         try:
-            failure = self._settle(flying, go_on=go_on)
+            failure = self._settle(flying, go_on=go_on, alone=alone)
         except Exception as bug:
             self._fail(flying.sessions, bug)
         trace.span("settle", began, len(flying.verify))
         if failure is not None:
             self._fail(*failure)
 
-    def _settle(self, flying: InFlight, *, go_on: bool) -> _Failure | None:
+    def _settle(self, flying: InFlight, *, go_on: bool, alone: bool) -> _Failure | None:
         """Act on the outcome of a round; what failed if the next one could not be submitted."""
         # While the device works.
         may_go_on = go_on and self._may_go_on(flying)
@@ -213,8 +218,12 @@ class Rounds:
             prompts=[row.num_tokens for row in flying.prefill],
             now=self._clock(),
         )
+        # Where the device has nothing to do, and no drafter is waited for, the next round goes
+        # first: threads that hand out what this one emitted would hold this thread up meanwhile.
+        self.holds_back = self._engine.run_ahead and alone and not (self._flying or len(told))
         # Copying takes long: what clients wait for goes first.
-        self.flush()
+        if not self.holds_back:
+            self.flush()
         self._core.stand_ins.observe(settled)
         self._accounts.keep_features(flying, outcome.decoded, settled)
         return failure

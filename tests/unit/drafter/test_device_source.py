@@ -265,8 +265,8 @@ def test_warming_up_leaves_no_trace(head: DraftHead, monkeypatch: pytest.MonkeyP
     """The shortest chains and the smallest trees of every kind: a CPU is slow at all of them."""
     least = {1: min(CHAIN_LENGTHS), TREES[min(TREES)]: min(TREES)}
     kinds = [(shape, g) for shape, g in family() if shape.num_nodes == least.get(shape.top_k)]
-    assert len(kinds) == 5
-    monkeypatch.setattr(device_source, "family", lambda: iter(kinds))
+    assert len(kinds) == 6
+    monkeypatch.setattr(device_source, "family", lambda **_: iter(kinds))
     forms = [(levels, warps) for levels, warps in score_family() if levels.depth <= 4]
     assert {levels.width for levels, _ in forms} == {1, 8}
     monkeypatch.setattr(device_source, "score_family", lambda: iter(forms))

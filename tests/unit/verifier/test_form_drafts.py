@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from outrider_verifier import form_drafts
+from outrider_verifier.device_engine import DeviceRoundEngine
+from outrider_verifier.effects import Emits
+from outrider_verifier.engine import RoundEngine
+from outrider_verifier.loop import EngineLoop
 
 from outrider.engine.device.draft_masks import Masks
 from outrider.engine.device.form_drafts import FormDrafts
@@ -153,6 +157,46 @@ def read(drafts: FormDrafts, slots: Sequence[int]) -> tuple[NDArray[np.int32], N
     tokens, _ = drafts.chains(slots)
     parents = np.arange(-1, tokens.shape[1] - 1, dtype=np.int32)
     return tokens, np.broadcast_to(parents, tokens.shape)
+
+
+@pytest.mark.parametrize("placement", ["fused", None])
+async def test_the_next_round_is_submitted_before_tokens_are_handed_out(
+    placement: str | None, tiny_target: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rounds do not overlap, on a device; a host's rounds keep the thread until they end."""
+    order: list[str] = []
+
+    def noted(name: str, owner: Any, method: str) -> None:
+        inner = getattr(owner, method)
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            order.append(name)
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(owner, method, spy)
+
+    flush = EngineLoop._flush
+
+    def telling(loop: EngineLoop) -> bool:
+        if any(isinstance(effect, Emits) for effect in loop._outbox):
+            order.append("tell")
+        return flush(loop)
+
+    monkeypatch.setattr(EngineLoop, "_flush", telling)
+    on_device = placement is not None
+    runner = DeviceRoundEngine if on_device else RoundEngine
+    noted("submit", runner, "submit")
+    noted("collect", runner, "collect")
+    where: dict[str, Any] = {"placement": placement} if on_device else {"device": None}
+    async with serving(tiny_target, tiny_head if on_device else None, **where) as service:
+        plan = OWN if on_device else Plan()
+        tokens, _ = await run_one(service, "alone", plan, SAMPLINGS["greedy"], **SPEC)
+    assert len(tokens) > 4 and order[0] == "submit" and order[-2:] == ["collect", "tell"]
+    wanted = ["submit", "tell"] if on_device else ["tell", "submit"]
+    # A prompt's first pieces emit nothing.
+    order = order[order.index("tell") :]
+    between = [order[n + 1 : n + 3] for n, what in enumerate(order[:-2]) if what == "collect"]
+    assert len(between) > 3 and all(pair == wanted for pair in between), order
 
 
 class Seen:
