@@ -11,7 +11,7 @@ the newest one, the only one whose prediction is wanted.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from outrider.engine.device.draft_masks import DraftMasks
 from outrider.engine.device.drawing import Drawing, chain_path, tree_path
 from outrider.engine.device.head_weights import HeadWeights
+from outrider.engine.device.other_ids import best_ids
 from outrider.engine.device.own_law import own_law
 from outrider.engine.draft_sampling import LawLimits
 from outrider.engine.kernels.attention.rotary import rotary_table, rotary_write
@@ -38,7 +39,6 @@ from outrider.engine.kernels.drafts.inputs import (
     head_inputs,
 )
 from outrider.engine.kernels.drafts.law_draw import ChainLaws, DrawnLaws, draw_from_laws, stack_laws
-from outrider.engine.kernels.drafts.legal import mask_drafts
 from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider.engine.kernels.drafts.tree_rank import TreeDraft, rank_tree
 from outrider.engine.kernels.linear.fused import SKINNY_ROWS, add_linear, fused_linear
@@ -63,10 +63,6 @@ class NewRows(NamedTuple):
     """int32 [B]: rows that are there; 0 for padding."""
     starts: Tensor
     """int32 [B]: draft position of the first one."""
-
-
-NUM_OTHERS: Final = 4
-"""Ids told beside each drafted one, where they are asked for; each costs a pass over the logits."""
 
 
 class ChainDraft(NamedTuple):
@@ -165,8 +161,7 @@ class DraftProgram:
         ones draw from the laws that `with_probs` returns. warp: what sessions do to draft logits;
         None: nothing. law_limits: draw from laws within these instead, and return them; rejection
         sessions only. drawing: whose rule, warper and noise; None: those of the rows' slots.
-        legal: what may be drafted at each level; None: anything. with_others: asks for
-        them.
+        legal: what may be drafted at each level; None: anything. with_others: asks for these.
         """
         layout = self._layout(rows, num_steps=length - 1)
         places = self._places(layout)
@@ -187,7 +182,8 @@ class DraftProgram:
                 session = Seen(rows.tables, rows.slots, layout.positions[here])
                 x = self._step(block, places.at(here), session, num_nodes=1, mask=None)
             logits = self.logits(x)
-            logits = self._masked(logits, legal, level)
+            if legal is not None:
+                logits = legal.cut(logits, level, ids)
             if warp is not None:
                 logits = warp_drafts(logits, warp, *where, chain_path(told, columns))
             if law_limits is not None:
@@ -198,7 +194,7 @@ class DraftProgram:
                 continue
             columns.append(choose_tokens(logits, *where, rows_per_slot=1, side="draft", ids=ids))
             if with_others:
-                others.append(_best_ids(logits, NUM_OTHERS, *where, ids=ids))
+                others.append(best_ids(logits, *where, ids=ids))
             if with_probs:
                 laws.append(own_law(logits, state, owners))
         chosen = torch.stack(columns, dim=1)
@@ -254,8 +250,8 @@ class DraftProgram:
                 x = self._step(block, places.at(here), session, num_nodes=width, mask=mask)
                 place += batch * width
             logits, count = self.logits(x), width if level else 1
-            if not level:
-                logits = self._masked(logits, legal, level)
+            if legal is not None and not level:
+                logits = legal.cut(logits, level, target_ids)
             if warp is not None:
                 path = tree_path(told, drafted, mask)
                 following = layout.following[level].repeat_interleave(count)
@@ -268,15 +264,6 @@ class DraftProgram:
             frontier = select_frontier(offered, ids, frontier, candidates, first, width=width)
             first += offered.numel() // batch
         return rank_tree(candidates, target_ids, num_nodes=num_nodes)
-
-    def _masked(self, logits: Tensor, legal: DraftMasks | None, level: int) -> Tensor:
-        """Logits [B, Vd] of a level without what must not be drafted there."""
-        bits = None if legal is None else legal.at(level, len(logits))
-        if bits is None:
-            return logits
-        logits = logits.to(torch.float32)
-        mask_drafts(logits, bits, self.weights.target_ids)
-        return logits
 
     def _layout(self, rows: NewRows, *, num_steps: int = 0, step_rows: int = 1) -> DraftLayout:
         return draft_layout(
@@ -411,20 +398,3 @@ class DraftProgram:
         gated = fused_linear(normed, w.gate_up, gated=True)
         x = fused_linear(gated, w.down, residual=h)
         return rms_norm(x, w.final_norm, eps) if w.config.norm_output else x
-
-
-def _best_ids(
-    logits: Tensor,
-    count: int,
-    state: SamplingState,
-    owners: Tensor,
-    following: Tensor,
-    *,
-    ids: Tensor,
-) -> Tensor:
-    """int32 [B, count]: the best target ids by each session's rule, draws of the rejection rule
-    apart; -1 where there are no more."""
-    scores, columns = log_softmax_topk(logits, count)
-    put_coupled_topk(scores, columns, logits, state, owners, following, ids=ids)
-    found = ids[columns.clamp(min=0).long()].int()
-    return torch.where(columns >= 0, found, -1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.engine.device.inputs import zeros
 from outrider.engine.device.uploads import upload
+from outrider.engine.kernels.drafts.legal import mask_drafts
 from outrider.engine.kernels.state import LegalBits
 
 Masks = NDArray[np.uint32]
@@ -46,11 +47,15 @@ class DraftMasks:
         self._masked = 0
         """Rows and levels that have places, as far as any of them names bits."""
 
-    def at(self, level: int, rows: int) -> LegalBits | None:
-        """What may be drafted at a level by a launch of so many rows; None: anything."""
+    def cut(self, logits: Tensor, level: int, ids: Tensor) -> Tensor:
+        """Logits [B, Vd] of a level without what must not be drafted there; ids: int64 [Vd], the
+        target id of each column. Float32; the same tensor, changed, if it is that already."""
         if level >= self.levels:
-            return None
-        return LegalBits(self._bits, self._places[level * rows : (level + 1) * rows])
+            return logits
+        rows, logits = len(logits), logits.to(torch.float32)
+        places = self._places[level * rows : (level + 1) * rows]
+        mask_drafts(logits, LegalBits(self._bits, places), ids)
+        return logits
 
     def fill(self, masks: Sequence[Masks | None], rows: int) -> None:
         """The rows of the next launch that are masked, with None in the place of others; what is

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.draft import NUM_OTHERS
 from outrider.engine.device.draft_masks import DraftMasks, Masks
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.inputs import zeros
+from outrider.engine.device.other_ids import NUM_OTHERS
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.shapes import ROW_BUCKETS, bucket, up_to
 from outrider.engine.device.uploads import upload

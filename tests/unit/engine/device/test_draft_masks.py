@@ -11,6 +11,7 @@ import torch
 from outrider.engine.device.draft_masks import DraftMasks
 from outrider.engine.kernels.drafts.legal import mask_drafts_torch, mask_drafts_triton
 from outrider.engine.kernels.runtime import INTERPRETED
+from outrider.engine.kernels.state import LegalBits
 from outrider.grammar.constraint import Mask, mask_of
 
 VOCAB = 70
@@ -34,9 +35,7 @@ def mask(*ids: int) -> Mask:
 
 def left(masks: DraftMasks, level: int, rows: int) -> list[list[int]]:
     """The ids that may be drafted, by row."""
-    logits, bits = torch.zeros(rows, len(IDS)), masks.at(level, rows)
-    assert bits is not None
-    mask_drafts_torch(logits, bits, IDS)
+    logits = masks.cut(torch.zeros(rows, len(IDS)), level, IDS)
     assert set(logits.flatten().tolist()) <= {0.0, -math.inf}
     return [IDS[row == 0.0].tolist() for row in logits]
 
@@ -49,7 +48,7 @@ def test_a_row_may_have_at_each_level_what_its_mask_says() -> None:
     masks.fill([np.stack([mask(31, 63, 5), mask(69)]), None, np.stack([mask(3)])], 4)
     assert left(masks, 0, 4) == [[31, 63], EVERY, [3], EVERY]
     assert left(masks, 1, 4) == [[69], EVERY, EVERY, EVERY]
-    assert masks.at(2, 4) is None, "no mask reaches beyond its levels"
+    assert left(masks, 2, 4) == [EVERY] * 4, "no mask reaches beyond its levels"
 
 
 def test_masks_beyond_the_levels_are_left_out() -> None:
@@ -81,19 +80,12 @@ def test_the_kernel_leaves_what_its_twin_leaves(rows: int) -> None:
     """Draft vocabularies beyond one tile, rows with and without bits."""
     rng = np.random.default_rng(rows)
     ids = torch.from_numpy(np.sort(rng.permutation(9000)[:5000]))
-    masks = DraftMasks(
-        levels=3, max_rows=8, vocab_size=9000, target_ids=ids, device=torch.device("cpu")
-    )
-    given = [
-        None if row == 1 else rng.integers(0, 1 << 32, (2, masks.words), dtype=np.uint32)
-        for row in range(rows)
-    ]
-    masks.fill(given, rows)
-    for level in range(3):
-        logits = torch.randn(rows, len(ids))
-        found, wanted, bits = logits.clone(), logits.clone(), masks.at(level, rows)
-        assert bits is not None
-        mask_drafts_triton(found, bits, ids)
-        mask_drafts_torch(wanted, bits, ids)
-        assert torch.equal(found, wanted)
-        assert torch.equal(found, logits) is (level == 2)
+    places = torch.tensor([row % 3 for row in range(rows)], dtype=torch.int32)
+    bits = torch.from_numpy(rng.integers(-(1 << 31), 1 << 31, (3, 282), dtype=np.int32))
+    logits = torch.randn(rows, len(ids))
+    found, wanted = logits.clone(), logits.clone()
+    mask_drafts_triton(found, LegalBits(bits, places), ids)
+    mask_drafts_torch(wanted, LegalBits(bits, places), ids)
+    assert torch.equal(found, wanted)
+    same = (found == logits).all(dim=1)
+    assert same.tolist() == [place == 0 for place in places.tolist()]
