@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.integration.stack import Stack, StackOptions
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():
     # Read by Triton when a kernel is defined: without a device, kernels run in its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# No test is timed: a machine that does something else as well fails none.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 TRANSPORTS = ("inproc", "grpc", "ray")
 

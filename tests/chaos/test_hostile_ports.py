@@ -80,7 +80,7 @@ def test_random_bytes_to_every_method_give_a_typed_error(survivor: Stack, role: 
     service, methods = SERVICES[role]
     address = address_of(survivor, role)
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(data=st.binary(min_size=1, max_size=300), method=st.sampled_from(methods))
     def probe(data: bytes, method: str) -> None:
         path = f"/outrider.wire.v1.{service}/{method}"

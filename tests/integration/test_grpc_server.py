@@ -192,9 +192,7 @@ async def test_a_malformed_opening_costs_its_own_session(fleet: Fleet) -> None:
     call.cancel()
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frames=st.lists(st.binary(max_size=100), min_size=1, max_size=20))
 async def test_hostile_bytes_get_typed_errors_and_leave_the_server_well(
     fleet: Fleet, frames: list[bytes]

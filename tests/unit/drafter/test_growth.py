@@ -150,7 +150,7 @@ def test_a_log_prob_above_zero_counts_as_zero() -> None:
 
 
 @given(st.integers(1, 40), st.integers(2, 6), st.integers(1, 6), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_scores_give_a_valid_tree(nodes: int, k: int, depth: int, seed: int) -> None:
     levels = np.array([0.0, -0.0, -1.0, -1e30, -np.inf, np.nan], dtype=np.float32)
 

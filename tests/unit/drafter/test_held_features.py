@@ -46,7 +46,7 @@ class Scripted:
         self.ends = [end + count for end, count in zip(self.ends, counts, strict=True)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.lists(st.integers(0, MOST), min_size=SESSIONS, max_size=SESSIONS)

@@ -101,7 +101,7 @@ others = st.one_of(
 
 
 @given(st.lists(st.one_of(starts, verdicts(), others), max_size=12))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_message_can_break_the_engine(
     tmp_path_factory: pytest.TempPathFactory, messages: list[object]
 ) -> None:
@@ -125,7 +125,7 @@ def test_no_message_can_break_the_engine(
     st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.booleans()), min_size=1, max_size=8),
     st.integers(0, 5),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_however_a_prefix_is_cut_into_verdicts_the_draft_is_the_same(
     tmp_path_factory: pytest.TempPathFactory,
     cuts: list[tuple[int, bool, bool]],

@@ -67,7 +67,7 @@ MISTAKES = ("unknown", "twice", "gap", "again", "digest", "token", "width", "fea
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_whole_messages_are_taken_in_as_their_entries(data: st.DataObject) -> None:
     scripts = [Script(name, seed=seed, length=80) for seed, name in enumerate(NAMES)]
     ours, theirs = table(scripts), table(scripts)

@@ -196,7 +196,7 @@ ONE_TOKEN_LAW = (
 """A draft law of one token, where the widths ask for two children."""
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(scenarios())
 @example(ONE_TOKEN_LAW)
 def test_outcomes_equal_those_of_the_slow_oracle(
@@ -229,7 +229,7 @@ def _probs(
     return warped_probs(values, params, output=output)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(scenarios())
 @example(ONE_TOKEN_LAW)
 def test_what_is_drafted_is_valid(scenario: tuple[SamplingParams, list[int], int, int]) -> None:

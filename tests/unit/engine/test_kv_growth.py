@@ -106,7 +106,7 @@ class Sequences(RuleBasedStateMachine):
 
 
 TestSequences = Sequences.TestCase
-TestSequences.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestSequences.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def test_a_sequence_grows_in_place_while_it_has_room() -> None:

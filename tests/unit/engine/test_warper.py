@@ -29,7 +29,7 @@ def _logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2.5
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(SETTINGS, min_size=1, max_size=4), st.integers(0, 2**16))
 def test_every_setting_matches_the_written_definition(
     params: list[SamplingParams], seed: int

@@ -97,7 +97,7 @@ def test_ids_that_are_written_twice_are_there_once_and_ids_behind_a_gap_not_at_a
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_file_cut_anywhere_is_what_was_written_before(data: st.DataObject) -> None:
     whole = whole_file(RECORDS)
     cut = data.draw(st.integers(len(HEADER), len(whole)))
@@ -112,7 +112,7 @@ def test_a_file_cut_anywhere_is_what_was_written_before(data: st.DataObject) -> 
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_damaged_record_costs_itself_and_is_told(data: st.DataObject) -> None:
     index = data.draw(st.integers(0, len(RECORDS) - 2))
     record = bytearray(RECORDS[index])
@@ -125,7 +125,7 @@ def test_a_damaged_record_costs_itself_and_is_told(data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=300), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_bytes_make_reading_fail(noise: bytes, marked: bool) -> None:
     read(HEADER + (MARK if marked else b"") + noise)
     found = read(whole_file([*RECORDS[:2], noise, *RECORDS[2:]]))

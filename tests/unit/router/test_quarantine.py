@@ -203,7 +203,7 @@ def test_every_history_keeps_the_bounds(
             assert backoff_s >= (1 - JITTER) * least_s * 0.999
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(COUNTS, min_size=1, max_size=40), st.floats(0, 0.999))
 def test_a_drafter_that_is_well_for_good_is_let_in_again(
     past: list[tuple[int, int, int]], chance: float

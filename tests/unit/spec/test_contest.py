@@ -309,7 +309,7 @@ def test_observations_without_time_are_ignored() -> None:
     assert math.isnan(contest.gain)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     cost=st.floats(1.0, 60.0),
     rate=st.floats(0.0, 1.0),

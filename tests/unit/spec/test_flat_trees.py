@@ -65,7 +65,7 @@ def is_sound(tree: DraftTree, law: DraftLaw | None) -> bool:
     return bool(np.isfinite(tree.logprobs).all())
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_many_trees_and_laws_are_judged_as_one_is(data: st.DataObject) -> None:
     drafts: list[Proposal] = []

@@ -396,7 +396,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(OPERATIONS, max_size=40), st.integers(1, 4))
 def test_the_inbox_holds_what_is_plain_to_see(
     operations: list[tuple[Any, ...]], per_session: int

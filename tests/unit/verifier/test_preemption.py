@@ -273,7 +273,7 @@ served = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(served, min_size=1, max_size=24))
 def test_everybody_ends_and_nobody_is_preempted_more_often_than_the_bound(
     rows: list[tuple[int, float, int, int, int]],

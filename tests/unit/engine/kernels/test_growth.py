@@ -102,7 +102,7 @@ def assert_closed(tree: TreeDraft, nodes: int) -> None:
 
 
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**31 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_log_probs_give_an_ancestor_closed_tree(
     nodes: int, k: int, depth: int, seed: int
 ) -> None:

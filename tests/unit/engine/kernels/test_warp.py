@@ -82,7 +82,7 @@ def _kernel(case: WarpCase, *, tile: int = 32, block: int = 16) -> torch.Tensor:
     return logits.cpu()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(PARAMS, min_size=1, max_size=8), st.integers(0, 2**16), st.booleans())
 def test_the_twin_is_the_hosts_warper(
     params: list[SamplingParams], seed: int, grammars: bool
