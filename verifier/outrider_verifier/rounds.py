@@ -218,9 +218,11 @@ class Rounds:
             prompts=[row.num_tokens for row in flying.prefill],
             now=self._clock(),
         )
-        # Where the device has nothing to do, and no drafter is waited for, the next round goes
-        # first: threads that hand out what this one emitted would hold this thread up meanwhile.
-        self.holds_back = self._engine.run_ahead and alone and not (self._flying or len(told))
+        # Where the device has nothing to do, and neither a drafter nor a first token is waited for,
+        # the next round goes first: threads that hand out what this one emitted would hold this
+        # thread up meanwhile.
+        first = alone and self._flying is None and not (prompts or len(told))
+        self.holds_back = self._engine.run_ahead and first
         # Copying takes long: what clients wait for goes first.
         if not self.holds_back:
             self.flush()

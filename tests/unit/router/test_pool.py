@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from outrider_router.pool import (
     Candidate,
@@ -201,7 +201,6 @@ def test_all_verifiers_are_balanced_together() -> None:
     assert all(move.request_id.startswith("aw") for move in moves)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([V, W]), st.sampled_from([None, A, B, C])), max_size=40),
     st.lists(st.sampled_from([1.0, 1.25, 2.0]), min_size=6, max_size=6),

@@ -156,7 +156,6 @@ def test_who_was_well_for_long_begins_anew() -> None:
 COUNTS = st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 12))
 
 
-@settings(deadline=None)
 @given(
     looks=st.lists(
         st.tuples(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from outrider_verifier.conduct import (
     BURST,
@@ -93,7 +93,6 @@ def test_who_sends_more_than_anybody_asked_for_floods() -> None:
     assert large.floods
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

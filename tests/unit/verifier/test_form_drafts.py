@@ -193,8 +193,10 @@ async def test_the_next_round_is_submitted_before_tokens_are_handed_out(
         tokens, _ = await run_one(service, "alone", plan, SAMPLINGS["greedy"], **SPEC)
     assert len(tokens) > 4 and order[0] == "submit" and order[-2:] == ["collect", "tell"]
     wanted = ["submit", "tell"] if on_device else ["tell", "submit"]
-    # A prompt's first pieces emit nothing.
-    order = order[order.index("tell") :]
+    # A prompt's first pieces emit nothing; for a first token nothing else is done before.
+    first = order.index("tell")
+    assert order[first - 1] == "collect"
+    order = order[first:]
     between = [order[n + 1 : n + 3] for n, what in enumerate(order[:-2]) if what == "collect"]
     assert len(between) > 3 and all(pair == wanted for pair in between), order
 
