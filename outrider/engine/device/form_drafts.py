@@ -37,7 +37,7 @@ class FormDrafts:
         self._others: Tensor | None = None
         """Of the last pass, int32 [B, n, A];"""
         self._rows: dict[int, int] = {}
-        """its rows, by slot. They are good for the next round."""
+        """its rows, by slot, until they have been read."""
         rows, device = up_to(ROW_BUCKETS, max_sessions)[-1], own_head.tokens.device
         self._slots = zeros(rows, device)
         self._masks = DraftMasks(
@@ -54,11 +54,13 @@ class FormDrafts:
         first; -1 where there is nothing."""
         tokens = self._head.tokens.cpu().numpy()[list(slots)]
         others = np.full((*tokens.shape, NUM_OTHERS), -1, dtype=np.int32)
-        if self._others is not None:
+        if self._others is not None and self._rows:
             known = self._others.cpu().numpy()
             for row, slot in enumerate(slots):
                 if slot in self._rows:
                     others[row] = known[self._rows[slot]]
+            # The next drafts may come without a pass.
+            self._rows.clear()
         return tokens, others
 
     def trees(self, slots: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
