@@ -51,7 +51,7 @@ class FormDrafts:
     def chains(self, slots: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Of the chains that the next round of these slots' sessions verifies: tokens int32
         [len(slots), n], and what else might have been drafted, int32 [len(slots), n, A], best
-        first; -1 where there is nothing."""
+        first, which is told once after a pass; -1 where there is nothing."""
         tokens = self._head.tokens.cpu().numpy()[list(slots)]
         others = np.full((*tokens.shape, NUM_OTHERS), -1, dtype=np.int32)
         if self._others is not None and self._rows:
