@@ -95,9 +95,10 @@ class Announcer:
         return link is not None and self._handover.can_announce(session, link)
 
     def announce(self, session: Session) -> None:
-        """Hand the session to its drafter if that is attached and can serve it."""
+        """Hand the session to its drafter if that is attached and can serve it; of one that decodes
+        plainly it hears when it is to draft for it."""
         link = self.link_of(session.spec.drafter_id)
-        if link is None or not self._handover.can_announce(session, link):
+        if session.paused or link is None or not self._handover.can_announce(session, link):
             return
         session.link_id = link.link_id
         # Nobody new waits for one that others miss.

@@ -229,7 +229,8 @@ class Core:
             session.handle = self._free_handle()
             self._by_handle[session.handle] = session
             self.handover.open(session)
-            self.policy.follow(session)
+            self.policy.opened(session)
+            self.counters["speculation_paused"] += session.paused
             self.stand_ins.follow(session)
             self.drafters.announce(session)
         except Exception:

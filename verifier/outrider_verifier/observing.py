@@ -25,8 +25,7 @@ def observe_plain(
             continue
         steady = session.paused and pace.unsettled <= 0 and not (session.suspect or row.missed)
         before = pace.mark
-        alone = pace.own or session.link_id is None
-        if not steady or before is None or alone or (drafts and row.nodes):
+        if not steady or before is None or pace.own or (drafts and row.nodes):
             others.append(row)
             continue
         if before is not last or pace.known is not known:

@@ -51,11 +51,13 @@ def _resume(core: Core, session: Session, now: float) -> None:
     have to hear of."""
     core.policy.turn(session, paused=False)
     core.counters["speculation_resumed"] += 1
-    if session.link_id is None or not core.handover.can_catch_up(session):
-        core.drafters.withdraw(session)
-        core.drafters.follow_alone(session)
-        return
     # Its drafter hears of the root now, so the wait for it begins now.
     session.since = now
-    for message in core.handover.catch_up(session):
-        core.drafters.tell(session, message)
+    if session.link_id is not None and core.handover.can_catch_up(session):
+        for message in core.handover.catch_up(session):
+            core.drafters.tell(session, message)
+        return
+    core.drafters.withdraw(session)
+    core.drafters.announce(session)
+    if session.link_id is None:
+        core.drafters.follow_alone(session)

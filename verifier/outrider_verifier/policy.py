@@ -103,6 +103,20 @@ class Policy:
             self._contest(known).begin_text()
         self.changed = self._automatic
 
+    def opened(self, session: Session) -> None:
+        """A session begins. No round has it yet, so what is in force for its kind holds for it at
+        once."""
+        changed = self.changed
+        self.follow(session)
+        pace = session.pace
+        if not self._automatic or pace is None or (pace.known.sessions == 1 and not pace.own):
+            # The only one of its kind may have changed what is in force.
+            return
+        session.draft_limit = self.limit(session)
+        if not session.paused and self.pauses(session):
+            self.turn(session, paused=True)
+        self.changed = changed
+
     def leave(self, session: Session) -> None:
         """A session ends, or its plan is about to change; idempotent."""
         if session.pace is not None:
@@ -248,7 +262,7 @@ class Policy:
         if pace is None or pace.own:
             return
         last, pace.mark = pace.mark, mark
-        if session.link_id is None:
+        if session.link_id is None and not session.paused:
             # Without a drafter there was no choice, so nothing is learnt about it.
             return
         known, nodes, hit = pace.known, row.nodes, row.hit

@@ -227,7 +227,7 @@ class Rounds:
         if not self.holds_back:
             self.flush()
         self._core.stand_ins.observe(settled)
-        self._accounts.keep_features(flying, outcome.decoded, settled)
+        self._accounts.keep_features(flying, outcome.decoded, prompts, decoded)
         return failure
 
     def _collect(self, flying: InFlight) -> RoundOutcome:
