@@ -22,7 +22,7 @@ from outrider_drafter.device_growing import Grower
 from outrider_drafter.device_places import Placed
 from outrider_drafter.device_rows import DeviceRows
 from outrider_drafter.device_scores import MOST_PLACES, LiveScores, Scorer
-from outrider_drafter.device_shapes import SCORE_ROW_BUCKETS, Levels, Shape
+from outrider_drafter.device_shapes import SCORE_ROW_BUCKETS, Nodes, Shape
 from outrider_drafter.sessions import Session
 from outrider_drafter.source import Branches, Live, Outcome, Scored
 
@@ -42,10 +42,11 @@ class DeviceLookAhead:
         dtype: torch.dtype,
         max_context: int,
         bounded: bool,
+        sweeps: int,
     ) -> None:
-        """`rows` with SCRATCH_BLOCKS; `max_context`, `bounded`: as in the source."""
+        """`rows` with SCRATCH_BLOCKS; `max_context`, `bounded`, `sweeps`: as in the source."""
         self._rows, self._downloads = rows, downloads
-        self._scorer = Scorer(program, rows, graphs, hidden=hidden, dtype=dtype)
+        self._scorer = Scorer(program, rows, graphs, hidden=hidden, dtype=dtype, sweeps=sweeps)
         self._brancher = Brancher(
             program,
             rows,
@@ -67,12 +68,12 @@ class DeviceLookAhead:
         self._branching: Branching | None = None
         """Where branches begin; None if nothing was scored."""
 
-    def warm_up_scores(self, levels: Levels, batch: DraftBatch, *, warps: bool) -> None:
+    def warm_up_scores(self, nodes: Nodes, batch: DraftBatch, *, warps: bool) -> None:
         """Compile and capture the scoring of one form."""
-        for size in levels.sizes:
+        for size in nodes.sizes:
             for num_rows in SCORE_ROW_BUCKETS:
                 rows, _ = batch.fill(None, size, num_rows)
-                result = self._scorer.launch(levels, rows, (), warps=warps)
+                result = self._scorer.launch(nodes, rows, (), warps=warps)
                 self._downloads.start(result).wait()
 
     def warm_up_branches(self, shape: Shape, *, general: bool) -> None:
@@ -87,27 +88,27 @@ class DeviceLookAhead:
         self._held = 0
         self._branching = None
 
-    def add(self, live: int, shape: Shape) -> Levels:
+    def add(self, live: int, shape: Shape) -> Nodes:
         """Place a proposal whose branches will have a shape; what of it will be scored."""
         placed = Placed.of(self._lives[live].tree)
         self._placed[live] = placed, shape
-        return placed.levels
+        return placed.nodes
 
-    def has_room(self, count: int, levels: Levels) -> bool:
+    def has_room(self, count: int, nodes: Nodes) -> bool:
         """Whether the places of so many more proposals can be held."""
-        return self._held + count * levels.places <= MOST_PLACES
+        return self._held + count * nodes.places <= MOST_PLACES
 
     def launch(
-        self, levels: Levels, rows: NewRows, members: Members, lives: Sequence[int]
+        self, nodes: Nodes, rows: NewRows, members: Members, lives: Sequence[int]
     ) -> Readback:
         """Begin to score proposals of one form, of these sessions' new rows; `take` ends it."""
         placed = [self._placed[live][0] for live in lives]
-        result = self._scorer.launch(levels, rows, placed, first=self._held, warps=members.warps)
+        result = self._scorer.launch(nodes, rows, placed, first=self._held, warps=members.warps)
         download = self._downloads.start(result)
         # While the device works.
         for live, each in zip(lives, placed, strict=True):
             self._scores.place(live, each, self._held)
-            self._held += levels.places
+            self._held += nodes.places
         self._parts.append((members, lives))
         self._branching = self._collect()
         return download

@@ -23,7 +23,7 @@ from outrider.spec.plan import MAX_DRAFT_TOKENS
 from outrider_drafter.device_batch import Members, Ready
 from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
 from outrider_drafter.device_seats import UNSEATED, Seats
-from outrider_drafter.device_shapes import Levels, Shape, fitted, shape_of
+from outrider_drafter.device_shapes import Nodes, Shape, fitted, shape_of
 from outrider_drafter.device_writes import RowWriter
 from outrider_drafter.head_following import HeadFollower
 from outrider_drafter.sessions import Session, SessionKey
@@ -109,7 +109,7 @@ class DeviceFollower(HeadFollower):
         return shape
 
     def _prepare(
-        self, members: Sequence[Session], shape: Shape | Levels, *, or_shut: bool = True
+        self, members: Sequence[Session], shape: Shape | Nodes, *, or_shut: bool = True
     ) -> list[Session]:
         """Make ready for a launch of some form; sessions that cannot be drafted are left out, and
         where no room is found, shut if `or_shut` says so."""

@@ -1,6 +1,6 @@
 """Where the nodes of live proposals stand on a device, and the paths that branches take (pure).
 
-N nodes of all proposals with their roots, O outcomes, D levels of the deepest of them.
+O outcomes, D levels of the deepest of them; B, N as in `GivenNodes`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.spec.tree import ROOT, DraftTree, is_chain
-from outrider_drafter.device_shapes import Levels, levels_of
+from outrider_drafter.device_shapes import Nodes, nodes_of
 
 NOWHERE: Final = -1
 Indices = NDArray[np.int64]
@@ -22,43 +22,30 @@ class Placed(NamedTuple):
     """A proposal's nodes among the places of what is scored."""
 
     tree: DraftTree
-    levels: Levels
+    nodes: Nodes
     places: Indices
-    """[1 + n]: 0 for the root (entry 0), 1 + level * W + w for a node; NOWHERE for one that is not
+    """[1 + n]: 0 for the root (entry 0), from 1 on for nodes; NOWHERE for one that is not
     scored."""
 
     @classmethod
     def of(cls, tree: DraftTree) -> Placed:
-        """Of a level with too many nodes those of the highest log-prob are kept, and nothing stays
-        below one that is not."""
-        if is_chain(tree.parents):
-            levels = levels_of(len(tree), len(tree), chain=True)
-            places = np.arange(1 + len(tree))
-            places[1 + levels.depth :] = NOWHERE
-            return cls(tree, levels, places)
-        parents, depths = tree.parents.tolist(), [0]
-        for parent in parents:
-            depths.append(depths[parent + 1] + 1)
-        levels = levels_of(len(tree), max(depths), chain=False)
-        found, filled = [0] + [NOWHERE] * len(tree), [0] * (levels.depth + 1)
-        # No parent comes after its child: log-probs never rise on a path.
-        for node in (-tree.logprobs).argsort(kind="stable").tolist():
-            depth = depths[node + 1]
-            if depth > levels.depth or found[parents[node] + 1] == NOWHERE:
-                continue
-            if filled[depth] < levels.width:
-                found[node + 1] = 1 + (depth - 1) * levels.width + filled[depth]
-                filled[depth] += 1
-        return cls(tree, levels, np.array(found))
+        """Of a tree with too many nodes those of the highest log-prob are kept."""
+        nodes = nodes_of(len(tree), chain=is_chain(tree.parents))
+        places = np.arange(1 + len(tree))
+        if len(tree) > nodes.num_nodes:
+            # Log-probs never rise on a path, so nothing stays below a node that does not.
+            best = (-tree.logprobs).argsort(kind="stable")
+            kept = best[: nodes.num_nodes] if not nodes.chain else np.arange(nodes.num_nodes)
+            places[1:] = NOWHERE
+            places[1 + np.sort(kept)] = 1 + np.arange(nodes.num_nodes)
+        return cls(tree, nodes, places)
 
     def fill(self, row: int, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
-        """Write the nodes as row `row` of a batch: tokens, parents [L, B, W] as in
-        `GivenNodes`."""
-        width, there = self.levels.width, np.flatnonzero(self.places[1:] != NOWHERE)
-        level, slot = np.divmod(self.places[1:][there] - 1, width)
-        above = self.places[self.tree.parents[there] + 1] - 1
-        tokens[level, row, slot] = self.tree.tokens[there]
-        parents[level, row, slot] = np.where(above < 0, row, row * width + above % width)
+        """Write the nodes as row `row` of a batch: tokens, parents [B, N] as in `GivenNodes`."""
+        there = np.flatnonzero(self.places[1:] != NOWHERE)
+        slots = self.places[1:][there] - 1
+        tokens[row, slots] = self.tree.tokens[there]
+        parents[row, slots] = self.places[self.tree.parents[there] + 1] - 1
 
 
 class Paths(NamedTuple):

@@ -1,7 +1,7 @@
 """What may follow at every place of live proposals: one launch for those that have one form.
 
-B proposals of a bucket, L levels of W nodes, P = 1 + L * W places, c candidates a place, H hidden
-size, n nodes of one proposal. What the launches leave of the places' features is *held* on the
+B proposals of a bucket, N nodes, P = 1 + N places, c candidates a place, H hidden size, n nodes of
+one proposal. What the launches leave of the places' features is *held* on the
 device, for branches to begin from, until proposals are scored again.
 """
 
@@ -21,14 +21,18 @@ from outrider.engine.device.draft import NewRows
 from outrider.engine.device.draft_ahead import AheadProgram, GivenNodes
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.kernels.drafts.topk import MAX_TOPK
+from outrider.spec.tree import ROOT
 from outrider_drafter.device_places import NOWHERE, Indices, Placed, ScoredPlaces
 from outrider_drafter.device_rows import DeviceRows
-from outrider_drafter.device_shapes import CHAIN_LEVELS, TREE_LEVELS, Levels
+from outrider_drafter.device_shapes import Nodes, score_family
 from outrider_drafter.form_launches import mask_scores
 from outrider_drafter.source import Live, Scored, no_scores
 
 CANDIDATES: Final = MAX_TOPK
 """c."""
+SWEEPS: Final = 3
+"""How often the nodes of a proposal are run (`AheadProgram.score`): what a fourth sweep adds is
+less than it takes (decision 22)."""
 MOST_PLACES: Final = 2048
 """Places that are held at once; proposals that find no room are not scored."""
 
@@ -37,33 +41,34 @@ class GivenBatch:
     """Static inputs of proposals' nodes, filled from the host by one upload."""
 
     def __init__(self, device: torch.device) -> None:
-        levels = (*CHAIN_LEVELS, *TREE_LEVELS.values())
-        most = max(2 * each.depth * each.sizes[-1] * each.width for each in levels)
+        forms = {nodes for nodes, _ in score_family()}
+        most = max(2 * nodes.sizes[-1] * nodes.num_nodes for nodes in forms)
         self._uploads = Uploader(most, device)
         self._words = torch.zeros(most, dtype=torch.int32, device=device)
-        self._buckets: dict[tuple[Levels, int], tuple[Tensor, GivenNodes]] = {}
+        self._buckets: dict[tuple[Nodes, int], tuple[Tensor, GivenNodes]] = {}
         """What is uploaded, and the nodes in it."""
 
-    def fill(self, levels: Levels, placed: Sequence[Placed], size: int) -> GivenNodes:
+    def fill(self, nodes: Nodes, placed: Sequence[Placed], size: int) -> GivenNodes:
         """Upload proposals in a bucket."""
-        place = self._buckets.get((levels, size))
+        place = self._buckets.get((nodes, size))
         if place is None:
-            place = self._buckets[levels, size] = self._bucket(levels, size)
-        sent, nodes = place
+            place = self._buckets[nodes, size] = self._bucket(nodes, size)
+        sent, given = place
         words = self._uploads.stage()[: sent.shape[0]]
-        tokens, parents = words.reshape(2, levels.depth, size, levels.width)
-        tokens[:], rows = -1, np.arange(size)[:, None]
-        parents[0], parents[1:] = rows, rows * levels.width
+        tokens, parents = words.reshape(2, size, nodes.num_nodes)
+        tokens[:] = -1
+        # What a chain sees is not looked up: its nodes stand one below the other, there or not.
+        parents[:] = np.arange(nodes.num_nodes) - 1 if nodes.chain else ROOT
         for row, each in enumerate(placed):
             each.fill(row, tokens, parents)
         self._uploads.send(sent)
-        return nodes
+        return given
 
-    def _bucket(self, levels: Levels, size: int) -> tuple[Tensor, GivenNodes]:
-        shape = (2, levels.depth, size, levels.width)
+    def _bucket(self, nodes: Nodes, size: int) -> tuple[Tensor, GivenNodes]:
+        shape = (2, size, nodes.num_nodes)
         sent = self._words[: math.prod(shape)]
         tokens, parents = sent.view(shape).unbind()
-        return sent, GivenNodes(tokens, parents)
+        return sent, GivenNodes(tokens, parents, nodes.chain)
 
 
 class Scorer:
@@ -77,8 +82,10 @@ class Scorer:
         *,
         hidden: int,
         dtype: torch.dtype,
+        sweeps: int,
     ) -> None:
         self._program, self._rows, self._graphs = program, rows, graphs
+        self._sweeps = sweeps
         device = rows.tables.device
         self._given = GivenBatch(device)
         self.held = torch.zeros((MOST_PLACES, hidden), dtype=dtype, device=device)
@@ -86,7 +93,7 @@ class Scorer:
 
     def launch(
         self,
-        levels: Levels,
+        nodes: Nodes,
         rows: NewRows,
         placed: Sequence[Placed],
         *,
@@ -97,18 +104,23 @@ class Scorer:
         candidates and the bits of their log-probs. warps: whether sessions may warp their
         logits."""
         size, num_rows = rows.tokens.shape
-        given = self._given.fill(levels, placed, size)
+        given = self._given.fill(nodes, placed, size)
         warp = self._rows.warp.state if warps else None
 
         def run() -> tuple[Tensor, Tensor]:
             found = self._program.score(
-                rows, given, state=self._rows.sampling, count=CANDIDATES, warp=warp
+                rows,
+                given,
+                state=self._rows.sampling,
+                count=CANDIDATES,
+                sweeps=self._sweeps,
+                warp=warp,
             )
             bits = found.logprobs.view(torch.int32)
             return torch.stack((found.tokens, bits), dim=2), found.features
 
-        result, features = self._graphs.run(("score", levels, size, num_rows, warps), run)
-        kept = len(placed) * levels.places
+        result, features = self._graphs.run(("score", nodes, size, num_rows, warps), run)
+        kept = len(placed) * nodes.places
         self.held[first : first + kept].copy_(features.flatten(0, 1)[:kept])
         return result
 

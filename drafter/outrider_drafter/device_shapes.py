@@ -60,44 +60,37 @@ SCORE_ROW_BUCKETS: Final = (8, 16)
 """Rows of a catch-up that is part of scoring."""
 
 
-class Levels(NamedTuple):
+class Nodes(NamedTuple):
     """What of a live proposal is scored; with the bucket it is the key of a graph."""
 
-    depth: int
-    """L levels below the root."""
-    width: int
-    """W nodes of each."""
+    num_nodes: int
+    """N"""
+    chain: bool
 
     @property
     def places(self) -> int:
         """P: nodes that there is place for, and the root."""
-        return 1 + self.depth * self.width
+        return 1 + self.num_nodes
+
+    @property
+    def depth(self) -> int:
+        """Levels of the deepest that is drafted here."""
+        return self.num_nodes if self.chain else default_depth(self.num_nodes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Buckets of proposals."""
-        return SCORE_SIZES[self.width > 1]
+        return SCORE_SIZES[not self.chain]
 
     def kept_rows(self, depths: NDArray[np.int64]) -> int:
         """Draft rows that a session needs room for, whatever its depth."""
-        return self.depth * self.width
+        return self.num_nodes
 
 
-CHAIN_LEVELS: Final = tuple(Levels(length, 1) for length in CHAIN_LENGTHS)
-TREE_LEVELS: Final = {
-    nodes: Levels(default_depth(nodes), 8 if nodes <= 16 else 16) for nodes in TREES
-}
-"""By the nodes of a tree, which has not more of them."""
-
-
-def levels_of(num_nodes: int, depth: int, *, chain: bool) -> Levels:
-    """What is scored of a proposal: all of it where that is possible."""
-    if chain:
-        return next((each for each in CHAIN_LEVELS if each.depth >= depth), CHAIN_LEVELS[-1])
-    fit = (
-        each for nodes, each in TREE_LEVELS.items() if nodes >= num_nodes and each.depth >= depth
-    )
-    return next(fit, list(TREE_LEVELS.values())[-1])
+def nodes_of(num_nodes: int, *, chain: bool) -> Nodes:
+    """What is scored of a proposal of so many nodes: all of them where that is possible."""
+    counts = CHAIN_LENGTHS if chain else tuple(TREES)
+    return Nodes(min(bucket(num_nodes, counts), counts[-1]), chain)
 
 
 def path_rows(shape: Shape) -> int:
@@ -112,11 +105,13 @@ def most_branches(shape: Shape) -> int:
     return max(size for size in BRANCH_SIZES if size == 4 or size * shape.num_nodes <= MOST_NODES)
 
 
-def score_family() -> Iterator[tuple[Levels, bool]]:
-    """What is captured for scoring: levels, each with whether any session warps its logits."""
-    for levels in (*CHAIN_LEVELS, *TREE_LEVELS.values()):
-        yield levels, False
-        yield levels, True
+def score_family() -> Iterator[tuple[Nodes, bool]]:
+    """What is captured for scoring: nodes, each with whether any session warps its logits."""
+    forms = [nodes_of(length, chain=True) for length in CHAIN_LENGTHS]
+    forms += [nodes_of(count, chain=False) for count in TREES]
+    for nodes in forms:
+        yield nodes, False
+        yield nodes, True
 
 
 def family(*, branches: bool = False) -> Iterator[tuple[Shape, bool]]:

@@ -33,9 +33,10 @@ from outrider_drafter.device_branches import SCRATCH_BLOCKS
 from outrider_drafter.device_drafts import lengths
 from outrider_drafter.device_following import DeviceFollower
 from outrider_drafter.device_growing import Grower, Grown
+from outrider_drafter.device_scores import SWEEPS
 from outrider_drafter.device_shapes import (
     SCORE_ROW_BUCKETS,
-    Levels,
+    Nodes,
     Shape,
     batch_sizes,
     covers,
@@ -69,12 +70,13 @@ class DeviceHeadSource(DeviceFollower):
         cuda_graphs: bool = True,
         bounded: bool = False,
         look_ahead: bool = True,
+        sweeps: int = SWEEPS,
     ) -> None:
         """`max_rows` bounds the K/V rows of all sessions (of those on the host apart);
         `max_context` (0: the head's own) the draft positions of one. bounded: whether plans are
         fitted into the shapes of `family`. look_ahead: whether it will be asked to look ahead;
-        else it scores nothing. Raises FailedPreconditionError for heads without plain EAGLE-3
-        weights."""
+        else it scores nothing. sweeps: of the scores, see `AheadProgram.score`. Raises
+        FailedPreconditionError for heads without plain EAGLE-3 weights."""
         super().__init__(
             head,
             max_rows=max_rows,
@@ -103,6 +105,7 @@ class DeviceHeadSource(DeviceFollower):
                 dtype=dtype,
                 max_context=self._max_context,
                 bounded=bounded,
+                sweeps=sweeps,
             )
         self._last: tuple[Sequence[Session], Shape, Members] | None = None
         """What was drafted together last, if that was all that was asked for; None once a session
@@ -138,8 +141,8 @@ class DeviceHeadSource(DeviceFollower):
         if self._ahead is not None:
             for shape, general in family(branches=True):
                 self._ahead.warm_up_branches(shape, general=general)
-            for levels, warps in score_family():
-                self._ahead.warm_up_scores(levels, self._batch, warps=warps)
+            for nodes, warps in score_family():
+                self._ahead.warm_up_scores(nodes, self._batch, warps=warps)
         self.graphs.sealed = True
         seconds = round(time.monotonic() - began, 1)
         logger.info("drafts captured", extra={"graphs": len(self.graphs), "seconds": seconds})
@@ -208,7 +211,7 @@ class DeviceHeadSource(DeviceFollower):
             return no_scores(lives)
         ahead.begin(lives)
         self._hosted = []
-        groups: dict[Levels, dict[int, int]] = {}
+        groups: dict[Nodes, dict[int, int]] = {}
         for live, (session, _) in enumerate(lives):
             if self._is_on_host(session):
                 self._hosted.append(live)
@@ -218,13 +221,13 @@ class DeviceHeadSource(DeviceFollower):
                 shape = self._new_shape(session)
             if shape is not None:
                 groups.setdefault(ahead.add(live, shape), {})[session.slot] = live
-        for levels, members in groups.items():
+        for nodes, members in groups.items():
             sessions = [lives[live].session for live in members.values()]
-            seated = self._prepare(sessions, levels, or_shut=False)
-            for first in range(0, len(seated), levels.sizes[-1]):
-                part = seated[first : first + levels.sizes[-1]]
-                if ahead.has_room(len(part), levels):
-                    self._score(ahead, levels, part, [members[each.slot] for each in part])
+            seated = self._prepare(sessions, nodes, or_shut=False)
+            for first in range(0, len(seated), nodes.sizes[-1]):
+                part = seated[first : first + nodes.sizes[-1]]
+                if ahead.has_room(len(part), nodes):
+                    self._score(ahead, nodes, part, [members[each.slot] for each in part])
         if self._hosted:
             theirs = self._host_source().score([lives[live] for live in self._hosted])
             ahead.adopt(self._hosted, theirs)
@@ -303,17 +306,17 @@ class DeviceHeadSource(DeviceFollower):
         return self.graphs.run((shape, size, num_rows, general), run)
 
     def _score(
-        self, ahead: DeviceLookAhead, levels: Levels, part: Sequence[Session], lives: Sequence[int]
+        self, ahead: DeviceLookAhead, nodes: Nodes, part: Sequence[Session], lives: Sequence[int]
     ) -> None:
         """Score live proposals `lives`, those of the sessions, in one launch."""
         members = Members.of(part, self._seats.seats, self._rows)
         ready = self._ready(members)
-        size = bucket(len(ready), levels.sizes)
+        size = bucket(len(ready), nodes.sizes)
         num_rows = bucket(int(ready.counts.max()), SCORE_ROW_BUCKETS)
         if members.penalised:
             count_news(members, self._seats.counted, self._rows.warp)
         rows, _ = self._batch.fill(ready, size, num_rows)
-        download = ahead.launch(levels, rows, members, lives)
+        download = ahead.launch(nodes, rows, members, lives)
         # While the device works.
         self._took(ready, size, num_rows)
         ahead.take(download.wait().numpy())

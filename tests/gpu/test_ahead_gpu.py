@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from outrider_drafter.device_scores import SWEEPS
 from outrider_drafter.device_source import DeviceHeadSource
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.source import AheadSource, Outcome, Scored
 
+from outrider.engine.kernels.drafts.given import given_layout
 from outrider.spec.sampling import Rule
 from tests.factories import make_eagle3_head
 from tests.unit.drafter.looking_ahead import (
@@ -23,6 +25,7 @@ from tests.unit.drafter.looking_ahead import (
     some_outcomes,
 )
 from tests.unit.engine.device.draft_sessions import plain_head
+from tests.unit.engine.kernels.trees import random_parents
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +35,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_eagle3_head(tmp_path_factory.mktemp("gpu-ahead-head"))
 
 
-def on_gpu(checkpoint: Path, dtype: torch.dtype, *, graphs: bool) -> DeviceHeadSource:
+def on_gpu(
+    checkpoint: Path, dtype: torch.dtype, *, graphs: bool, sweeps: int = SWEEPS
+) -> DeviceHeadSource:
     return DeviceHeadSource(
         plain_head(checkpoint, dtype=dtype, device="cuda:0"),
         max_rows=8192,
@@ -41,6 +46,7 @@ def on_gpu(checkpoint: Path, dtype: torch.dtype, *, graphs: bool) -> DeviceHeadS
         dtype=dtype,
         device="cuda:0",
         cuda_graphs=graphs,
+        sweeps=sweeps,
     )
 
 
@@ -78,7 +84,8 @@ def test_graphs_look_ahead_as_eager_launches_do(checkpoint: Path, dtype: torch.d
 
 
 def test_the_device_looks_ahead_as_the_host_on_a_cpu_does(checkpoint: Path) -> None:
-    device = look_ahead(on_gpu(checkpoint, torch.float32, graphs=True))
+    # With as many sweeps as a tree has levels, or more, scores are exact.
+    device = look_ahead(on_gpu(checkpoint, torch.float32, graphs=True, sweeps=64))
     host = look_ahead(HeadSource(plain_head(checkpoint), max_rows=8192), device)
     for ours, theirs in zip(device, host, strict=True):
         for i, (_, sampling) in enumerate(AHEAD):
@@ -108,3 +115,13 @@ def test_a_warmed_up_source_captures_nothing_more(checkpoint: Path) -> None:
     captured = len(source.graphs)
     look_ahead(source)
     assert len(source.graphs) == captured
+
+
+def test_given_trees_are_laid_out_as_by_the_twin() -> None:
+    rng = np.random.default_rng(5)
+    for batch, count in ((1, 5), (4, 32), (8, 64)):
+        parents = torch.tensor([random_parents(rng, count) for _ in range(batch)]).int()
+        live = torch.from_numpy(rng.integers(0, 9999, batch)).int()
+        found = given_layout(parents.cuda(), live.cuda())
+        for ours, theirs in zip(found, given_layout(parents, live), strict=True):
+            assert torch.equal(ours.cpu(), theirs)

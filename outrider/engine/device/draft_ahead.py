@@ -5,9 +5,9 @@ say what may follow there, and are the own features of the branches that begin t
 drafted like a session (`DraftProgram.chain`, `tree`) over a block table of its own, which begins
 with the blocks of the session (`fork`): of the prefix at most one partly filled block is copied.
 
-B sessions or branches, R rows of a branch's path, L levels of W nodes of a proposal, P = 1 + L * W
-places (the root's, then level by level), c candidates a place, H hidden size, X session slots,
-T blocks of a table, S blocks of a branch's own, V branches that there are blocks for.
+B sessions or branches, R rows of a branch's path, N nodes of a proposal, P = 1 + N places (the
+root's, then the nodes'), c candidates a place, H hidden size, X session slots, T blocks of a table,
+S blocks of a branch's own, V branches that there are blocks for.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.device.draft import DraftProgram, NewRows, Seen
+from outrider.engine.device.draft import DraftProgram, NewRows, Places, Seen
 from outrider.engine.device.drawing import Drawing
+from outrider.engine.kernels.attention.rotary import rotary_table
 from outrider.engine.kernels.drafts.coupled_topk import put_coupled_topk
-from outrider.engine.kernels.drafts.growth import grow_mask
+from outrider.engine.kernels.drafts.given import given_layout
 from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider.engine.kernels.state import SamplingState, WarpState
 from outrider.engine.kernels.warp.logits import warp_drafts
@@ -28,13 +29,15 @@ from outrider.engine.kernels.warp.path import TokenPath
 
 
 class GivenNodes(NamedTuple):
-    """The nodes of proposals, level by level."""
+    """The nodes of proposals, parents before their children."""
 
     tokens: Tensor
-    """int32 [L, B, W]: target ids; negative: there is no node."""
+    """int32 [B, N]: target ids; negative: there is no node."""
     parents: Tensor
-    """int32 [L, B, W]: row of the parent in the level above: b * W + w, b on the first level.
-    Nodes that are not there have one too."""
+    """int32 [B, N]: the node above, ROOT (-1) below the root. Nodes that are not there have one
+    too."""
+    are_chains: bool = False
+    """Whether every node is the parent of the next one."""
 
 
 class Scores(NamedTuple):
@@ -75,48 +78,44 @@ class AheadProgram(DraftProgram):
         *,
         state: SamplingState,
         count: int,
+        sweeps: int,
         warp: WarpState | None = None,
     ) -> Scores:
         """Catch up, run given proposals and offer `count` tokens at every place, by the law of
         softmax(logits / T), those of coupled sessions by shared noise. warp: as for `chain`.
 
-        A session's table must hold the rows up to live + L * W.
+        All nodes of a proposal run together, `sweeps` times: at first each with the output of the
+        root in the place of its parent's, then with what its parent gave in the sweep before. So
+        after k sweeps what stands at the first k levels is exact, and what is below them nearly.
+        A session's table must hold the rows up to live + N.
         """
-        (levels, batch, width), w = given.tokens.shape, self.weights
-        layout = self._layout(rows, num_steps=levels, step_rows=width)
-        places = self._places(layout)
+        (batch, num_nodes), new = given.tokens.shape, rows.tokens.numel()
+        layout = self._layout(rows, num_steps=1, step_rows=num_nodes)
+        below = given_layout(given.parents, layout.live)
+        positions = torch.cat((layout.positions[:new], below.positions))
+        places = Places(rotary_table(positions, self.weights.inv_freq), layout.write_slots)
         x = self._catch_up(rows, layout, places, prune=True)
         session = Seen(rows.tables, rows.slots, layout.live + 1)
-        features, masks = [x.view(batch, 1, -1)], list[Tensor]()
-        mask: Tensor | None = None
-        place = rows.tokens.numel()
-        for level in range(levels):
-            here = slice(place, place + batch * width)
-            parents = given.parents[level]
-            block = self._block_inputs(given.tokens[level].flatten(), x, rows=parents.flatten())
-            if width == 1:
-                session = session._replace(context=layout.positions[here])
-            else:
-                mask = grow_mask(mask, parents)
-                masks.append(mask)
-            x = self._step(block, places.at(here), session, num_nodes=width, mask=mask)
-            features.append(x.view(batch, width, -1))
-            place += batch * width
-        joined = torch.cat(features, dim=1)
-        # The tokens are known: one pass over the output projection serves all levels.
-        logits = self.logits(joined.flatten(0, 1))
-        below = layout.following[1:].repeat_interleave(width, dim=0)
-        following = torch.cat((layout.following[:1], below)).t().flatten()
+        mask = None if given.are_chains else below.seen[:, 1:]
+        tokens, nodes = given.tokens.flatten(), places.at(slice(new, None))
+        features = x[:, None].expand(-1, 1 + num_nodes, -1)
+        for _ in range(min(sweeps, num_nodes)):
+            block = self._block_inputs(tokens, features.flatten(0, 1), rows=below.sources)
+            step = self._step(block, nodes, session, num_nodes=num_nodes, mask=mask)
+            features = torch.cat((x[:, None], step.view(batch, num_nodes, -1)), dim=1)
+        # The tokens are known: one pass over the output projection serves all places.
+        logits, following = self.logits(features.flatten(0, 1)), below.following
         if warp is not None:
-            path = _given_path(self._columns(given.tokens), masks)
+            path = TokenPath(self._columns(given.tokens), None if given.are_chains else below.seen)
             logits = warp_drafts(logits, warp, state, rows.slots, following, path)
-        heat = state.temperatures[rows.slots.long()].repeat_interleave(joined.shape[1])
+        heat = state.temperatures[rows.slots.long()].repeat_interleave(1 + num_nodes)
         logprobs, columns = log_softmax_topk(logits, count, temperatures=heat)
-        put_coupled_topk(logprobs, columns, logits, state, rows.slots, following, ids=w.target_ids)
-        found = w.target_ids[columns.clamp(min=0).long()].int()
-        shape = (batch, joined.shape[1], count)
+        ids = self.weights.target_ids
+        put_coupled_topk(logprobs, columns, logits, state, rows.slots, following, ids=ids)
+        found = ids[columns.clamp(min=0).long()].int()
+        shape = (batch, 1 + num_nodes, count)
         tokens = torch.where(columns >= 0, found, -1)
-        return Scores(tokens.view(shape), logprobs.view(shape), joined)
+        return Scores(tokens.view(shape), logprobs.view(shape), features)
 
     def fork(
         self, rows: BranchRows, *, tables: Tensor, scratch: Tensor, held: Tensor, counted: bool
@@ -155,16 +154,3 @@ class AheadProgram(DraftProgram):
         """Draft ids of target ids, int32 as `tokens`; -1 where there is none."""
         columns = self.weights.draft_columns[tokens.clamp(min=0).long()]
         return torch.where(tokens >= 0, columns, -1)
-
-
-def _given_path(columns: Tensor, masks: list[Tensor]) -> TokenPath:
-    """What is output at each place: columns int32 [L, B, W] of the nodes; masks uint8 [B, W, l * W]
-    of the levels l = 1 .. L, none for chains."""
-    levels, batch, width = columns.shape
-    # A chain's would be a view across sessions; the kernel reads a path's tokens side by side.
-    flat = columns.transpose(0, 1).reshape(batch, levels * width).contiguous()
-    if not masks:
-        return TokenPath(flat)
-    pad = torch.nn.functional.pad
-    rows = [pad(mask, (0, levels * width - mask.shape[2])) for mask in masks]
-    return TokenPath(flat, torch.cat((torch.zeros_like(rows[0][:, :1]), *rows), dim=1))

@@ -9,9 +9,14 @@ from outrider.engine.heads import DraftHead
 
 
 def on_device(
-    head: DraftHead, *, max_rows: int = 8192, max_context: int = 256, bounded: bool = False
+    head: DraftHead,
+    *,
+    max_rows: int = 8192,
+    max_context: int = 256,
+    bounded: bool = False,
+    sweeps: int = 64,
 ) -> DeviceHeadSource:
-    """A source of at most 16 sessions in float32."""
+    """A source of at most 16 sessions in float32; with so many sweeps scores are exact."""
     return DeviceHeadSource(
         head,
         max_rows=max_rows,
@@ -20,4 +25,5 @@ def on_device(
         dtype=torch.float32,
         device="cpu",
         bounded=bounded,
+        sweeps=sweeps,
     )

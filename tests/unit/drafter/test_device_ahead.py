@@ -273,14 +273,14 @@ def test_places_that_cannot_be_held_have_no_candidates_and_no_branches(
 
 
 def test_a_session_without_room_for_look_ahead_is_still_drafted(head: DraftHead) -> None:
-    source = on_device(head, max_rows=3 * BLOCK_TOKENS)
+    source = on_device(head, max_rows=2 * BLOCK_TOKENS)
     device = Followed.begin(source, [(replace(TREE, look_ahead=1), SamplingParams())])
-    device.tell([20])
+    device.tell([19])
     trees = device.trees()
     scored = device.source.score(device.lives(trees))
     assert np.isneginf(scored.logprobs[0]).all()
     assert list(device.source.branch([Outcome(0, ROOT, 3)])) == []
-    device.tell([22])
+    device.tell([20])
     assert len(device.trees()[0]) == TREE.draft_tokens
 
 

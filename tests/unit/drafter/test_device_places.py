@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from outrider_drafter.device_places import NOWHERE, Placed, ScoredPlaces
 
-from outrider.spec.tree import ROOT, DraftTree, depths, path
+from outrider.spec.tree import ROOT, DraftTree, path
 
 
 @st.composite
@@ -28,41 +28,42 @@ def trees(draw: st.DrawFn) -> DraftTree:
 
 
 @given(trees())
-def test_nodes_stand_in_their_levels_below_parents_that_stand(tree: DraftTree) -> None:
+def test_the_likeliest_nodes_are_placed_each_below_its_parent(tree: DraftTree) -> None:
     placed = Placed.of(tree)
-    levels, places, depth = placed.levels, placed.places, depths(tree.parents)
+    places = placed.places
     assert places[0] == 0 and len(places) == 1 + len(tree)
     there = places[1:] != NOWHERE
-    assert len(set(places[1:][there].tolist())) == np.count_nonzero(there)
+    count = np.count_nonzero(there)
+    assert sorted(places[1:][there].tolist()) == list(range(1, 1 + count))
+    assert count == min(len(tree), placed.nodes.num_nodes)
+    if count == len(tree):
+        return
     for node in np.flatnonzero(there).tolist():
-        assert (places[node + 1] - 1) // levels.width == depth[node] - 1
         assert places[tree.parents[node] + 1] != NOWHERE
-    for node in np.flatnonzero(~there).tolist():
-        if depth[node] > levels.depth or places[tree.parents[node] + 1] == NOWHERE:
-            continue
-        rivals = np.flatnonzero(there & (depth == depth[node]))
-        assert len(rivals) == levels.width, "the level is full"
-        assert (tree.logprobs[rivals] >= tree.logprobs[node]).all()
+    if placed.nodes.chain:
+        assert there[:count].all()
+    else:
+        assert tree.logprobs[there].min() >= tree.logprobs[~there].max()
 
 
 @given(st.lists(trees(), min_size=1, max_size=3))
-def test_a_filled_batch_holds_each_node_with_its_parents_row(found: list[DraftTree]) -> None:
+def test_a_filled_batch_holds_each_node_behind_its_parent(found: list[DraftTree]) -> None:
     for tree in found:
         placed, row, batch = Placed.of(tree), 1, 3
-        levels = placed.levels
-        tokens = np.full((levels.depth, batch, levels.width), -1, dtype=np.int32)
+        tokens = np.full((batch, placed.nodes.num_nodes), -1, dtype=np.int32)
         parents = np.full_like(tokens, -7)
         placed.fill(row, tokens, parents)
-        assert (tokens[:, [0, 2]] == -1).all() and (parents[:, [0, 2]] == -7).all()
+        assert (tokens[[0, 2]] == -1).all() and (parents[[0, 2]] == -7).all()
         assert np.count_nonzero(tokens >= 0) == np.count_nonzero(placed.places[1:] != NOWHERE)
         for node in np.flatnonzero(placed.places[1:] != NOWHERE).tolist():
-            level, slot = divmod(int(placed.places[node + 1]) - 1, levels.width)
-            assert tokens[level, row, slot] == tree.tokens[node]
-            above, parent = int(parents[level, row, slot]), int(tree.parents[node])
+            slot = int(placed.places[node + 1]) - 1
+            assert tokens[row, slot] == tree.tokens[node]
+            above, parent = int(parents[row, slot]), int(tree.parents[node])
+            assert above < slot
             if parent == ROOT:
-                assert (level, above) == (0, row)
+                assert above == ROOT
             else:
-                assert tokens[level - 1].reshape(-1)[above] == tree.tokens[parent]
+                assert tokens[row, above] == tree.tokens[parent]
 
 
 @given(st.lists(trees(), min_size=1, max_size=4), st.data())

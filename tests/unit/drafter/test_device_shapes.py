@@ -15,9 +15,9 @@ from outrider_drafter.device_shapes import (
     Shape,
     family,
     fitted,
-    levels_of,
     most_branches,
     most_sessions,
+    nodes_of,
     path_rows,
     score_family,
 )
@@ -62,12 +62,12 @@ def test_look_ahead_captures_fewer_graphs_than_drafting() -> None:
     assert len(list(score_family())) == len(set(score_family()))
 
 
-def test_every_draft_of_the_family_is_scored_as_a_whole_but_for_wide_levels() -> None:
-    captured = {levels for levels, _ in score_family()}
+def test_every_draft_of_the_family_is_scored_as_a_whole() -> None:
+    captured = {nodes for nodes, _ in score_family()}
     for shape, _ in family():
-        levels = levels_of(shape.num_nodes, shape.depth, chain=shape.top_k == 1)
-        assert levels in captured
-        assert levels.depth == shape.depth and levels.width >= min(shape.top_k, 8)
+        nodes = nodes_of(shape.num_nodes, chain=shape.top_k == 1)
+        assert nodes in captured
+        assert (nodes.num_nodes, nodes.depth) == (shape.num_nodes, shape.depth)
 
 
 def test_a_branch_finds_room_in_its_own_blocks_wherever_the_prefix_ends() -> None:

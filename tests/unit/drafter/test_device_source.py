@@ -267,8 +267,8 @@ def test_warming_up_leaves_no_trace(head: DraftHead, monkeypatch: pytest.MonkeyP
     kinds = [(shape, g) for shape, g in family() if shape.num_nodes == least.get(shape.top_k)]
     assert len(kinds) == 6
     monkeypatch.setattr(device_source, "family", lambda **_: iter(kinds))
-    forms = [(levels, warps) for levels, warps in score_family() if levels.depth <= 4]
-    assert {levels.width for levels, _ in forms} == {1, 8}
+    forms = [(nodes, warps) for nodes, warps in score_family() if nodes.depth <= 4]
+    assert {nodes.chain for nodes, _ in forms} == {True, False}
     monkeypatch.setattr(device_source, "score_family", lambda: iter(forms))
     source = on_device(head)
     source.warm_up()

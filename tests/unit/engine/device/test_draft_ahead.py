@@ -26,6 +26,8 @@ from tests.unit.engine.device.draft_sessions import (
 )
 
 OWN, BRANCHES = 4, 3
+EXACT = 64
+"""Sweeps, as many as any tree has levels."""
 LENGTHS = (6, 9, 12)
 """Real rows of the sessions: blocks that are partly filled, and one that is full."""
 
@@ -47,18 +49,16 @@ def scratch(s: Sessions) -> Tensor:
 
 def given(tokens: Sequence[int], batch: int) -> GivenNodes:
     """The same chain for every session."""
-    rows = torch.arange(batch, dtype=torch.int32)
-    return GivenNodes(
-        tokens=torch.tensor(tokens, dtype=torch.int32)[:, None, None].expand(-1, batch, 1),
-        parents=rows[None, :, None].expand(len(tokens), -1, -1).contiguous(),
-    )
+    rows = torch.tensor([tokens, range(-1, len(tokens) - 1)], dtype=torch.int32)
+    chains = rows[:, None].expand(-1, batch, -1).contiguous()
+    return GivenNodes(chains[0], chains[1], are_chains=True)
 
 
 def score(s: Sessions, tokens: Sequence[int], *, count: int = 6) -> Tensor:
     """The places' features [B, P, H], after all real rows were taken in."""
     rows = s.rows([0] * len(LENGTHS), LENGTHS, 16)
     nodes = given(tokens, rows.slots.shape[0])
-    return s.program.score(rows, nodes, state=s.state, count=count).features
+    return s.program.score(rows, nodes, state=s.state, count=count, sweeps=EXACT).features
 
 
 def branch_rows(paths: Sequence[Sequence[int]], places: int) -> BranchRows:
@@ -137,30 +137,41 @@ def test_each_place_offers_what_a_chain_that_came_there_takes(head: DraftHead) -
     s = sessions(head)
     rows = s.rows([0, 0, 0], LENGTHS, 16)
     chain = s.program.chain(rows, state=s.state, length=4).tokens
-    nodes = GivenNodes(
-        tokens=chain[:, :3].t().unsqueeze(2).contiguous(),
-        parents=given([0, 0, 0], chain.shape[0]).parents,
-    )
-    scores = sessions(head).program.score(rows, nodes, state=s.state, count=6)
+    nodes = given([0, 0, 0], chain.shape[0])._replace(tokens=chain[:, :3].contiguous())
+    scores = sessions(head).program.score(rows, nodes, state=s.state, count=6, sweeps=EXACT)
     for b in range(len(MIXED)):
         assert scores.tokens[b, :, 0].tolist() == chain[b].tolist(), MIXED[b]
     assert (scores.logprobs.diff(dim=2) <= 0).all()
 
 
 @torch.inference_mode()
-def test_a_tree_of_one_node_a_level_is_scored_like_a_chain(head: DraftHead) -> None:
-    """Wide levels of which one node is there: what is not there is not seen."""
+def test_what_is_not_on_a_nodes_path_is_not_seen(head: DraftHead) -> None:
+    """A chain alone, and as a path of a tree whose other nodes lie between its own."""
     rng = np.random.default_rng(3)
-    tokens, batch, width = [40, 41, 42], 4, 3
-    wide = torch.from_numpy(rng.integers(0, VOCAB, (3, batch, width))).int()
-    wide[:, :, 0] = torch.tensor(tokens, dtype=torch.int32)[:, None]
-    parents = torch.arange(batch, dtype=torch.int32)[None, :, None].repeat(3, 1, width)
-    parents[1:] *= width
+    tokens, batch, places = [40, 41, 42], 4, [0, 2, 4, 7]
+    wide = torch.from_numpy(rng.integers(0, VOCAB, (batch, 8))).int()
+    wide[:, 5] = -1
+    wide[:, [1, 3, 6]] = torch.tensor(tokens, dtype=torch.int32)
+    above = torch.tensor([-1, -1, 0, 1, 1, -1, 3, 6], dtype=torch.int32)
     found = []
-    for nodes in (given(tokens, batch), GivenNodes(wide, parents)):
+    for nodes in (given(tokens, batch), GivenNodes(wide, above.repeat(batch, 1))):
         s = sessions(head)
         rows = s.rows([0, 0, 0], LENGTHS, 16)
-        found.append(s.program.score(rows, nodes, state=s.state, count=6))
-    places = [0, 1, 1 + width, 1 + 2 * width]
+        found.append(s.program.score(rows, nodes, state=s.state, count=6, sweeps=EXACT))
     assert torch.equal(found[1].tokens[:3, places], found[0].tokens[:3])
     torch.testing.assert_close(found[1].features[:3, places], found[0].features[:3])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("sweeps", [1, 2, 3])
+def test_after_k_sweeps_k_levels_are_exact(head: DraftHead, sweeps: int) -> None:
+    """And what is below them is not, so that a sweep less would be noticed."""
+    rows = sessions(head).rows([0, 0, 0], LENGTHS, 16)
+    nodes, found = given([40, 41, 42, 43, 44], rows.slots.shape[0]), []
+    for count in (sweeps, EXACT):
+        s = sessions(head)
+        found.append(s.program.score(rows, nodes, state=s.state, count=6, sweeps=count).features)
+    near, exact = (features[:3] for features in found)
+    torch.testing.assert_close(near[:, : 1 + sweeps], exact[:, : 1 + sweeps])
+    apart = (near - exact).abs().amax(dim=(0, 2))
+    assert bool((apart[1 + sweeps :] > 1e-3).all()), apart
