@@ -64,8 +64,9 @@ _SHAPE: Final = replace(
 )
 
 
-def _verified(shape: RoundShape) -> Verified:
-    """The canned outcome of a shape: all drafted tokens but the last stand."""
+def _verified(shape: RoundShape, width: int) -> Verified:
+    """The canned outcome of a shape, with features of some width: all drafted tokens but the last
+    stand."""
     words = np.zeros((shape.rows, shape.result_words), dtype=np.int32)
     kept = min(LENGTH, shape.nodes)
     words[:, 0] = kept
@@ -76,7 +77,7 @@ def _verified(shape: RoundShape) -> Verified:
     features = None
     if shape.features:
         rows = shape.rows * shape.nodes + shape.pieces * PIECE_TOKENS
-        features = torch.ones(rows, WIDTH, dtype=torch.bfloat16)
+        features = torch.ones(rows, width, dtype=torch.bfloat16)
     return Verified(result, None, None, None, features)
 
 
@@ -86,7 +87,8 @@ class VerifierSide:
     offers = ""
     """Whether what is offered is taken in, and verdicts are told, `BESIDE` a round."""
 
-    def __init__(self, sessions: int, steps: Steps, *, planner: str) -> None:
+    def __init__(self, sessions: int, steps: Steps, *, planner: str, width: int = WIDTH) -> None:
+        """`width`: of the target, and of its features."""
         self._steps = steps
         config = VerifierConfig(
             model="canned",
@@ -99,13 +101,18 @@ class VerifierSide:
             gather_ms=0.0,
         )
         target = random_target(
-            _SHAPE, dtype=torch.bfloat16, device=torch.device("cpu"), kv_tokens=sessions * 2048
+            replace(_SHAPE, hidden_size=width),
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            kv_tokens=sessions * 2048,
         )
         heads = head_shape(target.config, 1024)
         self.head, projection = random_head(heads, target.embedding)
         runner = DeviceRoundEngine.build(config, target, projection)
         canned: Any = runner.rounds
-        canned.graphs = CannedGraphs(_verified, lambda: steps.mark("verifier: rows staged"))
+        canned.graphs = CannedGraphs(
+            lambda shape: _verified(shape, width), lambda: steps.mark("verifier: rows staged")
+        )
         canned._downloads = CannedDownloads(self._arrived)
         self._service = VerifierService(
             config,
@@ -155,23 +162,29 @@ class VerifierSide:
         )
         self._core.handle(Attached(link), time.monotonic())
         for ticket in range(sessions):
-            spec = SessionSpec(
-                session_id=SessionId(f"s{ticket}"),
-                epoch=0,
-                token_ids=tuple(range(PROMPT)),
-                prompt_len=PROMPT,
-                max_new_tokens=max_new_tokens,
-                stop_token_ids=(2, 3),
-                sampling=SamplingParams(),
-                plan=plan,
-                drafter_id=_NAME if drafted else None,
-            )
-            opened: Any = Open(ticket, spec, None)  # type: ignore[arg-type]
-            self._core.handle(opened, time.monotonic())
+            self.open_one(ticket, PROMPT, max_new_tokens, plan, drafted=drafted)
         told: list[bytes] = []
         while any(not session.prefilled for session in self._core.sessions.values()):
             told += self.round()
         return told
+
+    def open_one(
+        self, ticket: int, prompt: int, max_new_tokens: int, plan: Plan, *, drafted: bool
+    ) -> None:
+        """Open a session with so many tokens of prompt; it waits for the next round."""
+        spec = SessionSpec(
+            session_id=SessionId(f"s{ticket}"),
+            epoch=0,
+            token_ids=tuple(range(prompt)),
+            prompt_len=prompt,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=(2, 3),
+            sampling=SamplingParams(),
+            plan=plan,
+            drafter_id=_NAME if drafted else None,
+        )
+        opened: Any = Open(ticket, spec, None)  # type: ignore[arg-type]
+        self._core.handle(opened, time.monotonic())
 
     def round(self) -> list[bytes]:
         """Plan, launch and settle a round; what the drafter is told."""
@@ -182,6 +195,10 @@ class VerifierSide:
         self._waiting, self._unsaid = True, True
         self._rounds.run(plan)
         self._steps.mark("verifier: features kept" + BESIDE)
+        return self.take_told()
+
+    def take_told(self) -> list[bytes]:
+        """What was posted for the drafter since the last time; the rest is dropped."""
         messages = [effect.message for effect in self._outbox if isinstance(effect, Tell)]
         self._outbox.clear()
         self._core.seal()
@@ -312,6 +329,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the verifier where nothing is drafted: sessions that pause beside sessions without",
     )
     parser.add_argument(
+        "--answers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --plain: answers have N tokens about, and others take their places",
+    )
+    parser.add_argument(
         "--pause-ms", type=float, default=0.0, help="how long the device works, with --look-ahead"
     )
 
@@ -320,9 +344,12 @@ def run(args: argparse.Namespace) -> None:
     """Print a table of microseconds by step."""
     counts = [int(sessions) for sessions in args.sessions.split(",")]
     if args.plain:
-        from outrider_bench import host_plain
+        from outrider_bench import host_churn, host_plain
 
-        host_plain.run(counts, args.rounds)
+        if args.answers:
+            host_churn.run(counts, args.rounds, args.answers)
+        else:
+            host_plain.run(counts, args.rounds)
         return
     found = [_measure(count, args) for count in counts]
     print("| us | " + " | ".join(f"{count} sessions" for count in counts) + " |")

@@ -15,7 +15,7 @@ import torch
 
 from outrider.spec.contest import Contest, Mode
 from outrider.spec.plan import DraftMethod, Plan
-from outrider_bench.host import VerifierSide
+from outrider_bench.host import WIDTH, VerifierSide
 from outrider_bench.host_canned import Steps
 
 WAYS: Final = {
@@ -29,11 +29,14 @@ WAYS: Final = {
 class PlainSide(VerifierSide):
     """A verifier's engine thread whose sessions decode plainly, a round always in flight."""
 
-    def __init__(self, sessions: int, rounds: int, method: DraftMethod | None) -> None:
+    def __init__(
+        self, sessions: int, rounds: int, method: DraftMethod | None, *, width: int = WIDTH
+    ) -> None:
         self.steps = Steps()
-        super().__init__(sessions, self.steps, planner="automatic")
-        plan = Plan() if method is None else Plan(method=method, draft_tokens=4)
-        self.open(sessions, rounds + 64, plan, drafted=method is not None)
+        super().__init__(sessions, self.steps, planner="automatic", width=width)
+        self.plan = Plan() if method is None else Plan(method=method, draft_tokens=4)
+        self.drafted = method is not None
+        self.open(sessions, rounds + 64, self.plan, drafted=self.drafted)
         self._pause()
         own: Any = self._rounds
         own._attempt = self.until(None, own._attempt, "verifier: submitted")

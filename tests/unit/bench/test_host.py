@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from outrider_bench import host_ahead, host_plain
+import torch
+from outrider_bench import host_ahead, host_churn, host_plain
 from outrider_bench.host import measure
 from outrider_bench.host_canned import BESIDE
 
@@ -38,3 +39,14 @@ def test_plain_rounds_are_timed_whatever_their_sessions_did_without() -> None:
     for steps in found.values():
         assert {len(taken) for taken in steps.taken.values()} == {3}
         assert "verifier: planner" in steps.taken
+
+
+def test_drafters_hear_of_no_session_that_comes_and_goes_while_its_kind_is_paused() -> None:
+    side = host_churn.ChurningSide(4, 20, host_plain.WAYS["head, paused"])
+    with torch.inference_mode():
+        for _ in range(40):
+            side.replacing_round()
+    assert side.opened > 5 and side.told == 0
+    assert {"verifier: opened", "verifier: planner", "verifier: drafters told"} < set(
+        side.steps.taken
+    )
