@@ -87,6 +87,27 @@ class State:
     total_blocks: int
     running: Sequence[Claim]
     waiting: Sequence[Claim]
+    unpressed: int = 0
+    """Sessions that run besides, and that nobody need look at; see `unpressed`."""
+
+
+def unpressed(
+    *, most_running: int, running: int, total_blocks: int, waiting: Sequence[Claim], bounds: Bounds
+) -> State | None:
+    """The state where everybody can run and nobody will want for a block, however long answers get:
+    then nobody is preempted, and who runs need not be looked at. None: everybody must be.
+    `most_running`: all blocks that the `running` sessions may ever have to hold."""
+    most, everybody = most_running + sum([c.most_blocks for c in waiting]), running + len(waiting)
+    reserve = max(int(bounds.watermark * total_blocks), everybody + 1)
+    if most + reserve > total_blocks or everybody > bounds.max_running:
+        return None
+    return State(
+        free_blocks=total_blocks - most_running,
+        total_blocks=total_blocks,
+        running=(),
+        waiting=waiting,
+        unpressed=running,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +180,7 @@ class _Book:
         self._bounds = bounds
         self._total = state.total_blocks
         self._running = {claim.session_id: claim for claim in state.running}
+        self._unpressed = state.unpressed
         self._spare = state.free_blocks - sum(map(_missing, state.running))
         """Free blocks beyond those that running sessions are about to take; may be negative."""
         self.actions: list[Action] = []
@@ -193,7 +215,7 @@ class _Book:
 
     def _fits(self, claim: Claim, gone: Sequence[Claim]) -> bool:
         """Whether a session finds a place and blocks once these are gone."""
-        stay = len(self._running) - len(gone)
+        stay = self._unpressed + len(self._running) - len(gone)
         spare = self._spare + sum(lesser.blocks + _missing(lesser) for lesser in gone)
         if not stay:
             return self._entry(claim) <= spare

@@ -28,6 +28,7 @@ from outrider_verifier.preemption import (
     Way,
     choose_way,
     plan,
+    unpressed,
 )
 from outrider_verifier.runner import RoundRunner
 from outrider_verifier.sessions import Session
@@ -73,6 +74,8 @@ class Room:
         """Whether somebody is to be preempted once the round in flight is settled."""
         self._recompute_s = 0.0
         """Of a token; 0: not known."""
+        self._most_blocks = 0
+        """That all sessions may ever have to hold."""
         self._seen, self._again_at = -1, 0.0
         """What `touched` was when the policy was last asked, and when to ask it again."""
 
@@ -80,6 +83,9 @@ class Room:
         """A session was opened; it waits. Raises InvalidRequestError if it can never run."""
         self._runner.open(session)
         session.begun = True
+        # Its plan may change yet. The last token is never written.
+        session.most_blocks = self._pool.blocks_for(session.max_len - 1 + self._runner.slack.most)
+        self._most_blocks += session.most_blocks
         self.waiting[session.session_id] = session
 
     def leave(self, session: Session) -> None:
@@ -89,6 +95,7 @@ class Room:
         session.kv.release()
         if session.begun:
             session.begun = False
+            self._most_blocks -= session.most_blocks
             self._runner.close(session)
 
     @property
@@ -131,7 +138,7 @@ class Room:
         due = self.waiting and (touched != self._seen or now >= self._again_at)
         if grown and not due and not self.pressed:
             return True
-        actions = plan(self._state(now), self._bounds)
+        actions = plan(self._state(now, grown=grown), self._bounds)
         self.pressed = any(
             [isinstance(action, Preempt) and action.session_id in flying for action in actions]
         )
@@ -143,12 +150,23 @@ class Room:
             raise AssertionError("blocks were preempted for and are not there")
         return True
 
-    def _state(self, now: float) -> State:
+    def _state(self, now: float, *, grown: bool) -> State:
+        waiting = [self._claim(session, now) for session in self.waiting.values()]
+        if grown:
+            found = unpressed(
+                most_running=self._most_blocks - sum([claim.most_blocks for claim in waiting]),
+                running=len(self.running),
+                total_blocks=self._total,
+                waiting=waiting,
+                bounds=self._bounds,
+            )
+            if found is not None:
+                return found
         return State(
             free_blocks=self._pool.free_blocks,
             total_blocks=self._total,
             running=[self._claim(session, now) for session in self.running.values()],
-            waiting=[self._claim(session, now) for session in self.waiting.values()],
+            waiting=waiting,
         )
 
     def _claim(self, session: Session, now: float) -> Claim:
@@ -156,8 +174,7 @@ class Room:
         before = len(spec.token_ids) - spec.prompt_len
         answer = self.lengths.expected(before + session.emitted, before + spec.max_new_tokens)
         beyond = self._runner.slack.beyond(session)
-        # Its plan may change yet. The last token is never written.
-        most = self._pool.blocks_for(session.max_len - 1 + self._runner.slack.most)
+        most = session.most_blocks
         lately = (
             session.length - session.resumed_len < GUARD_TOKENS
             and now - session.resumed_at < GUARD_S

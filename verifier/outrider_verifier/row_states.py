@@ -31,7 +31,7 @@ class RowStates:
     def of(self, session: Session, held: int) -> RowState:
         """Of one; `held`: nodes of its proposal, -1 if there is none."""
         spec, left, remaining = session.spec, session.prefill_left, session.remaining
-        if session.paused:
+        if session.paused or not session.plan.speculative:
             return RowState(
                 spec.session_id,
                 left,

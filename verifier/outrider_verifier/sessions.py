@@ -50,6 +50,8 @@ class Session:
     """Whether features are kept; fixed at the opening, because they cannot be had later."""
     fill_to: int
     """Tokens to prefill: the prompt, or what a preempted session had written when it lost it."""
+    most_blocks: int = 0
+    """K/V blocks that it may ever have to hold."""
     prefill_sent: int = 0
     """Of these, tokens that rounds were submitted with; K/V is written for those of settled
     rounds."""

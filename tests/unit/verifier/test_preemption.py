@@ -20,6 +20,7 @@ from outrider_verifier.preemption import (
     Way,
     choose_way,
     plan,
+    unpressed,
 )
 
 from outrider.ids import SessionId
@@ -98,6 +99,60 @@ def test_nobody_is_let_in_where_those_that_run_are_expected_to_need_it() -> None
     run = [running("r", expected_blocks=40, most_blocks=40)]
     assert planned(36, run, [claim("a", expected_blocks=11)]) == []
     assert planned(36, run, [claim("a", expected_blocks=10)]) == let_in("a")
+
+
+@st.composite
+def roomy(draw: st.DrawFn) -> tuple[State, Bounds]:
+    """Sessions of any kind, and a pool that may hold them all."""
+
+    def some(name: str, held: bool) -> Claim:
+        most = draw(st.integers(4, 12))
+        needs = draw(st.integers(1, most))
+        return claim(
+            name,
+            priority=draw(st.integers(0, 2)),
+            blocks=draw(st.integers(1, needs)) if held else 0,
+            next_blocks=needs,
+            most_blocks=most,
+            expected_blocks=draw(st.integers(needs, most)),
+            preemptions=draw(st.integers(0, 2)),
+            waited_s=draw(st.sampled_from([0.0, 5.0, 25.0])),
+        )
+
+    run = [some(chr(97 + i), True) for i in range(draw(st.integers(0, 5)))]
+    wait = [some(chr(107 + i), False) for i in range(draw(st.integers(1, 5)))]
+    total = sum(each.most_blocks for each in (*run, *wait)) + draw(st.integers(-4, 24))
+    held = sum(each.blocks for each in run)
+    bounds = replace(
+        BOUNDS,
+        watermark=draw(st.sampled_from([0.0, 0.1])),
+        max_running=draw(st.integers(max(1, len(run)), 10)),
+    )
+    state = State(
+        free_blocks=max(0, total - held), total_blocks=max(total, held), running=run, waiting=wait
+    )
+    return state, bounds
+
+
+@given(roomy())
+def test_where_nobody_will_want_for_a_block_who_runs_need_not_be_looked_at(
+    case: tuple[State, Bounds],
+) -> None:
+    state, bounds = case
+    found = unpressed(
+        most_running=sum(each.most_blocks for each in state.running),
+        running=len(state.running),
+        total_blocks=state.total_blocks,
+        waiting=state.waiting,
+        bounds=bounds,
+    )
+    everybody = (*state.running, *state.waiting)
+    spare = state.total_blocks - sum(each.most_blocks for each in everybody)
+    enough = spare >= max(int(bounds.watermark * state.total_blocks), len(everybody) + 1)
+    assert (found is not None) == (enough and len(everybody) <= bounds.max_running)
+    if found is not None:
+        assert not found.running and plan(found, bounds) == plan(state, bounds)
+        assert len(plan(found, bounds)) == len(state.waiting)
 
 
 def test_no_more_run_than_may() -> None:
