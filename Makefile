@@ -57,8 +57,8 @@ helm: setup
 # All test layers but `gpu`: unit, statistical, wire, integration, chaos; then the transports over Ray.
 test: setup helm
 	@$(BIN)/outrider models pull smollm2-135m
-	$(PYTEST_X2) -m "not gpu" tests $(addprefix --ignore=,$(FLEETS))
-	$(PYTEST_FLEETS) -m "not gpu" $(FLEETS)
+	$(PYTEST_X2) --durations 15 -m "not gpu" tests $(addprefix --ignore=,$(FLEETS))
+	$(PYTEST_FLEETS) --durations 15 -m "not gpu" $(FLEETS)
 	$(PYTEST) --transport ray tests/integration/test_transport_contract.py tests/integration/test_transport_bundles.py
 
 test-fast: setup

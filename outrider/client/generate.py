@@ -12,33 +12,22 @@ from dataclasses import asdict
 from pathlib import Path
 
 from outrider.client.aio import AsyncClient
-from outrider.client.flags import (
-    add_connecting_arguments,
-    add_look_ahead_arguments,
-    at_least,
-    bias,
-    priority,
-    seed,
-    tls_of,
-    top_logprobs,
-)
+from outrider.client.flags import add_connecting_arguments, at_least, tls_of
 from outrider.client.local import CPU, LocalConfig
 from outrider.client.local_cluster import LocalCluster, say
 from outrider.client.modelfiles import DEFAULT_MODEL, ModelFiles, find_model
 from outrider.client.options import GenerateOptions, assistant, user
 from outrider.client.placing import add_placing_arguments, placing_of
 from outrider.client.prompts import Turns, read_prompts
+from outrider.client.request_flags import add_request_arguments, request_options
 from outrider.client.status_command import simulation_note
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
-from outrider.spec.sampling import Rule
 from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import ChatMessage, GenerateResult
 
-DEFAULT_MAX_TOKENS = 256
 KV_TOKENS_PER_PROMPT = 2560
 MIN_KV_TOKENS = 8448
-DRAFTERS = ("eagle3", "ngram", "model", "none")
 LOCAL_ONLY = (
     "model",
     "head",
@@ -69,25 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help='one {"prompt": TEXT} or {"turns": [TEXT, ...]} a line',
     )
-    add("--max-tokens", metavar="N", type=at_least(1), default=DEFAULT_MAX_TOKENS)
-    add("--temperature", metavar="T", type=float, default=0.0, help="0 (default) is greedy")
-    add("--top-p", metavar="P", type=float)
-    add("--min-tokens", metavar="N", type=at_least(0), help="no end of text before so many")
-    add(
-        "--logit-bias",
-        metavar="ID=AMOUNT",
-        type=bias,
-        action="append",
-        help="added to the logit of a token id; may be given more than once",
-    )
-    add("--seed", metavar="N", type=seed)
-    add("--rule", choices=[rule.value for rule in Rule], help="default: coupled")
-    add("--logprobs", metavar="N", type=top_logprobs, help="with --json: and the N best ids'")
-    add("--priority", metavar="N", type=priority, help="greater goes first; default: 0")
-    add("--drafter", choices=DRAFTERS, help="default: eagle3; ngram for a model without a head")
-    add("--draft-tokens", metavar="N", type=at_least(0), default=4, help="a round; default: 4")
-    add("--draft-topk", metavar="K", type=at_least(1), default=1, help="1 (default) is a chain")
-    add_look_ahead_arguments(add)
+    add_request_arguments(parser)
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
     add_placing_arguments(parser)
     add("--router", metavar="HOST:PORT", help="use this router instead of starting processes")
@@ -140,36 +111,6 @@ def local_config(args: argparse.Namespace, files: ModelFiles, concurrency: int) 
         max_sessions=max(8, concurrency),
         queue_limit=max(256, concurrency),
     )
-
-
-def options_of(args: argparse.Namespace) -> GenerateOptions:
-    """What every request asks for."""
-    options: GenerateOptions = {
-        "max_tokens": args.max_tokens,
-        "temperature": args.temperature,
-        "drafter": args.drafter or DraftMethod.EAGLE3,
-        "draft_tokens": args.draft_tokens,
-        "draft_top_k": args.draft_topk,
-    }
-    if args.top_p is not None:
-        options["top_p"] = args.top_p
-    if args.min_tokens is not None:
-        options["min_tokens"] = args.min_tokens
-    if args.logit_bias:
-        options["logit_bias"] = dict(args.logit_bias)
-    if args.seed is not None:
-        options["seed"] = args.seed
-    if args.rule is not None:
-        options["rule"] = args.rule
-    if args.priority is not None:
-        options["priority"] = args.priority
-    if args.logprobs is not None:
-        options["top_logprobs"] = args.logprobs
-    if args.look_ahead is not None:
-        options["look_ahead"] = args.look_ahead
-    if args.fan_out is not None:
-        options["fan_out"] = args.fan_out
-    return options
 
 
 async def ask(
@@ -236,7 +177,7 @@ def mean_emitted(emitted: int, rounds: int) -> float:
 async def _answer_all(
     args: argparse.Namespace, prompts: Sequence[Turns], address: str, tls: TlsConfig | None = None
 ) -> int:
-    options = options_of(args)
+    options = request_options(args)
     started = time.monotonic()
     async with AsyncClient(address, tls=tls) as client:
         note = simulation_note(await client.server_info())

@@ -210,14 +210,7 @@ class Rounds:
             decoded = commit_rows(flying.verify, outcome.decoded, self._idle_since)
             emitted = self._accounts.follow_up([row for row in decoded if row.reason])
         settled = prompts + decoded
-        emitted += self._accounts.follow_up([row for row in settled if not row.session.ended])
-        self._core.policy.observe_round(
-            settled,
-            seconds=self._accounts.report(flying, outcome, emitted),
-            forward_s=outcome.forward_s,
-            prompts=[row.num_tokens for row in flying.prefill],
-            now=self._clock(),
-        )
+        self._book(flying, outcome, settled, emitted)
         # Where the device has nothing to do, and neither a drafter nor a first token is waited for,
         # the next round goes first: threads that hand out what this one emitted would hold this
         # thread up meanwhile.
@@ -229,6 +222,20 @@ class Rounds:
         self._core.stand_ins.observe(settled)
         self._accounts.keep_features(flying, outcome.decoded, prompts, decoded)
         return failure
+
+    def _book(
+        self, flying: InFlight, outcome: RoundOutcome, settled: Sequence[Settled], emitted: int
+    ) -> None:
+        """Account for whoever goes on, and let the planner see the round; `emitted`: the tokens of
+        those who do not."""
+        emitted += self._accounts.follow_up([row for row in settled if not row.session.ended])
+        self._core.policy.observe_round(
+            settled,
+            seconds=self._accounts.report(flying, outcome, emitted),
+            forward_s=outcome.forward_s,
+            prompts=[row.num_tokens for row in flying.prefill],
+            now=self._clock(),
+        )
 
     def _collect(self, flying: InFlight) -> RoundOutcome:
         """Wait for a round, and note when it ended, as far as can be told."""
