@@ -74,19 +74,21 @@ def run(args: argparse.Namespace) -> int:
     """Answer every prompt; the exit status. Raises OutriderError."""
     if args.logprobs is not None and not args.json:
         raise InvalidRequestError("--logprobs needs --json", reason="INVALID_FLAG")
+    options = request_options(args)
     prompts = [(args.prompt,)] if args.prompts is None else read_prompts(args.prompts)
     if args.router is not None:
         ignored = [name for name in LOCAL_ONLY if getattr(args, name) not in (None, False)]
         for name in ignored:
             say(f"--{name.replace('_', '-')} is ignored: it is the router's own choice")
-        return asyncio.run(_answer_all(args, prompts, args.router, tls_of(args)))
+        return asyncio.run(_answer_all(args, prompts, options, args.router, tls_of(args)))
     concurrency = min(args.concurrency, len(prompts))
     files = find_model(args.model or DEFAULT_MODEL, head=args.head)
     if args.drafter is None and files.head is None:
         say(f"no draft head ships for {files.name}; drafting by n-gram")
         args.drafter = DraftMethod.NGRAM.value
+        options["drafter"] = args.drafter
     with LocalCluster(local_config(args, files, concurrency)) as cluster:
-        return asyncio.run(_answer_all(args, prompts, cluster.address))
+        return asyncio.run(_answer_all(args, prompts, options, cluster.address))
 
 
 def local_config(args: argparse.Namespace, files: ModelFiles, concurrency: int) -> LocalConfig:
@@ -175,9 +177,12 @@ def mean_emitted(emitted: int, rounds: int) -> float:
 
 
 async def _answer_all(
-    args: argparse.Namespace, prompts: Sequence[Turns], address: str, tls: TlsConfig | None = None
+    args: argparse.Namespace,
+    prompts: Sequence[Turns],
+    options: GenerateOptions,
+    address: str,
+    tls: TlsConfig | None = None,
 ) -> int:
-    options = request_options(args)
     started = time.monotonic()
     async with AsyncClient(address, tls=tls) as client:
         note = simulation_note(await client.server_info())

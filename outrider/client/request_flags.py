@@ -15,19 +15,12 @@ from outrider.client.flags import (
     top_logprobs,
 )
 from outrider.client.options import GenerateOptions
+from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 
 DEFAULT_MAX_TOKENS: Final = 256
 DRAFTERS: Final = ("eagle3", "ngram", "model", "none")
-
-
-def text_of_file(name: str) -> str:
-    """What a file holds."""
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"{name!r} cannot be read: {error}") from None
 
 
 class _Flag(NamedTuple):
@@ -130,14 +123,14 @@ FORMS: Final = (
     _Flag(
         "--json-schema",
         "json_schema",
-        {"type": text_of_file, "metavar": "FILE", "help": "JSON that fits this schema"},
+        {"type": Path, "metavar": "FILE", "help": "JSON that fits this schema"},
     ),
     _Flag("--json-object", "json_object", _said(True, "a JSON object")),
     _Flag("--regex", "regex", {"metavar": "PATTERN", "help": "a text that matches it, whole"}),
     _Flag(
         "--grammar",
         "grammar",
-        {"type": text_of_file, "metavar": "FILE", "help": "a text of this grammar (Lark)"},
+        {"type": Path, "metavar": "FILE", "help": "a text of this grammar (Lark)"},
     ),
 )
 
@@ -154,11 +147,25 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def request_options(args: argparse.Namespace) -> GenerateOptions:
-    """What every request asks for."""
+    """What every request asks for. Raises InvalidRequestError where a file cannot be read."""
     options = {flag.option: getattr(args, flag.name) for flag in (*FLAGS, *FORMS)}
     options |= {"look_ahead": args.look_ahead, "fan_out": args.fan_out}
-    said = {option: value for option, value in options.items() if value is not None}
+    said: dict[str, Any] = {
+        option: _text_of(value) if isinstance(value, Path) else value
+        for option, value in options.items()
+        if value is not None
+    }
     said.setdefault("drafter", DraftMethod.EAGLE3)
     if "logit_bias" in said:
         said["logit_bias"] = dict(said["logit_bias"])
     return cast(GenerateOptions, said)
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        why = error.strerror
+    except UnicodeDecodeError:
+        why = "it is not UTF-8"
+    raise InvalidRequestError(f"{file} cannot be read: {why}", reason="INVALID_FLAG")

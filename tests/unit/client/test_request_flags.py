@@ -9,6 +9,7 @@ import pytest
 
 from outrider.client.options import GenerateOptions, make_request
 from outrider.client.request_flags import FLAGS, FORMS, add_request_arguments, request_options
+from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 
 ELSEWHERE = {"model", "request_id", "resume", "return_prompt_token_ids", "speculate"}
@@ -59,7 +60,6 @@ def test_what_is_said_is_asked_for(tmp_path: Path) -> None:
     ("arguments", "why"),
     [
         (["--json-object", "--regex", "a"], "not allowed with"),
-        (["--json-schema", "/nowhere.json"], "cannot be read"),
         (["--stop-token", "-1"], "at least 0"),
         (["--top-p", "much"], "invalid float"),
     ],
@@ -70,3 +70,8 @@ def test_what_cannot_be_is_said_so(
     with pytest.raises(SystemExit) as stopped:
         options(*arguments)
     assert stopped.value.code == 2 and why in capsys.readouterr().err
+
+
+def test_a_form_that_cannot_be_read_is_refused_before_anything_is_started() -> None:
+    with pytest.raises(InvalidRequestError, match="nowhere"):
+        options("--json-schema", "/nowhere.json")
