@@ -206,6 +206,12 @@ class Cell:
     drafters: int = 0
     """Processes of each kind behind the router."""
 
+    @property
+    def plain(self) -> Cell:
+        """The same requests without drafts, of the same services."""
+        sampling = replace(self.sampling, rule=Rule.COUPLED.value)
+        return replace(self, placement=PLAIN, drafts=Drafts(), sampling=sampling)
+
     def described(self) -> dict[str, object]:
         """The fields that identify a cell in service.json."""
         return {

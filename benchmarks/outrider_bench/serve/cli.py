@@ -129,6 +129,11 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=at_least(1), help="number of prompts; default: all")
     add("--max-tokens", type=at_least(2), metavar="N", help="default: 256; of a grid: 64")
     add("--waves", type=at_least(1), help="default: 3; of a grid: 2; the last is reported")
+    add(
+        "--in-turn",
+        action="store_true",
+        help="before each wave with drafts one of the same requests without, of the same services",
+    )
     add("--requests", type=at_least(1), help="of a wave, at least; default: 16; of a grid: 8")
     add("--clients", type=at_least(1), help="client processes; default: what cores allow, up to 8")
     add("--grid", action="store_true", help="temperatures x sessions x placements x drafts, short")

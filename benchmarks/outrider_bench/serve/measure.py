@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from outrider.client.status_command import simulation_note
@@ -52,6 +53,8 @@ class Meter:
     prompts: Sequence[BenchPrompt]
     size: Size
     waves: int
+    in_turn: bool = False
+    """Whether each wave of a cell with drafts comes after one of the same requests without any."""
     about: dict[str, Any]
     """What every cell says of the machine."""
     lab: Lab = field(default_factory=Lab)
@@ -64,20 +67,18 @@ class Meter:
 
     def cell(self, fleet: Fleet, cell: Cell) -> dict[str, Any]:
         """A cell of service.json. Raises InternalError if a wave has no answer at all."""
-        load = make_load(cell, self.prompts, self.size)
-        waves = []
+        waves, beside = list[Wave](), list[Wave]()
         for _ in range(self.waves):
-            wave = self.clients.wave(fleet.address, load, cell.sessions)
-            if not wave.heard:
-                codes = sorted({answer.code for answer in wave.answers})
-                raise InternalError(f"no answer at all: {', '.join(codes)}", reason="NO_ANSWER")
-            waves.append(wave)
+            if self.in_turn and cell.placement != PLAIN:
+                beside.append(self._wave(fleet, cell.plain))
+            waves.append(self._wave(fleet, cell))
         verifiers = fleet.verifiers()
         forward_ms = mean_of(info.forward_ms_p50 for info in verifiers)
         facts = describe_cell(cell, waves, self.lab.round_of(cell), forward_ms)
         if facts["hit_rate"]:
             idle_us = mean_of(info.hit_idle_us_p50 for info in verifiers)
             facts["hit_idle_us"] = rounded(idle_us, 1)
+        facts |= compare_in_turn(waves, beside)
         facts |= {**self.about, "start_s": rounded(self.start_s, 1)}
         if note := simulation_note(fleet.info):
             facts["SIMULATED_ACCEPTANCE"] = note
@@ -89,6 +90,29 @@ class Meter:
         else:
             facts["over_lockstep"] = ratio(facts, self.lock_step.get(lock_step_key(facts)))
         return facts
+
+    def _wave(self, fleet: Fleet, cell: Cell) -> Wave:
+        load = make_load(cell, self.prompts, self.size)
+        wave = self.clients.wave(fleet.address, load, cell.sessions)
+        if not wave.heard:
+            codes = sorted({answer.code for answer in wave.answers})
+            raise InternalError(f"no answer at all: {', '.join(codes)}", reason="NO_ANSWER")
+        return wave
+
+
+def compare_in_turn(waves: Sequence[Wave], beside: Sequence[Wave]) -> dict[str, Any]:
+    """Waves over those without drafts that each came after, `beside`: the median of the ratios of
+    tokens/s, the first pair, in which much is met for the first time, left out of several; nothing
+    without `beside`."""
+    if not beside:
+        return {}
+    ratios = [
+        one.tokens_per_s / other.tokens_per_s for one, other in zip(waves, beside, strict=True)
+    ]
+    return {
+        "over_plain_in_turn": rounded(median(ratios[1:] or ratios), 4),
+        "plain_waves_tokens_per_s": [rounded(wave.tokens_per_s, 2) for wave in beside],
+    }
 
 
 def describe_cell(

@@ -109,6 +109,7 @@ class Run:
                 prompts=prompts,
                 size=self._size,
                 waves=self._waves,
+                in_turn=args.in_turn,
                 about={"machine": results.machine_words()},
                 plain=dict(self._kept_plain),
             )
@@ -254,6 +255,7 @@ class Run:
             f"{facts['over_plain']} of plain, {facts['emitted_per_round']} a round, "
             f"hit rate {facts['hit_rate']}, "
             f"first wave {facts['first_wave_ratio']}"
+            f"{_in_turn(facts)}"
         )
         if facts["failed"]:
             self.failed.append(f"{cell}: {facts['failed']}")
@@ -269,6 +271,11 @@ class Run:
         return results.merge(
             self._content, {**self._about, "cells": [], results.LEFT_OUT: self._left_out}
         )
+
+
+def _in_turn(facts: dict[str, Any]) -> str:
+    over = facts.get("over_plain_in_turn")
+    return "" if over is None else f", {over} of plain in turn"
 
 
 def parse_sessions(text: str) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import pytest
 from outrider_bench.prompts import BenchPrompt
 from outrider_bench.serve import results
 from outrider_bench.serve.cells import (
+    PLAIN,
     SETS,
     Cell,
     Drafts,
@@ -27,7 +28,7 @@ from outrider_bench.serve.cells import (
 from outrider_bench.serve.fleet import Service, plan_services
 from outrider_bench.serve.lab import FORWARD, Lab, efficiency, read_lab
 from outrider_bench.serve.loads import Size, arrivals, make_load, shares
-from outrider_bench.serve.measure import Budget, describe_cell, ratio
+from outrider_bench.serve.measure import Budget, compare_in_turn, describe_cell, ratio
 from outrider_bench.serve.picture import draw, lines, title
 from outrider_bench.serve.run import drafts_of, handicaps_of, parse_sessions, samplings_of
 from outrider_bench.serve.waves import Answer, Wave
@@ -316,6 +317,27 @@ class TestDescribe:
         assert ratio(described(), plain) == 2.0
         assert ratio(described(steady_tokens_per_s=None), plain) == 2.0
         assert ratio(described(), None) is None
+
+
+class TestInTurn:
+    def test_pairs_of_waves_are_compared_but_for_the_first(self) -> None:
+        def wave(seconds: float) -> Wave:
+            return Wave((answer(0.0, 0.1, seconds),), 1)
+
+        waves, plain = [wave(1.0), wave(2.0), wave(4.0)], [wave(4.0), wave(3.0), wave(4.0)]
+        found = compare_in_turn(waves, plain)
+        assert found["over_plain_in_turn"] == pytest.approx(1.25)
+        assert len(found["plain_waves_tokens_per_s"]) == 3
+        assert compare_in_turn(waves[:1], plain[:1])["over_plain_in_turn"] == pytest.approx(4.0)
+        assert compare_in_turn(waves, []) == {}
+
+    def test_plain_requests_differ_in_their_drafts_alone(self) -> None:
+        plain = CELL.plain
+        assert plain.placement == PLAIN and plain.drafts.options() == {"speculate": False}
+        assert (
+            replace(plain, placement=CELL.placement, drafts=CELL.drafts, sampling=CELL.sampling)
+            == CELL
+        )
 
 
 class TestResults:
