@@ -50,6 +50,7 @@ from outrider.wire.messages import (
 from outrider.wire.rounds import sound_proposals
 from outrider_bench.gpu.random_model import TINY, head_shape, random_head, random_target
 from outrider_bench.host_canned import BESIDE, CannedDownloads, CannedGraphs, Steps
+from outrider_bench.report import table
 
 T = TypeVar("T")
 
@@ -352,16 +353,14 @@ def run(args: argparse.Namespace) -> None:
             host_plain.run(counts, args.rounds)
         return
     found = [_measure(count, args) for count in counts]
-    print("| us | " + " | ".join(f"{count} sessions" for count in counts) + " |")
-    print("|---|" + "---|" * len(counts))
     names = list(found[0].taken)
     sides = [side for side in ("verifier", "drafter") if any(n.startswith(side) for n in names)]
-    for name in names:
-        print(f"| {name} | " + " | ".join(f"{steps.lowest(name):.0f}" for steps in found) + " |")
+    rows = [[name, *(f"{steps.lowest(name):.0f}" for steps in found)] for name in names]
     for side in sides:
         critical = [name for name in names if name.startswith(side) and BESIDE not in name]
         totals = [sum(map(steps.lowest, critical)) for steps in found]
-        print(f"| **{side}, critical** | " + " | ".join(f"{total:.0f}" for total in totals) + " |")
+        rows.append([f"**{side}, critical**", *(f"{total:.0f}" for total in totals)])
+    print(table(["us", *(f"{count} sessions" for count in counts)], rows))
 
 
 def _measure(sessions: int, args: argparse.Namespace) -> Steps:

@@ -15,6 +15,7 @@ import torch
 
 from outrider.spec.plan import DraftMethod
 from outrider_bench.host_plain import WAYS, PlainSide
+from outrider_bench.report import table
 
 WIDTH: Final = 512
 """Of a small model's features."""
@@ -74,12 +75,10 @@ def run(counts: Sequence[int], rounds: int, answers: int) -> None:
                     side.replacing_round()
             found |= {f"{count}, {name}": side for name, side in sides.items()}
     taken = [{n: sum(us) / rounds for n, us in s.steps.taken.items()} for s in found.values()]
-    print("| us | " + " | ".join(found) + " |")
-    print("|---|" + "---|" * len(found))
-    for name in dict.fromkeys(name for steps in taken for name in steps):
-        print(f"| {name} | " + " | ".join(f"{steps.get(name, 0.0):.0f}" for steps in taken) + " |")
-    totals = [sum(steps.values()) for steps in taken]
-    print("| **verifier** | " + " | ".join(f"{total:.0f}" for total in totals) + " |")
+    names = dict.fromkeys(name for steps in taken for name in steps)
+    rows = [[name, *(f"{steps.get(name, 0.0):.0f}" for steps in taken)] for name in names]
+    rows.append(["**verifier**", *(f"{sum(steps.values()):.0f}" for steps in taken)])
     for name in ("opened", "told"):
         each = (f"{getattr(side, name) / rounds:.2f}" for side in found.values())
-        print(f"| {name} a round | " + " | ".join(each) + " |")
+        rows.append([f"{name} a round", *each])
+    print(table(["us", *found], rows))

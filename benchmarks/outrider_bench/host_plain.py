@@ -17,6 +17,7 @@ from outrider.spec.contest import Contest, Mode
 from outrider.spec.plan import DraftMethod, Plan
 from outrider_bench.host import WIDTH, VerifierSide
 from outrider_bench.host_canned import Steps
+from outrider_bench.report import table
 
 WAYS: Final = {
     "no drafter": None,
@@ -91,10 +92,7 @@ def run(counts: Sequence[int], rounds: int) -> None:
         for name, steps in measure(count, rounds).items()
     }
     names = list(dict.fromkeys(name for steps in found.values() for name in steps.taken))
-    print("| us | " + " | ".join(found) + " |")
-    print("|---|" + "---|" * len(found))
-    for name in names:
-        cells = (f"{steps.lowest(name):.0f}" for steps in found.values() if name in steps.taken)
-        print(f"| {name} | " + " | ".join(cells) + " |")
+    rows = [[name, *(f"{steps.lowest(name):.0f}" for steps in found.values())] for name in names]
     totals = (sum(map(steps.lowest, names)) for steps in found.values())
-    print("| **verifier** | " + " | ".join(f"{total:.0f}" for total in totals) + " |")
+    rows.append(["**verifier**", *(f"{total:.0f}" for total in totals)])
+    print(table(["us", *found], rows))

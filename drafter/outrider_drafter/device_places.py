@@ -29,13 +29,12 @@ class Placed(NamedTuple):
 
     @classmethod
     def of(cls, tree: DraftTree) -> Placed:
-        """Of a tree with too many nodes those of the highest log-prob are kept."""
+        """Of a tree or chain with too many nodes those of the highest log-prob are kept."""
         nodes = nodes_of(len(tree), chain=is_chain(tree.parents))
         places = np.arange(1 + len(tree))
         if len(tree) > nodes.num_nodes:
             # Log-probs never rise on a path, so nothing stays below a node that does not.
-            best = (-tree.logprobs).argsort(kind="stable")
-            kept = best[: nodes.num_nodes] if not nodes.chain else np.arange(nodes.num_nodes)
+            kept = (-tree.logprobs).argsort(kind="stable")[: nodes.num_nodes]
             places[1:] = NOWHERE
             places[1 + np.sort(kept)] = 1 + np.arange(nodes.num_nodes)
         return cls(tree, nodes, places)

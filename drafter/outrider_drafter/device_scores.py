@@ -41,8 +41,7 @@ class GivenBatch:
     """Static inputs of proposals' nodes, filled from the host by one upload."""
 
     def __init__(self, device: torch.device) -> None:
-        forms = {nodes for nodes, _ in score_family()}
-        most = max(2 * nodes.sizes[-1] * nodes.num_nodes for nodes in forms)
+        most = max(2 * nodes.sizes[-1] * nodes.num_nodes for nodes, _ in score_family())
         self._uploads = Uploader(most, device)
         self._words = torch.zeros(most, dtype=torch.int32, device=device)
         self._buckets: dict[tuple[Nodes, int], tuple[Tensor, GivenNodes]] = {}

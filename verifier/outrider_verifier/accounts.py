@@ -88,28 +88,22 @@ class Accounts:
         booked.enter(core.counters)
         return emitted
 
-    def keep_features(
-        self,
-        flying: InFlight,
-        decoded: Decoded,
-        prompts: Sequence[Settled],
-        rows: Sequence[Settled],
-    ) -> None:
-        """For drafters that must be caught up some day. `prompts` and `rows`: of the round, whoever
-        has ended left out or not; the rows' features may lie in the block of `decoded`."""
-        store, block = self._core.store, decoded.block
+    def keep_features(self, flying: InFlight, decoded: Decoded, settled: Sequence[Settled]) -> None:
+        """For drafters that must be caught up some day. `settled`: of the prompts and of `decoded`,
+        whoever has ended left out or not."""
+        store = self._core.store
         if store is None:
             return
-        for row in prompts if block is not None else (*prompts, *rows):
+        for row in settled:
             if row.result.features is not None and row.reason is None and not row.session.ended:
                 store.append(row.session.session_id, row.result.features)
+        block, rows = decoded.block, flying.verify
         if block is None:
             return
-        verified = flying.verify
-        names = [row.session.spec.session_id for row in verified if not row.session.ended]
-        if len(names) < len(verified):
-            block = block[[not row.session.ended for row in verified]]
-        store.append_each(names, block)
+        places = [place for place, row in enumerate(rows) if not row.session.ended]
+        if len(places) < len(rows):
+            block = block[places]
+        store.append_each([rows[place].session.spec.session_id for place in places], block)
 
     def report(self, flying: InFlight, outcome: RoundOutcome, emitted: int) -> float:
         """Post what the round took; returns its seconds, without waiting."""

@@ -24,13 +24,13 @@ from outrider.spec.costs import GAIN, CostTable
 from outrider.spec.draft_length import choose_length
 from outrider.spec.estimates import LEAST_ROUNDS, patience_s
 from outrider.spec.evidence import Seen
-from outrider.spec.look_ahead import LookAhead
 from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
+from outrider_verifier.kinds import Kinds
 from outrider_verifier.known import Kind, Known, Mark, Pace, Tally, begun_contest, named_gain
 from outrider_verifier.loads import Loads, Times
 from outrider_verifier.observing import observe_plain
-from outrider_verifier.own_verdicts import MAX_KINDS, OwnVerdicts
+from outrider_verifier.own_verdicts import OwnVerdicts
 from outrider_verifier.sessions import NO_LIMIT, Session
 from outrider_verifier.settled import Settled
 
@@ -61,12 +61,11 @@ class Policy:
         the target computes where a drafter of this host does, so that what is drafted ahead is
         likely to cost more than it hides."""
         self._automatic = automatic
-        self._begins_ahead = not shares_cores
         self._ceiling_s = ceiling_s
         self._times = times
         self.costs = CostTable()
         """Forwards by the shape of their round."""
-        self._kinds: dict[Kind, Known] = {}
+        self._kinds = Kinds(automatic=automatic, begins_ahead=not shares_cores)
         self._loads = Loads(times, self.costs)
         self._own = OwnVerdicts(self._loads)
         self._piece_tokens = piece_tokens
@@ -82,16 +81,35 @@ class Policy:
 
     # ---- sessions ------------------------------------------------------------------------------
 
+    def opened(self, session: Session) -> None:
+        """A session begins. No round has it yet, so what is in force for its kind holds for it at
+        once."""
+        pace = self._join(session)
+        if pace is None:
+            return
+        if pace.known.sessions == 1 and not pace.own:
+            # The only one of its kind may have changed what is in force.
+            self.changed = self._automatic
+            return
+        session.draft_limit = self.limit(session)
+        if not session.paused and self.pauses(session):
+            self.turn(session, paused=True)
+
     def follow(self, session: Session) -> None:
-        """A session begins, or its plan has changed."""
+        """The plan of a session, or its drafter, has changed."""
+        if self._join(session) is not None:
+            self.changed = self._automatic
+
+    def _join(self, session: Session) -> Pace | None:
+        """Count a session to its kind; None: its plan has no choice."""
         self.leave(session)
         session.draft_limit, session.ahead = NO_LIMIT, False
         if not session.plan.speculative:
-            return
-        known = self._known(Kind.of(session))
+            return None
+        known = self._kinds.of(Kind.of(session))
         known.sessions += 1
         own = session.own_draft > 0
-        session.pace = Pace(known, own)
+        session.pace = pace = Pace(known, own)
         if known.look is not None:
             known.look.begins(known.sessions)
         session.ahead = self.looks_ahead(session)
@@ -101,21 +119,7 @@ class Policy:
                 self.turn(session, paused=True)
         elif known.sessions == 1 and known.contests:
             self._contest(known).begin_text()
-        self.changed = self._automatic
-
-    def opened(self, session: Session) -> None:
-        """A session begins. No round has it yet, so what is in force for its kind holds for it at
-        once."""
-        changed = self.changed
-        self.follow(session)
-        pace = session.pace
-        if not self._automatic or pace is None or (pace.known.sessions == 1 and not pace.own):
-            # The only one of its kind may have changed what is in force.
-            return
-        session.draft_limit = self.limit(session)
-        if not session.paused and self.pauses(session):
-            self.turn(session, paused=True)
-        self.changed = changed
+        return pace
 
     def leave(self, session: Session) -> None:
         """A session ends, or its plan is about to change; idempotent."""
@@ -178,23 +182,15 @@ class Policy:
     def attached(self, drafter_id: DrafterId) -> None:
         """A drafter has connected: what was found of its predecessor's speed is void."""
         self.changed = self._automatic
-        for kind, known in self._kinds.items():
-            if kind.drafter_id == drafter_id:
-                known.attached()
+        self._kinds.attached(drafter_id)
 
     def answer_s(self) -> float:
-        """From a round's end to the proposals for what it emitted, of the slowest drafts in use;
-        what was drafted ahead does not count. 0 while unknown."""
-        served = (known.arrival.mean_s for known in self._kinds.values() if known.sessions)
-        return max(served, default=0.0)
+        """See `Kinds.answer_s`."""
+        return self._kinds.answer_s()
 
     def answer_s_of(self, drafter_id: DrafterId) -> float:
-        """The same of one drafter, as it was last if none are in use; any thread may ask."""
-        kinds = [
-            known for known in list(self._kinds.values()) if known.kind.drafter_id == drafter_id
-        ]
-        used = [known for known in kinds if known.sessions]
-        return max((known.arrival.mean_s for known in used or kinds), default=0.0)
+        """See `Kinds.answer_s_of`; any thread may ask."""
+        return self._kinds.answer_s_of(drafter_id)
 
     # ---- waiting -------------------------------------------------------------------------------
 
@@ -386,19 +382,6 @@ class Policy:
             contest = self._contest(known)
             known.plain = contest.mode is Mode.PLAIN
             known.why = REASON_FLAGS[contest.reason]
-        return known
-
-    def _known(self, kind: Kind) -> Known:
-        known = self._kinds.get(kind)
-        if known is None:
-            idle = (old for old, kept in self._kinds.items() if not kept.sessions)
-            while len(self._kinds) >= MAX_KINDS and (oldest := next(idle, None)) is not None:
-                del self._kinds[oldest]
-                idle = (old for old, kept in self._kinds.items() if not kept.sessions)
-            look = LookAhead(first=self._begins_ahead) if kind.look_ahead else None
-            known = self._kinds[kind] = Known(kind, look)
-            # Where nothing is decided, plans say how drafts are made.
-            known.ahead = kind.look_ahead and not self._automatic
         return known
 
     def _contest(self, known: Known) -> Contest:

@@ -78,6 +78,10 @@ class Bounds:
     """Free blocks, beside what it takes, that a preempted session must find to be resumed: else it
     would be the next one to go."""
 
+    def reserve(self, running: int, total_blocks: int) -> int:
+        """Blocks that stay free when a session is let in beside so many."""
+        return max(int(self.watermark * total_blocks), running + 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
@@ -98,7 +102,7 @@ def unpressed(
     then nobody is preempted, and who runs need not be looked at. None: everybody must be.
     `most_running`: all blocks that the `running` sessions may ever have to hold."""
     most, everybody = most_running + sum([c.most_blocks for c in waiting]), running + len(waiting)
-    reserve = max(int(bounds.watermark * total_blocks), everybody + 1)
+    reserve = bounds.reserve(everybody, total_blocks)
     if most + reserve > total_blocks or everybody > bounds.max_running:
         return None
     return State(
@@ -221,7 +225,7 @@ class _Book:
             return self._entry(claim) <= spare
         if stay >= self._bounds.max_running:
             return False
-        reserve = max(int(self._bounds.watermark * self._total), stay + 1)
+        reserve = self._bounds.reserve(stay, self._total)
         entry = self._entry(claim)
         room = min(claim.most_blocks, entry + self._bounds.guard_blocks * bool(claim.preemptions))
         return max(room, entry + reserve) <= spare and self._expected(claim, gone)

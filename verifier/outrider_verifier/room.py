@@ -74,8 +74,6 @@ class Room:
         """Whether somebody is to be preempted once the round in flight is settled."""
         self._recompute_s = 0.0
         """Of a token; 0: not known."""
-        self._most_blocks = 0
-        """That all sessions may ever have to hold."""
         self._seen, self._again_at = -1, 0.0
         """What `touched` was when the policy was last asked, and when to ask it again."""
 
@@ -85,7 +83,6 @@ class Room:
         session.begun = True
         # Its plan may change yet. The last token is never written.
         session.most_blocks = self._pool.blocks_for(session.max_len - 1 + self._runner.slack.most)
-        self._most_blocks += session.most_blocks
         self.waiting[session.session_id] = session
 
     def leave(self, session: Session) -> None:
@@ -95,7 +92,6 @@ class Room:
         session.kv.release()
         if session.begun:
             session.begun = False
-            self._most_blocks -= session.most_blocks
             self._runner.close(session)
 
     @property
@@ -154,7 +150,7 @@ class Room:
         waiting = [self._claim(session, now) for session in self.waiting.values()]
         if grown:
             found = unpressed(
-                most_running=self._most_blocks - sum([claim.most_blocks for claim in waiting]),
+                most_running=sum([session.most_blocks for session in self.running.values()]),
                 running=len(self.running),
                 total_blocks=self._total,
                 waiting=waiting,

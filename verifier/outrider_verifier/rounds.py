@@ -220,7 +220,7 @@ class Rounds:
         if not self.holds_back:
             self.flush()
         self._core.stand_ins.observe(settled)
-        self._accounts.keep_features(flying, outcome.decoded, prompts, decoded)
+        self._accounts.keep_features(flying, outcome.decoded, settled)
         return failure
 
     def _book(

@@ -15,7 +15,6 @@ from outrider.client.modelfiles import ModelFiles, find_model
 from outrider.engine.checkpoint import load_model_config
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.spec.plan import DraftMethod
-from outrider.spec.sampling import Rule
 from outrider_bench.environment import describe
 from outrider_bench.gpu.bench import DEVICE_COPY_BYTES_S
 from outrider_bench.gpu.widening import weight_bytes
@@ -189,9 +188,7 @@ class Run:
         if self._args.rate is not None:
             loads = [(None, self._args.rate)]
         seen: set[Cell] = set()
-        for asked in self._samplings:
-            plain = service.placement == PLAIN
-            sampling = replace(asked, rule=Rule.COUPLED.value) if plain else asked
+        for sampling in self._samplings:
             for drafts in service.drafts:
                 for sessions, rate in loads:
                     cell = Cell(
@@ -208,6 +205,8 @@ class Run:
                         verifiers=verifiers,
                         drafters=drafters,
                     )
+                    if service.placement == PLAIN:
+                        cell = cell.plain
                     if cell not in seen:
                         yield cell
                     seen.add(cell)

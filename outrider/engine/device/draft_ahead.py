@@ -19,10 +19,9 @@ from torch import Tensor
 
 from outrider.engine.device.draft import DraftProgram, NewRows, Places, Seen
 from outrider.engine.device.drawing import Drawing
+from outrider.engine.device.other_ids import ranked_ids
 from outrider.engine.kernels.attention.rotary import rotary_table
-from outrider.engine.kernels.drafts.coupled_topk import put_coupled_topk
 from outrider.engine.kernels.drafts.given import given_layout
-from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider.engine.kernels.state import SamplingState, WarpState
 from outrider.engine.kernels.warp.logits import warp_drafts
 from outrider.engine.kernels.warp.path import TokenPath
@@ -109,13 +108,17 @@ class AheadProgram(DraftProgram):
             path = TokenPath(self._columns(given.tokens), None if given.are_chains else below.seen)
             logits = warp_drafts(logits, warp, state, rows.slots, following, path)
         heat = state.temperatures[rows.slots.long()].repeat_interleave(1 + num_nodes)
-        logprobs, columns = log_softmax_topk(logits, count, temperatures=heat)
-        ids = self.weights.target_ids
-        put_coupled_topk(logprobs, columns, logits, state, rows.slots, following, ids=ids)
-        found = ids[columns.clamp(min=0).long()].int()
+        found, logprobs = ranked_ids(
+            logits,
+            count,
+            state,
+            rows.slots,
+            following,
+            ids=self.weights.target_ids,
+            temperatures=heat,
+        )
         shape = (batch, 1 + num_nodes, count)
-        tokens = torch.where(columns >= 0, found, -1)
-        return Scores(tokens.view(shape), logprobs.view(shape), features)
+        return Scores(found.view(shape), logprobs.view(shape), features)
 
     def fork(
         self, rows: BranchRows, *, tables: Tensor, scratch: Tensor, held: Tensor, counted: bool

@@ -32,6 +32,7 @@ ADDRESS = "verifier:1"
 DRAFTER = DrafterId("drafter-0")
 CHAIN = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)
 TREE = Plan(method=DraftMethod.EAGLE3, draft_tokens=12, top_k=3, patience_ms=30_000)
+LONG = replace(CHAIN, patience_ms=20_000)
 
 
 def make_spec(

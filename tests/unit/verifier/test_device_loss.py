@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from tests.fakes.runner import FakeFlight, FakeRunner, Verify
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import (
     ADDRESS,
-    CHAIN,
+    LONG,
     Result,
     Rig,
     good_chain,
@@ -31,7 +30,6 @@ from tests.unit.verifier.harness import (
 from tests.waiting import PATIENCE_S, soon, until
 
 OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
-PATIENT = replace(CHAIN, patience_ms=20_000)
 LOST = "DEVICE_LOST"
 
 
@@ -94,7 +92,7 @@ async def test_sessions_outside_the_failed_round_fail_as_well() -> None:
     runner = FakeRunner(target)
     async with verifier(target=target, runner=runner) as rig:
         drafter = await rig.attach(lambda followed: None)
-        waiting = asyncio.create_task(rig.run(make_spec("waits", plan=PATIENT)))
+        waiting = asyncio.create_task(rig.run(make_spec("waits", plan=LONG)))
         await until(lambda: any(f.verdicts for f in drafter.sessions.values()))
 
         def fail(verify: Verify) -> None:

@@ -15,7 +15,7 @@ from outrider.spec.sampling import SamplingParams
 from tests.fakes.runner import FakeRunner
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import (
-    CHAIN,
+    LONG,
     bushy_tree,
     garbage,
     good_chain,
@@ -24,8 +24,6 @@ from tests.unit.verifier.harness import (
     mid_stream,
     verifier,
 )
-
-LONG = replace(CHAIN, patience_ms=20_000)
 
 
 class Alternating(Policy):

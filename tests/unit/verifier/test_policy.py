@@ -27,7 +27,7 @@ from tests.fakes.runner import FakeRunner
 from tests.fakes.scripted_drafter import Draft, Followed, make_tree
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import (
-    CHAIN,
+    LONG,
     Rig,
     garbage,
     good_chain,
@@ -36,7 +36,6 @@ from tests.unit.verifier.harness import (
 )
 
 STOOD = Acceptance(accepted_nodes=(), tokens=(1,), resampled=False, used_target_only_fallback=False)
-LONG = replace(CHAIN, patience_ms=20_000)
 
 
 def test_a_session_that_begins_paused_turns_nobody_else() -> None:
