@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from outrider import trace
-from outrider.engine.device.current import make_current
+from outrider.engine.device.current import enter_launching_thread
 from outrider.transport.lane import Lane
 from outrider.transport.letterbox import Letterbox
 from outrider_drafter.engine import Answers, ConnectionClosed, DraftEngine, SessionMessage
@@ -109,7 +109,7 @@ class DraftWorker:
     def _run(self) -> None:
         # OpenMP keeps the number of threads by thread; being asked, torch sets it for this one.
         torch.get_num_threads()
-        make_current(self._device)
+        enter_launching_thread(self._device)
         while not self._stopping:
             try:
                 self._work()

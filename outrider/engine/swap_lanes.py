@@ -45,9 +45,8 @@ class BlockLayout:
 
     def index(self, blocks: Sequence[int]) -> Tensor:
         """int64 [n] on the device, in the order of the stream."""
-        words = np.array(blocks, dtype=np.int32)
-        numbers = torch.empty(len(words), dtype=torch.int32, device=self.device)
-        upload(words, numbers)
+        numbers = torch.empty(len(blocks), dtype=torch.int32, device=self.device)
+        upload(numbers, np.array(blocks, dtype=np.int32))
         return numbers.long()
 
     def gather(self, blocks: Tensor, run: Tensor) -> None:

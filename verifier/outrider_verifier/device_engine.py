@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.acceptance import Acceptance
 from outrider.engine.device.brake import Brake, LargerModel
-from outrider.engine.device.current import make_current
+from outrider.engine.device.current import enter_launching_thread
 from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.health import device_works
 from outrider.engine.device.own_head import OwnHead, OwnShape
@@ -41,7 +41,7 @@ from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_groups import Chunk, Group, add_prompts, asked_of, group_rows
 from outrider_verifier.device_seats import Seats
 from outrider_verifier.engine import wire_array
-from outrider_verifier.form_drafts import Emitted, draft_under_masks, follow_forms
+from outrider_verifier.form_drafts import Emitted, draft_under_masks, follow_forms, may_draft_late
 from outrider_verifier.judged import Judged, decoded, read_logprobs
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.round_times import RoundTimes
@@ -205,7 +205,7 @@ class DeviceRoundEngine:
 
     def enter_thread(self) -> None:
         """To be called once by the thread that will run the rounds."""
-        make_current(self._device)
+        enter_launching_thread(self._device)
 
     def swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
         """Room for the K/V of the target, and of the head in this process."""
@@ -263,7 +263,7 @@ class DeviceRoundEngine:
             group.blank = self._seats.note_drafts(group.seats, prompts, own=group.own)
             follow_forms(group, self.rounds.form_drafts)
         submitted = time.perf_counter()
-        for group in groups:
+        for part, group in enumerate(groups):
             group.launched = self.rounds.launch(
                 group.inputs,
                 drafts=group.drafts,
@@ -271,6 +271,8 @@ class DeviceRoundEngine:
                 features=group.keeps_features,
                 pieces=group.pieces,
                 asked=asked_of(group) if self._asking else None,
+                late=may_draft_late(group),
+                part=part,
             )
         return DeviceFlight(prefill, verify, groups, submitted)
 
@@ -328,7 +330,7 @@ class DeviceRoundEngine:
                 tokens = [launched.first(chunk.last)]
                 emitted.append(Emitted(session, chunk.pieces[-1].slot, tokens))
         if emitted:
-            draft_under_masks(emitted, drafts)
+            draft_under_masks(emitted, drafts, undrafted=launched.undrafted)
 
     def _read(self, group: Group, launched: Launched, logprobs: dict[int, PathLogprobs]) -> Judged:
         """Outcomes of rows that the device judged."""

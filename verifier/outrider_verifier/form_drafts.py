@@ -31,10 +31,20 @@ class Emitted(NamedTuple):
     tokens: Sequence[int]
 
 
-def draft_under_masks(emitted: Sequence[Emitted], drafts: FormDrafts) -> None:
+def may_draft_late(group: Group) -> bool:
+    """Whether the head may leave out a launch's drafts: they would be thrown away, because every
+    session of it is in a grammar."""
+    bound = all([row.session.constraint is not None for row in group.rows])
+    return group.own and bound and not group.chunks
+
+
+def draft_under_masks(
+    emitted: Sequence[Emitted], drafts: FormDrafts, *, undrafted: bool = False
+) -> None:
     """Let the head draft again where the grammars' masks may change what it drafts: behind what
     these sessions emitted, along what must follow, up to the first place that is open. Does not
-    wait for the device: it drafts while the host accounts for the round.
+    wait for the device: it drafts while the host accounts for the round. `undrafted`: the launch
+    has left all drafts out.
 
     The rejection rule takes a draft for a draw from its law: whether it is drawn again does not
     depend on what came.
@@ -52,14 +62,17 @@ def draft_under_masks(emitted: Sequence[Emitted], drafts: FormDrafts) -> None:
     finally:
         for _, constraint, count in open_:
             constraint.leave(count)
-    told: list[tuple[int, Masks]] = []
+    told: dict[int, Masks | None] = {}
     for (each, _, count), masks in zip(open_, found, strict=True):
         # Where all must be as it is, the host writes it; behind its end nothing is drafted.
         given = drafts.are_chains and len(masks) > drafts.levels and not is_drawn(each.session)
         if count == len(each.tokens) and not given:
-            told.append((each.slot, masks))
+            told[each.slot] = masks
+        elif undrafted:
+            # The head has yet to see what stands.
+            told[each.slot] = None
     if told:
-        drafts.redraft([slot for slot, _ in told], [masks for _, masks in told])
+        drafts.redraft(list(told), list(told.values()))
 
 
 def follow_forms(group: Group, drafts: FormDrafts | None) -> None:

@@ -1,5 +1,9 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Pinned host memory on the way to the device and back; plain memory for a CPU."""
+"""Pinned host memory on the way to the device and back; plain memory for a CPU.
+
+A round may be several launches, its parts: each has rings of its own, so that a ring turns once a
+round, however many parts there are.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +23,29 @@ class _Buffer(NamedTuple):
 
     tensor: Tensor
     array: NDArray[np.generic]
+    heads: dict[int, Tensor]
+    """By length: slices of tensors take longer to make than to find."""
 
 
 class Uploader:
-    """Non-blocking copies of int32 words to the device, at most RING of them under way."""
+    """Non-blocking copies of int32 words to the device, at most RING of each part under way."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         """`size`: most elements of one upload."""
-        pinned = device.type == "cuda"
-        self._ring = [_buffer((size,), torch.int32, pinned=pinned) for _ in range(RING)]
-        self._place = 0
-        self._heads: list[dict[int, Tensor]] = [{} for _ in range(RING)]
-        """By place in the ring and length: slices of tensors take longer to make than to find."""
+        self._size, self._pinned = size, device.type == "cuda"
+        self._rings = [self._ring()]
+        """By part."""
+        self._staged = self._rings[0].take()
 
-    def stage(self) -> NDArray[np.int32]:
+    def _ring(self) -> _Ring:
+        return _Ring((self._size,), torch.int32, pinned=self._pinned)
+
+    def stage(self, part: int = 0) -> NDArray[np.int32]:
         """Memory [size] for the next `send`, with anything in it."""
-        self._place = (self._place + 1) % RING
-        words: NDArray[np.int32] = self._ring[self._place].array  # type: ignore[assignment]
+        while len(self._rings) <= part:
+            self._rings.append(self._ring())
+        self._staged = self._rings[part].take()
+        words: NDArray[np.int32] = self._staged.array  # type: ignore[assignment]
         return words
 
     def send(self, out: Tensor) -> None:
@@ -43,10 +53,10 @@ class Uploader:
 
         Where `out` is a tensor of inference mode, so must the caller be.
         """
-        count, heads = out.shape[0], self._heads[self._place]
+        count, heads = out.shape[0], self._staged.heads
         head = heads.get(count)
         if head is None:
-            head = heads[count] = self._ring[self._place].tensor[:count]
+            head = heads[count] = self._staged.tensor[:count]
         out.copy_(head, non_blocking=True)
 
 
@@ -64,7 +74,7 @@ class Readback:
         return self._arrival is None or self._arrival.over
 
     def wait(self) -> Tensor:
-        """The host copy; it is overwritten RING uses of its ring later."""
+        """The host copy; it is overwritten RING launches of the same part and shape later."""
         if self._arrival is not None:
             self._arrival.wait()
         return self._buffer.tensor
@@ -100,10 +110,8 @@ class _Ring:
 
     __slots__ = ("_buffers", "_place")
 
-    def __init__(self, tensor: Tensor, *, pinned: bool) -> None:
-        self._buffers = [
-            _buffer(tuple(tensor.shape), tensor.dtype, pinned=pinned) for _ in range(RING)
-        ]
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> None:
+        self._buffers = [_buffer(shape, dtype, pinned=pinned) for _ in range(RING)]
         self._place = 0
 
     def take(self) -> _Buffer:
@@ -117,23 +125,23 @@ class Downloader:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._rings: dict[tuple[torch.Size, torch.dtype], _Ring] = {}
+        self._rings: dict[tuple[torch.Size, torch.dtype, int], _Ring] = {}
 
-    def start(self, tensor: Tensor) -> Readback:
+    def start(self, tensor: Tensor, part: int = 0) -> Readback:
         """Begin to copy `tensor`, in the order of the stream."""
-        return self.start_all((tensor,))[0]
+        return self.start_all((tensor,), part)[0]
 
-    def start_all(self, tensors: tuple[Tensor, ...]) -> list[Readback]:
+    def start_all(self, tensors: tuple[Tensor, ...], part: int = 0) -> list[Readback]:
         """Begin to copy all of these; they are waited for together."""
-        buffers = [self._copy(tensor) for tensor in tensors]
+        buffers = [self._copy(tensor, part) for tensor in tensors]
         arrival = _Arrival() if self._cuda else None
         return [Readback(buffer, arrival) for buffer in buffers]
 
-    def _copy(self, tensor: Tensor) -> _Buffer:
-        key = (tensor.shape, tensor.dtype)
+    def _copy(self, tensor: Tensor, part: int) -> _Buffer:
+        key = (tensor.shape, tensor.dtype, part)
         ring = self._rings.get(key)
         if ring is None:
-            ring = self._rings[key] = _Ring(tensor, pinned=self._cuda)
+            ring = self._rings[key] = _Ring(tensor.shape, tensor.dtype, pinned=self._cuda)
         buffer = ring.take()
         buffer.tensor.copy_(tensor, non_blocking=True)
         return buffer
@@ -144,4 +152,4 @@ def _buffer(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> _Buf
     with torch.inference_mode(False):
         tensor = torch.empty(shape, dtype=dtype, pin_memory=pinned)
     bits = tensor.view(torch.uint16) if dtype is torch.bfloat16 else tensor
-    return _Buffer(tensor, bits.numpy())
+    return _Buffer(tensor, bits.numpy(), {})

@@ -40,12 +40,14 @@ class DraftMasks:
         drafted = np.zeros(32 * self.words, dtype=np.bool_)
         drafted[target_ids.cpu().numpy()] = True
         self._drafted = np.packbits(drafted, bitorder="little").view("<u4").astype(np.uint32)
-        # The first row of bits belongs to rows that may have anything.
-        size = (1 + levels * max_rows) * self.words
+        # The first row of bits belongs to rows that may have anything; places stand in the next.
+        self._first = 1 + -(-levels * max_rows // self.words)
+        size = (self._first + levels * max_rows) * self.words
         self._bits = zeros(size, device).view(-1, self.words)
-        self._places = zeros(levels * max_rows, device)
-        self._masked = 0
-        """Rows and levels that have places, as far as any of them names bits."""
+        self._told = self._bits[1:].view(-1)
+        self._places = self._told[: levels * max_rows]
+        self._masked = False
+        """Whether any place names bits."""
 
     def cut(self, logits: Tensor, level: int, ids: Tensor) -> Tensor:
         """Logits [B, Vd] of a level without what must not be drafted there; ids: int64 [Vd], the
@@ -62,17 +64,14 @@ class DraftMasks:
         not given may have anything, as may a level whose mask leaves nothing of the draft
         vocabulary."""
         bits: list[Masks] = []
-        places = np.zeros((self.levels, rows), dtype=np.int32)
+        header = np.zeros((self._first - 1) * self.words, dtype=np.int32)
+        places = header[: self.levels * rows].reshape(self.levels, rows)
         for row, given in enumerate(masks):
             for level, mask in enumerate(() if given is None else given[: self.levels]):
                 if (mask & self._drafted).any():
+                    places[level, row] = self._first + len(bits)
                     bits.append(mask)
-                    places[level, row] = len(bits)
-        if bits:
-            upload(np.concatenate(bits).view(np.int32), self._bits[1 : 1 + len(bits)].view(-1))
         if bits or self._masked:
-            size = max(self._masked, places.size)
-            told = np.zeros(size, dtype=np.int32)
-            told[: places.size] = places.reshape(-1)
-            upload(told, self._places[:size])
-        self._masked = places.size if bits else 0
+            told = self._told[: header.size + len(bits) * self.words]
+            upload(told, header, *(mask.view(np.int32) for mask in bits))
+        self._masked = bool(bits)

@@ -43,20 +43,21 @@ class RoundInputs:
         self._told: list[int] | None = None
         """The slots that the device knows of."""
 
-    def fill(self, rows: RoundRows, drafts: Drafts) -> None:
-        """Describe n <= B rows by their slots and drafts, in the order of the stream."""
+    def fill(self, rows: RoundRows, drafts: Drafts, part: int = 0) -> None:
+        """Describe n <= B rows by their slots and drafts, in the order of the stream; `part`: which
+        launch of its round they are."""
         slots = rows.slots
         if drafts is Drafts.CHAIN or drafts is Drafts.TREE:
-            words = self._stage(slots)
+            words = self._stage(slots, part)
             self._stage_drafts(words, rows, with_parents=drafts is Drafts.TREE)
             self._uploader.send(self._trees if drafts is Drafts.TREE else self._chains)
         elif slots != self._told:
-            self._stage(slots)
+            self._stage(slots, part)
             self._uploader.send(self.slots)
         self._told = slots
 
-    def _stage(self, slots: list[int]) -> NDArray[np.int32]:
-        words = self._uploader.stage()
+    def _stage(self, slots: list[int], part: int) -> NDArray[np.int32]:
+        words = self._uploader.stage(part)
         words[: len(slots)] = slots
         words[len(slots) : self._rows] = self._padding
         return words

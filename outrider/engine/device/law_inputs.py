@@ -43,16 +43,16 @@ class LawInputs:
         """What the graph of a bucket reads."""
         return DeviceLaw(self._ids, self._counts, self._offsets_of(rows, nodes).tensor)
 
-    def fill(self, laws: Sequence[DraftLaw | None], rows: int, nodes: int) -> None:
+    def fill(self, laws: Sequence[DraftLaw | None], rows: int, nodes: int, part: int = 0) -> None:
         """Tell the laws of n <= B rows of a bucket, in the order of the stream. Each belongs to a
-        tree of fewer than N nodes."""
+        tree of fewer than N nodes. `part`: which launch of its round they are."""
         offsets = self._offsets_of(rows, nodes)
         held = self._placed(laws) if laws else []
         if not held:
-            offsets.clear()
+            offsets.clear(part)
             return
-        ids, counts = self._id_uploads.stage(), self._count_uploads.stage()
-        words = offsets.stage()
+        ids, counts = self._id_uploads.stage(part), self._count_uploads.stage(part)
+        words = offsets.stage(part)
         used = 0
         for row, law in held:
             end = used + len(law.ids)
@@ -92,9 +92,9 @@ class _Offsets:
         self._uploads = Uploader(self.tensor.numel(), device)
         self._empty = True
 
-    def stage(self) -> NDArray[np.int32]:
+    def stage(self, part: int) -> NDArray[np.int32]:
         """Zeros [B, N + 1] for the next `send`."""
-        words = self._uploads.stage().reshape(self.tensor.shape)
+        words = self._uploads.stage(part).reshape(self.tensor.shape)
         words[:] = 0
         self._empty = False
         return words
@@ -103,10 +103,10 @@ class _Offsets:
         """Upload what was staged."""
         self._uploads.send(self._flat)
 
-    def clear(self) -> None:
+    def clear(self, part: int) -> None:
         """No row has a law."""
         if not self._empty:
-            self.stage()
+            self.stage(part)
             self.send()
             self._empty = True
 

@@ -79,11 +79,17 @@ class RoundLogprobs:
 
     @torch.inference_mode()
     def start(
-        self, asked: Asked, shape: RoundShape, verified: Verified, pieces: PieceInputs | None
+        self,
+        asked: Asked,
+        shape: RoundShape,
+        verified: Verified,
+        pieces: PieceInputs | None,
+        part: int = 0,
     ) -> AskedLogprobs:
-        """To be called when the round is launched and before the next one is."""
+        """To be called when a round's launch `part` is made and before the next one is."""
         depth = min(asked.depth, shape.nodes)
-        places, tokens = self._tokens(asked, depth, shape, verified, pieces)
+        rows = self._upload(asked, part)
+        places, tokens = self._tokens(asked, rows, depth, shape, verified, pieces)
         count, top = len(places), bucket(max(asked.tops), TOP_BUCKETS)
         more = max(MOST_ROWS, next_power_of_2(count)) - count
         places, tokens = F.pad(places, (0, more)), F.pad(tokens, (0, more))
@@ -93,35 +99,39 @@ class RoundLogprobs:
             logits = self._program.logits(places[some])
             values, top_ids = token_logprobs(logits, tokens[some], top)
             parts.append(torch.cat((values.view(torch.int32), top_ids), dim=1))
-        return AskedLogprobs(asked, self._downloads.start(torch.cat(parts)), depth)
+        return AskedLogprobs(asked, self._downloads.start(torch.cat(parts), part), depth)
+
+    def _upload(self, asked: Asked, part: int) -> Tensor:
+        """int64: the rows that are asked about, then the pieces."""
+        words = self._uploader.stage(part)
+        rows_end, end = len(asked.rows), len(asked.rows) + len(asked.pieces)
+        words[:rows_end] = asked.rows
+        words[rows_end:end] = asked.pieces
+        self._uploader.send(self._places[:end])
+        return self._places[:end].long()
 
     def _tokens(
         self,
         asked: Asked,
+        named: Tensor,
         depth: int,
         shape: RoundShape,
         verified: Verified,
         pieces: PieceInputs | None,
     ) -> tuple[Tensor, Tensor]:
         """Token rows int64 of the forward, and the token int64 that was chosen at each."""
-        words = self._uploader.stage()
-        rows_end, end = len(asked.rows), len(asked.rows) + len(asked.pieces)
-        words[:rows_end] = asked.rows
-        words[rows_end:end] = asked.pieces
-        self._uploader.send(self._places[:end])
+        rows, ends = named[: len(asked.rows)], named[len(asked.rows) :]
         found: list[Tensor] = []
         chosen: list[Tensor] = []
         if asked.rows:
             acceptance = verified.acceptance
             assert acceptance is not None
-            rows = self._places[:rows_end].long()
             path = acceptance.rows.index_select(0, rows)[:, :depth]
             found.append((rows[:, None] * shape.nodes + path).flatten())
             # Behind what was emitted there is no token; nobody looks at what stands there.
             chosen.append(acceptance.tokens.index_select(0, rows)[:, :depth].flatten())
         if asked.pieces:
             assert pieces is not None and verified.first is not None
-            ends = self._places[rows_end:end].long()
             found.append(shape.rows * shape.nodes + pieces.live_rows().index_select(0, ends))
             chosen.append(verified.first.index_select(0, ends))
         return torch.cat(found), torch.cat(chosen).long().clamp(min=0)

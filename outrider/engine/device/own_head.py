@@ -94,11 +94,14 @@ class OwnHead:
             count, config.draft_vocab_size, device, draft_columns=weights.draft_columns
         )
         """What the sessions do to the head's logits."""
+        width = 1 + shape.num_nodes
         self._features = torch.zeros(
-            (count, config.hidden_size), dtype=pool.storage.dtype, device=device
+            (count, width, config.hidden_size), dtype=pool.storage.dtype, device=device
         )
-        """[X, H]: of what each session's newest token was sampled from; kept in rounds in which a
-        session may be in a grammar."""
+        """[X, 1 + n, H]: of each session's newest rows, kept in rounds in which one may be in a
+        grammar;"""
+        self._words = torch.zeros((count, 2 + width), dtype=torch.int32, device=device)
+        """how many they are, where they begin, and their tokens, int32 [X, 2 + 1 + n]."""
         self.padding = slots.padding
         """The slot of padding rows."""
         if shape.is_tree:
@@ -121,24 +124,30 @@ class OwnHead:
         """Catch up on real rows and draft for each of their sessions. sampled: whether any session
         may warp its logits or need the laws of its drafts."""
         if sampled:
-            live = _live_rows(rows.counts, rows.tokens.shape[1])
-            features = rows.features.flatten(0, 1)[live].to(self._features.dtype)
-            self._features.index_copy_(0, rows.slots.long(), features)
+            self.keep(rows)
         self._draft(rows, sampled=sampled)
 
+    def keep(self, rows: NewRows) -> None:
+        """Keep these rows of each session for `redraft`."""
+        slots, width = rows.slots.long(), rows.tokens.shape[1]
+        self._features[:, :width].index_copy_(0, slots, rows.features.to(self._features.dtype))
+        words = torch.cat((rows.counts[:, None], rows.starts[:, None], rows.tokens), dim=1)
+        self._words[:, : 2 + width].index_copy_(0, slots, words.int())
+
     def redraft(self, slots: Tensor, legal: DraftMasks) -> Tensor | None:
-        """Draft anew, under masks, for sessions whose last drafts nobody has verified; slots: int32
-        [B]. Of chains, what else might have been drafted: int32 [B, n, A] as in `ChainDraft`."""
-        sequence, places = self._slots.sequence, slots.long()
-        newest = NewRows(
+        """Catch up on what was kept and draft, under masks, for sessions whose last drafts nobody
+        has verified; slots: int32 [B]. Of chains int32 [B, n, 1 + A]: what was drafted, and the
+        others as in `ChainDraft`."""
+        words = self._words[slots.long()]
+        kept = NewRows(
             slots=slots,
-            tables=sequence.tables,
-            tokens=sequence.roots[places][:, None],
-            features=self._features[places][:, None],
-            counts=(slots != self.padding).int(),
-            starts=(sequence.lengths[places] - 2).clamp(min=0),
+            tables=self._slots.sequence.tables,
+            tokens=words[:, 2:],
+            features=self._features[slots.long()],
+            counts=torch.where(slots != self.padding, words[:, 0], 0),
+            starts=words[:, 1],
         )
-        return self._draft(newest, sampled=True, legal=legal)
+        return self._draft(kept, sampled=True, legal=legal)
 
     def _draft(
         self, rows: NewRows, *, sampled: bool, legal: DraftMasks | None = None
@@ -171,11 +180,6 @@ class OwnHead:
         self.tokens.index_copy_(0, places, chain.tokens)
         if self.law is not None and chain.probs is not None:
             self.law.probs.index_copy_(0, places, chain.probs)
-        return chain.others
-
-
-def _live_rows(counts: Tensor, width: int) -> Tensor:
-    """int64 [B]: the last of each session's `counts` int32 [B] rows among the B * width rows."""
-    first = torch.arange(0, len(counts) * width, width, dtype=torch.int64, device=counts.device)
-    rows: Tensor = first + counts.clamp(min=1) - 1
-    return rows
+        if chain.others is None:
+            return None
+        return torch.cat((chain.tokens[:, :, None], chain.others), dim=2)

@@ -305,6 +305,16 @@ class RoundProgram:
         assert rows is not None
         head.draft(rows, sampled=shape.judge is Judge.SAMPLED)
 
+    @torch.inference_mode()
+    def verify_and_keep(
+        self, shape: RoundShape, inputs: RoundInputs | None, pieces: PieceInputs | None
+    ) -> Verified:
+        """As `verify` of a round without pieces; what own drafts begin from is kept for later."""
+        verified = self.verify(shape, inputs, pieces)
+        assert self._own_head is not None and inputs is not None
+        self._own_head.keep(self._new_rows(shape, inputs, verified))
+        return verified
+
     def _new_rows(self, shape: RoundShape, inputs: RoundInputs, verified: Verified) -> NewRows:
         """The draft rows of what a round committed."""
         acceptance, context = verified.acceptance, verified.context

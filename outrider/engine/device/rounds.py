@@ -45,6 +45,8 @@ class Launched(NamedTuple):
     """The same."""
     at: float = 0.0
     """When the device had all that it computes, on the clock of `time.perf_counter`."""
+    undrafted: bool = False
+    """Whether own drafts that are due were left to `FormDrafts.redraft`."""
 
     def outcome(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Waits: words [B, 2 + 2N] of the rows that decode, first tokens [Q] of the pieces."""
@@ -118,9 +120,13 @@ class DeviceRounds:
         features: bool,
         pieces: Sequence[Piece] = (),
         asked: Asked | None = None,
+        late: bool = False,
+        part: int = 0,
     ) -> Launched:
         """Start a round of rows of one kind, and of pieces; nothing waits for the device. `asked`:
-        whose log-probabilities are wanted, if anybody's."""
+        whose log-probabilities are wanted, if anybody's. `late`: where own drafts are due and the
+        shape allows it, leave them to `FormDrafts.redraft`, which must follow for every row.
+        `part`: which launch of its round it is."""
         shape = self.family.fit(
             rows=len(rows.slots),
             nodes=1 + rows.most_nodes,
@@ -131,26 +137,31 @@ class DeviceRounds:
         )
         inputs, added = self._inputs_of(shape)
         if inputs is not None:
-            inputs.fill(rows, shape.drafts)
+            inputs.fill(rows, shape.drafts, part)
             if shape.brings_laws:
-                inputs.laws.fill(rows.laws or (), shape.rows, shape.nodes)
+                inputs.laws.fill(rows.laws or (), shape.rows, shape.nodes, part)
         if added is not None:
             added.fill(pieces)
         endings = [piece.legal for piece in pieces]
         if rows.legal is not None or any(masks is not None for masks in endings):
             self._slots.legal.fill(rows.legal or (), shape.nodes, endings)
-        verified = self._run(shape, inputs, added)
+        late = late and shape.may_draft_late
+        run = self._verify if late else self._run
+        verified = run(shape, inputs, added)
         at = time.perf_counter()
         if self.brake is not None:
             self.brake.hold(shape)
         if not features or verified.features is None:
-            launched = Launched(shape, self._downloads.start(verified.result), None, at=at)
+            launched = Launched(shape, self._downloads.start(verified.result, part), None, at=at)
         else:
-            result, sent = self._downloads.start_all((verified.result, verified.features))
+            result, sent = self._downloads.start_all((verified.result, verified.features), part)
             launched = Launched(shape, result, sent, at=at)
+        if late:
+            launched = launched._replace(undrafted=True)
         if asked is None:
             return launched
-        return launched._replace(logprobs=self._logprobs.start(asked, shape, verified, added))
+        logprobs = self._logprobs.start(asked, shape, verified, added, part)
+        return launched._replace(logprobs=logprobs)
 
     def warm_up(self, shape: RoundShape) -> None:
         """Compile and capture a shape of the family: a round of nothing but padding."""
@@ -160,6 +171,8 @@ class DeviceRounds:
         if pieces is not None:
             pieces.fill([])
         self._run(shape, inputs, pieces)
+        if shape.may_draft_late:
+            self._verify(shape, inputs, pieces)
 
     def _inputs_of(self, shape: RoundShape) -> tuple[RoundInputs | None, PieceInputs | None]:
         """The static inputs of a shape; None for the part that it does not have."""
@@ -178,6 +191,16 @@ class DeviceRounds:
                     shape.pieces, padding=self._slots.padding, device=self._device
                 )
         return inputs, pieces
+
+    def _verify(
+        self, shape: RoundShape, inputs: RoundInputs | None, pieces: PieceInputs | None
+    ) -> Verified:
+        """A round that leaves its own drafts to `FormDrafts.redraft`."""
+        program = self._program
+        with self.recorder.span("verify"):
+            return self.graphs.run(
+                ("undrafted", shape), lambda: program.verify_and_keep(shape, inputs, pieces)
+            )
 
     def _run(
         self, shape: RoundShape, inputs: RoundInputs | None, pieces: PieceInputs | None

@@ -74,6 +74,12 @@ class RoundShape:
         return self.judge is Judge.SAMPLED and self.drafts in (Drafts.CHAIN, Drafts.TREE)
 
     @property
+    def may_draft_late(self) -> bool:
+        """Whether own drafts may be left until the host has seen the outcome."""
+        sampled = self.judge is Judge.SAMPLED
+        return self.drafts is Drafts.OWN and sampled and self.rows > 0 and not self.pieces
+
+    @property
     def token_rows(self) -> int:
         """M: rows of the target's forward."""
         return self.rows * self.nodes + self.pieces * PIECE_TOKENS

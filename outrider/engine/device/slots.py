@@ -132,10 +132,10 @@ class SessionSlots:
             for slot, known, blocks in added
         ]
         count = sum([len(blocks) for _, _, blocks in added])
-        where_words = np.concatenate(places).view(np.int32)
-        words = np.concatenate([where_words, *(np.array(b, np.int32) for _, _, b in added)])
-        staged = torch.empty(len(words), dtype=torch.int32, device=self._device)
-        upload(words, staged)
+        words = [place.view(np.int32) for place in places]
+        words += [np.array(blocks, np.int32) for _, _, blocks in added]
+        staged = torch.empty(3 * count, dtype=torch.int32, device=self._device)
+        upload(staged, *words)
         where, numbers = staged[: 2 * count].view(torch.int64), staged[2 * count :]
         self.sequence.tables.view(-1).index_copy_(0, where, numbers)
 
@@ -157,7 +157,7 @@ class SessionSlots:
         # A row is padded to the nodes of its launch. What those write past the session's blocks
         # goes where the padding slot's goes; the blocks of a table's past may be others' by now.
         words[_FIELDS + len(blocks) :] = self._padding_kv.blocks[0]
-        upload(words, self._staged)
+        upload(self._staged, words)
         self._graphs.run("write", self._spread)
 
     def _spread(self) -> None:

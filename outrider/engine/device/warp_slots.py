@@ -185,7 +185,7 @@ class WarpSlots:
         words[6:9] = (flags, min(sampling.top_k, ALWAYS), len(columns))
         words[_WORDS:] = np.concatenate((columns, amounts.view(np.int32), ends))
         staged = self._staged[: len(words)]
-        upload(words, staged)
+        upload(staged, words)
         state, here, count = self.state, slice(slot, slot + 1), len(columns)
         state.top_ps[here].copy_(staged[0:2].view(torch.float64))
         state.penalties[slot].copy_(staged[2:5].view(torch.float32))
@@ -206,7 +206,7 @@ class WarpSlots:
             return
         slots = [np.full(len(columns), slot, dtype=np.int32) for slot, columns in held]
         staged = torch.empty((2, count), dtype=torch.int32, device=self._device)
-        upload(np.concatenate([*slots, *(columns for _, columns in held)]), staged.view(-1))
+        upload(staged.view(-1), *slots, *(columns for _, columns in held))
         places = staged[0].long() * self._columns + staged[1]
         amounts = torch.full_like(staged[0], amount)
         self.state.counts.view(-1).index_add_(0, places, amounts)

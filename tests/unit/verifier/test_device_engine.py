@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from outrider_verifier.device_engine import DeviceRoundEngine
 from outrider_verifier.handover import Followed
 from outrider_verifier.service import VerifierService
 from torch import Tensor
 
+from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.kernels.warp.logits import warp_drafts
 from outrider.spec.plan import DraftMethod, Plan
@@ -189,6 +191,36 @@ async def test_drafts_from_outside_change_no_text(
         results = await run_drafted(service, known, plan, SAMPLINGS[name])
     assert [tokens for tokens, _ in results] == texts[name]
     assert all(stats.accepted > 0 for _, stats in results)
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
+async def test_a_round_of_many_launches_keeps_them_apart(
+    plan: Plan,
+    tiny_target: Path,
+    tiny_head: Path,
+    texts: dict[str, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More launches than a ring has places, of one shape: each session its own outcome."""
+    monkeypatch.setattr(ShapeFamily, "most_rows", lambda family, nodes: 1)
+    monkeypatch.setattr("outrider.engine.device.buffers.RING", 1)
+    prompts = (*PROMPTS, *PROMPTS)
+    most: list[int] = []
+    submit = DeviceRoundEngine.submit
+
+    def noted(engine: Any, *rows: Any) -> Any:
+        flight = submit(engine, *rows)
+        most.append(len(flight.groups))
+        return flight
+
+    monkeypatch.setattr(DeviceRoundEngine, "submit", noted)
+    known = dict(zip(PROMPTS, texts["greedy"], strict=True))
+    async with serving(tiny_target, tiny_head, gather_ms=200.0) as service:
+        results = await run_drafted(
+            service, known, plan, SAMPLINGS["greedy"], prompts=prompts, max_new_tokens=20
+        )
+    assert max(most) > 1
+    assert [tokens for tokens, _ in results] == [known[prompt][:20] for prompt in prompts]
 
 
 LONG = (tuple(range(5, 155)), (9, 9, 9), tuple(range(300, 171, -1)), tuple(range(7, 71)))

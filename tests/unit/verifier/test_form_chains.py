@@ -34,16 +34,16 @@ class Head:
         self.tokens = np.array(drafts, dtype=np.int32)
         self.others = others
         self.levels = levels
-        self.told: dict[int, list[list[int]]] = {}
-        """By slot: what it was told to be legal, level by level."""
+        self.told: dict[int, list[list[int]] | None] = {}
+        """By slot: what it was told to be legal, level by level; None: anything."""
 
     def chains(self, slots: list[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         others = self.others or [[-1, -1]] * self.tokens.shape[1]
         return self.tokens[slots].copy(), np.array([others] * len(slots), dtype=np.int32)
 
-    def redraft(self, slots: list[int], legal: list[Masks]) -> None:
+    def redraft(self, slots: list[int], legal: list[Masks | None]) -> None:
         for slot, masks in zip(slots, legal, strict=True):
-            self.told[slot] = [ids(mask) for mask in masks[: self.levels]]
+            self.told[slot] = None if masks is None else [ids(m) for m in masks[: self.levels]]
 
     def write(self, slots: list[int], tokens: NDArray[np.int32]) -> None:
         self.tokens[slots] = tokens
@@ -74,12 +74,15 @@ def followed(head: Head, *rules: Rule, blank: frozenset[int] = frozenset()) -> G
     return group
 
 
-def told(*emitted: list[int], rule: Rule = Rule.GREEDY, levels: int = 3) -> dict[int, Any]:
+def told(
+    *emitted: list[int], rule: Rule = Rule.GREEDY, levels: int = 3, undrafted: bool = False
+) -> dict[int, Any]:
     """What the head is told once sessions have emitted so."""
     head, sessions = Head(levels=levels), [session_of(rule) for _ in emitted]
     form_drafts.draft_under_masks(
         [Emitted(*each) for each in zip(sessions, range(len(emitted)), emitted, strict=True)],
         cast(FormDrafts, head),
+        undrafted=undrafted,
     )
     assert all(not session.constraint.path for session in sessions)
     return head.told
@@ -108,6 +111,11 @@ def test_a_head_drafts_under_the_masks_of_what_must_follow_and_of_the_first_open
 def test_what_is_wholly_given_and_what_has_ended_is_not_drafted_again() -> None:
     assert told([1], [2, 6, END], levels=2) == {}
     assert told([1], rule=Rule.REJECTION, levels=2) == {0: [[3], [4]]}, "a draw is always repeated"
+
+
+def test_a_head_that_has_not_drafted_yet_is_told_of_everybody() -> None:
+    wanted = {0: None, 1: None, 2: [[5, 6]]}
+    assert told([1], [2, 6, END], [2], levels=2, undrafted=True) == wanted
 
 
 def test_a_session_that_has_failed_is_not_drafted_for() -> None:

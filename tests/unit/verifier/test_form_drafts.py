@@ -19,6 +19,8 @@ from outrider_verifier.loop import EngineLoop
 
 from outrider.engine.device.draft_masks import Masks
 from outrider.engine.device.form_drafts import FormDrafts
+from outrider.engine.device.rounds import DeviceRounds, Launched
+from outrider.engine.device.shapes import Drafts
 from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.grammar.constraint import allows
 from outrider.spec.plan import DraftMethod, Plan
@@ -127,6 +129,46 @@ async def test_draws_beside_drafts_that_all_fit_stay_in_the_grammar(
         assert re.fullmatch(forced.text, tokenizer.decode(tokens[:-1]))
 
 
+@pytest.mark.parametrize(
+    ("placement", "topk", "rule"),
+    [("fused", 1, Rule.COUPLED), ("colocated", 1, Rule.REJECTION), ("fused", 3, Rule.COUPLED)],
+)
+async def test_drafts_that_a_round_leaves_out_are_those_that_it_would_have_made(
+    placement: str,
+    topk: int,
+    rule: Rule,
+    tiny_target: Path,
+    tiny_head: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Drafted again, or for the first time once the host knows what stands: the head has seen the
+    same."""
+    sampling, (plan, settings) = SamplingParams(temperature=0.9, seed=4, rule=rule), plan_of(topk)
+    launched: list[bool] = []
+    launch = DeviceRounds.launch
+
+    def noted(rounds: DeviceRounds, *args: Any, **kwargs: Any) -> Launched:
+        found = launch(rounds, *args, **kwargs)
+        if kwargs["drafts"] is Drafts.OWN and not kwargs["pieces"]:
+            launched.append(found.undrafted)
+        return found
+
+    async def run() -> Results:
+        launched.clear()
+        async with serving(tiny_target, tiny_head, placement=placement, **settings) as service:
+            return [await run_one(service, "alone", plan, sampling, **SPEC)]
+
+    monkeypatch.setattr(DeviceRounds, "launch", noted)
+    late = await run()
+    assert launched and all(launched)
+    monkeypatch.setattr("outrider_verifier.device_engine.may_draft_late", lambda group: False)
+    at_once = await run()
+    assert launched and not any(launched)
+    assert texts_of(late) == texts_of(at_once)
+    assert [s.accepted for _, s in late] == [s.accepted for _, s in at_once]
+    assert [s.proposed for _, s in late] == [s.proposed for _, s in at_once]
+
+
 async def test_beside_others_each_has_its_own_text(
     tiny_target: Path, tiny_head: Path, texts: dict[str, list[list[int]]]
 ) -> None:
@@ -216,12 +258,15 @@ class Seen:
                     if masks is not None and number not in group.blank:
                         self._note(tokens[number], parents[number], masks)
 
-        def again(drafts: FormDrafts, slots: Sequence[int], legal: Sequence[Masks]) -> None:
+        def again(drafts: FormDrafts, slots: Sequence[int], legal: Sequence[Masks | None]) -> None:
+            redraft(drafts, slots, [None] * len(slots))
             before, _ = read(drafts, slots)
             redraft(drafts, slots, legal)
             after, _ = read(drafts, slots)
             for old, new, masks in zip(before.tolist(), after.tolist(), legal, strict=True):
-                if drafts.levels > 1:
+                if masks is None:
+                    assert old == new
+                elif drafts.levels > 1:
                     # What was allowed already is drafted again, up to what was not.
                     fits = [allows(mask, token) for mask, token in zip(masks, old, strict=False)]
                     same = fits.index(False) if False in fits else len(fits)

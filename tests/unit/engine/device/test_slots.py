@@ -94,7 +94,7 @@ def test_blocks_that_are_added_are_told_of_at_once() -> None:
 
 def test_what_is_uploaded_may_change_at_once() -> None:
     words, out = np.arange(3, dtype=np.int32), torch.zeros(3, dtype=torch.int32)
-    upload(words, out)
+    upload(out, words)
     words[:] = -1
     assert out.tolist() == [0, 1, 2]
 
