@@ -87,11 +87,11 @@ class Seats:
             root=session.root if begun else 0,
         )
         if self._own_head is not None:
-            self._own_head.forget(slot)
             # The head's K/V came back with the target's, or is about to be written with it.
             whole = session.ticket in self._were_drafted if kept else session.own_draft > 0
             seat.drafted = begun and whole
             if seat.drafted:
+                self._own_head.forget(slot)
                 self._blank.add(slot)
         self._were_drafted.discard(session.ticket)
         return kept

@@ -139,13 +139,14 @@ class OwnHead:
         has verified; slots: int32 [B]. Of chains int32 [B, n, 1 + A]: what was drafted, and the
         others as in `ChainDraft`."""
         words = self._words[slots.long()]
+        # Kernels take vectors and matrices that lie as they are counted.
         kept = NewRows(
             slots=slots,
             tables=self._slots.sequence.tables,
-            tokens=words[:, 2:],
+            tokens=words[:, 2:].contiguous(),
             features=self._features[slots.long()],
             counts=torch.where(slots != self.padding, words[:, 0], 0),
-            starts=words[:, 1],
+            starts=words[:, 1].contiguous(),
         )
         return self._draft(kept, sampled=True, legal=legal)
 

@@ -109,16 +109,17 @@ class WarpSlots:
         Raises InvalidRequestError for more of these than `check_banned_first` allows.
         """
         check_banned_first(banned_first)
-        columns, amounts, ends = self._entries(sampling, banned_first, banned_until)
-        flags = WARP_ENTRIES if len(columns) else 0
+        flags = WARP_LEGAL if legal else 0
         if has_penalties(sampling):
             flags |= WARP_PENALTIES
         if sampling.temperature > 0.0 and truncates(sampling):
             flags |= WARP_CUTS
-        if legal:
-            flags |= WARP_LEGAL
-        if not flags and not self._flags[slot]:
+        named = bool(sampling.logit_bias or sampling.banned_ids or len(banned_first))
+        if not (flags or named or self._flags[slot]):
+            # Most sessions: nothing to write, and nothing to undo.
             return
+        columns, amounts, ends = self._entries(sampling, banned_first, banned_until)
+        flags |= WARP_ENTRIES if len(columns) else 0
         self._flags[slot] = flags
         self._write(slot, sampling, flags, columns, amounts, ends)
         if flags & WARP_PENALTIES:
