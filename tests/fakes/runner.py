@@ -100,7 +100,7 @@ class FakeRunner:
         return self.lands()
 
     @staticmethod
-    def prompt_tokens_beside(rows: int) -> int | None:
+    def prompt_tokens_beside(rows: int, crowded: bool = False) -> int | None:
         """Less than alone."""
         return 8
 

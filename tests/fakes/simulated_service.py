@@ -160,7 +160,7 @@ class Service:
     def _limits(self) -> Limits:
         return Limits(
             prefill_tokens=16 * PIECE,
-            prefill_beside=lambda rows: 4 * PIECE,
+            prefill_beside=lambda rows, crowded: (8 if crowded else 4) * PIECE,
             piece_tokens=PIECE,
             decode_tokens=1024,
             gather_s=0.005,

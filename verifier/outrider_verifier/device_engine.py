@@ -186,9 +186,9 @@ class DeviceRoundEngine:
         """Prompt tokens that one round takes."""
         return PIECE_BUCKETS[-1] * PIECE_TOKENS
 
-    def prompt_tokens_beside(self, rows: int) -> int:
+    def prompt_tokens_beside(self, rows: int, crowded: bool = False) -> int:
         """See `RoundTimes`, as the next two."""
-        return self._times.prompt_tokens_beside(rows)
+        return self._times.prompt_tokens_beside(rows, crowded)
 
     def round_s(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:
         """Seconds of a round without drafts from outside."""

@@ -115,7 +115,7 @@ class RoundEngine:
         torch.get_num_threads()
 
     @staticmethod
-    def prompt_tokens_beside(rows: int) -> int | None:
+    def prompt_tokens_beside(rows: int, crowded: bool = False) -> int | None:
         """No bound."""
         return None
 

@@ -40,9 +40,12 @@ class RoundTimes:
         """Seconds of a round that verifies so many nodes of each row from outside."""
         return self._of(rows, nodes, Drafts.CHAIN)
 
-    def prompt_tokens_beside(self, rows: int) -> int:
+    def prompt_tokens_beside(self, rows: int, crowded: bool = False) -> int:
         """Prompt tokens that a round takes in which `rows` sessions decode: so many pieces that it
-        lasts at most `prompt_stretch` times as long as without; at least one."""
+        lasts at most `prompt_stretch` times as long as without; at least one, and all that there is
+        room for where prompts are `crowded`."""
+        if crowded:
+            return MOST_MIXED_PIECES * PIECE_TOKENS
         found = self._beside.get(rows)
         if found is None:
             found = self._beside[rows] = self._pieces_beside(rows) * PIECE_TOKENS

@@ -124,8 +124,8 @@ class RoundRunner(Protocol):
         bound."""
         ...
 
-    def prompt_tokens_beside(self, rows: int) -> int | None:
-        """The same for a round in which `rows` sessions decode."""
+    def prompt_tokens_beside(self, rows: int, crowded: bool = False) -> int | None:
+        """The same for a round in which `rows` sessions decode; `crowded`: many prompts wait."""
         ...
 
     def round_s(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:

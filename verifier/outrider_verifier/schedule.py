@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from outrider.ids import SessionId
+
+CROWDED_ROUNDS: Final = 3
+"""Prompts are crowded where what waits is more than so many rounds take beside sessions that
+decode,"""
+CROWDED_SHARE: Final = 6
+"""and where one of so many sessions waits for its prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +22,9 @@ class Limits:
 
     prefill_tokens: int
     """Prompt tokens of all sessions in one round."""
-    prefill_beside: Callable[[int], int | None] = lambda rows: None
-    """Prompt tokens in a round in which so many sessions decode, who wait for them; None: as many
-    as in any round."""
+    prefill_beside: Callable[[int, bool], int | None] = lambda rows, crowded: None
+    """Prompt tokens in a round in which so many sessions decode, who wait for them, and in one to
+    which prompts crowd; None: as many as in any round."""
     piece_tokens: int = 1
     """Prompt tokens that a round takes at a time: what a session leaves of a piece free counts as
     taken."""
@@ -287,13 +293,28 @@ def _round(
     """Oldest rows first, within the limits."""
     ready = sorted(ready, key=_at)[:most_rows]
     budget = limits.prefill_tokens
-    beside = limits.prefill_beside(len(ready)) if ready else None
+    beside = limits.prefill_beside(len(ready), False) if ready else None
     if beside is not None:
+        if _crowded(prefilling, len(ready), beside, limits.piece_tokens):
+            beside = limits.prefill_beside(len(ready), True) or beside
         budget = min(budget, beside)
     return RoundPlan(
         prefill=_fill(sorted(prefilling, key=_turn), budget, limits.piece_tokens),
         decode=_fit(ready, limits.decode_tokens),
     )
+
+
+def _crowded(prefilling: Sequence[RowState], decoding: int, beside: int, piece: int) -> bool:
+    """Whether so many prompts wait that those who decode had better wait for more of them at once.
+
+    All of them are computed sooner or later; until then their sessions leave places of every round
+    empty, and rounds of few rows cost hardly less than full ones. So prompts that come in faster
+    than short rounds take them would keep most sessions waiting, for good.
+    """
+    if len(prefilling) * CROWDED_SHARE < len(prefilling) + decoding:
+        return False
+    waiting = sum([-(-row.prefill_left // piece) * piece for row in prefilling])
+    return waiting > CROWDED_ROUNDS * beside
 
 
 def _turn(row: RowState) -> tuple[int, float]:

@@ -85,7 +85,7 @@ def test_what_was_found_out_is_kept_for_the_sessions_that_follow(
 @pytest.mark.parametrize(("sessions", "waves"), [(1, 16), (8, 8), (64, 5)])
 def test_longer_runs_of_a_small_model(sessions: int, waves: int, temperature: float) -> None:
     run = service(SMALL, sessions, temperature, waves=waves)
-    assert over_plain(lambda: planner(SMALL), run, seeds=4 if sessions == 1 else 1) >= 0.97
+    assert over_plain(lambda: planner(SMALL), run, seeds=4 if sessions == 1 else 3) >= 0.97
 
 
 @pytest.mark.parametrize("costs", [LARGE, LARGE_OWN], ids=["8B", "8B-own"])

@@ -43,6 +43,10 @@ def test_prompts_may_stretch_a_round_so_far_and_take_a_piece_in_any_case(
     assert times(stretch).prompt_tokens_beside(4) == pieces * PIECE_TOKENS
 
 
+def test_crowded_prompts_take_what_there_is_room_for() -> None:
+    assert times(1.0).prompt_tokens_beside(4, crowded=True) == MOST_MIXED_PIECES * PIECE_TOKENS
+
+
 def test_what_was_said_before_measuring_does_not_stay() -> None:
     late = times(1.0, learned=False)
     before = late.prompt_tokens_beside(4)

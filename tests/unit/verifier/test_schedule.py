@@ -237,7 +237,7 @@ def test_rows_that_were_closed_or_are_sure_to_end_stay_out() -> None:
 
 
 def test_fewer_prompt_tokens_join_rows_that_decode() -> None:
-    limits = replace(LIMITS, prefill_tokens=12, prefill_beside=lambda rows: 8 // rows)
+    limits = replace(LIMITS, prefill_tokens=12, prefill_beside=lambda rows, crowded: 8 // rows)
     assert chunks(plan_round([prompt("p", 20)], 9.0, limits)) == [("p", 12)]
     assert chunks(plan_round([prompt("p", 20), ready("a")], 9.0, limits)) == [("p", 8)]
     rows = [prompt("p", 20), ready("a"), ready("b")]

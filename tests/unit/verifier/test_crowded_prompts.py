@@ -1,0 +1,89 @@
+"""Prompts that come in faster than short rounds take them: sessions do not wait for them for good.
+
+A closed loop of sessions with answers of 64 tokens, three a round, in simulated time; rounds last
+as long as an 8B model's with drafts of five nodes.
+"""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+from outrider_verifier.round_times import RoundTimes
+from outrider_verifier.schedule import Limits, RowState, plan_round
+
+from outrider.engine.device.family import ShapeFamily
+from outrider.engine.device.shapes import PIECE_TOKENS
+from outrider.ids import SessionId
+
+NODES = 5
+ROUNDS_OF_AN_ANSWER = 21
+PROMPTS = (60, 110, 90, 190, 130, 70, 240, 120)
+FAMILY = ShapeFamily(max_rows=64, max_nodes=1, own_nodes=NODES, features=False, judges=False)
+SECONDS = {shape: 5.3e-3 + 19e-6 * shape.token_rows for shape in FAMILY.shapes()}
+
+
+def shares(sessions: int, *, stretch: float = 2.0, crowds: bool = True) -> tuple[float, float]:
+    """Of a steady service: the mean share of the sessions that decode, and the longest round over
+    the median one."""
+    known = RoundTimes(FAMILY, drafts_itself=True, prompt_stretch=stretch)
+    known.learn(SECONDS)
+    limits = Limits(
+        prefill_tokens=16 * PIECE_TOKENS,
+        prefill_beside=lambda rows, crowded: known.prompt_tokens_beside(rows, crowds and crowded),
+        piece_tokens=PIECE_TOKENS,
+        decode_tokens=1024,
+        gather_s=0.005,
+    )
+    prompts, left = cycle(PROMPTS), dict[int, tuple[int, int]]()
+    now, lasted, decoding = 0.0, list[float](), list[int]()
+    for session in range(sessions):
+        left[session] = (next(prompts), ROUNDS_OF_AN_ANSWER - session % ROUNDS_OF_AN_ANSWER)
+    for _ in range(600):
+        rows = [_row(session, *each) for session, each in left.items()]
+        plan = plan_round(rows, now, limits)
+        pieces = sum(-(-chunk.num_tokens // PIECE_TOKENS) for chunk in plan.prefill)
+        took = known.plain_s(len(plan.decode), own=True, pieces=pieces)
+        assert took is not None
+        now += took
+        lasted.append(took)
+        decoding.append(len(plan.decode))
+        for chunk in plan.prefill:
+            prompt, rounds = left[int(chunk.session_id)]
+            left[int(chunk.session_id)] = (prompt - chunk.num_tokens, rounds)
+        for row in plan.decode:
+            _, rounds = left.pop(int(row.session_id))
+            # A client's next request takes the place of the last one, at the end of the line.
+            left[int(row.session_id)] = (0, rounds - 1)
+            if rounds == 1:
+                left[int(row.session_id)] = (next(prompts), ROUNDS_OF_AN_ANSWER)
+    steady = sorted(lasted[200:])
+    return sum(decoding[200:]) / 400 / sessions, steady[-5] / steady[len(steady) // 2]
+
+
+def _row(session: int, prompt: int, rounds: int) -> RowState:
+    return RowState(
+        session_id=SessionId(str(session)),
+        prefill_left=prompt,
+        nodes=None,
+        since=0.0,
+        own_nodes=NODES - 1,
+    )
+
+
+@pytest.mark.parametrize("sessions", [8, 32, 64])
+def test_most_sessions_decode(sessions: int) -> None:
+    decode, _ = shares(sessions)
+    assert decode > 0.85
+
+
+def test_without_a_look_at_who_waits_more_than_a_third_would_wait() -> None:
+    decode, _ = shares(64, crowds=False)
+    assert decode < 0.65
+
+
+@pytest.mark.parametrize("sessions", [8, 32, 64])
+def test_rounds_last_no_longer_than_the_bound_on_gaps(sessions: int) -> None:
+    """2.5 medians, which have the prompts in them where these come all the time."""
+    _, longest = shares(sessions)
+    assert longest <= 2.5
