@@ -95,10 +95,10 @@ class CannedDownloads:
     def __init__(self, arrived: Callable[[], None]) -> None:
         self._arrived = arrived
 
-    def start(self, tensor: Tensor) -> CannedReadback:
+    def start(self, tensor: Tensor, part: int = 0) -> CannedReadback:
         """A tensor that is there."""
         return CannedReadback(tensor, self._arrived)
 
-    def start_all(self, tensors: tuple[Tensor, ...]) -> list[CannedReadback]:
+    def start_all(self, tensors: tuple[Tensor, ...], part: int = 0) -> list[CannedReadback]:
         """Tensors that are there."""
         return [self.start(tensor) for tensor in tensors]

@@ -26,6 +26,8 @@ class Course:
     ticket: Ticket
     reply: Reply
     session_id: SessionId
+    informed: bool = False
+    """Whether the client has heard of its prompt."""
     cause: Cause | None = None
     """What became of the session before; None: there was none."""
     losses: int = 0

@@ -157,17 +157,17 @@ class Serving:
         if course.cause is not None:
             course.stuck_since = self._clock()
             yield course.info
-            for message in reply.catch_up(course.end):
-                yield message
-        told = course.cause is not None
+            for known in reply.catch_up(course.end):
+                yield known
+            course.informed = True
+        placed = course.cause is not None
         while not reply.ended:
             await self._place(course)
-            if not told:
-                told = True
+            if not placed:
+                placed = True
                 self._metrics.prompt_tokens.inc(len(course.job.prompt_ids))
                 self._metrics.request_prompt_tokens.observe(len(course.job.prompt_ids))
                 self._metrics.queue_time.observe(self._clock() - course.entry.started)
-                yield course.info
             try:
                 async with aclosing(self._session(course)) as messages:
                     async for message in messages:
@@ -175,8 +175,8 @@ class Serving:
             except OutriderError as error:
                 self._judge(course, error)
                 # What came after the reader last looked, and an end that nobody could tell of.
-                for message in reply.catch_up(course.end):
-                    yield message
+                for known in reply.catch_up(course.end):
+                    yield known
 
     # ---- places --------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class Serving:
 
     # ---- sessions ------------------------------------------------------------------------------
 
-    async def _session(self, course: Course) -> AsyncGenerator[Delta | FinishInfo, None]:
+    async def _session(self, course: Course) -> AsyncGenerator[StreamEvent, None]:
         entry, lease = course.entry, course.lease
         assert lease is not None, "a session needs a place"
         peer = self._registry.healthy_verifier(lease.verifier_id)
@@ -305,6 +305,10 @@ class Serving:
         incarnation = peer.info.incarnation
         try:
             with span:
+                if not course.informed:
+                    # Once the session is on its way: the verifier need not wait for the client.
+                    course.informed = True
+                    yield course.info
                 async with aclosing(session_messages(feed, course.reply)) as messages:
                     async for message in messages:
                         yield message

@@ -41,7 +41,12 @@ from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_groups import Chunk, Group, add_prompts, asked_of, group_rows
 from outrider_verifier.device_seats import Seats
 from outrider_verifier.engine import wire_array
-from outrider_verifier.form_drafts import Emitted, draft_under_masks, follow_forms, may_draft_late
+from outrider_verifier.form_drafts import (
+    Emitted,
+    draft_under_masks,
+    follow_forms,
+    leaves_drafts_out,
+)
 from outrider_verifier.judged import Judged, decoded, read_logprobs
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.round_times import RoundTimes
@@ -271,7 +276,7 @@ class DeviceRoundEngine:
                 features=group.keeps_features,
                 pieces=group.pieces,
                 asked=asked_of(group) if self._asking else None,
-                late=may_draft_late(group),
+                undrafted=leaves_drafts_out(group),
                 part=part,
             )
         return DeviceFlight(prefill, verify, groups, submitted)

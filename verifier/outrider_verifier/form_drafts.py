@@ -31,7 +31,7 @@ class Emitted(NamedTuple):
     tokens: Sequence[int]
 
 
-def may_draft_late(group: Group) -> bool:
+def leaves_drafts_out(group: Group) -> bool:
     """Whether the head may leave out a launch's drafts: they would be thrown away, because every
     session of it is in a grammar."""
     bound = all([row.session.constraint is not None for row in group.rows])

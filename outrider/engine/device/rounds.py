@@ -120,12 +120,12 @@ class DeviceRounds:
         features: bool,
         pieces: Sequence[Piece] = (),
         asked: Asked | None = None,
-        late: bool = False,
+        undrafted: bool = False,
         part: int = 0,
     ) -> Launched:
         """Start a round of rows of one kind, and of pieces; nothing waits for the device. `asked`:
-        whose log-probabilities are wanted, if anybody's. `late`: where own drafts are due and the
-        shape allows it, leave them to `FormDrafts.redraft`, which must follow for every row.
+        whose log-probabilities are wanted, if anybody's. `undrafted`: where own drafts are due and
+        the shape allows it, leave them to `FormDrafts.redraft`, which must follow for every row.
         `part`: which launch of its round it is."""
         shape = self.family.fit(
             rows=len(rows.slots),
@@ -145,8 +145,8 @@ class DeviceRounds:
         endings = [piece.legal for piece in pieces]
         if rows.legal is not None or any(masks is not None for masks in endings):
             self._slots.legal.fill(rows.legal or (), shape.nodes, endings)
-        late = late and shape.may_draft_late
-        run = self._verify if late else self._run
+        undrafted = undrafted and shape.can_be_undrafted
+        run = self._verify if undrafted else self._run
         verified = run(shape, inputs, added)
         at = time.perf_counter()
         if self.brake is not None:
@@ -156,7 +156,7 @@ class DeviceRounds:
         else:
             result, sent = self._downloads.start_all((verified.result, verified.features), part)
             launched = Launched(shape, result, sent, at=at)
-        if late:
+        if undrafted:
             launched = launched._replace(undrafted=True)
         if asked is None:
             return launched
@@ -171,7 +171,7 @@ class DeviceRounds:
         if pieces is not None:
             pieces.fill([])
         self._run(shape, inputs, pieces)
-        if shape.may_draft_late:
+        if shape.can_be_undrafted:
             self._verify(shape, inputs, pieces)
 
     def _inputs_of(self, shape: RoundShape) -> tuple[RoundInputs | None, PieceInputs | None]:

@@ -74,7 +74,7 @@ class RoundShape:
         return self.judge is Judge.SAMPLED and self.drafts in (Drafts.CHAIN, Drafts.TREE)
 
     @property
-    def may_draft_late(self) -> bool:
+    def can_be_undrafted(self) -> bool:
         """Whether own drafts may be left until the host has seen the outcome."""
         sampled = self.judge is Judge.SAMPLED
         return self.drafts is Drafts.OWN and sampled and self.rows > 0 and not self.pieces

@@ -161,7 +161,7 @@ async def test_drafts_that_a_round_leaves_out_are_those_that_it_would_have_made(
     monkeypatch.setattr(DeviceRounds, "launch", noted)
     late = await run()
     assert launched and all(launched)
-    monkeypatch.setattr("outrider_verifier.device_engine.may_draft_late", lambda group: False)
+    monkeypatch.setattr("outrider_verifier.device_engine.leaves_drafts_out", lambda group: False)
     at_once = await run()
     assert launched and not any(launched)
     assert texts_of(late) == texts_of(at_once)
