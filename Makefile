@@ -13,9 +13,11 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 # Tests that compute: two processes of one thread each, files in order, the long ones first.
 PYTEST_X2 := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 # Tests that start processes wait for them half of their time: more at once than there are cores.
-# What they ask of the clock leaves room for that, and a file has its fleet for itself.
+# What they ask of the clock leaves room for that, and a file has its fleet for itself. The suite of
+# the transports runs over Ray, too.
 FLEETS_AT_ONCE ?= 2
-PYTEST_FLEETS := $(PYTEST) -n $(FLEETS_AT_ONCE) --dist loadfile --no-loadscope-reorder
+PYTEST_FLEETS := $(PYTEST) -n $(FLEETS_AT_ONCE) --dist loadfile --no-loadscope-reorder \
+  --transport inproc,grpc,ray
 FLEETS := tests/chaos tests/integration
 
 .PHONY: setup setup-serve demo test test-fast test-thorough test-ray test-real check format proto generated helm docs bench clean
@@ -54,12 +56,11 @@ demo: setup
 helm: setup
 	@$(BIN)/python deploy/tools/fetch_helm.py || true
 
-# All test layers but `gpu`: unit, statistical, wire, integration, chaos; then the transports over Ray.
+# All test layers but `gpu`: unit, statistical, wire; then integration and chaos.
 test: setup helm
 	@$(BIN)/outrider models pull smollm2-135m
 	$(PYTEST_X2) --durations 15 -m "not gpu" tests $(addprefix --ignore=,$(FLEETS))
 	$(PYTEST_FLEETS) --durations 15 -m "not gpu" $(FLEETS)
-	$(PYTEST) --transport ray tests/integration/test_transport_contract.py tests/integration/test_transport_bundles.py
 
 test-fast: setup
 	$(PYTEST_X2) -m "not gpu and not slow" tests/unit tests/wire

@@ -12,7 +12,7 @@ def stack_options() -> StackOptions:
     return {
         "router": ["--metrics-port", "0", "--queue-limit", "16"],
         # Requests last long enough for a fault, and for what follows it.
-        "verifier": ["--max-sessions", "8", "--bench-round-ms", "4"],
+        "verifier": ["--max-sessions", "8", "--bench-round-ms", "12"],
     }
 
 

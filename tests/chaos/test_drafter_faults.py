@@ -14,7 +14,7 @@ from tests.integration.pool_stack import PROMPT, PoolStack
 from tests.integration.stack import wait_until
 
 COUNT = 4
-TOKENS = 200
+TOKENS = 80
 PATIENCE_MS = 100
 
 
@@ -30,7 +30,7 @@ def shared(
         model=str(tiny_target),
         head=str(tiny_head),
         # Requests last long enough for a fault and what follows it.
-        verifier=["--bench-round-ms", "6"],
+        verifier=["--bench-round-ms", "15"],
         router=["--config", str(settings)],
     ) as running:
         yield running

@@ -20,7 +20,7 @@ from outrider.client import (
 from tests.integration.stack import Stack, StackOptions, connect, metric, wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
-TOKENS = 300
+TOKENS = 100
 
 
 def generate_through(

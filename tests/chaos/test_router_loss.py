@@ -13,7 +13,7 @@ from outrider.client import Client, ConnectionLostError, GenerateResult, RetryPo
 from tests.integration.stack import Process, Stack, StackOptions, wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
-TOKENS = 250
+TOKENS = 84
 PATIENT = RetryPolicy(max_attempts=8)
 OPTIONS: dict[str, dict[str, object]] = {
     "greedy": {"temperature": 0.0},
@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 @pytest.fixture(scope="module")
 def stack_options(tmp_path_factory: pytest.TempPathFactory) -> StackOptions:
     log = tmp_path_factory.mktemp("journalled") / "journal" / "log"
-    return {"router": ["--journal", str(log)], "verifier": ["--bench-round-ms", "5"]}
+    return {"router": ["--journal", str(log)], "verifier": ["--bench-round-ms", "15"]}
 
 
 def answer(client: Client, options: dict[str, object]) -> GenerateResult:

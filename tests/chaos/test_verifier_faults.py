@@ -15,7 +15,7 @@ from outrider.client import Client, GenerateResult, user
 from tests.integration.stack import Process, Stack, StackOptions, connect, metric, wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
-TOKENS = 150
+TOKENS = 60
 LIMIT_S = 12.0
 """Longest pause of a stream; a peer that falls silent is given up after 2 s."""
 LONG: dict[str, object] = {"max_tokens": TOKENS, "ignore_eos": True}
@@ -45,7 +45,7 @@ class Calm:
 def stack_options() -> StackOptions:
     return {
         "router": ["--metrics-port", "0"],
-        "verifier": ["--bench-round-ms", "5"],
+        "verifier": ["--bench-round-ms", "14"],
         "spare": True,
     }
 

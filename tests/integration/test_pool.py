@@ -13,7 +13,7 @@ from tests.integration.pool_stack import PoolStack, Requests
 from tests.integration.stack import wait_until
 
 COUNT = 8
-TOKENS = 300
+TOKENS = 100
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def shared(
         model=str(tiny_target),
         head=str(tiny_head),
         # Requests last until what happens to them was seen.
-        verifier=["--bench-round-ms", "8"],
+        verifier=["--bench-round-ms", "24"],
     ) as running:
         yield running
 
@@ -45,7 +45,9 @@ def pool(shared: PoolStack) -> PoolStack:
 
 def check(results: list[GenerateResult], plain: list[tuple[int, ...]]) -> None:
     assert [result.token_ids for result in results] == plain
-    assert all(result.finish.stats.accepted > 0 for result in results)
+    # The drafts of a random head seldom stand: now and then one.
+    assert all(result.finish.stats.proposed > 0 for result in results)
+    assert sum(result.finish.stats.accepted for result in results) > 0
 
 
 def running(pool: PoolStack, names: tuple[str, ...] = ("d0", "d1")) -> Requests:

@@ -27,7 +27,7 @@ PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 HEAL_S = 120.0
 """A node is given up, comes back, and its actor loads a model; on a machine with other work."""
 COMMAND_S = 120.0
-LONG = 1500
+LONG = 700
 """Tokens of a stream in whose course something is lost."""
 
 

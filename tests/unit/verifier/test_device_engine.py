@@ -108,8 +108,16 @@ async def test_own_trees_change_no_text(
     assert sum(s.accepted for s in stats) > 0
 
 
-@pytest.mark.parametrize("topk", [1, 3])
-@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.TARGET_ONLY])
+# Chains have laws that are judged by, trees none.
+@pytest.mark.parametrize(
+    ("rule", "topk"),
+    [
+        (Rule.REJECTION, 1),
+        (Rule.TARGET_ONLY, 3),
+        thorough(Rule.REJECTION, 3),
+        thorough(Rule.TARGET_ONLY, 1),
+    ],
+)
 async def test_own_drafts_serve_the_sampled_rules(
     rule: Rule, topk: int, tiny_target: Path, tiny_head: Path
 ) -> None:
@@ -239,7 +247,8 @@ def long_texts(tiny_target: Path) -> list[list[int]]:
     return asyncio.run(collect())
 
 
-@pytest.mark.parametrize("placement", ["separate", "colocated", "fused"])
+# Prompts of a colocated head go as those of a fused one.
+@pytest.mark.parametrize("placement", ["separate", thorough("colocated"), "fused"])
 async def test_prompts_of_many_pieces_give_the_hosts_text(
     placement: str, tiny_target: Path, tiny_head: Path, long_texts: list[list[int]]
 ) -> None:

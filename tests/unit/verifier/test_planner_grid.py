@@ -12,6 +12,7 @@ import pytest
 from outrider_verifier.policy import Policy
 
 from tests.fakes.simulated_service import PIECE, ROWS, Costs, Service, over_plain, plain_s
+from tests.grids import thorough
 
 EXTRA = {0.0: 2.2, 0.7: 1.6, 1.0: 1.1, 1.5: 0.4, 2.0: 0.02}
 """Draft tokens that stand, by temperature."""
@@ -49,11 +50,12 @@ def service(costs: Costs, sessions: int, temperature: float, *, waves: int = 2) 
     ("costs", "floor"),
     [
         (LARGE, 0.97),
-        (replace(LARGE, exchange=HOPED), 0.97),
+        # Its exchange lies between the other two's.
+        thorough(replace(LARGE, exchange=HOPED), 0.97),
         (LARGE_OWN, 0.97),
         # Two answers take .2 s there, and to learn what an exchange takes takes three of them.
         (SMALL, 0.94),
-        (replace(SMALL, exchange=HOPED), 0.95),
+        thorough(replace(SMALL, exchange=HOPED), 0.95),
         (SMALL_OWN, 0.95),
     ],
     ids=["8B", "8B-hoped", "8B-own", "135M", "135M-hoped", "135M-own"],
