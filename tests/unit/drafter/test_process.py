@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -127,40 +127,62 @@ def process(*flags: str) -> Iterator[subprocess.Popen[str]]:
         child.communicate()
 
 
+@asynccontextmanager
+async def listening(verifier: ScriptedVerifier) -> AsyncIterator[tuple[str, GrpcDialer]]:
+    """The verifier's address, and what to call others with."""
+    server, dialer = GrpcServer("127.0.0.1:0", verifier_services(verifier)), GrpcDialer()
+    try:
+        yield await server.start(), dialer
+    finally:
+        await dialer.close()
+        await server.stop()
+
+
+def page_of(address: str) -> bytes:
+    page: bytes = urlopen(f"http://{address}").read()
+    return page
+
+
 async def test_a_process_drafts_over_grpc_until_it_is_told_to_stop(tmp_path: Path) -> None:
     target, head = make_target(tmp_path / "target"), make_eagle3_head(tmp_path / "head")
     verifier = ScriptedVerifier()
-    server = GrpcServer("127.0.0.1:0", verifier_services(verifier))
-    address = await server.start()
-    dialer = GrpcDialer()
     flags = ["--model", str(target), "--head", str(head), "--methods", "eagle3,ngram"]
     flags += ["--listen", "127.0.0.1:0", "--metrics-port", "0", "--drafter-id", "d7"]
-    with process(*flags, "--threads", "1") as child:
-        assert child.stdout is not None and child.stderr is not None
-        ready = json.loads(await asyncio.to_thread(child.stdout.readline))
-        assert ready["event"] == "ready"
-        control = await dialer.drafter(ready["address"])
-        await control.attach(address)
-        await verifier.connected()
-        script = Script(seed=1)
-        await verifier.say(script.start(plan=CHAIN), script.verdict(12))
-        proposal = await verifier.proposal()
-        assert proposal.prefix_digest == script.digest(12) and len(proposal.tree) == 4
-        info = await control.info()
-        assert info.drafter_id == "d7" and info.sessions == 1 and info.verifiers == (address,)
-        page = await asyncio.to_thread(lambda: urlopen(f"http://{ready['metrics']}").read())
-        assert b'outrider_drafter_proposals_total{method="eagle3"} 1.0' in page
-        # It drafts on until the session is somebody else's.
-        child.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(10.0):
-            while not (await control.info()).draining:
-                await asyncio.sleep(0.01)
-        await verifier.say(script.verdict(14))
-        assert (await verifier.proposal()).prefix_digest == script.digest(14)
-        await verifier.say(SessionEnd(handle=script.handle))
-        assert await asyncio.to_thread(child.wait, 20) == 0
-        logs = [json.loads(line) for line in child.stderr.read().splitlines()]
-        assert {"verifier connected", "draining", "stopping"} <= {entry["event"] for entry in logs}
-        assert not any("traceback" in entry for entry in logs)
-    await dialer.close()
-    await server.stop()
+    flags += ["--threads", "1"]
+    async with listening(verifier) as (address, dialer):
+        with process(*flags) as child:
+            await drafts_until_told_to_stop(child, verifier, address, dialer)
+
+
+async def drafts_until_told_to_stop(
+    child: subprocess.Popen[str], verifier: ScriptedVerifier, address: str, dialer: GrpcDialer
+) -> None:
+    assert child.stdout is not None and child.stderr is not None
+    ready = json.loads(await asyncio.to_thread(child.stdout.readline))
+    assert ready["event"] == "ready"
+    control = await dialer.drafter(ready["address"])
+    await control.attach(address)
+    await verifier.connected()
+    script = Script(seed=1)
+    await verifier.say(script.start(plan=CHAIN), script.verdict(12))
+    proposal = await verifier.proposal()
+    assert proposal.prefix_digest == script.digest(12) and len(proposal.tree) == 4
+    info = await control.info()
+    assert info.drafter_id == "d7" and info.sessions == 1 and info.verifiers == (address,)
+    async with asyncio.timeout(10.0):
+        # A proposal is counted once it was sent.
+        counted = b'outrider_drafter_proposals_total{method="eagle3"} 1.0'
+        while counted not in await asyncio.to_thread(page_of, ready["metrics"]):
+            await asyncio.sleep(0.01)
+    # It drafts on until the session is somebody else's.
+    child.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(10.0):
+        while not (await control.info()).draining:
+            await asyncio.sleep(0.01)
+    await verifier.say(script.verdict(14))
+    assert (await verifier.proposal()).prefix_digest == script.digest(14)
+    await verifier.say(SessionEnd(handle=script.handle))
+    assert await asyncio.to_thread(child.wait, 20) == 0
+    logs = [json.loads(line) for line in child.stderr.read().splitlines()]
+    assert {"verifier connected", "draining", "stopping"} <= {entry["event"] for entry in logs}
+    assert not any("traceback" in entry for entry in logs)
