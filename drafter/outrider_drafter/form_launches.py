@@ -76,7 +76,7 @@ def fit_chains(
     counts[bound] = 0
     for entered in _entered(starts):
         fits = {
-            row: ChainFit(one, others=() if others is None else others[row], verified=False)
+            row: ChainFit(one, others=() if others is None else others[row])
             for row, one in entered
             if drafted[row]
         }

@@ -43,11 +43,11 @@ def allows(mask: Mask, token: int) -> bool:
 
 def only_id(mask: Mask) -> int | None:
     """The one id that a mask has; None if it has more, or none."""
-    words = np.flatnonzero(mask)
-    if len(words) != 1:
+    if np.count_nonzero(mask) != 1:
         return None
-    bits = int(mask[words[0]])
-    return None if bits & (bits - 1) else 32 * int(words[0]) + bits.bit_length() - 1
+    word = int(mask.argmax())
+    bits = int(mask[word])
+    return None if bits & (bits - 1) else 32 * word + bits.bit_length() - 1
 
 
 def few_ids(mask: Mask, most: int) -> list[int]:
@@ -75,6 +75,15 @@ class Constraint(Protocol):
     def follow(self, output_ids: NDArray[np.int32]) -> None:
         """Move on to what stands behind `output_ids`, all that was emitted so far; those that were
         seen before are not looked at again."""
+        ...
+
+    def stand(self) -> None:
+        """Let the draft tokens that were entered stand: they were emitted."""
+        ...
+
+    @property
+    def here(self) -> Mask | None:
+        """What is legal where it is, if that was asked before; not to be changed."""
         ...
 
     @property
@@ -138,15 +147,22 @@ def masks_along(wishes: Sequence[Wish]) -> list[Along]:
     known = [_known_ids(tokens, constraint.vocab_size) for constraint, tokens in wishes]
     first = [0, *itertools.accumulate(1 + len(tokens) for _, tokens in wishes)]
     masks = np.full((first[-1], wishes[0][0].words), ALL, dtype=np.uint32)
+    told = [None if tokens else constraint.here for constraint, tokens in wishes]
     asked = [
         (matcher, row, tokens)
-        for (constraint, _), row, tokens in zip(wishes, first, known, strict=False)
-        if (matcher := constraint.matcher) is not None
+        for (constraint, _), here, row, tokens in zip(wishes, told, first, known, strict=False)
+        if here is None and (matcher := constraint.matcher) is not None
     ]
-    _ask(asked, masks)
+    if asked:
+        _ask(asked, masks)
     found: list[Along] = []
-    for (constraint, _), row, end, tokens in zip(wishes, first, first[1:], known, strict=False):
-        mine = masks[row:end]
+    spans = itertools.pairwise(first)
+    for (constraint, _), here, span, tokens in zip(wishes, told, spans, known, strict=True):
+        mine = masks[slice(*span)]
+        if here is not None:
+            mine[:] = here
+            found.append(Along(mine, 0))
+            continue
         entered = constraint.finish(mine, tokens)
         mine[1 + entered :] = ALL
         found.append(Along(mine, entered))

@@ -34,6 +34,8 @@ class FormConstraint:
         self._words = mask_words(vocab_size)
         self._stops = mask_of(stop_ids, self._words)
         self._seen = self._entered = 0
+        self._here: tuple[int, Mask] | None = None
+        """What may follow so many tokens, those that stand and those that were entered."""
         self.failed = ""
         """Why the session cannot go on; empty while it can."""
 
@@ -43,9 +45,22 @@ class FormConstraint:
         self._seen = len(output_ids)
         if not new or self.failed:
             return
+        self._here = None
         taken = self._matcher.try_consume_tokens(new)
         if taken < len(new):
             self._fail(f"token {new[taken]} does not fit the grammar")
+
+    def stand(self) -> None:
+        """See `Constraint`."""
+        self._seen += self._entered
+        self._entered = 0
+
+    @property
+    def here(self) -> Mask | None:
+        """See `Constraint`."""
+        if self._here is None or self._here[0] != self._seen + self._entered:
+            return None
+        return self._here[1]
 
     @property
     def words(self) -> int:
@@ -70,16 +85,20 @@ class FormConstraint:
             goes_on = not self.failed and depth < len(tokens)
             # Its own end id, which the library does not count as text, is none of the session's.
             goes_on = goes_on and tokens[depth] != self._end_id and allows(mask, tokens[depth])
-            self._finish(mask, drafted=depth + self._entered > 0)
+            known = self._finish(mask, drafted=depth + self._entered > 0)
+            if not depth:
+                at = self._seen + self._entered
+                self._here = (at, mask) if known else None
             if not goes_on:
                 return depth
         return len(tokens)
 
-    def _finish(self, mask: Mask, *, drafted: bool) -> None:
+    def _finish(self, mask: Mask, *, drafted: bool) -> bool:
+        """Whether that is the same if what is drafted comes to stand."""
         if self.failed:
             # The session is about to end by an error; whatever is emitted until then ends it too.
             mask[:] = self._stops
-            return
+            return False
         complete = allows(mask, self._end_id)
         mask[self._end_id >> 5] &= ~np.uint32(1 << (self._end_id & 31))
         if complete:
@@ -89,6 +108,8 @@ class FormConstraint:
             if not drafted:
                 self._fail("the tokenizer has no id with which the output could go on")
             mask[:] = self._stops
+            return False
+        return True
 
     def enter(self, tokens: Sequence[int]) -> int:
         """See `Constraint`; it stops, too, before a token that the grammar does not have here."""
@@ -108,6 +129,7 @@ class FormConstraint:
         if count:
             self._matcher.rollback(count)
             self._entered -= count
+            self._here = None
 
     def forced(self) -> Sequence[int]:
         """See `Constraint`."""

@@ -70,6 +70,17 @@ class IdConstraint:
         if self._reach:
             self._tail = tuple(output_ids[-self._reach :].tolist())
 
+    def stand(self) -> None:
+        """See `Constraint`."""
+        if self._form is not None:
+            self._form.stand()
+        self._entered.clear()
+
+    @property
+    def here(self) -> Mask | None:
+        """See `Constraint`."""
+        return None
+
     @property
     def words(self) -> int:
         """See `Constraint`."""

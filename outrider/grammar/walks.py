@@ -104,67 +104,53 @@ def along(tree: DraftTree, masks: NDArray[np.uint32]) -> Walk:
 
 
 class ChainFit:
-    """What of a drafted chain may stand.
+    """What of a chain may stand that was drafted in one piece.
 
     Where the grammar leaves one id, that is the draft, whatever was drafted; where it leaves more,
     the best of those that might have been drafted there. What was drafted behind a replaced token
     is not looked at, for it was drafted behind another one.
     """
 
-    def __init__(
-        self,
-        constraint: Constraint,
-        *,
-        others: Sequence[Sequence[int]] = (),
-        force: bool = True,
-        verified: bool = True,
-    ) -> None:
-        """others: what else might have been drafted at each level, best first; force: whether
-        tokens may be replaced; verified: whether the mask behind the last token is wanted, too."""
+    def __init__(self, constraint: Constraint, *, others: Sequence[Sequence[int]] = ()) -> None:
+        """others: what else might have been drafted at each level, best first."""
         self.constraint = constraint
         self.tokens: list[int] = []
         """Those that are settled."""
-        self.masks: list[Mask] = []
-        """What may follow the root, and each settled token behind which there is anything."""
-        self._others, self._force, self._verified = others, force, verified
+        self._others = others
         self._entered = 0
 
     def settle(self, drafted: Sequence[int]) -> Walk:
         """Settle what may be of a chain; it ends early where something else would have to be
-        drafted."""
+        drafted. What may follow the whole chain nobody asks."""
         ahead = drafted
         while True:
-            last = len(self.tokens) + len(ahead) == len(drafted) and not self._verified
+            last = len(self.tokens) + len(ahead) == len(drafted)
             seen = yield ahead[: len(ahead) - last] if ahead else ()
-            self.masks.append(seen.masks[0])
-            if self._take(ahead, seen) or len(self.tokens) == len(drafted):
+            behind = self._take(ahead, seen)
+            if behind is None or len(self.tokens) == len(drafted):
                 return
             # What follows a replaced token was not drafted behind it, nor were the others there.
             others = self._others[len(self.tokens) :][:1] if ahead is drafted else ()
-            token = self._instead(others)
+            token = self._instead(behind, others)
             if token is None or not self._replace(token, of=len(drafted)):
                 return
             ahead = self.constraint.forced()[: len(drafted) - len(self.tokens)]
 
-    def _take(self, ahead: Sequence[int], seen: Along) -> bool:
-        """Settle what is legal of these tokens; whether that ends the session."""
-        for place, token in enumerate(ahead):
-            inside = 0 <= token < self.constraint.vocab_size
-            if not inside or not allows(seen.masks[place], token):
-                return False
+    def _take(self, ahead: Sequence[int], seen: Along) -> Mask | None:
+        """Settle what is legal of these tokens; what may follow that, None: nothing."""
+        taken = 0
+        for mask, token in zip(seen.masks[: 1 + seen.entered], ahead, strict=False):
+            if not 0 <= token < self.constraint.vocab_size or not allows(mask, token):
+                break
             self.tokens.append(token)
-            if place < seen.entered:
-                self.masks.append(seen.masks[place + 1])
-            elif place + 1 < len(seen.masks):
-                return True
-        return False
+            taken += 1
+        behind: Mask | None = seen.masks[taken] if taken <= seen.entered else None
+        return behind
 
-    def _instead(self, others: Sequence[Sequence[int]]) -> int | None:
+    def _instead(self, mask: Mask, others: Sequence[Sequence[int]]) -> int | None:
         """What may stand behind what is settled: what must, or one of the others (none or one
         sequence of them); None: that is open."""
-        if not self._force:
-            return None
-        mask, most = self.masks[-1], self.constraint.vocab_size
+        most = self.constraint.vocab_size
         only = only_id(mask)
         if only is not None:
             return only
@@ -175,7 +161,7 @@ class ChainFit:
         """Settle a token that was not drafted; whether anything is wanted of what follows it, of
         so many in all."""
         self.tokens.append(token)
-        if len(self.tokens) == of and not self._verified:
+        if len(self.tokens) == of:
             return False
         self._entered += self.constraint.enter(self.tokens[self._entered :])
         return self._entered == len(self.tokens)

@@ -27,13 +27,18 @@ LANGUAGE: dict[tuple[int, ...], list[int]] = {
 class Scripted:
     """A constraint (`outrider.grammar.constraint`) over LANGUAGE; elsewhere 5 and 6 may follow."""
 
-    failed, words, vocab_size, matcher = "", WORDS, 32 * WORDS, None
+    failed, words, vocab_size, matcher, here = "", WORDS, 32 * WORDS, None, None
 
     def __init__(self) -> None:
         self.path: list[int] = []
+        """What stands and what was entered."""
+        self.stood = 0
 
     def follow(self, output_ids: NDArray[np.int32]) -> None:
-        assert not self.path
+        assert len(self.path) == self.stood
+
+    def stand(self) -> None:
+        self.stood = len(self.path)
 
     def finish(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
         for depth, mask in enumerate(masks):
@@ -51,7 +56,7 @@ class Scripted:
         return len(tokens)
 
     def leave(self, count: int) -> None:
-        assert count <= len(self.path)
+        assert count <= len(self.path) - self.stood
         del self.path[len(self.path) - count :]
 
     def forced(self) -> Sequence[int]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from outrider.spec.plan import Plan
-from tests.unit.verifier.device_serving import SAMPLINGS, run_all, serving
-from tests.unit.verifier.test_form_drafts import accepted, plan_of, texts_by_sampling
+from tests.unit.verifier.device_serving import OWN, SAMPLINGS, run_all, serving
+from tests.unit.verifier.test_form_drafts import Levels, accepted, plan_of, texts_by_sampling
 from tests.unit.verifier.test_structured_sessions import SPEC, texts_of
 
 pytestmark = pytest.mark.gpu
@@ -54,3 +54,17 @@ async def test_own_drafts_change_no_text_and_stand(
         assert texts_of(results) == texts[name]
         assert all(stats.proposed > 0 for _, stats in results)
         assert accepted(results) > 0
+
+
+@pytest.mark.parametrize("name", ["coupled", "counted"])
+async def test_levels_under_no_masks_are_the_chain_that_a_round_drafts(
+    name: str, tiny_target: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels = Levels(monkeypatch)
+    async with serving(
+        tiny_target, tiny_head, device=CUDA, cuda_graphs=True, placement="fused"
+    ) as service:
+        await run_all(service, OWN, SAMPLINGS[name], **SPEC)
+    # The order of sums depends on how many rows share a product.
+    assert len(levels.same) > 20 and sum(levels.same) > 0.95 * len(levels.same)
+    assert max(levels.apart) < 1e-3

@@ -43,7 +43,7 @@ from outrider_verifier.device_seats import Seats
 from outrider_verifier.engine import wire_array
 from outrider_verifier.form_drafts import (
     Emitted,
-    draft_under_masks,
+    begin_under_masks,
     follow_forms,
     leaves_drafts_out,
 )
@@ -297,7 +297,7 @@ class DeviceRoundEngine:
         judged: list[Judged] = []
         for group in flight.groups:
             assert group.launched is not None
-            self._draft_under_masks(group, group.launched)
+            self._begin_under_masks(group, group.launched)
             rows += len(group.rows) * group.launched.shape.nodes
             told = read_logprobs(group.launched)
             if group.rows:
@@ -319,7 +319,7 @@ class DeviceRoundEngine:
             project_s=0.0,
         )
 
-    def _draft_under_masks(self, group: Group, launched: Launched) -> None:
+    def _begin_under_masks(self, group: Group, launched: Launched) -> None:
         """Before anything else is done with what a launch emitted: the device has nothing to do."""
         drafts = self.rounds.form_drafts
         if drafts is None or not group.own:
@@ -335,7 +335,7 @@ class DeviceRoundEngine:
                 tokens = [launched.first(chunk.last)]
                 emitted.append(Emitted(session, chunk.pieces[-1].slot, tokens))
         if emitted:
-            draft_under_masks(emitted, drafts, undrafted=launched.undrafted)
+            begin_under_masks(emitted, drafts, undrafted=launched.undrafted)
 
     def _read(self, group: Group, launched: Launched, logprobs: dict[int, PathLogprobs]) -> Judged:
         """Outcomes of rows that the device judged."""

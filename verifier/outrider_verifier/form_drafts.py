@@ -1,8 +1,7 @@
-"""Drafts of the own head for sessions in a grammar: drafted again under masks as soon as it is
-known what stands, mended where they do not follow the grammar all the same, and given the masks by
-which the launch verifies them.
+"""Drafts of the own head for sessions in a grammar: begun under masks as soon as it is known what
+stands, chains drafted on level by level, and given the masks by which the launch verifies them.
 
-n own drafts of a row, L levels that can be masked, W words of a mask.
+n own drafts of a row, W words of a mask.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from outrider.engine.device.form_drafts import FormDrafts
 from outrider.grammar.constraint import Constraint, masks_along
 from outrider.grammar.walks import side_by_side
 from outrider_verifier.device_groups import Group
-from outrider_verifier.form_chains import ChainWalk, is_drawn
+from outrider_verifier.form_chains import FormChain, ask, grow
 from outrider_verifier.form_trees import TreeWalk
 from outrider_verifier.sessions import Session
 
@@ -33,46 +32,39 @@ class Emitted(NamedTuple):
 
 def leaves_drafts_out(group: Group) -> bool:
     """Whether the head may leave out a launch's drafts: they would be thrown away, because every
-    session of it is in a grammar."""
-    bound = all([row.session.constraint is not None for row in group.rows])
-    return group.own and bound and not group.chunks
+    session of it that is to be drafted for is in a grammar."""
+    ended = [chunk.row.session for chunk in group.chunks if chunk.row.last]
+    sessions = [*(row.session for row in group.rows), *ended]
+    return group.own and all([session.constraint is not None for session in sessions])
 
 
-def draft_under_masks(
+def begin_under_masks(
     emitted: Sequence[Emitted], drafts: FormDrafts, *, undrafted: bool = False
 ) -> None:
-    """Let the head draft again where the grammars' masks may change what it drafts: behind what
-    these sessions emitted, along what must follow, up to the first place that is open. Does not
-    wait for the device: it drafts while the host accounts for the round. `undrafted`: the launch
-    has left all drafts out.
-
-    The rejection rule takes a draft for a draw from its law: whether it is drawn again does not
-    depend on what came.
-    """
-    open_: list[tuple[Emitted, Constraint, int]] = []
-    wishes: list[tuple[Constraint, Sequence[int]]] = []
-    try:
-        for each in emitted:
-            constraint = each.session.constraint
-            if constraint is None or constraint.failed:
-                continue
-            open_.append((each, constraint, constraint.enter(each.tokens)))
-            wishes.append((constraint, constraint.forced()[: drafts.levels]))
-        found = [along.masks for along in masks_along(wishes)]
-    finally:
-        for _, constraint, count in open_:
-            constraint.leave(count)
+    """Let the head draft behind what these sessions emitted, under the grammars' masks: trees, or
+    the first tokens of chains. Does not wait for the device: it drafts while the host accounts for
+    the round. `undrafted`: the launch has left all drafts out."""
     told: dict[int, Masks | None] = {}
-    for (each, _, count), masks in zip(open_, found, strict=True):
-        # Where all must be as it is, the host writes it; behind its end nothing is drafted.
-        given = drafts.are_chains and len(masks) > drafts.levels and not is_drawn(each.session)
-        if count == len(each.tokens) and not given:
-            told[each.slot] = masks
-        elif undrafted:
-            # The head has yet to see what stands.
+    asked: list[tuple[int, Constraint]] = []
+    for each in emitted:
+        constraint = each.session.constraint
+        if constraint is None or constraint.failed:
+            continue
+        count = constraint.enter(each.tokens)
+        if count == len(each.tokens):
+            asked.append((each.slot, constraint))
             told[each.slot] = None
+            continue
+        constraint.leave(count)
+        if undrafted:
+            # The session ends, or is in no good state; the head goes on all the same.
+            told[each.slot] = None
+    found = masks_along([(constraint, ()) for _, constraint in asked])
+    for (slot, constraint), along in zip(asked, found, strict=True):
+        constraint.stand()
+        told[slot] = along.masks
     if told:
-        drafts.redraft(list(told), list(told.values()))
+        drafts.begin(list(told), list(told.values()), seen=undrafted)
 
 
 def follow_forms(group: Group, drafts: FormDrafts | None) -> None:
@@ -81,24 +73,42 @@ def follow_forms(group: Group, drafts: FormDrafts | None) -> None:
     places = [n for n, row in enumerate(group.rows) if row.session.constraint is not None]
     if drafts is None or not group.own or not places:
         return
-    slots = [group.seats[place].slot for place in places]
-    kind, read = (ChainWalk, drafts.chains) if drafts.are_chains else (TreeWalk, drafts.trees)
-    walks = [
-        kind(group.rows[place].session, *draft, blank=place in group.blank)
-        for place, *draft in zip(places, *read(slots), strict=True)
-    ]
-    try:
-        side_by_side([(walk.constraint, walk.walk()) for walk in walks])
-    finally:
-        for walk in walks:
-            walk.close()
+    found = (_chains if drafts.are_chains else _trees)(group, places, drafts)
     legal: list[NDArray[np.uint32] | None] = [None] * len(group.rows)
-    changed: list[tuple[int, NDArray[np.int32]]] = []
-    for place, slot, walk in zip(places, slots, walks, strict=True):
-        legal[place] = walk.masks
-        if walk.mended is not None:
-            group.cut[place] = int(np.count_nonzero(walk.mended >= 0))
-            changed.append((slot, walk.mended))
-    if changed:
-        drafts.write([slot for slot, _ in changed], np.stack([mended for _, mended in changed]))
+    for place, masks in zip(places, found, strict=True):
+        legal[place] = masks
     group.inputs = group.inputs._replace(legal=legal)
+
+
+def _chains(group: Group, places: Sequence[int], drafts: FormDrafts) -> list[NDArray[np.uint32]]:
+    """Masks of the chains of the rows at these places, once these have grown."""
+    chains = {place: FormChain(group.rows[place].session) for place in places}
+    growing = {
+        group.seats[place].slot: chain
+        for place, chain in chains.items()
+        if place not in group.blank
+    }
+    try:
+        ask(chains.values())
+        if growing and not drafts.has_begun(list(growing)):
+            # Some sat a round out.
+            drafts.begin(list(growing), [chain.masks[0][None] for chain in growing.values()])
+        grow(growing, drafts)
+    finally:
+        for chain in chains.values():
+            chain.close()
+    for place, chain in chains.items():
+        if place not in group.blank and len(chain.tokens) < drafts.length:
+            group.cut[place] = len(chain.tokens)
+    return [chain.padded_masks(drafts.length) for chain in chains.values()]
+
+
+def _trees(group: Group, places: Sequence[int], drafts: FormDrafts) -> list[NDArray[np.uint32]]:
+    """Masks of the trees of the rows at these places, which are verified as they are."""
+    trees = drafts.trees([group.seats[place].slot for place in places])
+    walks = [
+        TreeWalk(group.rows[place].session, *tree, blank=place in group.blank)
+        for place, *tree in zip(places, *trees, strict=True)
+    ]
+    side_by_side([(walk.constraint, walk.walk()) for walk in walks])
+    return [walk.masks for walk in walks]

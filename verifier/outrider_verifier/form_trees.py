@@ -12,9 +12,7 @@ from outrider_verifier.sessions import Session
 
 
 class TreeWalk:
-    """A tree is verified as it is."""
-
-    mended: NDArray[np.int32] | None = None
+    """Through a tree that is verified as it is."""
 
     def __init__(
         self,
@@ -33,6 +31,3 @@ class TreeWalk:
     def walk(self) -> Walk:
         """Through the tree and back."""
         yield from along(self._tree, self.masks)
-
-    def close(self) -> None:
-        """The walk has led back."""

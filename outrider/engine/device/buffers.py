@@ -30,15 +30,15 @@ class _Buffer(NamedTuple):
 class Uploader:
     """Non-blocking copies of int32 words to the device, at most RING of each part under way."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        """`size`: most elements of one upload."""
-        self._size, self._pinned = size, device.type == "cuda"
+    def __init__(self, size: int, device: torch.device, *, ring: int = RING) -> None:
+        """`size`: most elements of one upload; `ring`: most of one part that are under way."""
+        self._size, self._pinned, self._num_buffers = size, device.type == "cuda", ring
         self._rings = [self._ring()]
         """By part."""
         self._staged = self._rings[0].take()
 
     def _ring(self) -> _Ring:
-        return _Ring((self._size,), torch.int32, pinned=self._pinned)
+        return _Ring((self._size,), torch.int32, pinned=self._pinned, count=self._num_buffers)
 
     def stage(self, part: int = 0) -> NDArray[np.int32]:
         """Memory [size] for the next `send`, with anything in it."""
@@ -106,17 +106,19 @@ class _Arrival:
 
 
 class _Ring:
-    """RING buffers for tensors of one shape and type."""
+    """Buffers for tensors of one shape and type."""
 
     __slots__ = ("_buffers", "_place")
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> None:
-        self._buffers = [_buffer(shape, dtype, pinned=pinned) for _ in range(RING)]
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool, count: int = RING
+    ) -> None:
+        self._buffers = [_buffer(shape, dtype, pinned=pinned) for _ in range(count)]
         self._place = 0
 
     def take(self) -> _Buffer:
         """The buffer whose use is longest ago."""
-        self._place = (self._place + 1) % RING
+        self._place = (self._place + 1) % len(self._buffers)
         return self._buffers[self._place]
 
 

@@ -105,7 +105,8 @@ class AheadProgram(DraftProgram):
         # The tokens are known: one pass over the output projection serves all places.
         logits, following = self.logits(features.flatten(0, 1)), below.following
         if warp is not None:
-            path = TokenPath(self._columns(given.tokens), None if given.are_chains else below.seen)
+            columns = self.weights.columns_of(given.tokens)
+            path = TokenPath(columns, None if given.are_chains else below.seen)
             logits = warp_drafts(logits, warp, state, rows.slots, following, path)
         heat = state.temperatures[rows.slots.long()].repeat_interleave(1 + num_nodes)
         found, logprobs = ranked_ids(
@@ -144,7 +145,7 @@ class AheadProgram(DraftProgram):
             counts=rows.counts,
             starts=rows.starts,
         )
-        uncounted = self._columns(rows.tokens) if counted else None
+        uncounted = self.weights.columns_of(rows.tokens) if counted else None
         return new, Drawing(rows.owners, rows.draft_keys, uncounted)
 
     def _copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
@@ -152,8 +153,3 @@ class AheadProgram(DraftProgram):
         for pool in (self._keys, self._values):
             blocks = pool.view(pool.shape[0], -1, self._block_tokens, pool.shape[2])
             blocks.index_copy_(1, targets.long(), blocks.index_select(1, sources.long()))
-
-    def _columns(self, tokens: Tensor) -> Tensor:
-        """Draft ids of target ids, int32 as `tokens`; -1 where there is none."""
-        columns = self.weights.draft_columns[tokens.clamp(min=0).long()]
-        return torch.where(tokens >= 0, columns, -1)

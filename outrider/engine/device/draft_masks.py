@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.engine.device.buffers import Uploader
 from outrider.engine.device.inputs import zeros
 from outrider.engine.device.uploads import upload
 from outrider.engine.kernels.drafts.legal import mask_drafts
@@ -33,19 +34,25 @@ class DraftMasks:
         vocab_size: int,
         target_ids: Tensor,
         device: torch.device,
+        num_beside: int = 0,
+        ring: int = 0,
     ) -> None:
-        """`target_ids`: int [Vd], those of the draft vocabulary."""
+        """`target_ids`: int [Vd], those of the draft vocabulary; `num_beside`: words that go up
+        with the masks; `ring`: most uploads that are under way, 0: any number of them."""
         self.levels = levels
         self.words = -(-vocab_size // 32)
         drafted = np.zeros(32 * self.words, dtype=np.bool_)
         drafted[target_ids.cpu().numpy()] = True
         self._drafted = np.packbits(drafted, bitorder="little").view("<u4").astype(np.uint32)
         # The first row of bits belongs to rows that may have anything; places stand in the next.
-        self._first = 1 + -(-levels * max_rows // self.words)
+        self._first = 1 + -(-(levels * max_rows + num_beside) // self.words)
         size = (self._first + levels * max_rows) * self.words
         self._bits = zeros(size, device).view(-1, self.words)
         self._told = self._bits[1:].view(-1)
         self._places = self._told[: levels * max_rows]
+        self.beside = self._told[levels * max_rows : levels * max_rows + num_beside]
+        """int32 [num_beside]: what the last `fill` was given beside the masks."""
+        self._uploads = Uploader(self._told.numel(), device, ring=ring) if ring else None
         self._masked = False
         """Whether any place names bits."""
 
@@ -59,19 +66,45 @@ class DraftMasks:
         mask_drafts(logits, LegalBits(self._bits, places), ids)
         return logits
 
-    def fill(self, masks: Sequence[Masks | None], rows: int) -> None:
+    def knows(self, token: int) -> bool:
+        """Whether a target id is in the draft vocabulary."""
+        return bool(int(self._drafted[token >> 5]) >> (token & 31) & 1)
+
+    def fill(
+        self,
+        masks: Sequence[Masks | None],
+        rows: int,
+        beside: NDArray[np.int32] | None = None,
+    ) -> None:
         """The rows of the next launch that are masked, with None in the place of others; what is
         not given may have anything, as may a level whose mask leaves nothing of the draft
-        vocabulary."""
-        bits: list[Masks] = []
+        vocabulary. `beside`: int32 [<= num_beside]."""
+        given = [mask for each in masks if each is not None for mask in each[: self.levels]]
+        known = np.bitwise_or.reduce(np.stack(given) & self._drafted, axis=1) if given else ()
+        told, bits = iter(zip(given, known, strict=True)), list[NDArray[np.int32]]()
         header = np.zeros((self._first - 1) * self.words, dtype=np.int32)
         places = header[: self.levels * rows].reshape(self.levels, rows)
-        for row, given in enumerate(masks):
-            for level, mask in enumerate(() if given is None else given[: self.levels]):
-                if (mask & self._drafted).any():
+        for row, each in enumerate(masks):
+            for level in range(0 if each is None else min(len(each), self.levels)):
+                mask, known_ids = next(told)
+                if known_ids:
                     places[level, row] = self._first + len(bits)
-                    bits.append(mask)
-        if bits or self._masked:
-            told = self._told[: header.size + len(bits) * self.words]
-            upload(told, header, *(mask.view(np.int32) for mask in bits))
+                    bits.append(mask.view(np.int32))
+        if beside is not None:
+            start = len(self._places)
+            header[start : start + len(beside)] = beside
+        if bits or self._masked or beside is not None:
+            self._send(header, bits)
         self._masked = bool(bits)
+
+    def _send(self, header: NDArray[np.int32], bits: Sequence[NDArray[np.int32]]) -> None:
+        told = self._told[: header.size + len(bits) * self.words]
+        if self._uploads is None:
+            upload(told, header, *bits)
+            return
+        staged = self._uploads.stage()
+        staged[: header.size] = header
+        for place, words in enumerate(bits):
+            start = header.size + place * self.words
+            staged[start : start + self.words] = words
+        self._uploads.send(told)

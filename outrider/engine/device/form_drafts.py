@@ -1,6 +1,6 @@
-"""Own drafts that follow grammars: read by the host, and drawn under masks.
+"""Own drafts that follow grammars: drawn under masks, chains level by level, and read by the host.
 
-X session slots, B rows of a pass, n own drafts, A others.
+X session slots, B rows of a pass, n own drafts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from outrider.engine.device.buffers import Downloader, Readback
 from outrider.engine.device.draft_masks import DraftMasks, Masks
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.inputs import zeros
-from outrider.engine.device.other_ids import NUM_OTHERS
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.shapes import ROW_BUCKETS, bucket, up_to
 from outrider.engine.device.uploads import upload
@@ -31,50 +30,83 @@ class FormDrafts:
     ) -> None:
         self._head, self._graphs = own_head, graphs
         self._max_sessions = max_sessions
-        self.levels = own_head.shape.maskable_levels
-        """Levels whose drafts can be masked."""
+        self._levels = own_head.levels
         self.are_chains = not own_head.shape.is_tree
         """Whether drafts are chains."""
+        self.length = own_head.shape.num_nodes
+        """n."""
         device = own_head.tokens.device
         self._downloads = Downloader(device)
+        self._slots_drafted: Sequence[int] = ()
+        """Slots of the newest pass over chains, row by row,"""
         self._drafted: Readback | None = None
-        """Of the last pass over chains, int32 [B, n, 1 + A]: drafted, and the others;"""
-        self._rows: dict[int, int] = {}
-        """its rows, by slot, until they have been read."""
+        """and what it drafted, int32 [B]."""
         rows = up_to(ROW_BUCKETS, max_sessions)[-1]
-        self._slots = zeros(rows, device)
-        self._given = zeros(rows * (1 + own_head.shape.num_nodes), device)
+        self._given = zeros(rows * (1 + self.length), device)
         """Slots [B], and the chains that their next round verifies [B, n]."""
         self._masks = DraftMasks(
-            levels=self.levels,
+            levels=1,
             max_rows=rows,
             vocab_size=vocab_size,
             target_ids=own_head.program.weights.target_ids,
             device=device,
+            num_beside=2 * rows,
+            # A round waits for all of its own.
+            ring=4 * (1 + self.length),
         )
+        """With slots [B], and the level that is drafted [B]."""
 
-    def chains(self, slots: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Of the chains that the next round of these slots' sessions verifies: tokens int32
-        [len(slots), n], and what else might have been drafted, int32 [len(slots), n, A], best
-        first, which is told once after a pass; -1 where there is nothing."""
-        found = np.full((len(slots), self._head.shape.num_nodes, 1 + NUM_OTHERS), -1, np.int32)
-        if self._rows and self._drafted is not None:
-            drafted = self._drafted.wait_array()
-            for row, slot in enumerate(slots):
-                if slot in self._rows:
-                    found[row] = drafted[self._rows[slot]]
-        if not all([slot in self._rows for slot in slots]):
-            known = self._head.tokens.cpu().numpy()
-            for row, slot in enumerate(slots):
-                if slot not in self._rows:
-                    found[row, :, 0] = known[slot]
-        # The next drafts may come without a pass.
-        self._rows = {}
-        return found[:, :, 0], found[:, :, 1:]
+    def begin(
+        self, slots: Sequence[int], legal: Sequence[Masks | None], *, seen: bool = False
+    ) -> None:
+        """Draft anew from what stands, chains their first tokens, trees all; under these masks
+        [1, W] of the first level, None: anything. `seen`: chains have begun with the round. Does
+        not wait.
+
+        The noise is that of a first time: where a mask has the token that was drawn under none, it
+        is drawn again.
+        """
+        if self._levels is not None and seen:
+            self.choose(slots, 0, legal)
+            return
+        rows = self._tell(slots, 0, legal if self._levels is None else ())
+        self._graphs.run(("begin", rows), lambda: self._begin(rows))
+        if self._levels is not None:
+            self.choose(slots, 0, legal)
+
+    def choose(self, slots: Sequence[int], level: int, legal: Sequence[Masks | None]) -> None:
+        """Draft a level of chains under these masks, in the order of the slots, and let the head
+        think of the next one. Does not wait."""
+        rows = self._tell(slots, level, legal)
+        drafted = self._graphs.run(("choose", rows), lambda: self._choose(rows))
+        self._slots_drafted, self._drafted = slots, self._downloads.start(drafted)
+        if level + 1 < self.length:
+            self._graphs.run(("step", rows), lambda: self._step(rows))
+
+    def knows(self, token: int) -> bool:
+        """Whether a target id is in the head's vocabulary, so that it is what is drafted under a
+        mask of nothing else."""
+        return self._masks.knows(token)
+
+    def amend(self, slots: Sequence[int], tokens: NDArray[np.int32], level: int) -> None:
+        """Replace what was drafted up to this level by tokens int32 [len(slots), n], and let the
+        head think of the next one again. Does not wait."""
+        self.write(slots, tokens)
+        rows = self._tell(slots, level)
+        self._graphs.run(("step", rows), lambda: self._step(rows))
+
+    def has_begun(self, slots: Sequence[int]) -> bool:
+        """Whether the newest pass was over all of these."""
+        return set(slots) <= set(self._slots_drafted)
+
+    def drafted(self) -> dict[int, int]:
+        """By slot: the tokens that the newest pass drafted. Waits for it."""
+        assert self._drafted is not None
+        return dict(zip(self._slots_drafted, self._drafted.wait_array().tolist(), strict=False))
 
     def trees(self, slots: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Of the trees that it verifies: tokens and parents, int32 [len(slots), n] each; -1 and
-        PADDING_NODE where there is no node."""
+        """Of the trees that the next round of these slots' sessions verifies: tokens and parents,
+        int32 [len(slots), n] each; -1 and PADDING_NODE where there is no node. Waits."""
         assert self._head.parents is not None
         tokens, parents = self._head.tokens.cpu().numpy(), self._head.parents.cpu().numpy()
         return tokens[list(slots)], parents[list(slots)]
@@ -87,37 +119,49 @@ class FormDrafts:
         upload(self._given[: rows * (1 + width)], self._padded(slots, rows), tokens, absent)
         self._graphs.run(("given drafts", rows), lambda: self._put(rows))
 
-    @torch.inference_mode()
-    def _put(self, rows: int) -> None:
-        width = self._head.shape.num_nodes
-        slots, tokens = self._given[:rows], self._given[rows : rows * (1 + width)]
-        self._head.tokens.index_copy_(0, slots.long(), tokens.view(rows, width))
-
-    def redraft(self, slots: Sequence[int], legal: Sequence[Masks | None]) -> None:
-        """Draft anew from what stands, under these masks; None: anything. Does not wait.
-
-        The noise is that of a first time: a level whose mask has the token that was drawn there
-        draws it again.
-        """
-        rows = bucket(len(slots), ROW_BUCKETS)
-        upload(self._slots[:rows], self._padded(slots, rows))
-        self._masks.fill(legal, rows)
-        drafted = self._graphs.run(("redraft", rows), lambda: self._redraft(rows))
-        self._drafted = None if drafted is None else self._downloads.start(drafted)
-        self._rows = {slot: row for row, slot in enumerate(slots)}
-
     def warm_up(self) -> None:
         """Compile and capture all buckets, with nothing but padding."""
         for rows in up_to(ROW_BUCKETS, self._max_sessions):
-            self.redraft([self._head.padding] * rows, ())
+            nowhere = [self._head.padding] * rows
+            self.begin(nowhere, ())
             if self.are_chains:
-                absent = np.full((rows, self._head.shape.num_nodes), -1, dtype=np.int32)
-                self.write([self._head.padding] * rows, absent)
-        self._rows = {}
+                self.write(nowhere, np.full((rows, self.length), -1, dtype=np.int32))
+        self._slots_drafted = ()
+
+    def _tell(self, slots: Sequence[int], level: int, legal: Sequence[Masks | None] = ()) -> int:
+        """Whom the next passes are for, which level, and what is legal there; rows of their
+        bucket."""
+        rows = bucket(len(slots), ROW_BUCKETS)
+        told = np.full(2 * rows, self._head.padding, dtype=np.int32)
+        told[: len(slots)] = slots
+        told[rows:] = level
+        self._masks.fill(legal, rows, told)
+        return rows
 
     @torch.inference_mode()
-    def _redraft(self, rows: int) -> Tensor | None:
-        return self._head.redraft(self._slots[:rows], self._masks)
+    def _begin(self, rows: int) -> None:
+        slots = self._masks.beside[:rows]
+        if self._levels is None:
+            self._head.draft_kept(slots, self._masks)
+        else:
+            self._levels.see(self._head.kept.of(slots))
+
+    @torch.inference_mode()
+    def _choose(self, rows: int) -> Tensor:
+        assert self._levels is not None
+        slots, levels = self._masks.beside[: 2 * rows].view(2, rows)
+        return self._levels.choose(slots, levels, self._masks)
+
+    @torch.inference_mode()
+    def _step(self, rows: int) -> None:
+        assert self._levels is not None
+        slots, levels = self._masks.beside[: 2 * rows].view(2, rows)
+        self._levels.step(slots, levels + 1)
+
+    @torch.inference_mode()
+    def _put(self, rows: int) -> None:
+        slots, tokens = self._given[:rows], self._given[rows : rows * (1 + self.length)]
+        self._head.tokens.index_copy_(0, slots.long(), tokens.view(rows, self.length))
 
     def _padded(self, slots: Sequence[int], rows: int) -> NDArray[np.int32]:
         padded = np.full(rows, self._head.padding, dtype=np.int32)

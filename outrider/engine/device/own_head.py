@@ -11,9 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.engine.device.chain_levels import ChainLevels
 from outrider.engine.device.draft import DraftProgram, NewRows
 from outrider.engine.device.draft_masks import DraftMasks
 from outrider.engine.device.head_weights import HeadWeights
+from outrider.engine.device.kept_rows import KeptRows
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.heads import DraftHead
@@ -44,12 +46,6 @@ class OwnShape(NamedTuple):
         if not self.is_tree:
             return self.num_nodes
         return min(self.depth or default_depth(self.num_nodes), self.num_nodes)
-
-    @property
-    def maskable_levels(self) -> int:
-        """Levels of which the host can say what may be drafted there: all of a chain, in which a
-        level has one place; of a tree the first."""
-        return 1 if self.is_tree else self.num_nodes
 
     @property
     def extra_slots(self) -> int:
@@ -94,14 +90,15 @@ class OwnHead:
             count, config.draft_vocab_size, device, draft_columns=weights.draft_columns
         )
         """What the sessions do to the head's logits."""
-        width = 1 + shape.num_nodes
-        self._features = torch.zeros(
-            (count, width, config.hidden_size), dtype=pool.storage.dtype, device=device
+        self.kept = KeptRows(
+            slots,
+            most_rows=1 + shape.num_nodes,
+            hidden_size=config.hidden_size,
+            dtype=pool.storage.dtype,
         )
-        """[X, 1 + n, H]: of each session's newest rows, kept in rounds in which one may be in a
-        grammar;"""
-        self._words = torch.zeros((count, 2 + width), dtype=torch.int32, device=device)
-        """how many they are, where they begin, and their tokens, int32 [X, 2 + 1 + n]."""
+        """What rounds committed in which a session may be in a grammar."""
+        self.levels: ChainLevels | None = None
+        """Chains that are drafted level by level; None: trees."""
         self.padding = slots.padding
         """The slot of padding rows."""
         if shape.is_tree:
@@ -112,6 +109,9 @@ class OwnHead:
             probs=torch.zeros(laws, dtype=torch.float32, device=device),
             draft_columns=weights.draft_columns,
             target_ids=weights.target_ids,
+        )
+        self.levels = ChainLevels(
+            self.program, slots, kept=self.kept, tokens=self.tokens, law=self.law, warp=self.warp
         )
 
     def forget(self, slot: int) -> None:
@@ -124,63 +124,47 @@ class OwnHead:
         """Catch up on real rows and draft for each of their sessions. sampled: whether any session
         may warp its logits or need the laws of its drafts."""
         if sampled:
-            self.keep(rows)
-        self._draft(rows, sampled=sampled)
-
-    def keep(self, rows: NewRows) -> None:
-        """Keep these rows of each session for `redraft`."""
-        slots, width = rows.slots.long(), rows.tokens.shape[1]
-        self._features[:, :width].index_copy_(0, slots, rows.features.to(self._features.dtype))
-        words = torch.cat((rows.counts[:, None], rows.starts[:, None], rows.tokens), dim=1)
-        self._words[:, : 2 + width].index_copy_(0, slots, words.int())
-
-    def redraft(self, slots: Tensor, legal: DraftMasks) -> Tensor | None:
-        """Catch up on what was kept and draft, under masks, for sessions whose last drafts nobody
-        has verified; slots: int32 [B]. Of chains int32 [B, n, 1 + A]: what was drafted, and the
-        others as in `ChainDraft`."""
-        words = self._words[slots.long()]
-        # Kernels take vectors and matrices that lie as they are counted.
-        kept = NewRows(
-            slots=slots,
-            tables=self._slots.sequence.tables,
-            tokens=words[:, 2:].contiguous(),
-            features=self._features[slots.long()],
-            counts=torch.where(slots != self.padding, words[:, 0], 0),
-            starts=words[:, 1].contiguous(),
-        )
-        return self._draft(kept, sampled=True, legal=legal)
-
-    def _draft(
-        self, rows: NewRows, *, sampled: bool, legal: DraftMasks | None = None
-    ) -> Tensor | None:
-        places, state = rows.slots.long(), self._slots.sampling
-        warp = self.warp.state if sampled else None
+            self.kept.keep(rows)
         if self.parents is not None:
-            tree = self.program.tree(
-                rows,
-                state=state,
-                num_nodes=self.shape.num_nodes,
-                top_k=self.shape.top_k,
-                depth=self.shape.levels,
-                warp=warp,
-                coupled=True,
-                legal=legal,
-            )
-            self.tokens.index_copy_(0, places, tree.tokens)
-            self.parents.index_copy_(0, places, tree.parents)
-            return None
+            self._draft_trees(rows, sampled=sampled)
+            return
         chain = self.program.chain(
             rows,
             length=self.shape.num_nodes,
-            state=state,
-            warp=warp,
+            state=self._slots.sampling,
+            warp=self.warp.state if sampled else None,
             with_probs=sampled,
-            legal=legal,
-            with_others=legal is not None,
         )
+        places = rows.slots.long()
         self.tokens.index_copy_(0, places, chain.tokens)
         if self.law is not None and chain.probs is not None:
             self.law.probs.index_copy_(0, places, chain.probs)
-        if chain.others is None:
-            return None
-        return torch.cat((chain.tokens[:, :, None], chain.others), dim=2)
+
+    def catch_up(self, rows: NewRows) -> None:
+        """Keep these rows of each session for drafts that are made later, and begin chains."""
+        self.kept.keep(rows)
+        if self.levels is not None:
+            self.levels.see(rows)
+
+    def draft_kept(self, slots: Tensor, legal: DraftMasks) -> None:
+        """Catch up on what was kept and draft trees, under masks of their first level, for sessions
+        whose last drafts nobody has verified; slots: int32 [B]."""
+        self._draft_trees(self.kept.of(slots), sampled=True, legal=legal)
+
+    def _draft_trees(
+        self, rows: NewRows, *, sampled: bool, legal: DraftMasks | None = None
+    ) -> None:
+        assert self.parents is not None
+        tree = self.program.tree(
+            rows,
+            state=self._slots.sampling,
+            num_nodes=self.shape.num_nodes,
+            top_k=self.shape.top_k,
+            depth=self.shape.levels,
+            warp=self.warp.state if sampled else None,
+            coupled=True,
+            legal=legal,
+        )
+        places = rows.slots.long()
+        self.tokens.index_copy_(0, places, tree.tokens)
+        self.parents.index_copy_(0, places, tree.parents)

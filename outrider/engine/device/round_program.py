@@ -293,6 +293,31 @@ class RoundProgram:
         verified: Verified,
     ) -> None:
         """Own drafts for the next round of every session that decodes then."""
+        assert self._own_head is not None
+        rows = self._rows_to_draft(shape, inputs, pieces, verified)
+        self._own_head.draft(rows, sampled=shape.judge is Judge.SAMPLED)
+
+    @torch.inference_mode()
+    def catch_up(
+        self,
+        shape: RoundShape,
+        inputs: RoundInputs | None,
+        pieces: PieceInputs | None,
+        verified: Verified,
+    ) -> None:
+        """What own drafts of these sessions begin from, which are made later."""
+        assert self._own_head is not None
+        self._own_head.catch_up(self._rows_to_draft(shape, inputs, pieces, verified))
+
+    def _rows_to_draft(
+        self,
+        shape: RoundShape,
+        inputs: RoundInputs | None,
+        pieces: PieceInputs | None,
+        verified: Verified,
+    ) -> NewRows:
+        """The draft rows of what a round committed, and of the last rows of prompts that end; the
+        head has written those before them."""
         head = self._own_head
         assert head is not None and verified.features is not None
         rows = None if inputs is None else self._new_rows(shape, inputs, verified)
@@ -303,17 +328,7 @@ class RoundProgram:
             head.program.write(self._dead_rows(pieces, features))
             rows = self._with_live_rows(rows, pieces, features, verified.first)
         assert rows is not None
-        head.draft(rows, sampled=shape.judge is Judge.SAMPLED)
-
-    @torch.inference_mode()
-    def verify_and_keep(
-        self, shape: RoundShape, inputs: RoundInputs | None, pieces: PieceInputs | None
-    ) -> Verified:
-        """As `verify` of a round without pieces; what own drafts begin from is kept for later."""
-        verified = self.verify(shape, inputs, pieces)
-        assert self._own_head is not None and inputs is not None
-        self._own_head.keep(self._new_rows(shape, inputs, verified))
-        return verified
+        return rows
 
     def _new_rows(self, shape: RoundShape, inputs: RoundInputs, verified: Verified) -> NewRows:
         """The draft rows of what a round committed."""

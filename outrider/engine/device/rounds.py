@@ -1,9 +1,10 @@
 """Rounds on the device: verify, accept, commit, project, and draft with a head of this process.
 
 A round is one graph: fused placement adds the drafting of the next round to it, colocated
-placement keeps that in a second graph. Prompts run in it as pieces, beside the sessions that
-decode. What the next round of the same sessions needs (root, lengths, own drafts) stays on the
-device, so it can be launched before the host has seen the outcome of this one.
+placement keeps that in a second graph, as do rounds of prompts alone, whose first tokens somebody
+waits for. Prompts run in it as pieces, beside the sessions that decode. What the next round of the
+same sessions needs (root, lengths, own drafts) stays on the device, so it can be launched before
+the host has seen the outcome of this one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Launched(NamedTuple):
     at: float = 0.0
     """When the device had all that it computes, on the clock of `time.perf_counter`."""
     undrafted: bool = False
-    """Whether own drafts that are due were left to `FormDrafts.redraft`."""
+    """Whether own drafts that are due were left to `FormDrafts.begin`."""
 
     def outcome(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Waits: words [B, 2 + 2N] of the rows that decode, first tokens [Q] of the pieces."""
@@ -125,7 +126,7 @@ class DeviceRounds:
     ) -> Launched:
         """Start a round of rows of one kind, and of pieces; nothing waits for the device. `asked`:
         whose log-probabilities are wanted, if anybody's. `undrafted`: where own drafts are due and
-        the shape allows it, leave them to `FormDrafts.redraft`, which must follow for every row.
+        the shape allows it, leave them to `FormDrafts.begin`, which must follow for every row.
         `part`: which launch of its round it is."""
         shape = self.family.fit(
             rows=len(rows.slots),
@@ -146,8 +147,8 @@ class DeviceRounds:
         if rows.legal is not None or any(masks is not None for masks in endings):
             self._slots.legal.fill(rows.legal or (), shape.nodes, endings)
         undrafted = undrafted and shape.can_be_undrafted
-        run = self._verify if undrafted else self._run
-        verified = run(shape, inputs, added)
+        alone = undrafted or self._drafts_behind(shape)
+        verified = self._verify(shape, inputs, added, alone=alone)
         at = time.perf_counter()
         if self.brake is not None:
             self.brake.hold(shape)
@@ -156,6 +157,8 @@ class DeviceRounds:
         else:
             result, sent = self._downloads.start_all((verified.result, verified.features), part)
             launched = Launched(shape, result, sent, at=at)
+        if alone:
+            self._draft(shape, inputs, added, verified, undrafted=undrafted)
         if undrafted:
             launched = launched._replace(undrafted=True)
         if asked is None:
@@ -170,9 +173,13 @@ class DeviceRounds:
             inputs.fill(RoundRows.of([]), shape.drafts)
         if pieces is not None:
             pieces.fill([])
-        self._run(shape, inputs, pieces)
+        alone = self._drafts_behind(shape)
+        verified = self._verify(shape, inputs, pieces, alone=alone)
+        if alone:
+            self._draft(shape, inputs, pieces, verified)
         if shape.can_be_undrafted:
-            self._verify(shape, inputs, pieces)
+            verified = self._verify(shape, inputs, pieces, alone=True)
+            self._draft(shape, inputs, pieces, verified, undrafted=True)
 
     def _inputs_of(self, shape: RoundShape) -> tuple[RoundInputs | None, PieceInputs | None]:
         """The static inputs of a shape; None for the part that it does not have."""
@@ -192,33 +199,42 @@ class DeviceRounds:
                 )
         return inputs, pieces
 
-    def _verify(
-        self, shape: RoundShape, inputs: RoundInputs | None, pieces: PieceInputs | None
-    ) -> Verified:
-        """A round that leaves its own drafts to `FormDrafts.redraft`."""
-        program = self._program
-        with self.recorder.span("verify"):
-            return self.graphs.run(
-                ("undrafted", shape), lambda: program.verify_and_keep(shape, inputs, pieces)
-            )
+    def _drafts_behind(self, shape: RoundShape) -> bool:
+        """Whether own drafts are a graph of their own."""
+        return shape.drafts is Drafts.OWN and not (self._fused and shape.rows)
 
-    def _run(
-        self, shape: RoundShape, inputs: RoundInputs | None, pieces: PieceInputs | None
+    def _verify(
+        self,
+        shape: RoundShape,
+        inputs: RoundInputs | None,
+        pieces: PieceInputs | None,
+        *,
+        alone: bool,
     ) -> Verified:
+        """The graph of a round; alone: own drafts, if there are any, are none of its business."""
         record, program = self.recorder, self._program
-        if shape.drafts is not Drafts.OWN:
+        if alone or shape.drafts is not Drafts.OWN:
             with record.span("verify"):
-                return self.graphs.run(shape, lambda: program.verify(shape, inputs, pieces))
-        if self._fused:
-            with record.span("round"):
-                return self.graphs.run(shape, lambda: self._verify_and_draft(shape, inputs, pieces))
-        with record.span("verify"):
-            verified = self.graphs.run(shape, lambda: program.verify(shape, inputs, pieces))
-        with record.span("draft"):
-            self.graphs.run(
-                ("draft", shape), lambda: program.draft(shape, inputs, pieces, verified)
-            )
-        return verified
+                return self.graphs.run(
+                    ("verify", shape), lambda: program.verify(shape, inputs, pieces)
+                )
+        with record.span("round"):
+            return self.graphs.run(shape, lambda: self._verify_and_draft(shape, inputs, pieces))
+
+    def _draft(
+        self,
+        shape: RoundShape,
+        inputs: RoundInputs | None,
+        pieces: PieceInputs | None,
+        verified: Verified,
+        *,
+        undrafted: bool = False,
+    ) -> None:
+        """The graph of own drafts behind a round; undrafted: of what they begin from."""
+        program = self._program
+        name, part = ("catch up", program.catch_up) if undrafted else ("draft", program.draft)
+        with self.recorder.span("draft"):
+            self.graphs.run((name, shape), lambda: part(shape, inputs, pieces, verified))
 
     def _verify_and_draft(
         self, shape: RoundShape, inputs: RoundInputs | None, pieces: PieceInputs | None

@@ -76,8 +76,7 @@ class RoundShape:
     @property
     def can_be_undrafted(self) -> bool:
         """Whether own drafts may be left until the host has seen the outcome."""
-        sampled = self.judge is Judge.SAMPLED
-        return self.drafts is Drafts.OWN and sampled and self.rows > 0 and not self.pieces
+        return self.drafts is Drafts.OWN and self.judge is Judge.SAMPLED
 
     @property
     def token_rows(self) -> int:

@@ -13,6 +13,7 @@ import pytest
 
 from outrider.grammar.constraint import (
     ALL,
+    Constraint,
     few_ids,
     legal,
     legal_prefix,
@@ -24,8 +25,10 @@ from outrider.grammar.constraint import (
 )
 from outrider.grammar.form_constraint import FormConstraint
 from outrider.grammar.grammars import Grammars
+from outrider.grammar.id_constraint import within
 from outrider.grammar.walks import DraftTree, masks_of
 from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import ROOT
 from outrider.text.tokenizer import Tokenizer
 from tests.reference.grammar_oracle import FiniteLanguage, ids_of
@@ -132,6 +135,49 @@ def test_a_constraint_is_where_its_tokens_are_however_they_came(
     at_once.follow(ids)
     assert np.array_equal(legal(slowly), legal(at_once))
     assert ids_of(legal(at_once), VOCAB)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_was_entered_may_stand_and_what_was_asked_is_not_asked_again(
+    seed: int, limited: bool, grammars: Grammars
+) -> None:
+    """Steps by chance, next to a constraint that is asked anew at each place."""
+    limits = TokenLimits(bad_words=((7,), (40, 41))) if limited else None
+
+    def begin() -> Constraint:
+        found = within(limits, begun(grammars), vocab_size=VOCAB)
+        assert found is not None
+        return found
+
+    rng, constraint = np.random.default_rng(seed), begin()
+    stands, entered, asked = list[int](), list[int](), 0
+    for _ in range(60):
+        anew = begin()
+        anew.follow(np.array(stands, np.int32))
+        assert anew.enter(entered) == len(entered)
+        mask = legal(anew)
+        here = constraint.here
+        asked += here is None
+        assert here is None or np.array_equal(here, mask)
+        assert np.array_equal(legal(constraint), mask)
+        match rng.integers(4):
+            case 0:
+                count = int(rng.integers(1 + len(entered)))
+                constraint.leave(count)
+                del entered[len(entered) - count :]
+            case 1:
+                constraint.stand()
+                stands, entered = stands + entered, []
+                constraint.follow(np.array(stands, np.int32))
+            case 2:
+                pass
+            case _:
+                ids = sorted(ids_of(mask, VOCAB) - {STOP})
+                if ids:
+                    entered.append(int(rng.choice(ids)))
+                    assert constraint.enter(entered[-1:]) == 1
+    assert len(stands) > 2 and (limited or asked < 50)
 
 
 def test_a_walk_along_a_draft_has_its_masks_and_leads_back(

@@ -42,14 +42,12 @@ class Odd(Scripted):
     seed=st.integers(0, 999),
     drafted=ROUNDS,
     others=st.lists(st.lists(IDS, max_size=4), min_size=6, max_size=6),
-    force=st.booleans(),
-    verified=st.booleans(),
 )
 def test_a_chain_is_settled_as_far_as_it_fits_and_mended_once(
-    seed: int, drafted: list[int], others: list[list[int]], force: bool, verified: bool
+    seed: int, drafted: list[int], others: list[list[int]]
 ) -> None:
     language = Odd(seed)
-    fit = ChainFit(language, others=others, force=force, verified=verified)
+    fit = ChainFit(language, others=others)
     side_by_side([(language, fit.settle(drafted))])
     fit.close()
     assert language.path == []
@@ -63,16 +61,11 @@ def test_a_chain_is_settled_as_far_as_it_fits_and_mended_once(
             instead = here if len(here) == 1 else []
             if fresh and not instead:
                 instead = [i for i in others[len(settled)] if i in here]
-            if not force or not instead:
+            if not instead:
                 break
             token, fresh = instead[0], False
         settled.append(token)
     assert fit.tokens == settled
-    wanted = [language.legal_behind(settled[:n]) for n in range(len(settled) + 1)]
-    known = [legal for legal in wanted if legal is not None]
-    found = [few_ids(mask, 12) for mask in fit.masks]
-    # Behind the last one nobody asks where nothing is verified.
-    assert found == known or (not verified and found == known[:-1] and len(settled) == len(drafted))
 
 
 @given(

@@ -1,5 +1,5 @@
-"""A chain of the own head in a grammar: drafted under masks, then what stands, what is forced, what
-is cut off."""
+"""A chain of the own head in a grammar: drafted level by level under masks; what is given, where it
+ends."""
 
 from __future__ import annotations
 
@@ -11,42 +11,79 @@ import pytest
 from numpy.typing import NDArray
 from outrider_verifier import form_drafts
 from outrider_verifier.device_groups import Group
-from outrider_verifier.form_chains import ChainWalk
+from outrider_verifier.form_chains import FormChain, ask
 from outrider_verifier.form_drafts import Emitted
 
 from outrider.engine.device.draft_masks import Masks
 from outrider.engine.device.form_drafts import FormDrafts
 from outrider.engine.device.shapes import Drafts
 from outrider.grammar.constraint import allows
-from outrider.grammar.walks import side_by_side
 from outrider.spec.sampling import Rule
 from tests.fakes.scripted_grammar import END, WORDS, Scripted
 
+UNKNOWN = 3
+"""An id that is not in the head's vocabulary."""
+
 
 class Head:
-    """Drafts of some rows; what it is told when it drafts again."""
+    """What it drafts at each level where a mask leaves more than one id that it knows; what it is
+    told."""
 
     are_chains = True
 
-    def __init__(
-        self, *drafts: list[int], levels: int = 3, others: list[list[int]] | None = None
-    ) -> None:
-        self.tokens = np.array(drafts, dtype=np.int32)
-        self.others = others
-        self.levels = levels
-        self.told: dict[int, list[list[int]] | None] = {}
-        """By slot: what it was told to be legal, level by level; None: anything."""
+    def __init__(self, *drafts: list[int], begun: bool = True) -> None:
+        self._drafts = drafts
+        self.length = len(drafts[0]) if drafts else 3
+        self.tokens = [[draft[0]] + [-1] * (self.length - 1) for draft in drafts]
+        """What the device has."""
+        self._slots, self._level = list(range(len(drafts))) if begun else [], 0
+        self.told: dict[int, list[int] | None] = {}
+        """By slot: what it was told to be legal at the first level; None: anything."""
+        self.asked: list[dict[int, list[int] | None]] = []
+        """At each further level: by slot what is legal; None: anything."""
+        self.waits = 0
+        self.amended: list[list[int]] = []
+        """Slots whose drafts were replaced on the way."""
 
-    def chains(self, slots: list[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        others = self.others or [[-1, -1]] * self.tokens.shape[1]
-        return self.tokens[slots].copy(), np.array([others] * len(slots), dtype=np.int32)
+    def begin(self, slots: list[int], legal: list[Masks | None], *, seen: bool = False) -> None:
+        self._slots, self.seen = slots, seen
+        self.told = {slot: told_of(masks) for slot, masks in zip(slots, legal, strict=True)}
 
-    def redraft(self, slots: list[int], legal: list[Masks | None]) -> None:
-        for slot, masks in zip(slots, legal, strict=True):
-            self.told[slot] = None if masks is None else [ids(m) for m in masks[: self.levels]]
+    def has_begun(self, slots: list[int]) -> bool:
+        return set(slots) <= set(self._slots)
+
+    def drafted(self) -> dict[int, int]:
+        self.waits += 1
+        return {slot: self._drafts[slot][self._level] for slot in self._slots}
+
+    def knows(self, token: int) -> bool:
+        return token != UNKNOWN
+
+    def choose(self, slots: list[int], level: int, legal: list[Masks | None]) -> None:
+        self._slots, self._level = slots, level
+        self.asked.append({s: told_of(masks) for s, masks in zip(slots, legal, strict=True)})
+        for slot in slots:
+            chain = self.tokens[slot]
+            assert chain[level - 1] >= 0, "the head thinks behind what is there"
+            only = self.asked[-1][slot] or []
+            given = len(only) == 1 and self.knows(only[0])
+            chain[level] = only[0] if given else self._drafts[slot][level]
+
+    def amend(self, slots: list[int], tokens: NDArray[np.int32], level: int) -> None:
+        assert level == self._level
+        self.amended.append(slots)
+        self.write(slots, tokens)
 
     def write(self, slots: list[int], tokens: NDArray[np.int32]) -> None:
-        self.tokens[slots] = tokens
+        for slot, chain in zip(slots, tokens.tolist(), strict=True):
+            self.tokens[slot] = chain
+
+
+def told_of(masks: Masks | None) -> list[int] | None:
+    if masks is None:
+        return None
+    (mask,) = masks
+    return ids(mask)
 
 
 def session_of(rule: Rule) -> Any:
@@ -74,17 +111,17 @@ def followed(head: Head, *rules: Rule, blank: frozenset[int] = frozenset()) -> G
     return group
 
 
-def told(
-    *emitted: list[int], rule: Rule = Rule.GREEDY, levels: int = 3, undrafted: bool = False
-) -> dict[int, Any]:
+def told(*emitted: list[int], undrafted: bool = False) -> dict[int, list[int] | None]:
     """What the head is told once sessions have emitted so."""
-    head, sessions = Head(levels=levels), [session_of(rule) for _ in emitted]
-    form_drafts.draft_under_masks(
+    head, sessions = Head(), [session_of(Rule.GREEDY) for _ in emitted]
+    form_drafts.begin_under_masks(
         [Emitted(*each) for each in zip(sessions, range(len(emitted)), emitted, strict=True)],
         cast(FormDrafts, head),
         undrafted=undrafted,
     )
-    assert all(not session.constraint.path for session in sessions)
+    for session in sessions:
+        # What was emitted stands already.
+        assert len(session.constraint.path) == session.constraint.stood
     return head.told
 
 
@@ -99,104 +136,109 @@ def masks_of(group: Group, row: int = 0) -> list[list[int]]:
     return [ids(mask) for mask in masks]
 
 
-def test_a_head_drafts_under_the_masks_of_what_must_follow_and_of_the_first_open_place() -> None:
-    assert told([], [2], [1], [1, 3], levels=5) == {
-        0: [[1, 2]],
-        1: [[5, 6]],
-        2: [[3], [4], [5, 6]],
-        3: [[4], [5, 6]],
-    }
+def test_a_head_begins_under_the_mask_of_what_stands() -> None:
+    assert told([], [2], [1], [1, 3]) == {0: [1, 2], 1: [5, 6], 2: [3], 3: [4]}
 
 
-def test_what_is_wholly_given_and_what_has_ended_is_not_drafted_again() -> None:
-    assert told([1], [2, 6, END], levels=2) == {}
-    assert told([1], rule=Rule.REJECTION, levels=2) == {0: [[3], [4]]}, "a draw is always repeated"
+def test_what_has_ended_is_not_drafted_for() -> None:
+    assert told([2, 6, END]) == {}
 
 
 def test_a_head_that_has_not_drafted_yet_is_told_of_everybody() -> None:
-    wanted = {0: None, 1: None, 2: [[5, 6]]}
-    assert told([1], [2, 6, END], [2], levels=2, undrafted=True) == wanted
+    assert told([1], [2, 6, END], [2], undrafted=True) == {0: [3], 1: None, 2: [5, 6]}
 
 
 def test_a_session_that_has_failed_is_not_drafted_for() -> None:
     session = session_of(Rule.GREEDY)
     session.constraint.failed = "it left its grammar"
     head = Head()
-    form_drafts.draft_under_masks([Emitted(session, 0, [2])], cast(FormDrafts, head))
+    form_drafts.begin_under_masks([Emitted(session, 0, [2])], cast(FormDrafts, head))
     assert head.told == {}
 
 
-def test_a_chain_that_fits_is_verified_as_it_is() -> None:
-    head = Head([2, 5, 5])
+def test_each_level_is_drafted_under_the_mask_of_what_stands_before_it() -> None:
+    head = Head([2, 5, 6])
     group = followed(head, Rule.GREEDY)
-    assert head.tokens.tolist() == [[2, 5, 5]] and not group.cut
+    assert head.tokens == [[2, 5, 6]] and not group.cut
+    assert head.asked == [{0: [5, 6]}, {0: [5, 6]}] and head.waits == 3
     assert masks_of(group) == [[1, 2], [5, 6], [5, 6], [5, 6]]
 
 
-def test_where_one_id_is_left_it_is_the_draft() -> None:
-    head = Head([1, 9, 9])
+def test_where_one_id_is_left_it_is_the_draft_and_nobody_waits_for_it() -> None:
+    head = Head([1, 9, 9, 5])
     group = followed(head, Rule.GREEDY)
-    assert head.tokens.tolist() == [[1, 3, 4]]
-    assert masks_of(group) == [[1, 2], [3], [4], [5, 6]]
+    assert head.tokens == [[1, 3, 4, 5]] and head.waits == 2 and not group.cut
+    assert head.asked == [{0: [3]}, {0: [4]}, {0: [5, 6]}]
+    assert head.amended == [[0]], "the head does not know it, but goes on behind it"
+    assert masks_of(group) == [[1, 2], [3], [4], [5, 6], [7, 8]]
 
 
-def test_what_was_drafted_behind_a_replaced_token_is_cut_off() -> None:
-    # 5 would fit behind 1 3 4, but it was drafted behind something else.
-    head = Head([1, 9, 4, 5])
-    group = followed(head, Rule.GREEDY)
-    assert head.tokens.tolist() == [[1, 3, 4, -1]]
-    assert masks_of(group)[3] == [5, 6]
-    assert group.cut == {0: 3}, "what was verified is counted"
-
-
-def test_where_more_are_left_the_best_that_might_have_been_drafted_is_the_draft() -> None:
-    others = [[9, 2], [9, 6], [5, 6], [5, 6]]
-    head = Head([9, 5, 5, 5], others=others)
+def test_what_is_given_at_the_last_level_is_written() -> None:
+    head = Head([1, 9])
     followed(head, Rule.GREEDY)
-    # What was drafted behind 9 is not looked at, and neither is what might have been.
-    assert head.tokens.tolist() == [[2, -1, -1, -1]]
-    head = Head([2, 9, 5, 5], others=others)
-    followed(head, Rule.GREEDY)
-    assert head.tokens.tolist() == [[2, 6, END, -1]], "what must follow does"
-    head = Head([1, 9, 9, 9], others=others)
-    followed(head, Rule.GREEDY)
-    assert head.tokens.tolist() == [[1, 3, 4, -1]], "behind what was replaced there are none"
+    assert head.tokens == [[1, 3]] and not head.amended
 
 
-def test_an_open_row_is_verified_without_drafts_beside_others() -> None:
-    head = Head([9, 9, 9], [2, 5, 5], [2, 6, 9])
-    followed(head, Rule.GREEDY, Rule.GREEDY, Rule.GREEDY)
-    assert head.tokens.tolist() == [[-1, -1, -1], [2, 5, 5], [2, 6, 9]]
+def test_a_chain_ends_where_the_head_knows_nothing_that_may_follow() -> None:
+    head = Head([2, 9, 5], [9, 5, 5], [-1, 5, 5], [64, 5, 5])
+    group = followed(head, *[Rule.GREEDY] * 4)
+    assert head.tokens == [[2, -1, -1], [-1, -1, -1], [-1, -1, -1], [-1, -1, -1]]
+    assert group.cut == {0: 1, 1: 0, 2: 0, 3: 0}, "what is verified is counted"
+    assert masks_of(group)[1] == [5, 6]
+
+
+def test_chains_of_many_lengths_grow_side_by_side() -> None:
+    head = Head([9, 9, 9], [2, 5, 5], [2, 6, 9], [1, 9, 9])
+    group = followed(head, *[Rule.GREEDY] * 4)
+    assert head.tokens == [[-1, -1, -1], [2, 5, 5], [2, 6, 9], [1, 3, 4]]
+    assert [list(level) for level in head.asked] == [[1, 2, 3], [1, 2, 3]]
+    assert group.cut == {0: 0}
 
 
 def test_behind_an_end_nothing_is_drafted() -> None:
     head = Head([2, 6, 9, 4, 4])
-    followed(head, Rule.COUPLED)
-    assert head.tokens.tolist() == [[2, 6, 9, -1, -1]]
+    group = followed(head, Rule.COUPLED)
+    assert head.tokens == [[2, 6, 9, -1, -1]] and group.cut == {0: 3}
+    assert len(head.asked) == 2
 
 
-@pytest.mark.parametrize("drawn", [[2, 5, 5], [9, 9, 9], [1, 9, 9]])
-def test_draws_of_the_rejection_rule_are_never_replaced(drawn: list[int]) -> None:
-    head = Head(drawn, others=[[2, 1], [3, 5], [4, 5]])
+def test_a_session_that_sat_a_round_out_begins_again() -> None:
+    head = Head([2, 5, 5], [2, 5, 5], begun=False)
+    followed(head, Rule.GREEDY, Rule.REJECTION)
+    assert head.told == {0: [1, 2], 1: [1, 2]} and head.tokens == [[2, 5, 5]] * 2
+
+
+@pytest.mark.parametrize(
+    ("drawn", "wanted", "levels"),
+    [
+        ([2, 5, 5], [2, 5, 5], [[5, 6], [5, 6]]),
+        ([9, 9, 9], [9, -1, -1], []),
+        ([1, 9, 9], [1, 9, -1], [[3]]),
+    ],
+)
+def test_draws_of_the_rejection_rule_are_never_replaced(
+    drawn: list[int], wanted: list[int], levels: list[list[int]]
+) -> None:
+    head = Head(drawn)
     group = followed(head, Rule.REJECTION)
-    assert head.tokens.tolist() == [drawn] and not group.cut
+    assert head.tokens == [wanted]
+    assert head.asked == [{0: legal} for legal in levels]
     assert masks_of(group)[0] == [1, 2]
-    if drawn[0] == 2:
-        assert masks_of(group)[1:] == [[5, 6], [5, 6], [5, 6]], "masks all along"
 
 
 def test_a_row_without_a_draft_has_the_mask_of_its_root() -> None:
     head = Head([-1, -1, -1])
     group = followed(head, Rule.GREEDY, blank=frozenset([0]))
-    assert head.tokens.tolist() == [[-1, -1, -1]]
+    assert head.tokens == [[-1, -1, -1]] and not head.waits and not head.told
     assert masks_of(group)[0] == [1, 2]
 
 
-def test_a_walk_that_is_closed_twice_leads_back_once() -> None:
-    session, chain = session_of(Rule.GREEDY), np.array([1, 9, 9], dtype=np.int32)
-    walk = ChainWalk(session, chain, chain[:, None], blank=False)
-    side_by_side([(walk.constraint, walk.walk())])
+def test_a_chain_that_is_closed_twice_leads_back_once() -> None:
+    session = session_of(Rule.GREEDY)
+    chain = FormChain(session)
+    ask([chain])
+    chain.take(1, cast(FormDrafts, Head()))
     assert session.constraint.path
-    walk.close()
-    walk.close()
+    chain.close()
+    chain.close()
     assert session.constraint.path == []

@@ -149,7 +149,7 @@ async def test_drafts_that_a_round_leaves_out_are_those_that_it_would_have_made(
 
     def noted(rounds: DeviceRounds, *args: Any, **kwargs: Any) -> Launched:
         found = launch(rounds, *args, **kwargs)
-        if kwargs["drafts"] is Drafts.OWN and not kwargs["pieces"]:
+        if kwargs["drafts"] is Drafts.OWN:
             launched.append(found.undrafted)
         return found
 
@@ -167,6 +167,54 @@ async def test_drafts_that_a_round_leaves_out_are_those_that_it_would_have_made(
     assert texts_of(late) == texts_of(at_once)
     assert [s.accepted for _, s in late] == [s.accepted for _, s in at_once]
     assert [s.proposed for _, s in late] == [s.proposed for _, s in at_once]
+
+
+class Levels:
+    """Chains that rounds drafted, drafted again level by level, under no masks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.same = list[bool]()
+        """Whether tokens are, chain by chain,"""
+        self.apart = list[float]()
+        """and how far probabilities are from each other where they are."""
+        begin = FormDrafts.begin
+
+        def again(
+            drafts: FormDrafts,
+            slots: Sequence[int],
+            legal: Sequence[Masks | None],
+            *,
+            seen: bool,
+        ) -> None:
+            assert not seen
+            head, rows = drafts._head, list(slots)
+            assert head.law is not None
+            tokens, laws = head.tokens[rows].clone(), head.law.probs[rows].clone()
+            begin(drafts, slots, [None] * len(rows))
+            for level in range(1, drafts.length):
+                drafts.choose(slots, level, [None] * len(rows))
+            same = (head.tokens[rows] == tokens).all(dim=1)
+            self.same += same.tolist()
+            self.apart.append(float((head.law.probs[rows] - laws)[same].abs().max()))
+            begin(drafts, slots, legal)
+
+        monkeypatch.setattr(FormDrafts, "begin", again)
+        monkeypatch.setattr(
+            "outrider_verifier.device_engine.leaves_drafts_out", lambda group: False
+        )
+
+
+@pytest.mark.parametrize("name", ["coupled", "penalties", "rejection"])
+async def test_levels_under_no_masks_are_the_chain_that_a_round_drafts(
+    name: str, tiny_target: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rejection = SamplingParams(temperature=0.9, seed=4, rule=Rule.REJECTION)
+    sampling = rejection if name == "rejection" else SAMPLINGS[name]
+    levels = Levels(monkeypatch)
+    async with serving(tiny_target, tiny_head, placement="fused") as service:
+        await run_all(service, OWN, sampling, **SPEC)
+    assert len(levels.same) > 20 and all(levels.same)
+    assert max(levels.apart) < 1e-5
 
 
 async def test_beside_others_each_has_its_own_text(
@@ -190,15 +238,6 @@ async def test_preempted_sessions_draft_on(
         results = await run_all(service, OWN, SAMPLINGS["coupled"], **SPEC)
         assert preemptions(service) >= 6
     assert texts_of(results) == texts["coupled"]
-
-
-def read(drafts: FormDrafts, slots: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Tokens and parents of drafts."""
-    if not drafts.are_chains:
-        return drafts.trees(slots)
-    tokens, _ = drafts.chains(slots)
-    parents = np.arange(-1, tokens.shape[1] - 1, dtype=np.int32)
-    return tokens, np.broadcast_to(parents, tokens.shape)
 
 
 @pytest.mark.parametrize("placement", ["fused", None])
@@ -247,33 +286,22 @@ class Seen:
     """What was drafted and what was legal there, round by round."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.first, self.nodes, self.repeated = list[bool](), list[bool](), list[bool]()
-        follow, redraft = form_drafts.follow_forms, FormDrafts.redraft
+        self.first, self.nodes = list[bool](), list[bool]()
+        follow = form_drafts.follow_forms
 
         def spy(group: Any, drafts: FormDrafts | None) -> None:
             follow(group, drafts)
             if drafts is not None and group.own and group.inputs.legal is not None:
-                tokens, parents = read(drafts, [seat.slot for seat in group.seats])
+                head = drafts._head
+                tokens = head.tokens.numpy()
+                chain = np.arange(-1, drafts.length - 1, dtype=np.int32)
                 for number, masks in enumerate(group.inputs.legal):
                     if masks is not None and number not in group.blank:
-                        self._note(tokens[number], parents[number], masks)
-
-        def again(drafts: FormDrafts, slots: Sequence[int], legal: Sequence[Masks | None]) -> None:
-            redraft(drafts, slots, [None] * len(slots))
-            before, _ = read(drafts, slots)
-            redraft(drafts, slots, legal)
-            after, _ = read(drafts, slots)
-            for old, new, masks in zip(before.tolist(), after.tolist(), legal, strict=True):
-                if masks is None:
-                    assert old == new
-                elif drafts.levels > 1:
-                    # What was allowed already is drafted again, up to what was not.
-                    fits = [allows(mask, token) for mask, token in zip(masks, old, strict=False)]
-                    same = fits.index(False) if False in fits else len(fits)
-                    self.repeated.append(old[:same] == new[:same])
+                        slot = group.seats[number].slot
+                        parents = chain if head.parents is None else head.parents.numpy()[slot]
+                        self._note(tokens[slot], parents, masks)
 
         monkeypatch.setattr("outrider_verifier.device_engine.follow_forms", spy)
-        monkeypatch.setattr(FormDrafts, "redraft", again)
 
     def _note(
         self, tokens: NDArray[np.int32], parents: NDArray[np.int32], masks: NDArray[np.uint32]
@@ -299,6 +327,6 @@ async def test_what_is_drafted_is_legal(
     # Where the head's vocabulary has nothing that may follow, it drafts what it likes.
     assert sum(seen.first) > 0.9 * len(seen.first) > 20
     if topk == 1:
-        assert seen.repeated and all(seen.repeated)
-    if rule == "coupled" and topk == 1:
         assert sum(seen.nodes) > 0.9 * len(seen.nodes)
+    if rule == "coupled" and topk == 1:
+        assert all(seen.nodes)

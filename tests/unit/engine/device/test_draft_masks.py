@@ -89,3 +89,24 @@ def test_the_kernel_leaves_what_its_twin_leaves(rows: int) -> None:
     assert torch.equal(found, wanted)
     same = (found == logits).all(dim=1)
     assert same.tolist() == [place == 0 for place in places.tolist()]
+
+
+@pytest.mark.parametrize("ring", [0, 3])
+def test_words_beside_the_masks_go_up_with_them(ring: int) -> None:
+    masks = DraftMasks(
+        levels=1,
+        max_rows=4,
+        vocab_size=VOCAB,
+        target_ids=IDS,
+        device=torch.device("cpu"),
+        num_beside=8,
+        ring=ring,
+    )
+    for count in (8, 3, 5):
+        words = np.arange(count, dtype=np.int32) + count
+        masks.fill([mask(31)[None], None, mask(3, 69)[None]], 4, words)
+        assert masks.beside[:count].tolist() == words.tolist()
+        assert left(masks, 0, 4) == [[31], EVERY, [3, 69], EVERY]
+        masks.fill([], 2, words)
+        assert masks.beside[:count].tolist() == words.tolist()
+        assert left(masks, 0, 2) == [EVERY, EVERY]
