@@ -214,10 +214,10 @@ class DeviceRounds:
         """The graph of a round; alone: own drafts, if there are any, are none of its business."""
         record, program = self.recorder, self._program
         if alone or shape.drafts is not Drafts.OWN:
+            whole = shape.drafts is not Drafts.OWN or self._drafts_behind(shape)
+            key = shape if whole else ("verify", shape)
             with record.span("verify"):
-                return self.graphs.run(
-                    ("verify", shape), lambda: program.verify(shape, inputs, pieces)
-                )
+                return self.graphs.run(key, lambda: program.verify(shape, inputs, pieces))
         with record.span("round"):
             return self.graphs.run(shape, lambda: self._verify_and_draft(shape, inputs, pieces))
 
