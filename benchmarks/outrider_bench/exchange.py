@@ -17,11 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.wire.codec import (
-    decode_drafter_messages,
-    encode_verifier_message,
-)
+from outrider.process import keep_freed_memory
+from outrider.wire.codec import decode_drafter_messages, encode_verdicts
 from outrider.wire.messages import (
+    Encoded,
     FeatureRows,
     Proposals,
     TensorDtype,
@@ -54,12 +53,13 @@ def verdicts(sessions: int) -> Verdicts:
 
 def measure(channel: Channel, sessions: int, *, rounds: int, idle_s: float) -> list[float]:
     """The verifier's working thread: microseconds of each round trip."""
+    keep_freed_memory()
     told = verdicts(sessions)
     taken: list[float] = []
     for _ in range(rounds):
         time.sleep(idle_s)
         began = time.perf_counter()
-        channel.send(encode_verifier_message(told))
+        channel.send(Encoded(encode_verdicts(told)))
         (drafts,) = decode_drafter_messages(channel.receive())
         taken.append((time.perf_counter() - began) * 1e6)
         assert isinstance(drafts, Proposals) and len(drafts) == sessions

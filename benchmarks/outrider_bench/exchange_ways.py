@@ -16,12 +16,13 @@ from typing import Any, Protocol
 import grpc
 import numpy as np
 
+from outrider.process import keep_freed_memory
 from outrider.spec.tree import DraftTree
-from outrider.transport.lane import Lane, LaneListener, join_lane
+from outrider.transport.lane import Frame, Lane, LaneListener, join_lane
 from outrider.transport.letterbox import Letterbox
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
 from outrider.wire.limits import MAX_MESSAGE_BYTES
-from outrider.wire.messages import LaneOffer, Proposal, Proposals, Verdicts
+from outrider.wire.messages import Encoded, LaneOffer, Proposal, Proposals, Verdicts
 
 ROWS = 4
 """Tokens and features of a session in a round."""
@@ -36,7 +37,7 @@ _WAIT_S = 30.0
 class Channel(Protocol):
     """Frames between two working threads."""
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: Frame) -> None:
         """Hand a frame to the other end."""
         ...
 
@@ -47,6 +48,7 @@ class Channel(Protocol):
 
 def answer(channel: Channel) -> None:
     """The drafter's working thread: a chain of four for every session, for ever."""
+    keep_freed_memory()
     made: dict[int, Proposals] = {}
     while True:
         (told,) = decode_verifier_messages(channel.receive())
@@ -63,6 +65,10 @@ def answer(channel: Channel) -> None:
         channel.send(encode_drafter_message(made[count]))
 
 
+def _joined(frame: Frame) -> bytes:
+    return frame.data if isinstance(frame, Encoded) else frame
+
+
 class LoopChannel:
     """A working thread beside an event loop that owns the stream."""
 
@@ -77,8 +83,8 @@ class LoopChannel:
         while (frame := await stream.read()) is not grpc.aio.EOF:
             self._arrived.put(frame)
 
-    def send(self, frame: bytes) -> None:
-        self._loop.call_soon_threadsafe(self._begin, frame)
+    def send(self, frame: Frame) -> None:
+        self._loop.call_soon_threadsafe(self._begin, _joined(frame))
 
     def receive(self) -> bytes:
         return self._arrived.get(timeout=_WAIT_S)
@@ -100,8 +106,8 @@ class StreamChannel:
         while True:
             yield self._leaving.get()
 
-    def send(self, frame: bytes) -> None:
-        self._leaving.put(frame)
+    def send(self, frame: Frame) -> None:
+        self._leaving.put(_joined(frame))
 
     def receive(self) -> bytes:
         return next(self.incoming)
@@ -113,9 +119,10 @@ class SocketChannel:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
 
-    def send(self, frame: bytes) -> None:
-        self._socket.sendall(struct.pack("<I", len(frame)))
-        self._socket.sendall(frame)
+    def send(self, frame: Frame) -> None:
+        data = _joined(frame)
+        self._socket.sendall(struct.pack("<I", len(data)))
+        self._socket.sendall(data)
 
     def receive(self) -> bytes:
         (size,) = struct.unpack("<I", self._read(4))
@@ -137,7 +144,7 @@ class LaneChannel:
         self._letterbox: Letterbox[None] = Letterbox()
         self._frames: list[bytes] = []
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: Frame) -> None:
         self._lane.send(frame)
 
     def receive(self) -> bytes:

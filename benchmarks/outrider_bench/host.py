@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -23,7 +24,7 @@ from outrider_drafter.sessions import Limits
 from outrider_verifier.commands import Attached, Link, Offered, Open
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.device_engine import DeviceRoundEngine
-from outrider_verifier.effects import Tell
+from outrider_verifier.effects import Tell, told_by_link
 from outrider_verifier.service import VerifierService
 from torch import Tensor
 
@@ -32,15 +33,14 @@ from outrider.engine.device.shapes import PIECE_TOKENS, RoundShape
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
+from outrider.transport.lane import Lane, lane_pair
 from outrider.wire.codec import (
     decode_drafter_messages,
     decode_verifier_messages,
     encode_drafter_message,
-    encode_verifier_message,
 )
 from outrider.wire.messages import (
     DrafterMessage,
-    Encoded,
     FeatureLayout,
     Proposals,
     SessionSpec,
@@ -88,8 +88,17 @@ class VerifierSide:
     offers = ""
     """Whether what is offered is taken in, and verdicts are told, `BESIDE` a round."""
 
-    def __init__(self, sessions: int, steps: Steps, *, planner: str, width: int = WIDTH) -> None:
-        """`width`: of the target, and of its features."""
+    def __init__(
+        self,
+        sessions: int,
+        steps: Steps,
+        *,
+        planner: str,
+        width: int = WIDTH,
+        lane: Lane | None = None,
+    ) -> None:
+        """`width`: of the target, and of its features. `lane`: to a drafter; without one what a
+        drafter is told is dropped."""
         self._steps = steps
         config = VerifierConfig(
             model="canned",
@@ -125,6 +134,9 @@ class VerifierSide:
         )
         self._core, self._rounds = self._service._core, self._service._rounds
         self._outbox = self._service._outbox
+        self._lanes = self._service._lanes
+        if lane is not None:
+            self._lanes.attach(_LINK, lane)
         self._waiting = self._unsaid = False
         self._rounds.flush = self._flushed
         handover: Any = self._core.handover
@@ -149,11 +161,9 @@ class VerifierSide:
 
         return marked
 
-    def open(
-        self, sessions: int, max_new_tokens: int, plan: Plan, *, drafted: bool = True
-    ) -> list[bytes]:
+    def open(self, sessions: int, max_new_tokens: int, plan: Plan, *, drafted: bool = True) -> None:
         """Attach a drafter, open sessions, which it is to follow if `drafted`, and run their
-        prompts; what it is told."""
+        prompts."""
         link = Link(
             link_id=_LINK,
             drafter_id=_NAME,
@@ -164,10 +174,8 @@ class VerifierSide:
         self._core.handle(Attached(link), time.monotonic())
         for ticket in range(sessions):
             self.open_one(ticket, PROMPT, max_new_tokens, plan, drafted=drafted)
-        told: list[bytes] = []
         while any(not session.prefilled for session in self._core.sessions.values()):
-            told += self.round()
-        return told
+            self.round()
 
     def open_one(
         self, ticket: int, prompt: int, max_new_tokens: int, plan: Plan, *, drafted: bool
@@ -187,8 +195,8 @@ class VerifierSide:
         opened: Any = Open(ticket, spec, None)  # type: ignore[arg-type]
         self._core.handle(opened, time.monotonic())
 
-    def round(self) -> list[bytes]:
-        """Plan, launch and settle a round; what the drafter is told."""
+    def round(self) -> None:
+        """Plan, launch and settle a round; the drafter is told by its lane."""
         self._steps.begin()
         plan = self._rounds.plan(time.monotonic())
         assert not plan.empty, "nothing to do"
@@ -196,19 +204,18 @@ class VerifierSide:
         self._waiting, self._unsaid = True, True
         self._rounds.run(plan)
         self._steps.mark("verifier: features kept" + BESIDE)
-        return self.take_told()
+        self.tell()
 
-    def take_told(self) -> list[bytes]:
-        """What was posted for the drafter since the last time; the rest is dropped."""
-        messages = [effect.message for effect in self._outbox if isinstance(effect, Tell)]
+    def tell(self) -> int:
+        """Send what was posted for the drafter since the last time, so many messages; other effects
+        are dropped."""
+        told = [effect for effect in self._outbox if isinstance(effect, Tell)]
         self._outbox.clear()
         self._core.seal()
-        return [
-            bytes(message.data)
-            if isinstance(message, Encoded)
-            else encode_verifier_message(message)
-            for message in messages
-        ]
+        for link_id, messages in told_by_link(told).items():
+            if self._lanes.carries(link_id):
+                self._lanes.tell(link_id, messages)
+        return len(told)
 
     def offer(self, frames: list[bytes]) -> None:
         """Proposals have come."""
@@ -224,13 +231,12 @@ class VerifierSide:
 
     def _flushed(self) -> bool:
         """Marks the step; no other thread has a part in it."""
-        said = not self._unsaid
-        self._unsaid = False
-        self._steps.mark(
-            "verifier: accounts, events" + BESIDE
-            if said
-            else "verifier: verdicts to bytes" + self.offers
-        )
+        if self._unsaid:
+            self._unsaid = False
+            self.tell()
+            self._steps.mark("verifier: verdicts sent" + self.offers)
+        else:
+            self._steps.mark("verifier: accounts, events" + BESIDE)
         return False
 
     def _arrived(self) -> None:
@@ -265,12 +271,13 @@ class DrafterSide:
             metrics=Metrics(),
         )
 
-    def follow(self, frames: list[bytes]) -> list[bytes]:
+    def follow(self, told: Lane) -> list[bytes]:
         """Take in what was told, draft; the proposals."""
         steps, engine = self._steps, self._engine
-        for frame in frames:
-            steps.begin()
-            for message in decode_verifier_messages(frame):
+        steps.begin()
+        while frames := told.receive():
+            steps.mark("drafter: verdicts received")
+            for message in [each for frame in frames for each in decode_verifier_messages(frame)]:
                 steps.mark("drafter: verdicts decoded")
                 assert isinstance(message, Verdicts | SessionStart)
                 engine.handle(1, message)
@@ -298,16 +305,17 @@ def _drafted(key: Any) -> tuple[Tensor, None]:
 def measure(sessions: int, rounds: int, *, planner: str = "fixed") -> Steps:
     """Run so many rounds of both sides."""
     steps = Steps()
-    with torch.inference_mode():
-        verifier = VerifierSide(sessions, steps, planner=planner)
+    ours, theirs = lane_pair()
+    with torch.inference_mode(), closing(ours), closing(theirs):
+        verifier = VerifierSide(sessions, steps, planner=planner, lane=ours)
         drafter = DrafterSide(sessions, steps, verifier.head)
         plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=LENGTH, patience_ms=60_000)
-        told = verifier.open(sessions, LENGTH * (rounds + 4), plan)
+        verifier.open(sessions, LENGTH * (rounds + 4), plan)
         for count in range(rounds + 2):
             if count == 2:
                 steps.taken.clear()
-            verifier.offer(drafter.follow(told))
-            told = verifier.round()
+            verifier.offer(drafter.follow(theirs))
+            verifier.round()
             steps.end_round()
     return steps
 

@@ -21,7 +21,7 @@ from outrider.chaos.faults import Fault
 from outrider.chaos.schedule import Schedule
 from outrider.chaos.shrink import shrink
 from outrider.errors import InternalError
-from outrider.process import run, tune_interpreter
+from outrider.process import run, tune_process
 from outrider_chaos.parts import Models
 from outrider_chaos.run import Oracle, Outcome, listen_in_calm, run_schedule
 from outrider_chaos.spawned import end_with_parent
@@ -160,7 +160,7 @@ def _prepare(target: Path, head: Path, slowness: float = 1.0) -> None:
     _Process.oracle = run(listen_in_calm(_Process.models))
     # A process whose peers die all the time logs nothing else; what goes wrong in calm is logged.
     logging.disable(logging.CRITICAL)
-    tune_interpreter()
+    tune_process()
 
 
 def _run_here(schedule: Schedule) -> Outcome:

@@ -20,7 +20,7 @@ from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.metrics_port import PortMetrics, serve_metrics
-from outrider.process import add_tls_arguments, run, tune_interpreter
+from outrider.process import add_tls_arguments, run, tune_process
 from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
 from outrider_drafter.config import DTYPES, DrafterConfig
@@ -104,7 +104,7 @@ async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
         dialer = SlowDialer(dialer, config.bench_exchange_delay_ms)
         join = dialer.join_lane
     service = await asyncio.to_thread(build_service, config, dialer, awake, join)
-    tune_interpreter()
+    tune_process()
     awake.adopt_thread()
     metrics_address = _serve_metrics(config, service.metrics.registry)
     ports = PortMetrics(service.metrics.registry)

@@ -342,7 +342,7 @@ class DrafterService:
         event loop may be on its way to other messages."""
         assert self._loop is not None
         encoded = [
-            (number, Encoded(encode_drafter_message(message))) for number, message in answers
+            (number, Encoded((encode_drafter_message(message),))) for number, message in answers
         ]
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(self._enqueue, encoded)

@@ -2,6 +2,7 @@
 
     encode_X(message) -> bytes        never fails on a valid dataclass; the same bytes every time
     decode_X(bytes) -> message        InvalidMessageError for anything else than a valid message
+    encode_verdicts(verdicts)         their bytes in pieces, features where they lie
     encode_Xs(messages) -> frames     several exchange messages a frame
     decode_Xs(frame) -> messages      the InvalidMessageError in a malformed one's place
 
@@ -35,6 +36,7 @@ from outrider.wire.exchange_codec import (
     encode_verifier_message,
     encode_verifier_messages,
 )
+from outrider.wire.round_codec import encode_verdicts
 from outrider.wire.session_codec import (
     decode_sessions_message,
     decode_sessions_request,
@@ -63,6 +65,7 @@ __all__ = [
     "encode_sessions_request",
     "encode_set_plan",
     "encode_drain",
+    "encode_verdicts",
     "encode_verifier_address",
     "encode_verifier_info",
     "encode_verifier_message",

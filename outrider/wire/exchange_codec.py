@@ -159,7 +159,7 @@ def encode_verifier_message(message: VerifierMessage) -> bytes:
         case Encoded():
             return message.data
         case Verdicts():
-            return encode_verdicts(message)
+            return b"".join(encode_verdicts(message))
         case Heartbeat():
             frame = pb.ExchangeResponse(heartbeat=common_pb2.Heartbeat(sequence=message.sequence))
         case SessionStart():

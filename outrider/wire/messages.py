@@ -84,15 +84,26 @@ class LaneAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A message that is bytes already, so that the thread that made it also encodes it; only
-    sending knows this form."""
+    """A message that is encoded already, so that the thread that made it also does that; only
+    sending knows this form. Features may lie where their round left them, and what carries them to
+    their reader's memory copies them from there; `owned` is for what is sent later."""
 
-    data: bytes
+    pieces: tuple[bytes | memoryview, ...]
 
     @property
     def nbytes(self) -> int:
         """Size of the message."""
-        return len(self.data)
+        return sum(map(len, self.pieces))
+
+    @property
+    def data(self) -> bytes:
+        """The message in one piece."""
+        (first, *others) = self.pieces
+        return first if isinstance(first, bytes) and not others else b"".join(self.pieces)
+
+    def owned(self) -> Encoded:
+        """The same in memory that nothing else writes to."""
+        return Encoded((self.data,))
 
 
 DrafterMessage = Hello | LaneAnswer | Proposals | SessionsLost | Heartbeat | Encoded

@@ -57,12 +57,20 @@ class _Field(NamedTuple):
     """A field that is present."""
 
     number: int
-    content: int | bytes | tuple[Buffer, ...]
-    """A varint, or a length-delimited value or its pieces."""
+    content: int | bytes
+    """A varint, or a length-delimited value."""
 
 
-def encode_verdicts(verdicts: Verdicts) -> bytes:
-    """An ExchangeResponse with these verdicts; their arrays are copied once."""
+class _Pieces(NamedTuple):
+    """A length-delimited field whose content lies in pieces."""
+
+    number: int
+    content: tuple[Buffer, ...]
+
+
+def encode_verdicts(verdicts: Verdicts) -> tuple[Buffer, ...]:
+    """An ExchangeResponse with these verdicts in pieces to be joined: features stay where they lie,
+    all else is copied."""
     columns = np.empty((_VERDICT_COLUMNS, len(verdicts)), dtype=_UINT32)
     columns[0], columns[1] = verdicts.handles, verdicts.starts
     columns[2], columns[3] = verdicts.token_counts, verdicts.feature_starts
@@ -72,18 +80,18 @@ def encode_verdicts(verdicts: Verdicts) -> bytes:
         _array(pb.Verdicts.DIGESTS_FIELD_NUMBER, verdicts.digests, _UINT64),
         _array(pb.Verdicts.TOKENS_FIELD_NUMBER, verdicts.tokens, _INT32),
     ]
-    rows = verdicts.features
+    rows, features = verdicts.features, None
     if rows is not None:
         expected = NUMPY_DTYPES[rows.dtype]
         if any(piece.dtype != expected for piece in rows.pieces):
             raise TypeError(f"{rows.dtype} must be held as {expected}")
-        pieces = tuple(_raw(piece) for piece in rows.pieces)
         written += [
             _Field(pb.Verdicts.FEATURE_DTYPE_FIELD_NUMBER, int(DTYPES_TO_PB[rows.dtype])),
             _Field(pb.Verdicts.FEATURE_WIDTH_FIELD_NUMBER, rows.width),
-            _Field(pb.Verdicts.FEATURES_FIELD_NUMBER, pieces),
         ]
-    return _message(VERDICTS_FIELD, written)
+        pieces = tuple([_raw(piece) for piece in rows.pieces])
+        features = _Pieces(pb.Verdicts.FEATURES_FIELD_NUMBER, pieces)
+    return _message(VERDICTS_FIELD, written, features)
 
 
 def encode_proposals(proposals: Proposals) -> bytes:
@@ -111,7 +119,7 @@ def encode_proposals(proposals: Proposals) -> bytes:
             _array(pb.Proposals.LAW_COUNTS_FIELD_NUMBER, laws.counts, _UINT16),
         ]
     written.append(_Field(pb.Proposals.DRAFT_US_FIELD_NUMBER, proposals.draft_us))
-    return _message(PROPOSALS_FIELD, written)
+    return b"".join(_message(PROPOSALS_FIELD, written))
 
 
 def sole_content(data: Encoded, field: int) -> memoryview | None:
@@ -306,22 +314,23 @@ def _raw(values: NDArray[np.generic]) -> Buffer:
     return memoryview(held).cast("B")
 
 
-def _message(field: int, written: Iterable[_Field]) -> bytes:
-    """A frame whose only field is the submessage of these; empty values are left out."""
-    chunks: list[Buffer] = []
+def _message(
+    field: int, written: Iterable[_Field], last: _Pieces | None = None
+) -> tuple[Buffer, ...]:
+    """A frame whose only field is the submessage of these, to be joined: `last` stays where it
+    lies, all else is one piece. Empty values are left out."""
+    chunks: list[bytes] = []
     for name, content in written:
         if isinstance(content, int):
             if content:
                 chunks += (varint(name << 3), varint(content))
-            continue
-        if isinstance(content, bytes):
-            if content:
-                chunks += (varint(name << 3 | 2), varint(len(content)), content)
-            continue
-        size = sum(map(len, content))
-        if size:
-            chunks += (varint(name << 3 | 2), varint(size), *content)
-    size = sum(map(len, chunks))
+        elif content:
+            chunks += (varint(name << 3 | LENGTH_DELIMITED), varint(len(content)), content)
+    pieces = () if last is None else last.content
+    behind = sum(map(len, pieces))
+    if last is not None and behind:
+        chunks += (varint(last.number << 3 | LENGTH_DELIMITED), varint(behind))
+    size = sum(map(len, chunks)) + behind
     if size > MAX_MESSAGE_BYTES:
         fail(f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
-    return b"".join((varint(field << 3 | 2), varint(size), *chunks))
+    return (b"".join((varint(field << 3 | LENGTH_DELIMITED), varint(size), *chunks)), *pieces)

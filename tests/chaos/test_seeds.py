@@ -20,7 +20,7 @@ from outrider.chaos.faults import Role
 from outrider.chaos.history import History
 from outrider.chaos.schedule import Schedule
 
-SAMPLE = range(40)
+SAMPLE = range(28)
 PROCESSES = 3
 """More than there are cores: a run waits for its clocks half of the time."""
 ODD = 7

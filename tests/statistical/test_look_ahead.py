@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.fakes.rounds_by_digest import Rounds, Row, ahead, fresh, markov, table_engine
+from tests.grids import thorough
 from tests.reference.goodness import LEAST_P, p_value
 
 V, LENGTH, TRIALS = 4, 3, 1500
@@ -59,7 +60,7 @@ def _texts(rule: Rule, plan: Plan) -> tuple[NDArray[np.int64], Rounds, float]:
 @pytest.mark.parametrize(
     ("rule", "plan"),
     [
-        (Rule.REJECTION, CHAIN),
+        thorough(Rule.REJECTION, CHAIN),
         (Rule.REJECTION, TREE),
         (Rule.TARGET_ONLY, CHAIN),
         (Rule.COUPLED, TREE),

@@ -20,7 +20,7 @@ from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.metrics_port import PortMetrics, serve_metrics
-from outrider.process import add_tls_arguments, run, tune_interpreter
+from outrider.process import add_tls_arguments, run, tune_process
 from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
 from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
@@ -108,7 +108,7 @@ async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
     )
     grpc_config = GrpcConfig(heartbeat=heartbeat)
     service = await asyncio.to_thread(build_service, config, awake)
-    tune_interpreter()
+    tune_process()
     ports = PortMetrics(service.metrics.registry)
     access = Access(tls=config.tls, on_refused=ports.refused, on_handshake=ports.handshake)
     services = verifier_services(service, grpc_config)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from outrider.ids import DrafterId
-from outrider.wire.codec import encode_verifier_message
+from outrider.wire.codec import encode_verdicts
 from outrider.wire.messages import Encoded, PlanChange, SessionEnd, Verdicts, VerifierMessage
 from outrider_verifier.commands import Link
 from outrider_verifier.conduct import Conduct, Conducts
@@ -139,15 +139,15 @@ class Announcer:
         self.tell(session, PlanChange(handle=session.handle, plan=session.drafter_plan))
 
     def tell_round(self, told: Told) -> None:
-        """Say to each drafter what a round committed of its sessions. Encoded here and now: so the
-        features may lie in memory that the next round writes to."""
+        """Say to each drafter what a round committed of its sessions. Features are sent from where
+        they lie, which must be written to only when what was posted has been handed over."""
         self.say(self._handover.advance(told))
 
     def say(self, verdicts_by_link: Sequence[tuple[int, Verdicts]]) -> None:
         """Send verdicts that were worked out; see `tell_round`."""
         for link_id, verdicts in verdicts_by_link:
             self._on_link[link_id].asked(int(np.count_nonzero(verdicts.draft_wanted)))
-            self._post(Tell(link_id, Encoded(encode_verifier_message(verdicts))))
+            self._post(Tell(link_id, Encoded(encode_verdicts(verdicts))))
 
     def tell(self, session: Session, message: VerifierMessage) -> None:
         """Send a message to the session's drafter."""

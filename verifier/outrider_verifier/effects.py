@@ -10,7 +10,7 @@ from typing import NamedTuple
 from outrider.engine.logprobs import PathLogprobs
 from outrider.errors import OutriderError
 from outrider.ids import DrafterId
-from outrider.wire.messages import VerifierMessage
+from outrider.wire.messages import Encoded, VerifierMessage
 
 
 class Event(NamedTuple):
@@ -72,6 +72,11 @@ class Tell:
 
     link_id: int
     message: VerifierMessage
+
+    def owned(self) -> Tell:
+        """The same in memory that no round writes to, for another thread to send."""
+        message = self.message
+        return Tell(self.link_id, message.owned()) if isinstance(message, Encoded) else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from outrider.errors import InvalidMessageError
-from outrider.transport.lane import LaneSet
+from outrider.transport.lane import INLINE_BYTES, Frame, LaneSet
 from outrider.wire.codec import decode_drafter_messages, encode_verifier_messages
-from outrider.wire.messages import VerifierMessage
+from outrider.wire.messages import Encoded, VerifierMessage
 from outrider_verifier.checks import DrafterChecks
 from outrider_verifier.commands import Command, Garbled
 
@@ -27,7 +27,7 @@ class Lanes(LaneSet):
 
     def tell(self, link_id: int, messages: Sequence[VerifierMessage]) -> None:
         """Send messages together."""
-        lane = self.send(link_id, *encode_verifier_messages(messages))
+        lane = self.send(link_id, *_frames(messages))
         if lane is not None and lane.unsent_bytes > self._queue_bytes:
             self.counters["drafters_overflowed"] += 1
             self.lose(link_id, "the drafter does not read")
@@ -45,3 +45,17 @@ class Lanes(LaneSet):
                 if command is not None:
                     found.append(command)
         return found
+
+
+def _frames(messages: Sequence[VerifierMessage]) -> list[Frame]:
+    """Messages as frames: together, but for those that are large, which go as they lie."""
+    frames: list[Frame] = []
+    together: list[VerifierMessage] = []
+    for message in messages:
+        if isinstance(message, Encoded) and message.nbytes > INLINE_BYTES:
+            frames += (*encode_verifier_messages(together), message)
+            together = []
+        else:
+            together.append(message)
+    frames += encode_verifier_messages(together)
+    return frames

@@ -238,8 +238,12 @@ class EngineLoop:
         mine: list[Effect] = []
         others: list[Effect] = []
         for effect in effects:
-            by_lane = isinstance(effect, Tell) and lanes.carries(effect.link_id)
-            (mine if by_lane else others).append(effect)
+            if not isinstance(effect, Tell):
+                others.append(effect)
+            elif lanes.carries(effect.link_id):
+                mine.append(effect)
+            else:
+                others.append(effect.owned())
         for link_id, messages in told_by_link(mine).items():
             lanes.tell(link_id, messages)
         return others

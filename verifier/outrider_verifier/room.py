@@ -119,9 +119,9 @@ class Room:
         return all([self._hold(session) for session in short]) if short else True
 
     def grow_ahead(self, sessions: Iterable[Session], tokens: int) -> None:
-        """While a round runs: let these sessions hold what they need once it has committed up to
-        `tokens` of each, and tell the device, so that the next round need not wait for that. Where
-        blocks are short nothing is done."""
+        """While a round runs, or drafts are made: let these sessions hold what they need once up to
+        `tokens` more of each are committed, and tell the device, so that the next round need not
+        wait for that. Where blocks are short nothing is done."""
         short = [s for s in sessions if s.length + tokens > s.covered and not s.ended]
         if all([self._hold(session, tokens) for session in short]) and short:
             self._runner.tell_grown()

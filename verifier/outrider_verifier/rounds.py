@@ -221,6 +221,9 @@ class Rounds:
             self.flush()
         self._core.stand_ins.observe(settled)
         self._accounts.keep_features(flying, outcome.decoded, settled)
+        if len(told):
+            # While drafters draft.
+            self._grow_ahead(flying, 0)
         return failure
 
     def _book(
@@ -272,11 +275,12 @@ class Rounds:
             sheet.digests = handover.digests(sheet.handles, sheet.lengths, sheet.told)
         return sheet
 
-    def _grow_ahead(self, flying: InFlight) -> None:
-        """Blocks for the round after this one. It saves time and may fail: the next round asks
-        again, where a failure has somebody to end."""
+    def _grow_ahead(self, flying: InFlight, tokens: int) -> None:
+        """Blocks for the round after this one, which may yet commit so many tokens of each session.
+        It saves time and may fail: the next round asks again, where a failure has somebody to end.
+        """
         try:
-            self._core.room.grow_ahead(flying.sessions, 1 + flying.most_nodes)
+            self._core.room.grow_ahead(flying.sessions, tokens)
         except Exception as bug:
             logger.exception("blocks were not told of ahead of their round")
             self.check_device(bug)
@@ -360,7 +364,7 @@ class Rounds:
             return False
         # It is ready when the round lands.
         if not flying.ready and self._engine.run_ahead:
-            self._grow_ahead(flying)
+            self._grow_ahead(flying, 1 + flying.most_nodes)
         self._sheet(flying)
         flying.expect(self._engine.verify_s)
         return True

@@ -29,7 +29,7 @@ from outrider.engine.linear import PlainLinear
 from outrider.engine.target import TargetModel
 from outrider.errors import FailedPreconditionError, UnavailableError
 from outrider.ids import DrafterId
-from outrider.process import tune_interpreter
+from outrider.process import tune_process
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.transport.inproc import InprocNetwork
 
@@ -167,7 +167,7 @@ def _serving_process(awake: AwakeCores) -> Iterator[set[int]]:
     its thread ran on before."""
     switch_interval = sys.getswitchinterval()
     cores = os.sched_getaffinity(0)
-    tune_interpreter()
+    tune_process()
     try:
         with awake:
             awake.adopt_thread()

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 from outrider.client import AsyncClient, OutriderError, RetryPolicy, user
 from outrider.errors import InternalError
-from outrider.process import run, tune_interpreter
+from outrider.process import run, tune_process
 from outrider_bench.prompts import is_loop
 from outrider_bench.serve.loads import Ask, shares
 from outrider_bench.serve.waves import Answer, Wave
@@ -139,7 +139,7 @@ def _expect(pipe: Connection, kind: type[Any]) -> Any:
 
 def _serve(pipe: Connection, tickets: Any) -> None:
     """A client process: orders in, answers out, until the pipe is closed."""
-    tune_interpreter()
+    tune_process()
 
     def take() -> int:
         with tickets.get_lock():

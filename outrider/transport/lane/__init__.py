@@ -5,8 +5,24 @@ peer. But what rounds say goes from working thread to working thread, over a Uni
 and, where a message is large, a ring of shared memory: no event loop, no other thread wakes.
 """
 
-from outrider.transport.lane.join import JoinLane, LaneListener, join_lane, lanes_exist
-from outrider.transport.lane.lane import Lane
+from outrider.transport.lane.join import (
+    JoinLane,
+    LaneListener,
+    join_lane,
+    lane_pair,
+    lanes_exist,
+)
+from outrider.transport.lane.lane import INLINE_BYTES, Frame, Lane
 from outrider.transport.lane.lane_set import LaneSet
 
-__all__ = ["JoinLane", "Lane", "LaneListener", "LaneSet", "join_lane", "lanes_exist"]
+__all__ = [
+    "INLINE_BYTES",
+    "Frame",
+    "JoinLane",
+    "Lane",
+    "LaneListener",
+    "LaneSet",
+    "join_lane",
+    "lane_pair",
+    "lanes_exist",
+]

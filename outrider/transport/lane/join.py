@@ -141,6 +141,13 @@ def _user_of(connected: socket.socket) -> int:
     return user
 
 
+def lane_pair() -> tuple[Lane, Lane]:
+    """Both ends of a lane in one process, for benchmarks and tests. Raises OSError."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine = _make_lane(ours)
+    return mine, _welcomed(theirs)
+
+
 def _make_lane(connected: socket.socket) -> Lane:
     """The listener's end; both rings are made here. Raises OSError."""
     descriptors: list[int] = []
@@ -160,22 +167,29 @@ def join_lane(offer: LaneOffer) -> Lane:
     if not lanes_exist():
         raise UnavailableError("this system has no lanes", reason="NO_LANES")
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    descriptors: list[int] = []
     try:
         connected.settimeout(_JOIN_S)
         connected.connect(_address(offer.name))
         connected.send(offer.token)
-        answer, descriptors, _, _ = socket.recv_fds(connected, len(_WELCOME), 2)
-        if answer != _WELCOME or len(descriptors) != 2:
-            raise UnavailableError("the lane was refused", reason="LANE_REFUSED")
-        incoming, outgoing = [Ring.of(descriptor) for descriptor in descriptors]
-        return Lane(connected, outgoing=outgoing, incoming=incoming)
+        return _welcomed(connected)
     except OSError as error:
         connected.close()
         raise UnavailableError(f"no lane: {error}", reason="NO_LANE") from None
     except OutriderError:
         connected.close()
         raise
+
+
+def _welcomed(connected: socket.socket) -> Lane:
+    """The joiner's end; both rings were made by the listener. Raises OSError, UnavailableError,
+    InvalidMessageError."""
+    descriptors: list[int] = []
+    try:
+        answer, descriptors, _, _ = socket.recv_fds(connected, len(_WELCOME), 2)
+        if answer != _WELCOME or len(descriptors) != 2:
+            raise UnavailableError("the lane was refused", reason="LANE_REFUSED")
+        incoming, outgoing = [Ring.of(descriptor) for descriptor in descriptors]
+        return Lane(connected, outgoing=outgoing, incoming=incoming)
     finally:
         _close_all(descriptors)
 

@@ -6,15 +6,20 @@ import contextlib
 import socket
 import struct
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from outrider.errors import ConnectionLostError, InvalidMessageError, OutriderError
 from outrider.transport.lane.ring import RING_BYTES, Ring
 from outrider.wire.limits import MAX_MESSAGE_BYTES
+from outrider.wire.messages import Encoded
+
+Frame = bytes | Encoded
+"""Encoded: one that may lie in pieces, which are copied before `Lane.send` returns."""
 
 PART_BYTES: Final = RING_BYTES // 4
 """Larger frames cross in parts of this size: for these a ring has room again and again."""
-_INLINE_BYTES: Final = 32 << 10
+INLINE_BYTES: Final = 32 << 10
 """Frames up to this size cross in the packet itself."""
 _INLINE, _IN_RING, _GOES_ON = b"\0", b"\1", b"\2"
 """A frame in the packet; a frame or its last part in the ring; a part that is not the last."""
@@ -50,26 +55,25 @@ class Lane:
         """Frames that did not find room yet; `flush` tries again."""
         return len(self._unsent)
 
-    def send(self, *frames: bytes) -> None:
+    def send(self, *frames: Frame) -> None:
         """Hand frames over, in order, or keep them until there is room. Raises ConnectionLostError
         when the peer is gone, InvalidMessageError for a frame that no lane carries."""
-        for frame in frames:
-            if len(frame) > MAX_MESSAGE_BYTES:
-                raise InvalidMessageError(
-                    f"a frame of {len(frame)} bytes, a lane carries {MAX_MESSAGE_BYTES}",
-                    reason="LANE_FRAME",
-                )
-        self._unsent.extend(frames)
-        self.unsent_bytes += sum(map(len, frames))
+        sizes = [_size(frame) for frame in frames]
+        if (most := max(sizes, default=0)) > MAX_MESSAGE_BYTES:
+            raise InvalidMessageError(
+                f"a frame of {most} bytes, a lane carries {MAX_MESSAGE_BYTES}", reason="LANE_FRAME"
+            )
+        for frame, size in zip(frames, sizes, strict=True):
+            pieces = frame.pieces if isinstance(frame, Encoded) else (frame,)
+            if self._unsent or not self._left_at_once(pieces, size):
+                self._unsent.append(frame.data if isinstance(frame, Encoded) else frame)
+                self.unsent_bytes += size
         self.flush()
 
     def flush(self) -> None:
         """Send what there is room for by now. Raises ConnectionLostError."""
-        while self._unsent:
-            frame = self._unsent[0]
-            if not self._sent(frame):
-                return
-            if self._begun >= len(frame):
+        while self._unsent and self._left_in_part(self._unsent[0]):
+            if self._begun >= len(self._unsent[0]):
                 self._begun = 0
                 self.unsent_bytes -= len(self._unsent.popleft())
 
@@ -86,7 +90,7 @@ class Lane:
         frames: list[bytes] = []
         for _ in range(_MOST_READ):
             try:
-                packet = self._socket.recv(_INLINE_BYTES + 1)
+                packet = self._socket.recv(INLINE_BYTES + 1)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
@@ -112,25 +116,44 @@ class Lane:
         self._outgoing.close()
         self._incoming.close()
 
-    def _sent(self, frame: bytes) -> bool:
-        """Whether there was room for the frame, or its next part."""
-        packet, size = _INLINE + frame, len(frame)
-        if len(frame) > _INLINE_BYTES:
-            part = memoryview(frame)[self._begun : self._begun + PART_BYTES]
-            offset, size = self._outgoing.write(part), len(part)
-            if offset is None:
-                return False
-            last = self._begun + size == len(frame)
-            packet = (_IN_RING if last else _GOES_ON) + _PLACE.pack(offset, size)
+    def _left_at_once(self, pieces: Sequence[bytes | memoryview], size: int) -> bool:
+        """Whether a frame needs no parts, and there was room for it."""
+        if size <= INLINE_BYTES:
+            return self._posted(b"".join((_INLINE, *pieces)))
+        return size <= PART_BYTES and self._through_ring(_IN_RING, pieces, size)
+
+    def _left_in_part(self, frame: bytes) -> bool:
+        """Whether there was room for a frame, or its next part."""
+        if not self._begun and self._left_at_once((frame,), len(frame)):
+            self._begun = len(frame)
+            return True
+        if len(frame) <= PART_BYTES:
+            return False
+        part = memoryview(frame)[self._begun : self._begun + PART_BYTES]
+        last = self._begun + len(part) == len(frame)
+        if not self._through_ring(_IN_RING if last else _GOES_ON, (part,), len(part)):
+            return False
+        self._begun += len(part)
+        return True
+
+    def _through_ring(self, kind: bytes, pieces: Sequence[bytes | memoryview], size: int) -> bool:
+        """Whether there was room for a frame or a part of one in the ring, and for word of it."""
+        offset = self._outgoing.write(pieces, size)
+        if offset is None:
+            return False
+        if not self._posted(kind + _PLACE.pack(offset, size)):
+            self._outgoing.take_back()
+            return False
+        return True
+
+    def _posted(self, packet: bytes) -> bool:
+        """Whether there was room for a packet."""
         try:
             self._socket.send(packet)
         except (BlockingIOError, InterruptedError):
-            if len(frame) > _INLINE_BYTES:
-                self._outgoing.take_back()
             return False
         except OSError as error:
             raise _lost(str(error)) from None
-        self._begun += size
         return True
 
     def _frame(self, packet: bytes) -> bytes | None:
@@ -154,6 +177,10 @@ class Lane:
             return None
         self._parts = []
         return b"".join(parts)
+
+
+def _size(frame: Frame) -> int:
+    return frame.nbytes if isinstance(frame, Encoded) else len(frame)
 
 
 def _lost(why: str) -> ConnectionLostError:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from outrider.errors import OutriderError
-from outrider.transport.lane.lane import Lane
+from outrider.transport.lane.lane import Frame, Lane
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class LaneSet:
         open_lanes = (lane for lane in self._lanes.values() if lane is not None)
         return [lane.fileno() for lane in open_lanes if lane.unsent]
 
-    def send(self, number: int, *frames: bytes) -> Lane | None:
+    def send(self, number: int, *frames: Frame) -> Lane | None:
         """Send frames, or keep what finds no room for `flush`; the lane, whose owner bounds what it
         keeps, or None if it is lost."""
         lane = self._lanes[number]

@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from outrider.errors import InvalidMessageError
@@ -66,14 +67,16 @@ class Ring:
             )
         return cls(descriptor, size)
 
-    def write(self, frame: bytes | memoryview) -> int | None:
-        """Copy a frame in; its offset, or None while there is no room for it."""
-        start = self._room(len(frame))
+    def write(self, pieces: Sequence[bytes | memoryview], size: int) -> int | None:
+        """Copy a frame of `size` bytes in; its offset, or None while there is no room for it."""
+        start = self._room(size)
         if start is None:
             return None
-        first = _HEADER + start
-        self._bytes[first : first + len(frame)] = frame
-        self._head = start + len(frame)
+        memory, end = self._bytes, _HEADER + start
+        for piece in pieces:
+            begin, end = end, end + len(piece)
+            memory[begin:end] = piece
+        self._head = start + size
         self._written += 1
         self._unread.append((self._written, start))
         return start

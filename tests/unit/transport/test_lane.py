@@ -16,7 +16,7 @@ from outrider.transport.lane import LaneListener, join_lane
 from outrider.transport.lane.lane import PART_BYTES
 from outrider.transport.lane.ring import RING_BYTES, Ring
 from outrider.wire.limits import MAX_MESSAGE_BYTES
-from outrider.wire.messages import LaneOffer
+from outrider.wire.messages import Encoded, LaneOffer
 from tests.fakes.lanes import hostile_peer, lane_pair
 
 
@@ -45,6 +45,27 @@ def test_what_finds_no_room_is_kept_and_sent_later_in_order() -> None:
             left.flush()
         assert found == frames
         assert left.unsent == left.unsent_bytes == 0
+
+
+def test_a_frame_in_pieces_crosses_as_one_whether_there_is_room_or_not() -> None:
+    rng = random.Random(4)
+    sizes = [(), (7,), (20_000, 5000), (90_000, 1, 0, 70_000), (3_000_000,) * 2]
+    with lane_pair() as (left, right):
+        whole: list[bytes] = []
+        for count in range(30):
+            memory = [bytearray(rng.randbytes(size)) for size in sizes[count % len(sizes)]]
+            whole.append(b"head" + b"".join(memory))
+            left.send(Encoded((b"head", *map(memoryview, memory))))
+            for piece in memory:
+                # The next round writes to it.
+                piece[:] = bytes(len(piece))
+        assert left.unsent > 0
+        found: list[bytes] = []
+        while len(found) < len(whole):
+            found += right.receive()
+            left.flush()
+        assert found == whole
+        assert left.unsent_bytes == 0
 
 
 def test_a_reader_that_stopped_costs_its_sender_nothing_but_memory() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from outrider_verifier.checks import DrafterChecks, Identity
 from outrider_verifier.commands import Garbled, Lost, Offered
@@ -15,6 +16,7 @@ from outrider.wire.codec import (
     decode_verifier_messages,
     encode_drafter_message,
     encode_drafter_messages,
+    encode_verdicts,
 )
 from outrider.wire.messages import (
     Encoded,
@@ -23,7 +25,11 @@ from outrider.wire.messages import (
     Proposals,
     SessionEnd,
     SessionsLost,
+    TensorDtype,
+    Verdict,
+    Verdicts,
     Welcome,
+    WireTensor,
 )
 from tests.fakes.lanes import lane_pair
 from tests.wire.samples import CHAIN
@@ -92,7 +98,7 @@ def test_a_drafter_that_leaves_is_lost_once_and_told_nothing(rig: Rig) -> None:
 
 
 def test_a_drafter_that_does_not_read_is_lost_when_too_much_waits(rig: Rig) -> None:
-    piece = Encoded(bytes(30_000))
+    piece = Encoded((bytes(30_000),))
     for _ in range(200):
         rig.lanes.tell(LINK, [piece])
     assert rig.lost == [LINK]
@@ -113,3 +119,26 @@ def test_what_waited_goes_on_in_order_when_there_is_room(rig: Rig) -> None:
     assert heard == list(range(3000))
     assert rig.lanes.writers == []
     assert rig.lost == []
+
+
+def test_large_messages_go_alone_and_in_their_order() -> None:
+    ends = [SessionEnd(handle=handle) for handle in range(4)]
+    features = WireTensor(dtype=TensorDtype.FLOAT32, data=np.ones((20, 1024), dtype=np.float32))
+    verdict = Verdict(
+        handle=1,
+        start=0,
+        tokens=np.arange(20, dtype=np.int32),
+        prefix_digest=5,
+        feature_start=0,
+        features=features,
+        draft_wanted=True,
+    )
+    large = Encoded(encode_verdicts(Verdicts.of([verdict])))
+    with lane_pair() as (ours, theirs):
+        rig = Rig(ours, theirs)
+        rig.lanes.tell(LINK, [ends[0], ends[1], large, ends[2], large, ends[3]])
+        frames = rig.theirs.receive()
+    heard = [message for frame in frames for message in decode_verifier_messages(frame)]
+    kinds = [type(message).__name__ for message in heard]
+    assert kinds == ["SessionEnd", "SessionEnd", "Verdicts", "SessionEnd", "Verdicts", "SessionEnd"]
+    assert len(frames) == 5

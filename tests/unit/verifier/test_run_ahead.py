@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
+from outrider_verifier.sessions import Session
 
 from outrider.errors import InternalError, OutriderError, ResourceExhaustedError
 from outrider.ids import SessionId
@@ -340,3 +342,32 @@ def _wait(gate: threading.Event) -> None:
 
 def _pause() -> None:
     threading.Event().wait(0.002)
+
+
+async def test_blocks_for_a_round_of_drafts_are_held_before_the_drafts_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = FakeTarget(num_blocks=256)
+    runner = FakeRunner(target)
+    async with verifier(target=target, runner=runner) as rig:
+        await rig.attach(good_chain(target))
+        room, grow, grown = rig.service._core.room, runner.grown, Counter[str]()
+        ready = room.ready
+        planning = False
+
+        def watched(session: Session) -> None:
+            grown["late" if planning and session.emitted > 1 else "in time"] += 1
+            grow(session)
+
+        def plans(*given: Any, **named: Any) -> bool:
+            nonlocal planning
+            planning = True
+            try:
+                return ready(*given, **named)
+            finally:
+                planning = False
+
+        monkeypatch.setattr(runner, "grown", watched)
+        monkeypatch.setattr(room, "ready", plans)
+        await rig.run(make_spec(max_new_tokens=90))
+        assert grown["in time"] > 3 and not grown["late"]

@@ -1,0 +1,49 @@
+"""What a process that serves does to itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+_FAULTS = """
+import resource
+from outrider.process import keep_freed_memory
+keep_freed_memory()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+kept = b""
+for number in range(60):
+    if number == 10:
+        before = faults()
+    kept = bytes(bytearray(3 << 20))
+print((faults() - before) / 50)
+"""
+_PAGES = 2 * (3 << 20) // 4096
+"""Of the buffers that come and go each time."""
+
+
+def _faults(**settings: str) -> float:
+    """Page faults for each time."""
+    known = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", _FAULTS],
+        env={**known, **settings},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return float(done.stdout)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="faults are counted on Linux")
+def test_large_buffers_that_come_and_go_cost_no_page_faults() -> None:
+    assert _faults() < _PAGES / 20
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="faults are counted on Linux")
+def test_what_an_operator_says_of_freed_memory_stands() -> None:
+    assert _faults(MALLOC_MMAP_THRESHOLD_="65536") > _PAGES / 4
