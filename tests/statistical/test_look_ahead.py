@@ -60,6 +60,7 @@ def _texts(rule: Rule, plan: Plan) -> tuple[NDArray[np.int64], Rounds, float]:
 @pytest.mark.parametrize(
     ("rule", "plan"),
     [
+        # A chain is a tree whose nodes have one child each.
         thorough(Rule.REJECTION, CHAIN),
         (Rule.REJECTION, TREE),
         (Rule.TARGET_ONLY, CHAIN),

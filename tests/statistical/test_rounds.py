@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outrider.engine.acceptance import accept
 from outrider.spec.sampling import Rule, SamplingParams
+from tests.grids import thorough
 from tests.reference.acceptance_oracle import softmax
 from tests.reference.goodness import LEAST_P, p_value
 from tests.reference.rounds import accept_rows, draft, seeded, verify_logits
@@ -74,11 +75,12 @@ def _exact(target: Tensor = TARGET) -> NDArray[np.float64]:
 @pytest.mark.parametrize(
     ("rule", "widths"),
     [
-        (Rule.COUPLED, [1, 1]),
+        # A chain is a tree whose first node is alone.
+        thorough(Rule.COUPLED, [1, 1]),
         (Rule.COUPLED, [2, 1]),
         (Rule.REJECTION, [1, 1]),
         (Rule.REJECTION, [2, 1]),
-        (Rule.TARGET_ONLY, [1, 1]),
+        thorough(Rule.TARGET_ONLY, [1, 1]),
         (Rule.TARGET_ONLY, [2, 1]),
     ],
 )

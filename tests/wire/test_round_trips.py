@@ -37,7 +37,7 @@ def test_random_bytes_are_a_message_or_invalid(kind: Kind, garbage: bytes) -> No
 
 
 @BY_NAME
-@settings(QUICK, max_examples=150)
+@settings(QUICK, max_examples=80)
 @given(data=st.data())
 def test_a_damaged_message_is_a_message_or_invalid(kind: Kind, data: st.DataObject) -> None:
     damaged = bytearray(kind.encode(data.draw(kind.strategy)))

@@ -147,9 +147,16 @@ class Announcer:
         """Send verdicts that were worked out; see `tell_round`."""
         for link_id, verdicts in verdicts_by_link:
             self._on_link[link_id].asked(int(np.count_nonzero(verdicts.draft_wanted)))
-            self._post(Tell(link_id, Encoded(encode_verdicts(verdicts))))
+            self._post(_tell(link_id, verdicts))
 
     def tell(self, session: Session, message: VerifierMessage) -> None:
         """Send a message to the session's drafter."""
         assert session.link_id is not None, session.session_id
-        self._post(Tell(session.link_id, message))
+        self._post(_tell(session.link_id, message))
+
+
+def _tell(link_id: int, message: VerifierMessage) -> Tell:
+    """Verdicts are encoded by the thread that made them, which owns what their features lie in."""
+    if isinstance(message, Verdicts):
+        message = Encoded(encode_verdicts(message))
+    return Tell(link_id, message)

@@ -22,7 +22,6 @@ from outrider.wire.messages import (
     Encoded,
     Hello,
     LaneAnswer,
-    Verdicts,
     VerifierMessage,
 )
 from outrider_verifier.checks import DrafterChecks, Identity, check_hello
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def _message_bytes(message: VerifierMessage) -> int:
-    return message.nbytes if isinstance(message, Encoded | Verdicts) else 256
+    return message.nbytes if isinstance(message, Encoded) else 256
 
 
 @dataclass(slots=True, eq=False)

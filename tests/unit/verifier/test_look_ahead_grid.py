@@ -85,7 +85,7 @@ def found(
     )
 
 
-@pytest.mark.parametrize("sessions", [1, thorough(8), 32])
+@pytest.mark.parametrize("sessions", [1, thorough(8), 32])  # eight lie between them
 @pytest.mark.parametrize("hits", [0.7, thorough(0.8)])  # more hits win by more
 def test_look_ahead_that_wins_is_kept(sessions: int, hits: float) -> None:
     world = found(LARGE, Ahead(hits=hits), sessions, 2.2)
@@ -106,6 +106,7 @@ def test_look_ahead_that_delays_misses_is_left(sessions: int, tokens: float) -> 
 
 @pytest.mark.parametrize(
     ("sessions", "texts", "drift"),
+    # .8 differs most; fewer lie between it and texts that are alike.
     [*(thorough(1, each, 0.0) for each in (0.3, 0.5)), (1, 0.8, 0.0), (1, 0.5, 0.4), (8, 0.5, 0.4)],
 )
 def test_texts_that_differ_are_no_reason_to_leave_look_ahead(
@@ -157,7 +158,7 @@ def test_stale_drafts_that_hardly_stand_are_left(sessions: int) -> None:
     assert world.looked < 0.25
 
 
-@pytest.mark.parametrize("sessions", [1, thorough(8), 32])
+@pytest.mark.parametrize("sessions", [1, thorough(8), 32])  # eight lie between them
 def test_on_shared_cores_look_ahead_costs_next_to_nothing(sessions: int) -> None:
     world = found(ON_CPUS, Ahead(hits=0.6, stretch=1.4), sessions, 2.2, on_cpus=True)
     assert world.ahead < 0.95 * world.lockstep
@@ -188,7 +189,7 @@ def test_it_is_never_below_plain_decoding(costs: Costs, ahead: Ahead, sessions: 
     assert world.planned >= 0.94 * max(world.lockstep, world.ahead)
 
 
-@pytest.mark.parametrize("sessions", [1, thorough(8), 32])
+@pytest.mark.parametrize("sessions", [1, thorough(8), 32])  # eight lie between them
 def test_over_a_slow_link_look_ahead_makes_drafts_pay(sessions: int) -> None:
     world = found(SLOW_LINK, Ahead(hits=0.7), sessions, 2.2)
     assert world.lockstep < 1.0
