@@ -6,9 +6,10 @@ source      the seam between the engine and the ways of drafting
 growth      draft trees as pure state machines: chain, best-first beam, static shape
 grow        drives growths of many sessions through one draft model, level by level
 ancestry    which draft rows see which
-head_*      EAGLE heads: what every source with one does (head_following), and drafting on the host;
-            headkv: their K/V and attention
-device_*    an EAGLE-3 head on an accelerator: rows, batches, whole drafts as one launch
+row_*       row_following: what every source with K/V of its own rows does, wherever it is
+head_*      EAGLE heads, drafting on the host; headkv: their K/V and attention
+device_*    a head or a small model (device_drafter) on an accelerator: rows, batches, whole drafts
+            as one launch
 ngram       prompt lookup
 small_model a separate small language model
 engine      messages in, proposals out; single-threaded, no I/O

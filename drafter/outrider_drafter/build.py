@@ -15,6 +15,7 @@ from outrider.engine.heads import DraftHead, load_head, load_head_config
 from outrider.engine.linear import make_linear
 from outrider.engine.loading import load_embedding, load_lm_head, load_target
 from outrider.engine.products import set_threads
+from outrider.engine.target import TargetModel
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.grammar.grammars import Grammars
 from outrider.models import resolve
@@ -108,7 +109,7 @@ def _head_source(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> 
             device=config.device,
         )
     # Imported here: it needs Triton, which a drafter on a CPU can do without.
-    from outrider_drafter.device_source import DeviceHeadSource
+    from outrider_drafter.device_head_source import DeviceHeadSource
 
     source = DeviceHeadSource(
         head,
@@ -141,7 +142,7 @@ def _read_head(config: DrafterConfig, dtype: torch.dtype) -> DraftHead:
     )
 
 
-def _load_small_model(config: DrafterConfig, identity: Identity) -> SmallModelSource:
+def _load_small_model(config: DrafterConfig, identity: Identity) -> DraftSource:
     own = tokenizer_hash(Path(config.draft_model))
     if own and identity.tokenizer_hash and own != identity.tokenizer_hash:
         raise FailedPreconditionError(
@@ -154,4 +155,25 @@ def _load_small_model(config: DrafterConfig, identity: Identity) -> SmallModelSo
         device=config.device,
         kv_tokens=config.draft_model_kv_tokens,
     )
-    return SmallModelSource(model, vocab_size=identity.vocab_size)
+    return _model_source(model, config, identity.vocab_size)
+
+
+def _model_source(model: TargetModel, config: DrafterConfig, vocab_size: int) -> DraftSource:
+    # A device masks trees, which a window does not allow, and knows no token that a model does not.
+    covered = model.config.vocab_size >= vocab_size and model.config.sliding_window is None
+    if model.device.type != "cuda" or not (covered and model.has_plain_weights):
+        return SmallModelSource(model, vocab_size=vocab_size)
+    # Imported here: it needs Triton, which a drafter on a CPU can do without.
+    from outrider_drafter.device_model_source import DeviceModelSource
+
+    source = DeviceModelSource(
+        model,
+        vocab_size=vocab_size,
+        max_rows=config.draft_model_kv_tokens,
+        max_sessions=config.max_sessions,
+        cuda_graphs=config.cuda_graphs,
+        bounded=config.cuda_graphs,
+    )
+    if config.cuda_graphs:
+        source.warm_up()
+    return source

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.engine.device.buffers import Downloader, Readback
-from outrider.engine.device.draft import NewRows
 from outrider.engine.device.draft_ahead import AheadProgram
+from outrider.engine.device.draft_forward import NewRows
 from outrider.engine.device.graphs import GraphCache
 from outrider_drafter.device_batch import DraftBatch, Members, is_general
 from outrider_drafter.device_branches import Brancher, Branching
@@ -22,7 +22,7 @@ from outrider_drafter.device_growing import Grower
 from outrider_drafter.device_places import Placed
 from outrider_drafter.device_rows import DeviceRows
 from outrider_drafter.device_scores import MOST_PLACES, LiveScores, Scorer
-from outrider_drafter.device_shapes import SCORE_ROW_BUCKETS, Nodes, Shape
+from outrider_drafter.device_shapes import Nodes, Shape
 from outrider_drafter.sessions import Session
 from outrider_drafter.source import Branches, Live, Outcome, Scored
 
@@ -38,7 +38,6 @@ class DeviceLookAhead:
         graphs: GraphCache,
         downloads: Downloader,
         *,
-        hidden: int,
         dtype: torch.dtype,
         max_context: int,
         bounded: bool,
@@ -46,7 +45,7 @@ class DeviceLookAhead:
     ) -> None:
         """`rows` with SCRATCH_BLOCKS; `max_context`, `bounded`, `sweeps`: as in the source."""
         self._rows, self._downloads = rows, downloads
-        self._scorer = Scorer(program, rows, graphs, hidden=hidden, dtype=dtype, sweeps=sweeps)
+        self._scorer = Scorer(program, rows, graphs, dtype=dtype, sweeps=sweeps)
         self._brancher = Brancher(
             program,
             rows,
@@ -68,10 +67,12 @@ class DeviceLookAhead:
         self._branching: Branching | None = None
         """Where branches begin; None if nothing was scored."""
 
-    def warm_up_scores(self, nodes: Nodes, batch: DraftBatch, *, warps: bool) -> None:
-        """Compile and capture the scoring of one form."""
+    def warm_up_scores(
+        self, nodes: Nodes, batch: DraftBatch, row_buckets: Sequence[int], *, warps: bool
+    ) -> None:
+        """Compile and capture the scoring of one form, with catch-ups of so many rows."""
         for size in nodes.sizes:
-            for num_rows in SCORE_ROW_BUCKETS:
+            for num_rows in row_buckets:
                 rows, _ = batch.fill(None, size, num_rows)
                 result = self._scorer.launch(nodes, rows, (), warps=warps)
                 self._downloads.start(result).wait()

@@ -1,6 +1,6 @@
 """The rows of a draft batch on their way to the device.
 
-B rows of a bucket, R new rows a session, H hidden size.
+B rows of a bucket, R new rows a session, H feature width.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.draft import NewRows
+from outrider.engine.device.draft_forward import DraftForward, NewRows
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.warper import has_penalties
 from outrider.spec.noise import Stream, prefix_keys
 from outrider.spec.sampling import Rule
 from outrider_drafter.device_rows import DeviceRows
 from outrider_drafter.device_shapes import BATCH_SIZES
-from outrider_drafter.head_following import raw_array
+from outrider_drafter.row_following import raw_array
 from outrider_drafter.sessions import Session
 from outrider_drafter.table import SessionTable
 
-NEW_ROW_BUCKETS: Final = (4, 8, 16)
-"""Rows of a catch-up that is part of a draft; longer ones are written ahead."""
 _ALIGNMENT: Final = 256
 """Bytes; kernels read features in wide pieces."""
 _WORDS: Final = 5
@@ -163,13 +161,21 @@ class DraftBatch:
     """
 
     def __init__(
-        self, rows: DeviceRows, hidden: int, dtype: torch.dtype, device: torch.device
+        self,
+        rows: DeviceRows,
+        forward: DraftForward,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        most_rows: int,
     ) -> None:
+        """most_rows: new rows of a session."""
         most = BATCH_SIZES[-1]
-        cells = most * NEW_ROW_BUCKETS[-1]
-        self._rows, self._hidden, self._dtype = rows, hidden, dtype
+        cells = most * most_rows
+        self._rows, self._width, self._dtype = rows, forward.feature_size, dtype
+        self._first_token = forward.first_token
         self._border = -(-4 * (_WORDS * most + cells) // _ALIGNMENT) * _ALIGNMENT
-        size = self._border + cells * hidden * dtype.itemsize
+        size = self._border + cells * self._width * dtype.itemsize
         self._uploaded = torch.zeros(size, dtype=torch.uint8, device=device)
         pinned = device.type == "cuda"
         self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
@@ -196,10 +202,12 @@ class DraftBatch:
             place.head[2, :count] = ready.starts
             place.keys[:count] = ready.members.draft_keys.view(np.int64)
             within = np.arange(num_rows)
-            known = np.minimum(ready.starts[:, None] + 1 + within, table.tokens.shape[1] - 1)
+            known = ready.starts[:, None] + self._first_token + within
+            known = np.minimum(known, table.tokens.shape[1] - 1)
             tokens = table.tokens[slots[:, None], known]
             place.tokens[:count] = np.where(within < ready.counts[:, None], tokens, -1)
-            table.features.gather(slots, ready.starts, ready.counts, place.features[:count])
+            if self._width:
+                table.features.gather(slots, ready.starts, ready.counts, place.features[:count])
         place.uploaded.copy_(place.staged, non_blocking=True)
         return place.rows, place.draft_keys
 
@@ -210,7 +218,7 @@ class DraftBatch:
     def _bucket(self, size: int, num_rows: int) -> _Bucket:
         cells = size * num_rows
         start = self._border - 4 * (_WORDS * size + cells)
-        end = self._border + cells * self._hidden * self._dtype.itemsize
+        end = self._border + cells * self._width * self._dtype.itemsize
 
         def split(memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             # Keys come last of the words: there is where words of 8 bytes may be.
@@ -221,7 +229,7 @@ class DraftBatch:
                 words[: 3 * size].view(3, size),
                 words[3 * size :].view(size, num_rows),
                 memory[keys : self._border].view(torch.int64),
-                features.view(size, num_rows, self._hidden),
+                features.view(size, num_rows, self._width),
             )
 
         head, tokens, keys, features = split(self._staged)

@@ -1,7 +1,7 @@
 """Drafts for outcomes of the proposals scored last: one launch for all branches of a shape.
 
 A branch has blocks of its own for what is not its session's prefix; nothing of a session changes.
-O outcomes, B branches of a bucket, R rows of a path, H hidden size.
+O outcomes, B branches of a bucket, R rows of a path, H feature width.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Brancher:
         found = _Found(
             rows=rows,
             paths=paths,
-            starts=members.table.lengths[slots] - 1,
+            starts=members.table.lengths[slots] - self._program.forward.first_token,
             rooms=members.table.rooms(slots) - paths.depths - 1,
         )
         for shape, chosen in self._groups(found, branching):

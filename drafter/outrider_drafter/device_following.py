@@ -1,6 +1,6 @@
 """Which sessions are on the device, and how far: what is drafted for them is another module's.
 
-B sessions of one launch, H hidden size. A *seat* is a session's slot on the device.
+B sessions of one launch. A *seat* is a session's slot on the device.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 
 from outrider.engine.device.draft_ahead import AheadProgram
 from outrider.engine.device.graphs import GraphCache
-from outrider.engine.device.head_weights import HeadWeights
-from outrider.engine.heads import DraftHead
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import MAX_DRAFT_TOKENS
 from outrider_drafter.device_batch import Members, Ready
-from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
+from outrider_drafter.device_drafter import DeviceDrafter
+from outrider_drafter.device_rows import DeviceRows
 from outrider_drafter.device_seats import UNSEATED, Seats
 from outrider_drafter.device_shapes import Nodes, Shape, fitted, shape_of
 from outrider_drafter.device_writes import RowWriter
-from outrider_drafter.head_following import HeadFollower
+from outrider_drafter.row_following import RowFollower
 from outrider_drafter.sessions import Session, SessionKey
+from outrider_drafter.table import Indices, SessionTable
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +34,12 @@ _TREE_ROWS: Final = 2048
 """Draft rows beyond its context that a session's table has room for."""
 
 
-class DeviceFollower(HeadFollower):
+class DeviceFollower(RowFollower):
     """Gives sessions seats and blocks, and makes them ready for a launch."""
 
     def __init__(
         self,
-        head: DraftHead,
+        drafter: DeviceDrafter,
         *,
         max_rows: int,
         max_context: int,
@@ -51,39 +51,31 @@ class DeviceFollower(HeadFollower):
         cuda_graphs: bool,
         bounded: bool,
     ) -> None:
-        """See `DeviceHeadSource`; `scratch_blocks`: K/V blocks of no session. Raises
-        FailedPreconditionError for heads without plain EAGLE-3 weights."""
+        """See `DeviceSource`; `scratch_blocks`: K/V blocks of no session."""
         super().__init__(
-            head,
-            max_context=max_context,
+            drafter.feed,
+            max_context=max_context or drafter.most_context,
             rows_with_draft=rows_with_draft,
             dtype=dtype,
             device=device,
         )
         self._bounded = bounded
-        weights = HeadWeights.from_head(head)
         self._rows = DeviceRows(
-            head.config,
+            drafter.kv,
             max_rows=max_rows,
             max_session_rows=self._max_context + _TREE_ROWS,
             max_sessions=max_sessions,
             scratch_blocks=scratch_blocks,
             dtype=dtype,
             device=self._device,
-            draft_columns=weights.draft_columns,
+            vocabulary=drafter.vocabulary,
         )
-        self._program = AheadProgram(
-            weights,
-            storage=self._rows.storage,
-            block_tokens=BLOCK_TOKENS,
-            max_len=self._rows.capacity,
-        )
+        self._program = AheadProgram(drafter.forward(self._rows.storage, self._rows.capacity))
         self.graphs = GraphCache(self._device, enabled=cuda_graphs)
         self._writer = RowWriter(
-            self._program,
+            self._program.forward,
             self._rows,
             self.graphs,
-            hidden=self.feature_size,
             dtype=dtype,
             device=self._device,
         )
@@ -115,9 +107,9 @@ class DeviceFollower(HeadFollower):
         where no room is found, shut if `or_shut` says so."""
         table, seats = members[0].table, self._seats
         slots = np.array([session.slot for session in members])
-        live = table.lengths[slots] - 2
+        live = self._live(table, slots)
         depths = np.minimum(shape.depth, table.rooms(slots))
-        fit = (live >= 0) & (table.feature_ends[slots] == live + 1)
+        fit = self._is_fed(table, slots, live)
         fit &= live + depths <= self._max_context
         slots, live, depths = slots[fit], live[fit], depths[fit]
         for slot in slots[live + 1 - seats.stable[slots] > self._rows_with_draft].tolist():
@@ -140,9 +132,19 @@ class DeviceFollower(HeadFollower):
 
     def _ready(self, members: Members) -> Ready:
         """The rows to run; see `_prepare`."""
-        live = members.table.lengths[members.slots] - 2
+        live = self._live(members.table, members.slots)
         starts = np.minimum(self._seats.stable[members.slots], live)
         return Ready(members, starts, live + 1 - starts)
+
+    def _live(self, table: SessionTable, slots: Indices) -> Indices:
+        """The row that the next draft of each session begins with; below 0: there is none."""
+        found: Indices = table.lengths[slots] - 1 - self._first_token
+        return found
+
+    def _is_fed(self, table: SessionTable, slots: Indices, live: Indices) -> NDArray[np.bool_]:
+        """Whether all that the rows up to the live ones are made of is there."""
+        fed: NDArray[np.bool_] = live >= 0
+        return fed & (table.feature_ends[slots] == live + 1) if self.feature_size else fed
 
     def _follows(self, session: Session) -> bool:
         if session.key not in self._known:

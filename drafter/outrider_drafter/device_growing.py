@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.buffers import Downloader
-from outrider.engine.device.draft import NewRows
 from outrider.engine.device.draft_ahead import AheadProgram
+from outrider.engine.device.draft_forward import NewRows
 from outrider.engine.device.draft_masks import DraftMasks
 from outrider.engine.device.drawing import Drawing
 from outrider.engine.draft_sampling import law_limits_for
@@ -38,12 +38,13 @@ class Grower:
 
     def __init__(self, program: AheadProgram, rows: DeviceRows, downloads: Downloader) -> None:
         self._program, self._rows, self._downloads = program, rows, downloads
-        ids = program.weights.target_ids
+        vocabulary = program.forward.vocabulary
+        ids = vocabulary.target_ids
         self._target_ids: NDArray[np.int32] = ids.cpu().numpy().astype(np.int32)
         self.masks = DraftMasks(
             levels=CHAIN_LENGTHS[-1],
             max_rows=max(BATCH_SIZES[-1], BRANCH_SIZES[-1]),
-            vocab_size=len(program.weights.draft_columns),
+            vocab_size=len(vocabulary.draft_columns),
             target_ids=ids,
             device=ids.device,
         )

@@ -1,18 +1,20 @@
-"""K/V rows of a head on the device: slots, blocks and sampling state of the followed sessions.
+"""K/V rows of what drafts on the device: slots, blocks and sampling state of the followed sessions.
 
-X session slots, the last one for padding; T blocks of a table, G key/value heads, S pool slots,
-d head dimension.
+X session slots, the last one for padding; T blocks of a table, L layers, G key/value heads, S pool
+slots, d head dimension.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.engine.blocks import BlockAllocator
+from outrider.engine.device.draft_forward import DraftVocabulary
 from outrider.engine.device.free_slots import FreeSlots
 from outrider.engine.device.warp_slots import WarpSlots
-from outrider.engine.heads import HeadConfig
 from outrider.engine.kernels.state import (
     NUM_STREAMS,
     RULE_NUMBERS,
@@ -26,12 +28,23 @@ BLOCK_TOKENS = 16
 _FIRST_CAPACITY = 256
 
 
+class KVShape(NamedTuple):
+    """Keys and values of one row."""
+
+    num_layers: int
+    """L"""
+    num_kv_heads: int
+    """G"""
+    head_dim: int
+    """d"""
+
+
 class DeviceRows:
     """Paged K/V of many sessions. Table entries that hold no block name the padding block."""
 
     def __init__(
         self,
-        config: HeadConfig,
+        kv: KVShape,
         *,
         max_rows: int,
         max_session_rows: int,
@@ -39,10 +52,10 @@ class DeviceRows:
         scratch_blocks: int = 0,
         dtype: torch.dtype,
         device: torch.device,
-        draft_columns: Tensor,
+        vocabulary: DraftVocabulary,
     ) -> None:
         """`max_rows` of all sessions together, `max_session_rows` of one; `scratch_blocks` of no
-        session, beside the budget; `draft_columns` as in `HeadWeights`."""
+        session, beside the budget."""
         blocks = max(max_rows // BLOCK_TOKENS, 1)
         table = min(-(-max_session_rows // BLOCK_TOKENS), blocks)
         self._allocator = BlockAllocator(blocks)
@@ -52,9 +65,9 @@ class DeviceRows:
         self.scratch = range(blocks + 1, blocks + 1 + scratch_blocks)
         """Blocks that belong to no session; the block before them is the padding block."""
         slots = self.scratch.stop * BLOCK_TOKENS
-        shape = (2, 1, config.num_kv_heads, slots, config.head_dim)
+        shape = (2, kv.num_layers, kv.num_kv_heads, slots, kv.head_dim)
         self.storage = torch.zeros(shape, dtype=dtype, device=device)
-        """[2, 1, G, S, d]."""
+        """[2, L, G, S, d]."""
         self.tables = torch.full((count, table), blocks, dtype=torch.int32, device=device)
         """int32 [X, T]."""
         self.sampling = SamplingState(
@@ -63,7 +76,9 @@ class DeviceRows:
             rules=torch.zeros(count, dtype=torch.int32, device=device),
         )
 
-        self.warp = WarpSlots(count, config.draft_vocab_size, device, draft_columns=draft_columns)
+        self.warp = WarpSlots(
+            count, len(vocabulary.target_ids), device, draft_columns=vocabulary.draft_columns
+        )
         """What the sessions do to draft logits."""
 
     @property
@@ -124,8 +139,8 @@ class DeviceRows:
         self._free.give(slot)
 
     def view(self, slot: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [G, rows, d] of a session, copied together."""
+        """Keys and values [L, G, rows, d] of a session, copied together."""
         index = torch.arange(rows, device=self.tables.device)
         blocks = self.tables[slot, index // BLOCK_TOKENS].long()
         pool = blocks * BLOCK_TOKENS + index % BLOCK_TOKENS
-        return self.storage[0, 0, :, pool], self.storage[1, 0, :, pool]
+        return self.storage[0, :, :, pool], self.storage[1, :, :, pool]

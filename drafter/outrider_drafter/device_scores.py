@@ -1,8 +1,8 @@
 """What may follow at every place of live proposals: one launch for those that have one form.
 
-B proposals of a bucket, N nodes, P = 1 + N places, c candidates a place, H hidden size, n nodes of
-one proposal. What the launches leave of the places' features is *held* on the
-device, for branches to begin from, until proposals are scored again.
+B proposals of a bucket, N nodes, P = 1 + N places, c candidates a place, H feature width, n nodes
+of one proposal. What the launches leave of the places' features is *held* on the device, for
+branches to begin from, until proposals are scored again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.buffers import Uploader
-from outrider.engine.device.draft import NewRows
-from outrider.engine.device.draft_ahead import AheadProgram, GivenNodes
+from outrider.engine.device.draft_ahead import AheadProgram
+from outrider.engine.device.draft_forward import GivenNodes, NewRows
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.kernels.drafts.topk import MAX_TOPK
 from outrider.spec.tree import ROOT
@@ -31,7 +31,7 @@ from outrider_drafter.source import Live, Scored, no_scores
 CANDIDATES: Final = MAX_TOPK
 """c."""
 SWEEPS: Final = 4
-"""How often the nodes of a proposal are run (`AheadProgram.score`): a fifth sweep adds next to
+"""How often the nodes of a proposal are run (`HeadForward.given`): a fifth sweep adds next to
 nothing, and without the fourth outcomes of trees are foreseen less often (decision 22)."""
 MOST_PLACES: Final = 2048
 """Places that are held at once; proposals that find no room are not scored."""
@@ -79,7 +79,6 @@ class Scorer:
         rows: DeviceRows,
         graphs: GraphCache,
         *,
-        hidden: int,
         dtype: torch.dtype,
         sweeps: int,
     ) -> None:
@@ -87,7 +86,8 @@ class Scorer:
         self._sweeps = sweeps
         device = rows.tables.device
         self._given = GivenBatch(device)
-        self.held = torch.zeros((MOST_PLACES, hidden), dtype=dtype, device=device)
+        shape = (MOST_PLACES, program.forward.feature_size)
+        self.held = torch.zeros(shape, dtype=dtype, device=device)
         """[MOST_PLACES, H]: features of the places scored last."""
 
     def launch(

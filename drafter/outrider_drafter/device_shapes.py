@@ -45,9 +45,9 @@ TREES: Final = {8: 4, 16: 4, 32: 8, 64: 8}
 """Nodes of a tree, and children of a node: a plan gets the most nodes that are not more than its
 own, or the fewest."""
 BATCH_SIZES: Final = (1, 4, 8, 16, 32, 64)
-"""Sessions of one launch;"""
-_FEW_SIZES: Final = (1, 8, 64)
-"""where they are in grammars."""
+"""Sessions of one launch, of which a few sizes are"""
+FEW_SIZES: Final = (1, 8, 64)
+"""for sessions in grammars, and for what takes long to capture."""
 MOST_NODES: Final = 1024
 """Nodes of all trees of one launch."""
 
@@ -56,8 +56,20 @@ PATH_ROW_BUCKETS: Final = (4, 8, 16)
 """New rows of a branch."""
 SCORE_SIZES: Final = {False: (1, 4, 8, 16, 32), True: (1, 4, 8)}
 """Live proposals of one launch: chains, and trees."""
-SCORE_ROW_BUCKETS: Final = (8, 16)
-"""Rows of a catch-up that is part of scoring."""
+
+
+class Buckets(NamedTuple):
+    """What is captured of each form: a head's launches are short and many, a model's are many
+    times as long, and rows change little of the time that its weights take to read."""
+
+    rows: tuple[int, ...] = (4, 8, 16)
+    """Rows of a catch-up that is part of a draft; longer ones are written ahead."""
+    score_rows: tuple[int, ...] = (8, 16)
+    """Rows of one that is part of scoring; the last is the last of `rows`."""
+    sessions: tuple[int, ...] = BATCH_SIZES
+
+
+MODEL_BUCKETS: Final = Buckets(rows=(8,), score_rows=(8,), sessions=FEW_SIZES)
 
 
 class Nodes(NamedTuple):
@@ -132,9 +144,9 @@ def in_grammars(shape: Shape) -> Shape:
     return shape._replace(with_others=shape.top_k == 1 and not shape.with_law)
 
 
-def batch_sizes(shape: Shape) -> list[int]:
-    """Buckets of sessions."""
-    sizes = _FEW_SIZES if shape.with_others else BATCH_SIZES
+def batch_sizes(shape: Shape, sessions: tuple[int, ...] = BATCH_SIZES) -> list[int]:
+    """Those of the buckets of sessions that a shape is drafted in."""
+    sizes = FEW_SIZES if shape.with_others else sessions
     return [size for size in sizes if size <= most_sessions(shape)]
 
 

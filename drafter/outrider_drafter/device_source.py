@@ -1,13 +1,13 @@
-"""Drafts from an EAGLE-3 head whose whole draft is one launch on the device.
+"""Drafts of which each is one launch on the device, whatever drafts there: a head or a model.
 
 A batch of sessions costs one upload, one graph (catch-up, all levels, all choices) and one
 download; the host waits for the device once (twice where laws come along: how much of them is to be
 fetched is known after the first time). Look-ahead costs one of each to score proposals and one
 of each for all branches of a shape. What the device does not cover (trees of the rejection rule,
-structured output) goes to a `HeadSource` over the same weights.
+few allowed ids) goes to a source on the host over the same weights.
 
-X session slots; B rows of a bucket, R new rows a session, H hidden size, K chain length, n tree
-nodes. A *seat* is a session's slot on the device.
+X session slots; B rows of a bucket, R new rows a session, K chain length, n tree nodes, L layers, G
+key/value heads, S rows, d head dimension. A *seat* is a session's slot on the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,17 +25,16 @@ from torch import Tensor
 from outrider.engine.device.buffers import Downloader
 from outrider.engine.device.drawing import Drawing
 from outrider.engine.device.shapes import bucket
-from outrider.engine.heads import DraftHead
 from outrider.spec.plan import DraftMethod
 from outrider_drafter.device_ahead import DeviceLookAhead
-from outrider_drafter.device_batch import NEW_ROW_BUCKETS, DraftBatch, Members, Ready, count_news
+from outrider_drafter.device_batch import DraftBatch, Members, Ready, count_news
 from outrider_drafter.device_branches import SCRATCH_BLOCKS
+from outrider_drafter.device_drafter import DeviceDrafter
 from outrider_drafter.device_drafts import lengths
 from outrider_drafter.device_following import DeviceFollower
 from outrider_drafter.device_growing import Grower, Grown
 from outrider_drafter.device_scores import SWEEPS
 from outrider_drafter.device_shapes import (
-    SCORE_ROW_BUCKETS,
     Nodes,
     Shape,
     batch_sizes,
@@ -46,51 +45,66 @@ from outrider_drafter.device_shapes import (
     score_family,
 )
 from outrider_drafter.form_launches import starts_of
-from outrider_drafter.head_source import HeadSource
 from outrider_drafter.sessions import Session, SessionKey
-from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_scores
+from outrider_drafter.source import (
+    AheadSource,
+    Branches,
+    Drafted,
+    Live,
+    Outcome,
+    Scored,
+    no_scores,
+)
 
 logger = logging.getLogger(__name__)
 
 
-class DeviceHeadSource(DeviceFollower):
-    """The EAGLE-3 head as a draft source for an accelerator; on a CPU it runs the same code."""
-
-    method = DraftMethod.EAGLE3
+class DeviceSource(DeviceFollower):
+    """A draft source for an accelerator; on a CPU it runs the same code."""
 
     def __init__(
         self,
-        head: DraftHead,
+        method: DraftMethod,
+        drafter: DeviceDrafter,
+        host: Callable[[], AheadSource],
         *,
         max_rows: int,
-        max_context: int = 0,
-        max_sessions: int = 1024,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "cuda",
-        cuda_graphs: bool = True,
-        bounded: bool = False,
+        max_context: int,
+        max_sessions: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        cuda_graphs: bool,
+        bounded: bool,
         look_ahead: bool = True,
         sweeps: int = SWEEPS,
     ) -> None:
-        """`max_rows` bounds the K/V rows of all sessions (of those on the host apart);
-        `max_context` (0: the head's own) the draft positions of one. bounded: whether plans are
-        fitted into the shapes of `family`. look_ahead: whether it will be asked to look ahead;
-        else it scores nothing. sweeps: of the scores, see `AheadProgram.score`. Raises
-        FailedPreconditionError for heads without plain EAGLE-3 weights."""
+        """`host` makes the source of what the device does not cover, when it is needed.
+
+        `max_rows` bounds the K/V rows of all sessions (of those on the host apart); `max_context`
+        (0: the drafter's own) the draft positions of one. bounded: whether plans are fitted into
+        the shapes of `family`. look_ahead: whether it will be asked to look ahead; else it scores
+        nothing. sweeps: of the scores, see `DraftForward.given`."""
         super().__init__(
-            head,
+            drafter,
             max_rows=max_rows,
             max_context=max_context,
             max_sessions=max_sessions,
-            rows_with_draft=NEW_ROW_BUCKETS[-1],
+            rows_with_draft=drafter.buckets.rows[-1],
             scratch_blocks=SCRATCH_BLOCKS if look_ahead else 0,
             dtype=dtype,
             device=device,
             cuda_graphs=cuda_graphs,
             bounded=bounded,
         )
-        self._max_rows = max_rows
-        self._batch = DraftBatch(self._rows, self.feature_size, dtype, self._device)
+        self.method = method
+        self._buckets = drafter.buckets
+        self._batch = DraftBatch(
+            self._rows,
+            self._program.forward,
+            dtype,
+            self._device,
+            most_rows=drafter.buckets.rows[-1],
+        )
         self._downloads = Downloader(self._device)
         self._grower = Grower(self._program, self._rows, self._downloads)
         self._ahead: DeviceLookAhead | None = None
@@ -101,7 +115,6 @@ class DeviceHeadSource(DeviceFollower):
                 self._grower,
                 self.graphs,
                 self._downloads,
-                hidden=self.feature_size,
                 dtype=dtype,
                 max_context=self._max_context,
                 bounded=bounded,
@@ -111,22 +124,22 @@ class DeviceHeadSource(DeviceFollower):
         """What was drafted together last, if that was all that was asked for; None once a session
         of it may have gone."""
         self._on_host: set[SessionKey] = set()
-        self._host: HeadSource | None = None
+        self._make_host = host
+        self._host: AheadSource | None = None
         self._hosted: list[int] = []
         """Of the proposals scored last, those of sessions on the host."""
 
     @property
     def used_rows(self) -> int:
-        """K/V rows reserved now."""
-        return self._rows.used_rows + (self._host.used_rows if self._host else 0)
+        """K/V rows reserved on the device now."""
+        return self._rows.used_rows
 
     def kv(self, handle: int, connection: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [G, S, d] of a session's stable rows, for inspection."""
-        key = SessionKey(connection, handle)
-        if key in self._on_host:
-            return self._host_source().kv(handle, connection)
-        slot = self._known[key]
-        return self._rows.view(int(self._seats.seats[slot]), int(self._seats.stable[slot]))
+        """Keys and values [L * G, S, d] of a session's stable rows, for inspection."""
+        slot = self._known[SessionKey(connection, handle)]
+        rows = int(self._seats.stable[slot])
+        keys, values = self._rows.view(int(self._seats.seats[slot]), rows)
+        return keys.flatten(0, 1), values.flatten(0, 1)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -135,14 +148,17 @@ class DeviceHeadSource(DeviceFollower):
         began = time.monotonic()
         self._writer.warm_up()
         for shape, general in family():
-            for size, num_rows in itertools.product(batch_sizes(shape), NEW_ROW_BUCKETS):
+            sizes = batch_sizes(shape, self._buckets.sessions)
+            for size, num_rows in itertools.product(sizes, self._buckets.rows):
                 result, _ = self._launch(shape, None, size, num_rows, general=general)
                 self._downloads.start(result).wait()
         if self._ahead is not None:
             for shape, general in family(branches=True):
                 self._ahead.warm_up_branches(shape, general=general)
             for nodes, warps in score_family():
-                self._ahead.warm_up_scores(nodes, self._batch, warps=warps)
+                self._ahead.warm_up_scores(
+                    nodes, self._batch, self._buckets.score_rows, warps=warps
+                )
         self.graphs.sealed = True
         seconds = round(time.monotonic() - began, 1)
         logger.info("drafts captured", extra={"graphs": len(self.graphs), "seconds": seconds})
@@ -173,7 +189,8 @@ class DeviceHeadSource(DeviceFollower):
             if shape is None and self._follows(session):
                 shape = self._new_shape(session)
             if shape is not None:
-                late = len(session.tokens) - 1 - self._stable(session) > self._rows_with_draft
+                known = len(session.tokens) - self._first_token
+                late = known - self._stable(session) > self._rows_with_draft
                 groups.setdefault((late, shape), []).append(session)
         for (_, shape), members in sorted(groups.items(), key=lambda group: group[0][0]):
             seated = self._prepare(members, shape)
@@ -195,10 +212,9 @@ class DeviceHeadSource(DeviceFollower):
             return None
         _, shape, members = self._last
         table, seats, slots = members.table, self._seats, members.slots
-        live = table.lengths[slots] - 2
+        live = self._live(table, slots)
         most = live + 1 + shape.kept_rows(np.full(len(live), shape.depth))
-        fit = (live >= 0) & (table.rooms(slots) >= shape.depth)
-        fit &= table.feature_ends[slots] == live + 1
+        fit = self._is_fed(table, slots, live) & (table.rooms(slots) >= shape.depth)
         fit &= (live + shape.depth <= self._max_context) & (most <= seats.room[slots])
         fit &= live + 1 - seats.stable[slots] <= self._rows_with_draft
         return (shape, self._ready(members)) if bool(fit.all()) else None
@@ -265,22 +281,17 @@ class DeviceHeadSource(DeviceFollower):
             self._on_host.add(session.key)
         return session.key in self._on_host
 
-    def _host_source(self) -> HeadSource:
+    def _host_source(self) -> AheadSource:
         if self._host is None:
-            self._host = HeadSource(
-                self.head,
-                max_rows=self._max_rows,
-                max_context=self._max_context,
-                dtype=self._dtype,
-                device=self._device,
-            )
+            self._host = self._make_host()
         return self._host
 
     def _draft(self, shape: Shape, ready: Ready) -> Drafted:
         members, most = ready.members, int(ready.counts.max())
         if members.constrained:
             shape = in_grammars(shape)
-        size, num_rows = bucket(len(ready), batch_sizes(shape)), bucket(most, NEW_ROW_BUCKETS)
+        size = bucket(len(ready), batch_sizes(shape, self._buckets.sessions))
+        num_rows = bucket(most, self._buckets.rows)
         if members.penalised:
             count_news(members, self._seats.counted, self._rows.warp)
         starts = starts_of(members.sessions) if members.constrained else ()
@@ -312,7 +323,7 @@ class DeviceHeadSource(DeviceFollower):
         members = Members.of(part, self._seats.seats, self._rows)
         ready = self._ready(members)
         size = bucket(len(ready), nodes.sizes)
-        num_rows = bucket(int(ready.counts.max()), SCORE_ROW_BUCKETS)
+        num_rows = bucket(int(ready.counts.max()), self._buckets.score_rows)
         if members.penalised:
             count_news(members, self._seats.counted, self._rows.warp)
         rows, _ = self._batch.fill(ready, size, num_rows)
@@ -325,8 +336,9 @@ class DeviceHeadSource(DeviceFollower):
         """The new rows of a launch are stable, and their features used."""
         members, stops = ready.members, ready.starts + ready.counts
         self._seats.stable[members.slots] = stops
-        staged = self._batch.newest(ready, size, num_rows)
-        members.table.features.use_batch(members.slots, ready.counts, stops, staged)
+        if self.feature_size:
+            staged = self._batch.newest(ready, size, num_rows)
+            members.table.features.use_batch(members.slots, ready.counts, stops, staged)
 
     def _give_up(self, session: Session) -> None:
         self._last = None

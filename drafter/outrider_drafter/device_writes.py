@@ -1,6 +1,6 @@
 """Catch-up rows of one session whose prediction nobody wants, written by graphs of a few sizes.
 
-R rows of a size, H hidden size.
+R rows of a size, H feature width.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.draft import DraftProgram, NewRows
+from outrider.engine.device.draft_forward import DraftForward, NewRows
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.shapes import bucket
 from outrider_drafter.device_rows import DeviceRows
-from outrider_drafter.head_following import MAX_ROWS_PER_WRITE, raw_array
+from outrider_drafter.row_following import MAX_ROWS_PER_WRITE, raw_array
 
 WRITE_SIZES: Final = (64, 256, MAX_ROWS_PER_WRITE)
 _WORDS: Final = 3
@@ -28,21 +28,21 @@ class RowWriter:
 
     def __init__(
         self,
-        program: DraftProgram,
+        forward: DraftForward,
         rows: DeviceRows,
         graphs: GraphCache,
         *,
-        hidden: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._program, self._rows, self._graphs = program, rows, graphs
+        self._forward, self._rows, self._graphs = forward, rows, graphs
         self._cuda = device.type == "cuda"
         size = _WORDS + MAX_ROWS_PER_WRITE
         self._words = torch.zeros(size, dtype=torch.int32, device=device)
-        self._features = torch.zeros((MAX_ROWS_PER_WRITE, hidden), dtype=dtype, device=device)
+        shape = (MAX_ROWS_PER_WRITE, forward.feature_size)
+        self._features = torch.zeros(shape, dtype=dtype, device=device)
         self._staged_words = torch.zeros(size, dtype=torch.int32, pin_memory=self._cuda)
-        self._staged = torch.zeros((MAX_ROWS_PER_WRITE, hidden), dtype=dtype, pin_memory=self._cuda)
+        self._staged = torch.zeros(shape, dtype=dtype, pin_memory=self._cuda)
         self._staged_array = raw_array(self._staged)
         self._uploaded = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
         """When the staging memory is free again."""
@@ -81,7 +81,7 @@ class RowWriter:
         self._features[:count].copy_(self._staged[:count], non_blocking=True)
         if self._uploaded is not None:
             self._uploaded.record()
-        self._graphs.run(("write", size), lambda: self._program.write(self._new_rows(size)))
+        self._graphs.run(("write", size), lambda: self._forward.write(self._new_rows(size)))
 
     def _new_rows(self, size: int) -> NewRows:
         words: Tensor = self._words

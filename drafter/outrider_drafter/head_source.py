@@ -15,14 +15,14 @@ from outrider.spec.tree import depths
 from outrider_drafter.ahead import Ahead, branch, score
 from outrider_drafter.grow import Job, grow, make_job
 from outrider_drafter.head_batch import HeadBatch, RealRows, write_rows
-from outrider_drafter.head_following import MAX_ROWS_PER_WRITE, HeadFollower
 from outrider_drafter.head_forest import HeadForest
 from outrider_drafter.headkv import HeadKV, HeadKVBudget
+from outrider_drafter.row_following import MAX_ROWS_PER_WRITE, RowFeed, RowFollower
 from outrider_drafter.sessions import Session, SessionKey
 from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_scores
 
 
-class HeadSource(HeadFollower):
+class HeadSource(RowFollower):
     """The EAGLE-3 (or EAGLE-1/2) head as a draft source; the host decides at every level."""
 
     def __init__(
@@ -37,12 +37,13 @@ class HeadSource(HeadFollower):
         """`max_rows` bounds the K/V rows of all sessions; `max_context` (0: the head's own) the
         draft positions of one."""
         super().__init__(
-            head,
-            max_context=max_context,
+            RowFeed.of_head(head),
+            max_context=max_context or head.config.max_position_embeddings,
             rows_with_draft=MAX_ROWS_PER_WRITE,
             dtype=dtype,
             device=device,
         )
+        self.head = head
         kind = head.config.kind
         self.method = DraftMethod.EAGLE3 if kind == "eagle3" else DraftMethod.EAGLE
         self._budget = HeadKVBudget(max_rows)

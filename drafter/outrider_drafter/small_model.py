@@ -285,8 +285,14 @@ def _causal(prefix: _Prefix) -> Segment:
 def _run(
     model: TargetModel, token_ids: Tensor, segments: Sequence[Segment], logit_rows: Tensor | None
 ) -> Tensor:
-    """Forward, and commit every row."""
-    out = model.forward(ForwardBatch(token_ids=token_ids, segments=segments, logit_rows=logit_rows))
+    """Forward, and commit every row; tensors of `segments` too may be the host's."""
+    device = model.device
+    for segment in segments:
+        segment.positions = segment.positions.to(device)
+        segment.mask = None if segment.mask is None else segment.mask.to(device)
+    rows = None if logit_rows is None else logit_rows.to(device)
+    batch = ForwardBatch(token_ids=token_ids.to(device), segments=segments, logit_rows=rows)
+    out = model.forward(batch)
     for segment in segments:
         segment.sequence.commit(range(segment.num_rows))
     return out.logits

@@ -19,7 +19,7 @@ from outrider.engine.heads.config import FINAL_NORM
 from outrider.engine.heads.layers import rms_norm, scaled_inverse_frequencies
 from outrider.engine.kvcache import KVPool, KVSequence
 from outrider.engine.layers import LayerContext, LayerWeights, rotations, run_layer
-from outrider.engine.linear import Linear, min_rows
+from outrider.engine.linear import Linear, PlainLinear, min_rows
 
 __all__ = [
     "FINAL_NORM",
@@ -107,6 +107,14 @@ class TargetModel:
     def embedding(self) -> Tensor:
         """The embedding [V, H], shared with draft heads in the same process."""
         return self.weights.embedding
+
+    @property
+    def has_plain_weights(self) -> bool:
+        """Whether no product is packed, as a device's programs need it."""
+        linears = [self.weights.lm_head]
+        for layer in self.weights.layers:
+            linears += [layer.qkv, layer.o_proj, layer.gate_up, layer.down]
+        return all(isinstance(linear, PlainLinear) for linear in linears)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from outrider_drafter.device_head_source import DeviceHeadSource
 from outrider_drafter.device_scores import SWEEPS
-from outrider_drafter.device_source import DeviceHeadSource
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.source import AheadSource, Outcome, Scored
 

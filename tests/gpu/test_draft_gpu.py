@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter.device_source import DeviceHeadSource
+from outrider_drafter.device_head_source import DeviceHeadSource
 from outrider_drafter.head_source import HeadSource
 from torch import Tensor
 
-from outrider.engine.device.draft import NewRows
+from outrider.engine.device.draft_forward import NewRows
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.kernels.drafts import growth, tree_rank
 from outrider.engine.kernels.drafts import inputs as draft_inputs
@@ -124,7 +124,7 @@ def test_pruning_dead_rows_changes_no_draft(checkpoint: Path, width: int) -> Non
 def test_dead_rows_and_padding_are_written_nowhere(checkpoint: Path) -> None:
     s = sessions(checkpoint)
     lengths = total(*ROUNDS[0])
-    s.program.write(s.rows([0, 0, 0], lengths, 16))
+    s.forward.write(s.rows([0, 0, 0], lengths, 16))
     for row, length in enumerate(lengths):
         kept = s.kept(row, 64)
         assert kept[:, :, length:].eq(0).all() and kept[:, :, :length].ne(0).any(-1).all()

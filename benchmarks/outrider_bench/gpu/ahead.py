@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 import torch
-from outrider_drafter.device_source import DeviceHeadSource
+from outrider_drafter.device_head_source import DeviceHeadSource
 from outrider_drafter.engine import DraftEngine
 from outrider_drafter.metrics import Metrics
 from outrider_drafter.sessions import Limits

@@ -57,7 +57,7 @@ def _chains(bench: Bench, models: Models) -> list[dict[str, Any]]:
     sessions = _at_most(bench, CHAIN_SESSIONS)
     found = []
     with closing(DraftBench(bench, models, max_rows=max(sessions))) as draft:
-        weights = draft.program.weights
+        weights = draft.weights
         read = (weights.qkv, weights.o_proj, weights.gate_up, weights.down, weights.lm_head)
         floor = sum(tensor.nbytes for tensor in read) / DEVICE_COPY_BYTES_S * 1e3
         for count in sessions:
@@ -96,12 +96,13 @@ def _whole_vocabulary(models: Models) -> Models:
 @contextmanager
 def _choosing(draft: DraftBench, name: str) -> Iterator[None]:
     """Let drafts choose from probabilities ("softmax"), or as they do."""
-    logits: Callable[[Tensor], Tensor] = draft.program.logits
+    logits: Callable[[Tensor], Tensor] = draft.program.forward.logits
 
     def probabilities(x: Tensor) -> Tensor:
         return logits(x).float().softmax(dim=-1)
 
-    with mock.patch.object(draft.program, "logits", probabilities if name == "softmax" else logits):
+    chosen = probabilities if name == "softmax" else logits
+    with mock.patch.object(draft.program.forward, "logits", chosen):
         yield
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 from outrider_drafter.config import DrafterConfig
-from outrider_drafter.device_source import DeviceHeadSource
+from outrider_drafter.device_head_source import DeviceHeadSource
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.service import DrafterService, Identity
 from outrider_verifier.config import VerifierConfig

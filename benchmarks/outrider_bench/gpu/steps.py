@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.device.draft import ChainDraft, DraftProgram, NewRows
+from outrider.engine.device.draft import ChainDraft, DraftProgram
+from outrider.engine.device.draft_forward import NewRows
 from outrider.engine.device.graphs import GraphCache
+from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.round_rows import RoundRows, RowInput
 from outrider.engine.device.shapes import Drafts, Judge
@@ -188,8 +190,17 @@ class DraftBench:
     @property
     def program(self) -> DraftProgram:
         """The head as functions."""
+        return self._own_head.program
+
+    @property
+    def weights(self) -> HeadWeights:
+        """The head's tensors."""
+        return self._own_head.weights
+
+    @property
+    def _own_head(self) -> OwnHead:
         own: OwnHead = self._runner._own_head
-        return own.program
+        return own
 
     def chain(
         self, rows: int, length: int, *, new_rows: int, prune: bool = True

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.engine.device.draft import DraftProgram, NewRows
+from outrider.engine.device.draft import DraftProgram
+from outrider.engine.device.draft_forward import NewRows
 from outrider.engine.device.draft_masks import DraftMasks
+from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.kept_rows import KeptRows
 from outrider.engine.device.own_law import own_law
 from outrider.engine.device.slots import SessionSlots
@@ -27,6 +29,7 @@ class ChainLevels:
     def __init__(
         self,
         program: DraftProgram,
+        weights: HeadWeights,
         slots: SessionSlots,
         *,
         kept: KeptRows,
@@ -34,10 +37,10 @@ class ChainLevels:
         law: ChainLaw,
         warp: WarpSlots,
     ) -> None:
-        """tokens int32 [X, n]: the chains; law: what they are drawn from; both are written."""
+        """weights: of the head that `program` drafts by; tokens int32 [X, n]: the chains; law: what
+        they are drawn from; both are written."""
         self._program, self._slots, self._kept = program, slots, kept
         self._tokens, self._law, self._warp = tokens, law, warp
-        weights = program.weights
         dtype, device = weights.lm_head.dtype, weights.lm_head.device
         size = (len(tokens), weights.config.hidden_size)
         self._features = torch.zeros(size, dtype=dtype, device=device)
@@ -53,7 +56,7 @@ class ChainLevels:
         """Run the head over new rows, for what may follow the last of each session."""
         x, places = self._program.catch_up(rows), rows.slots.long()
         self._features.index_copy_(0, places, x)
-        self._logits.index_copy_(0, places, self._program.logits(x))
+        self._logits.index_copy_(0, places, self._program.forward.logits(x))
 
     def step(self, slots: Tensor, levels: Tensor) -> None:
         """Run it over the tokens at the levels before these; slots, levels: int32 [B], levels from
@@ -74,10 +77,15 @@ class ChainLevels:
     def choose(self, slots: Tensor, levels: Tensor, legal: DraftMasks) -> Tensor:
         """Draft the tokens at these levels, int32 [B], under their masks; they end the chains. By
         each session's rule, as `DraftProgram.chain` does; slots, levels: int32 [B]."""
-        places, state, ids = slots.long(), self._slots.sampling, self._program.weights.target_ids
+        places, state, vocabulary = (
+            slots.long(),
+            self._slots.sampling,
+            self._program.forward.vocabulary,
+        )
+        ids = vocabulary.target_ids
         earlier = torch.arange(self._tokens.shape[1], device=slots.device) < levels[:, None]
         known = torch.where(earlier, self._tokens[places], -1)
-        path = TokenPath(self._program.weights.columns_of(known), seen=known.shape[1])
+        path = TokenPath(vocabulary.columns_of(known), seen=known.shape[1])
         # The newest row pairs a feature with the token behind it, and thinks of the next one.
         following = self._kept.newest(slots) + 2 + levels
         logits = legal.cut(self._logits[places], 0, ids)

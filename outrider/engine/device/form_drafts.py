@@ -48,7 +48,7 @@ class FormDrafts:
             levels=1,
             max_rows=rows,
             vocab_size=vocab_size,
-            target_ids=own_head.program.weights.target_ids,
+            target_ids=own_head.program.forward.vocabulary.target_ids,
             device=device,
             num_beside=2 * rows,
             # A round waits for all of its own.

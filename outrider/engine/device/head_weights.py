@@ -85,11 +85,6 @@ class HeadWeights:
             inv_freq=head.block.inverse_frequencies,
         )
 
-    def columns_of(self, tokens: Tensor) -> Tensor:
-        """Draft ids of target ids, int32 as `tokens`; -1 where there is none."""
-        columns = self.draft_columns[tokens.clamp(min=0).long()]
-        return torch.where(tokens >= 0, columns, -1)
-
     @property
     def query_rows(self) -> int:
         """Q * d: where the key rows of `qkv` begin."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.engine.device.draft import NewRows
+from outrider.engine.device.draft_forward import NewRows
 from outrider.engine.device.slots import SessionSlots
 
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from outrider.engine.device.chain_levels import ChainLevels
-from outrider.engine.device.draft import DraftProgram, NewRows
+from outrider.engine.device.draft import DraftProgram
+from outrider.engine.device.draft_forward import NewRows
 from outrider.engine.device.draft_masks import DraftMasks
+from outrider.engine.device.head_forward import HeadForward
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.kept_rows import KeptRows
 from outrider.engine.device.slots import SessionSlots
@@ -62,7 +64,7 @@ class OwnHead:
         self, head: DraftHead, slots: SessionSlots, pool: KVPool, *, shape: OwnShape, max_len: int
     ) -> None:
         self.shape = shape
-        weights = HeadWeights.from_head(head)
+        self.weights = weights = HeadWeights.from_head(head)
         device, config = pool.storage.device, head.config
         self._slots = slots
         self.storage = torch.zeros(
@@ -71,12 +73,13 @@ class OwnHead:
             device=device,
         )
         """[2, 1, G, S, d]: the head's K/V."""
-        self.program = DraftProgram(
+        forward = HeadForward(
             weights,
             storage=self.storage,
             block_tokens=pool.block_tokens,
             max_len=max_len,
         )
+        self.program = DraftProgram(forward)
         count = slots.sequence.lengths.shape[0]
         size = (count, shape.num_nodes)
         self.tokens = torch.full(size, -1, dtype=torch.int32, device=device)
@@ -111,7 +114,13 @@ class OwnHead:
             target_ids=weights.target_ids,
         )
         self.levels = ChainLevels(
-            self.program, slots, kept=self.kept, tokens=self.tokens, law=self.law, warp=self.warp
+            self.program,
+            weights,
+            slots,
+            kept=self.kept,
+            tokens=self.tokens,
+            law=self.law,
+            warp=self.warp,
         )
 
     def forget(self, slot: int) -> None:

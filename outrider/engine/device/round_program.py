@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.device.draft import NewRows
+from outrider.engine.device.draft_forward import NewRows
 from outrider.engine.device.inputs import RoundInputs
 from outrider.engine.device.own_head import OwnHead
 from outrider.engine.device.pieces import PieceInputs
@@ -325,7 +325,7 @@ class RoundProgram:
             assert verified.first is not None
             features = verified.features[shape.rows * shape.nodes :]
             features = features.view(shape.pieces, PIECE_TOKENS, -1)
-            head.program.write(self._dead_rows(pieces, features))
+            head.program.forward.write(self._dead_rows(pieces, features))
             rows = self._with_live_rows(rows, pieces, features, verified.first)
         assert rows is not None
         return rows

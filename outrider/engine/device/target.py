@@ -58,8 +58,11 @@ class TargetProgram:
         tap_layers: tuple[int, ...] = (),
         *,
         hidden: Tensor | None = None,
+        storage: Tensor | None = None,
     ) -> None:
-        """`hidden`: where the last layer's output [M, H] goes, for `logits`; [most M, H]."""
+        """`hidden`: where the last layer's output [M, H] goes, for `logits`; [most M, H].
+        `storage` [2, L, G, S, d]: other keys and values than the model's pool, in blocks of as many
+        slots."""
         self._model = model
         self._hidden = hidden
         self._config = model.config
@@ -67,8 +70,8 @@ class TargetProgram:
         weights = model.weights
         self._layers = [_Layer(layer) for layer in weights.layers]
         self._lm_head = plain_weights(weights.lm_head)
-        self._keys = model.pool.storage[0].unbind(0)
-        self._values = model.pool.storage[1].unbind(0)
+        keys, values = model.pool.storage if storage is None else storage
+        self._keys, self._values = keys.unbind(0), values.unbind(0)
 
     def forward(
         self,
@@ -84,8 +87,39 @@ class TargetProgram:
         tables int32 [X, T]: see `SequenceState`. `max_len` bounds the slots that any row sees.
         logit_rows int64 [L]: rows whose logits are wanted; None: all. Nothing is committed.
         """
+        weights, eps = self._model.weights, self._config.rms_norm_eps
+        x, normed, outputs = self._run(tokens, groups, tables, max_len)
+        if FINAL_NORM in self.tap_layers:
+            outputs[FINAL_NORM] = rms_norm(x, weights.final_norm, eps)
+        if logit_rows is not None:
+            normed = rms_norm(x[logit_rows], weights.final_norm, eps)
+        logits = self._to_logits(normed)
+        taps = None
+        if self.tap_layers:
+            taps = torch.cat([outputs[tap] for tap in self.tap_layers], dim=-1)
+        return TargetOutput(logits, taps)
+
+    def outputs(
+        self, tokens: Tensor, groups: Sequence[RowGroup], tables: Tensor, *, max_len: int
+    ) -> Tensor:
+        """As `forward`, but for the last layer's outputs [M, H] alone; see `logits_of`."""
+        return self._run(tokens, groups, tables, max_len)[0]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Logits float32 [L, V] of token rows int64 [L] of the last forward; `hidden` was given."""
+        assert self._hidden is not None
+        return self.logits_of(self._hidden.index_select(0, rows))
+
+    def logits_of(self, outputs: Tensor) -> Tensor:
+        """Logits float32 [L, V] of the last layer's outputs [L, H]."""
         weights = self._model.weights
-        eps = self._config.rms_norm_eps
+        return self._to_logits(rms_norm(outputs, weights.final_norm, self._config.rms_norm_eps))
+
+    def _run(
+        self, tokens: Tensor, groups: Sequence[RowGroup], tables: Tensor, max_len: int
+    ) -> tuple[Tensor, Normed, dict[int, Tensor]]:
+        """All layers: the last one's output, its norm, and what is tapped of the others."""
+        weights, eps = self._model.weights, self._config.rms_norm_eps
         norms = [layer.weights.input_norm for layer in self._layers] + [weights.final_norm]
         # With many rows the layers work in place, and so the last one where it is wanted.
         last = None if self._hidden is None else self._hidden[: tokens.shape[0]]
@@ -98,22 +132,7 @@ class TargetProgram:
             if index in self.tap_layers:
                 # With many rows the next layer adds to x in place.
                 outputs[index] = x if x.shape[0] <= SKINNY_ROWS else x.clone()
-        if FINAL_NORM in self.tap_layers:
-            outputs[FINAL_NORM] = rms_norm(x, weights.final_norm, eps)
-        if logit_rows is not None:
-            normed = rms_norm(x[logit_rows], weights.final_norm, eps)
-        logits = self._to_logits(normed)
-        taps = None
-        if self.tap_layers:
-            taps = torch.cat([outputs[tap] for tap in self.tap_layers], dim=-1)
-        return TargetOutput(logits, taps)
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """Logits float32 [L, V] of token rows int64 [L] of the last forward; `hidden` was given."""
-        assert self._hidden is not None
-        hidden = self._hidden.index_select(0, rows)
-        weights = self._model.weights
-        return self._to_logits(rms_norm(hidden, weights.final_norm, self._config.rms_norm_eps))
+        return x, normed, outputs
 
     def _to_logits(self, normed: Normed) -> Tensor:
         head = self._lm_head

@@ -42,14 +42,14 @@ def draft(bench: Bench) -> Iterator[DraftBench]:
 @torch.inference_mode()
 def test_a_softmax_changes_what_is_chosen_from_and_no_choice(draft: DraftBench) -> None:
     run, seen = draft.chain(1, 3, new_rows=2), []
-    x = torch.randn(4, draft.program.weights.config.hidden_size)
+    x = torch.randn(4, draft.weights.config.hidden_size)
     for name in ("argmax", "softmax"):
         with _choosing(draft, name):
-            seen.append((draft.program.logits(x).exp().sum(-1), run().tokens.tolist()))
-            sums = draft.program.logits(x).sum(-1)
+            seen.append((draft.program.forward.logits(x).exp().sum(-1), run().tokens.tolist()))
+            sums = draft.program.forward.logits(x).sum(-1)
             assert torch.allclose(sums, torch.ones(4)) == (name == "softmax")
     assert seen[0][1] == seen[1][1]
-    torch.testing.assert_close(draft.program.logits(x).exp().sum(-1), seen[0][0])
+    torch.testing.assert_close(draft.program.forward.logits(x).exp().sum(-1), seen[0][0])
 
 
 @torch.inference_mode()

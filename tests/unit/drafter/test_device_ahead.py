@@ -11,9 +11,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from outrider_drafter import device_ahead, device_scores
+from outrider_drafter.device_head_source import DeviceHeadSource
 from outrider_drafter.device_rows import BLOCK_TOKENS
 from outrider_drafter.device_shapes import family, score_family
-from outrider_drafter.device_source import DeviceHeadSource
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.source import AheadSource, Outcome
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_drafter.device_batch import NEW_ROW_BUCKETS
 from outrider_drafter.device_branches import OWN_BLOCKS
 from outrider_drafter.device_rows import BLOCK_TOKENS
 from outrider_drafter.device_shapes import (
     BATCH_SIZES,
     CHAIN_LENGTHS,
-    SCORE_ROW_BUCKETS,
     TREES,
+    Buckets,
     Shape,
     family,
     fitted,
@@ -51,13 +50,13 @@ def test_no_shape_is_captured_twice() -> None:
 
 def test_look_ahead_captures_fewer_graphs_than_drafting() -> None:
     drafts = sum(
-        len(NEW_ROW_BUCKETS) * sum(size <= most_sessions(shape) for size in BATCH_SIZES)
+        len(Buckets().rows) * sum(size <= most_sessions(shape) for size in BATCH_SIZES)
         for shape, _ in family()
     )
     branches = sum(
         sum(size <= most_branches(shape) for size in BRANCH_SIZES) for shape, _ in family()
     )
-    scores = sum(len(levels.sizes) * len(SCORE_ROW_BUCKETS) for levels, _ in score_family())
+    scores = sum(len(levels.sizes) * len(Buckets().score_rows) for levels, _ in score_family())
     assert branches + scores < drafts
     assert len(list(score_family())) == len(set(score_family()))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter import device_source, head_following
+from outrider_drafter import device_source, row_following
 from outrider_drafter.__main__ import parse_args
 from outrider_drafter.build import _head_source
 from outrider_drafter.device_rows import BLOCK_TOKENS
@@ -83,7 +83,7 @@ def test_stable_rows_are_the_hosts(head: DraftHead) -> None:
 def test_chunks_of_a_prompt_are_taken_in_before_the_draft_is_wanted(
     head: DraftHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_following, "MAX_ROWS_PER_WRITE", 5)
+    monkeypatch.setattr(row_following, "MAX_ROWS_PER_WRITE", 5)
     proposals = []
     for source in (on_device(head), HeadSource(head, max_rows=8192)):
         engine, script = make_engine([source]), Script("s0", seed=9)

@@ -174,7 +174,7 @@ async def test_the_heads_drafts_are_warped_too(
         return found
 
     def compare(self: OwnHead, *args: Any, **options: Any) -> None:
-        ids = self.program.weights.target_ids
+        ids = self.weights.target_ids
         assert torch.equal(self.warp.state.counts, self._slots.warp.state.counts[:, ids])
         draft(self, *args, **options)
 

@@ -15,8 +15,9 @@ from outrider_drafter.head_batch import HeadBatch, RealRows
 from outrider_drafter.headkv import HeadKV, HeadKVBudget
 from torch import Tensor
 
-from outrider.engine.device.draft import NewRows
 from outrider.engine.device.draft_ahead import AheadProgram
+from outrider.engine.device.draft_forward import NewRows
+from outrider.engine.device.head_forward import HeadForward
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.heads import DraftHead, load_head
 from outrider.engine.kernels.attention.layout import PADDING_NODE
@@ -79,6 +80,7 @@ class Sessions:
     dtype: torch.dtype = torch.float32
     scratch: int = 0
     """Blocks of no session, after the padding block."""
+    forward: HeadForward = field(init=False)
     program: AheadProgram = field(init=False)
     state: SamplingState = field(init=False)
     storage: Tensor = field(init=False)
@@ -95,12 +97,13 @@ class Sessions:
         slots = (count * BLOCKS + 1 + self.scratch) * BLOCK
         shape = (2, 1, config.num_kv_heads, slots, config.head_dim)
         self.storage = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self.program = AheadProgram(
+        self.forward = HeadForward(
             HeadWeights.from_head(self.head),
             storage=self.storage,
             block_tokens=BLOCK,
             max_len=BLOCKS * BLOCK,
         )
+        self.program = AheadProgram(self.forward)
         keys = [stream_keys(p) for p in (*self.sampling, SamplingParams())]
         self.state = SamplingState(
             stream_keys=torch.from_numpy(np.stack(keys)).to(self.device),

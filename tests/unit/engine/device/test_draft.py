@@ -79,7 +79,7 @@ def test_stable_rows_equal_a_recomputation_and_nothing_else_is_touched(head: Dra
     for starts, counts in ROUNDS:
         grown.program.chain(grown.rows(starts, counts, 9), state=grown.state, length=5)
     lengths = total(*ROUNDS[-1])
-    fresh.program.write(fresh.rows([0, 0, 0], lengths, max(lengths)))
+    fresh.forward.write(fresh.rows([0, 0, 0], lengths, max(lengths)))
     for b, length in enumerate(lengths):
         torch.testing.assert_close(grown.kept(b, length), fresh.kept(b, length))
         assert fresh.kept(b, BLOCKS * BLOCK)[:, :, length:].eq(0).all(), "a dead row was written"
@@ -96,7 +96,7 @@ def test_laws_are_the_softmax_that_rejection_sessions_draw_from(head: DraftHead)
     chain = sessions.program.chain(rows, state=sessions.state, length=3, with_probs=True)
     assert chain.probs is not None
     x = sessions.program.catch_up(rows)
-    expected = (sessions.program.logits(x) / 0.8).softmax(-1)
+    expected = (sessions.forward.logits(x) / 0.8).softmax(-1)
     torch.testing.assert_close(chain.probs[:-1, 0], expected[:-1])
     drawn = chain.probs.gather(2, chain.columns[:, :, None].long())
     assert (drawn[:-1] > 0).all()
@@ -184,7 +184,7 @@ def test_a_bias_of_either_projection_is_kept(tmp_path: Path, biased: tuple[int, 
         linear = plain_weights(head.block.weights.qkv[index])
         linear.bias = torch.randn(linear.weight.shape[0])
     sessions = Sessions(head, MIXED)
-    bias = sessions.program.weights.qkv_bias
+    bias = sessions.forward.weights.qkv_bias
     again = HeadWeights.from_head(head).qkv_bias
     assert bias is not None and again is not None and bias.data_ptr() == again.data_ptr()
     chain = sessions.program.chain(

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.device.draft import NewRows
-from outrider.engine.device.draft_ahead import BranchRows, GivenNodes
+from outrider.engine.device.draft_ahead import BranchRows
+from outrider.engine.device.draft_forward import GivenNodes, NewRows
 from outrider.engine.heads import DraftHead
 from tests.factories import make_eagle3_head
 from tests.unit.engine.device.draft_sessions import (
@@ -94,7 +94,7 @@ def test_a_branch_is_drafted_like_a_session_that_came_there(head: DraftHead, kin
     tokens, paths = [40, 41, 42], [[40, 41, 90], [77], [40, 41, 42, 91]]
     ahead, there = sessions(head), sessions(head)
     features = score(ahead, tokens)
-    there.program.write(there.rows([0, 0, 0], LENGTHS, 16))
+    there.forward.write(there.rows([0, 0, 0], LENGTHS, 16))
     before = ahead.storage[..., : (len(MIXED) * BLOCKS + 1) * BLOCK, :].clone()
     forked, drawing = ahead.program.fork(
         branch_rows(paths, features.shape[1]),

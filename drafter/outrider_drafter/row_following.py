@@ -1,7 +1,8 @@
-"""What every source with a head does, wherever its K/V is: follow sessions by their features.
+"""What every source with K/V of its own rows does, wherever it is: follow sessions.
 
-Row i of a session pairs feature f_i with token t_{i+1}. Rows are stable once they were made from
-real features; the live row is the newest that a draft begins with. H feature width.
+A head's row i pairs feature f_i with token t_{i+1}, a model's has token t_i alone. Rows are stable
+once they were made from what is real; the live row is the newest that a draft begins with. H
+feature width, 0 without features.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -34,26 +35,43 @@ _WIRE_DTYPES: Final = {
 }
 
 
-class HeadFollower(ABC):
-    """Takes in what is new of a session and stops following one that finds no room."""
+class RowFeed(NamedTuple):
+    """What the rows of a source are made of."""
 
-    feature_layout = FeatureLayout.PROJECTED
+    feature_size: int = 0
+    """H."""
+    fingerprint: str = ""
+    """Identity of the projection that makes the features."""
+
+    @classmethod
+    def of_head(cls, head: DraftHead) -> RowFeed:
+        """Features of the target, projected for this head."""
+        return cls(head.config.hidden_size, head.fingerprint)
+
+    @property
+    def first_token(self) -> int:
+        """Index of the token of row 0; see `DraftForward`."""
+        return 1 if self.feature_size else 0
+
+
+class RowFollower(ABC):
+    """Takes in what is new of a session and stops following one that finds no room."""
 
     def __init__(
         self,
-        head: DraftHead,
+        feed: RowFeed,
         *,
         max_context: int,
         rows_with_draft: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """`max_context` (0: the head's own) bounds the draft positions of a session; up to
-        `rows_with_draft` new rows are left to the draft that follows them."""
-        self.head = head
-        self.feature_size = head.config.hidden_size
-        self.feature_fingerprint = head.fingerprint
-        self._max_context = max_context or head.config.max_position_embeddings
+        """`max_context` bounds the draft positions of a session; up to `rows_with_draft` new rows
+        are left to the draft that follows them."""
+        self.feature_size, self.feature_fingerprint = feed.feature_size, feed.fingerprint
+        self.feature_layout = FeatureLayout.PROJECTED if feed.feature_size else FeatureLayout.NONE
+        self._first_token = feed.first_token
+        self._max_context = max_context
         self._rows_with_draft = rows_with_draft
         self._dtype, self._device = dtype, torch.device(device)
 
@@ -84,7 +102,7 @@ class HeadFollower(ABC):
         """Write rows whose prediction nobody wants, but for the newest `keep`."""
         while True:
             start = self._stable(session)
-            known = min(session.feature_end, len(session.tokens) - 1) - start
+            known = self._known_rows(session) - start
             count = min(known - keep, MAX_ROWS_PER_WRITE)
             if count <= 0 or (keep and known <= self._rows_with_draft):
                 return
@@ -94,15 +112,25 @@ class HeadFollower(ABC):
                 return
             if not self._reserve(session, stop):
                 return
+            first = start + self._first_token
+            tokens = session.tokens.view[first : first + count]
+            if not self.feature_size:
+                self._write(session, start, tokens, np.empty((count, 0), dtype=np.int16))
+                continue
             held = session.table.features
             rows = held.read(session.slot, start, stop)
-            self._write(session, start, session.tokens.view[start + 1 : stop + 1], rows)
+            self._write(session, start, tokens, rows)
             held.use(session.slot, stop, rows[-1])
+
+    def _known_rows(self, session: Session) -> int:
+        """Rows that could be written by now."""
+        known = len(session.tokens) - self._first_token
+        return min(session.feature_end, known) if self.feature_size else known
 
     def _live_row(self, session: Session, depth: int) -> int | None:
         """The row that a draft of `depth` levels begins with; None if there can be none."""
-        live = len(session.tokens) - 2
-        if live < 0 or session.feature_end != live + 1 or live + depth > self._max_context:
+        live = len(session.tokens) - 1 - self._first_token
+        if live < 0 or self._known_rows(session) != live + 1 or live + depth > self._max_context:
             return None
         return live
 

@@ -1,0 +1,76 @@
+"""A small model on the device against the same model on the host, on the kernels' CPU twins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from outrider_drafter.device_model_source import DeviceModelSource
+from outrider_drafter.small_model import SmallModelSource
+from outrider_drafter.source import AheadSource
+
+from outrider.engine.loading import load_target
+from outrider.engine.target import TargetModel
+from outrider.spec.plan import DraftMethod
+from outrider.spec.tree import validate_tree
+from tests.factories import make_target
+from tests.unit.drafter.helpers import VOCAB, make_engine
+from tests.unit.drafter.looking_ahead import ENDS, Followed, assert_same, made, some_outcomes
+from tests.unit.drafter.mixed_sessions import MIX, random_ends, told
+
+MODEL_MIX = [(replace(plan, method=DraftMethod.MODEL), sampling) for plan, sampling in MIX]
+AHEAD = [(replace(plan, look_ahead=1), sampling) for plan, sampling in MODEL_MIX]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    directory = make_target(tmp_path_factory.mktemp("device-model"), layers=2)
+    return load_target(directory, kv_tokens=32768, packed=False)
+
+
+def on_device(model: TargetModel) -> DeviceModelSource:
+    return DeviceModelSource(model, vocab_size=VOCAB, max_rows=8192, max_sessions=16)
+
+
+def on_host(model: TargetModel) -> SmallModelSource:
+    return SmallModelSource(model, vocab_size=VOCAB)
+
+
+def test_every_session_gets_the_hosts_drafts_round_after_round(model: TargetModel) -> None:
+    ends = random_ends(4, seed=1)
+    engines = [make_engine([source]) for source in (on_device(model), on_host(model))]
+    found, expected = (told(engine, MODEL_MIX, ends) for engine in engines)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys() and len(ours) == len(MODEL_MIX)
+        for name, proposal in ours.items():
+            same = theirs[name]
+            assert proposal.tree.tokens.tolist() == same.tree.tokens.tolist(), name
+            assert proposal.tree.parents.tolist() == same.tree.parents.tolist(), name
+            assert (proposal.law is None) == (same.law is None)
+            validate_tree(proposal.tree, vocab_size=VOCAB, max_nodes=12)
+    for engine in engines:
+        for session in engine._table.of_connection(1):
+            engine._sources[DraftMethod.MODEL].release(session)
+
+
+def test_candidates_and_branches_are_the_hosts(model: TargetModel) -> None:
+    device, host = (Followed.begin(each, AHEAD) for each in (on_device(model), on_host(model)))
+    assert isinstance(device.source, AheadSource)
+    for ends in ENDS:
+        device.tell(ends)
+        host.tell(ends)
+    trees = device.trees()
+    ours = device.source.score(device.lives(trees))
+    theirs = host.source.score(host.lives(trees))
+    for i, tree in enumerate(trees):
+        width = ours.tokens[i].shape[1]
+        assert len(ours.tokens[i]) == 1 + len(tree)
+        np.testing.assert_array_equal(ours.tokens[i], theirs.tokens[i][:, :width], err_msg=str(i))
+        np.testing.assert_allclose(ours.logprobs[i], theirs.logprobs[i][:, :width], atol=2e-3)
+    outcomes = some_outcomes(trees, ours.tokens)
+    mine, others = made(device.source.branch(outcomes)), made(host.source.branch(outcomes))
+    assert sorted(mine) == sorted(others) == list(range(len(outcomes)))
+    for index in mine:
+        assert_same(mine[index], others[index])
+    host.end()
