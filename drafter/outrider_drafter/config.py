@@ -108,7 +108,8 @@ class DrafterConfig:
     head_max_context: int = 0
     """Longest context of a head, draft positions; 0 takes the head's own limit."""
     draft_model_kv_tokens: int = 16384
-    """Tokens of K/V that all sessions of the small model may reserve together."""
+    """Tokens of K/V that all sessions of the small model may reserve together; on a GPU beside as
+    many for those that are drafted from the host."""
     max_backlog: int = 4096
     """Messages of a verifier that may wait for the drafting thread before it is read no further."""
     max_outbox: int = 1024

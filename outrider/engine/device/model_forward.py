@@ -111,6 +111,8 @@ class ModelForward(DraftForward):
         self, rows: NewRows, given: GivenNodes, layout: DraftLayout, below: GivenLayout, sweeps: int
     ) -> Tensor:
         """One forward for new rows and nodes, exact whatever `sweeps` says."""
+        if given.are_chains:
+            return self._given_chains(rows, given)
         (batch, num_nodes), new = given.tokens.shape, rows.tokens.numel()
         nodes = RowGroup(
             slots=rows.slots,
@@ -126,6 +128,22 @@ class ModelForward(DraftForward):
         x = self._run(tokens, [_new(rows, layout), nodes], rows.tables)
         live = x[layout.live_rows][:, None]
         return torch.cat((live, x[new:].view(batch, num_nodes, -1)), dim=1)
+
+    def _given_chains(self, rows: NewRows, given: GivenNodes) -> Tensor:
+        """Chains stand behind the new rows as further ones: one attention a layer, not two."""
+        (batch, num_nodes), width = given.tokens.shape, rows.tokens.shape[1]
+        device, counts = rows.counts.device, rows.counts[:, None]
+        places = torch.arange(width + num_nodes, device=device).expand(batch, -1)
+        both = torch.cat((rows.tokens, given.tokens), dim=1)
+        source = torch.where(places < counts, places, places - counts + width)
+        tokens = both.gather(1, source.clamp(max=width + num_nodes - 1).long())
+        there = torch.where(rows.counts > 0, rows.counts + num_nodes, 0)
+        joined = rows._replace(tokens=tokens, counts=there)
+        x = self._run(tokens, [_new(joined, self.layout(joined))], rows.tables)
+        last = (counts - 1).clamp(min=0) + torch.arange(1 + num_nodes, device=device)
+        return x.view(batch, width + num_nodes, -1)[
+            torch.arange(batch, device=device)[:, None], last
+        ]
 
     def _run(self, tokens: Tensor, groups: list[RowGroup], tables: Tensor) -> Tensor:
         return self._program.outputs(tokens.flatten(), groups, tables, max_len=self._max_len)
