@@ -49,7 +49,13 @@ from outrider.wire.messages import (
 )
 from outrider.wire.rounds import sound_proposals
 from outrider_bench.gpu.random_model import TINY, head_shape, random_head, random_target
-from outrider_bench.host_canned import BESIDE, CannedDownloads, CannedGraphs, Steps
+from outrider_bench.host_canned import (
+    BESIDE,
+    CannedDownloads,
+    CannedGraphs,
+    CannedLanding,
+    Steps,
+)
 from outrider_bench.report import table
 
 T = TypeVar("T")
@@ -260,9 +266,7 @@ class DrafterSide:
         )
         canned: Any = self._source
         canned.graphs = CannedGraphs(_drafted, lambda: steps.mark("drafter: batch staged"))
-        canned._downloads = CannedDownloads(lambda: steps.mark("drafter: launched" + BESIDE))
-        # What is uploaded to this device is not copied.
-        canned._batch._uploaded = canned._batch._uploaded.to("meta")
+        canned._landing = CannedLanding(lambda: steps.mark("drafter: launched" + BESIDE))
         canned._writer.write = lambda *_: None
         self._engine = DraftEngine(
             [self._source],

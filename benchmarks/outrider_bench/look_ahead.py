@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from outrider_drafter.calibration import SHARPNESS, Calibration
-from outrider_drafter.outcomes import Layout, best, seen
+from outrider_drafter.outcomes import Layout, Places, best, seen
 
 from outrider.client.flags import at_least
 from outrider.client.modelfiles import ModelFiles, find_model
@@ -70,7 +70,7 @@ class Hits:
         trees = [verdict.tree for verdict in what.verdicts]
         rows = OwnRows(self._head, what.rows, what.roots)
         found = score(rows, trees, min(CANDIDATES, self._head.config.draft_vocab_size))
-        layout = Layout.of(trees, np.concatenate([one.tokens for one in found]))
+        layout = Layout.of(Places.of(trees), np.concatenate([one.tokens for one in found]))
         logprobs = np.concatenate([one.logprobs for one in found])
         gains = {name: ranking.gains(layout, logprobs) for name, ranking in self._rankings.items()}
         live = [i for i, ended in enumerate(what.ended) if not ended]

@@ -21,7 +21,7 @@ from outrider.spec.tree import ROOT, DraftTree, depths, path
 from outrider_drafter.forest import Forest, Saplings
 from outrider_drafter.forms import masks_of
 from outrider_drafter.grow import Job, grow, history_of, make_job
-from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_scores
+from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored, no_candidates
 
 MOST_CANDIDATES: Final = 32
 """Candidates a place, if there are so many ids."""
@@ -61,12 +61,11 @@ def score(forest: Forest, lives: Sequence[Live], ready: Sequence[int]) -> tuple[
     forest.mark()
     ids = np.concatenate([part[0] for part in found])
     logprobs = np.concatenate([part[1] for part in found])
-    unknown = no_scores(lives, width)
-    scored = Scored(
-        tokens=[ids[rows[i]] if i in rows else none for i, none in enumerate(unknown.tokens)],
-        logprobs=[
-            logprobs[rows[i]] if i in rows else none for i, none in enumerate(unknown.logprobs)
-        ],
+    no_ids, no_logprobs = no_candidates(lives, width)
+    scored = Scored.of(
+        lives,
+        [ids[rows[i]] if i in rows else none for i, none in enumerate(no_ids)],
+        [logprobs[rows[i]] if i in rows else none for i, none in enumerate(no_logprobs)],
     )
     return Ahead(lives=lives, owners=owners, rows=rows, forest=forest), scored
 

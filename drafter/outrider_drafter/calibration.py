@@ -6,6 +6,7 @@ estimates begin. P places of some proposals, m of these, c candidates a place.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final, Protocol
 
 import numpy as np
@@ -70,7 +71,7 @@ class Calibration:
         """Places that were reached,"""
         self._among = np.zeros(_DEPTHS)
         """and those of them where a candidate was emitted."""
-        self._lines: tuple[Floats, Floats] | None = None
+        self._lines = self._fitted()
         """By cell (a, b): the probability is a + b x the source's own."""
 
     def gains(self, layout: Layout, logprobs: NDArray[np.float32]) -> Floats:
@@ -92,7 +93,7 @@ class Calibration:
     def probs(self, depths: Indices, logprobs: NDArray[np.float32]) -> Floats:
         """float64 [m, c], at most 1 a row: how probable each candidate is once its place was
         reached; depths [m]. A candidate of log-prob -inf has none."""
-        offsets, slopes = self._fitted()
+        offsets, slopes = self._lines
         own = self._sharpened(_with_rest(logprobs))[:, :-1]
         cells = _cells(depths, own)
         found = own * slopes[cells]
@@ -127,7 +128,8 @@ class Calibration:
         old = self._places > _MEMORY
         self._places[old] *= 0.5
         self._among[old] *= 0.5
-        self._lines = None
+        # Now, not when a pass needs them: nobody waits for what is learnt.
+        self._lines = self._fitted()
 
     def _sharpened(self, told: Floats) -> Floats:
         """[m, 1 + c]: the law of what `_with_rest` gave."""
@@ -147,15 +149,13 @@ class Calibration:
         self.sharpness = min(max(sharpness, least), most)
 
     def _fitted(self) -> tuple[Floats, Floats]:
-        if self._lines is None:
-            seen = self._seen.reshape(_DEPTHS, -1)
-            hits = self._hits.reshape(_DEPTHS, -1)
-            weight = 1.0 / (seen.sum(axis=0) + _PRIOR)
-            own = 1.0 / (seen + _PRIOR)
-            offsets = own * (hits + _PRIOR * weight * hits.sum(axis=0))
-            slopes = own * _PRIOR * weight * _PRIOR
-            self._lines = offsets.ravel(), slopes.ravel()
-        return self._lines
+        seen = self._seen.reshape(_DEPTHS, -1)
+        hits = self._hits.reshape(_DEPTHS, -1)
+        weight = 1.0 / (seen.sum(axis=0) + _PRIOR)
+        own = 1.0 / (seen + _PRIOR)
+        offsets = own * (hits + _PRIOR * weight * hits.sum(axis=0))
+        slopes = own * _PRIOR * weight * _PRIOR
+        return offsets.ravel(), slopes.ravel()
 
 
 def _with_rest(logprobs: NDArray[np.float32]) -> Floats:
@@ -170,10 +170,15 @@ def _with_rest(logprobs: NDArray[np.float32]) -> Floats:
 
 def _cells(depths: Indices, own: Floats) -> Indices:
     """[m, c], by the candidates' own probabilities."""
-    ranks = np.searchsorted(_RANKS, np.arange(own.shape[1]), side="right") - 1
-    at = np.minimum(depths, _DEPTHS - 1)[:, None] * len(_RANKS) + ranks
+    at = np.minimum(depths, _DEPTHS - 1)[:, None] * len(_RANKS) + _rank_bins(own.shape[1])
     cells: Indices = at * _BINS + np.searchsorted(_PROBS, own)
     return cells
+
+
+@cache
+def _rank_bins(width: int) -> Indices:
+    bins: Indices = np.searchsorted(_RANKS, np.arange(width), side="right") - 1
+    return bins
 
 
 _FIRST_DRAWN: Final = 0.62

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from outrider.engine.device.buffers import Downloader, Readback
+from outrider.engine.device.buffers import Landing
 from outrider.engine.device.draft_ahead import AheadProgram
-from outrider.engine.device.draft_forward import NewRows
 from outrider.engine.device.graphs import GraphCache
-from outrider_drafter.device_batch import DraftBatch, Members, is_general
+from outrider_drafter.device_batch import DraftBatch, Members, StagedRows, is_general
 from outrider_drafter.device_branches import Brancher, Branching
 from outrider_drafter.device_growing import Grower
 from outrider_drafter.device_places import Placed
@@ -36,25 +36,28 @@ class DeviceLookAhead:
         rows: DeviceRows,
         grower: Grower,
         graphs: GraphCache,
-        downloads: Downloader,
+        landing: Landing,
         *,
         dtype: torch.dtype,
         max_context: int,
         bounded: bool,
         sweeps: int,
+        path_rows: tuple[int, ...],
     ) -> None:
-        """`rows` with SCRATCH_BLOCKS; `max_context`, `bounded`, `sweeps`: as in the source."""
-        self._rows, self._downloads = rows, downloads
-        self._scorer = Scorer(program, rows, graphs, dtype=dtype, sweeps=sweeps)
+        """`rows` with SCRATCH_BLOCKS; `max_context`, `bounded`, `sweeps`: as in the source;
+        `path_rows`: see `Buckets`."""
+        self._rows, self._landing = rows, landing
+        self._scorer = Scorer(program, rows, graphs, landing, dtype=dtype, sweeps=sweeps)
         self._brancher = Brancher(
             program,
             rows,
             grower,
             graphs,
-            downloads,
+            landing,
             held=self._scorer.held,
             max_context=max_context,
             bounded=bounded,
+            path_rows=path_rows,
         )
         self._lives: Sequence[Live] = ()
         self._scores = LiveScores(())
@@ -73,9 +76,8 @@ class DeviceLookAhead:
         """Compile and capture the scoring of one form, with catch-ups of so many rows."""
         for size in nodes.sizes:
             for num_rows in row_buckets:
-                rows, _ = batch.fill(None, size, num_rows)
-                result = self._scorer.launch(nodes, rows, (), warps=warps)
-                self._downloads.start(result).wait()
+                staged = batch.fill(None, size, num_rows)
+                self._landing.wait(self._scorer.launch(nodes, staged, (), warps=warps))
 
     def warm_up_branches(self, shape: Shape, *, general: bool) -> None:
         """Compile and capture the branches of one shape."""
@@ -100,19 +102,19 @@ class DeviceLookAhead:
         return self._held + count * nodes.places <= MOST_PLACES
 
     def launch(
-        self, nodes: Nodes, rows: NewRows, members: Members, lives: Sequence[int]
-    ) -> Readback:
-        """Begin to score proposals of one form, of these sessions' new rows; `take` ends it."""
+        self, nodes: Nodes, staged: StagedRows, members: Members, lives: Sequence[int]
+    ) -> Tensor:
+        """Begin to score proposals of one form, of these sessions' new rows; when what is returned
+        has landed, `take` ends it."""
         placed = [self._placed[live][0] for live in lives]
-        result = self._scorer.launch(nodes, rows, placed, first=self._held, warps=members.warps)
-        download = self._downloads.start(result)
+        words = self._scorer.launch(nodes, staged, placed, first=self._held, warps=members.warps)
         # While the device works.
         for live, each in zip(lives, placed, strict=True):
             self._scores.place(live, each, self._held)
             self._held += nodes.places
         self._parts.append((members, lives))
         self._branching = self._collect()
-        return download
+        return words
 
     def take(self, words: NDArray[np.int32]) -> None:
         """What came back of the newest launch."""
@@ -144,8 +146,15 @@ class DeviceLookAhead:
             general[:] = list(map(self._is_general, members.sessions, members.seats.tolist()))
         rows = np.zeros(len(self._lives), dtype=np.int64)
         rows[order] = np.arange(len(order))
-        shapes = [self._placed[live][1] for live in order]
-        return Branching.of(self._scores.places(), rows, members, general, shapes)
+        placed = [self._placed[live] for live in order]
+        return Branching.of(
+            self._scores.held(),
+            rows,
+            members,
+            general,
+            [shape for _, shape in placed],
+            [each.nodes.chain for each, _ in placed],
+        )
 
     def _is_general(self, session: Session, seat: int) -> bool:
         return self._rows.warp.warps(seat) or is_general(session)

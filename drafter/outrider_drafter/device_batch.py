@@ -134,8 +134,8 @@ def is_general(session: Session) -> bool:
     )
 
 
-class _Bucket(NamedTuple):
-    """The batch's memory as one bucket sees it; `rows` and `draft_keys` are uploaded from it."""
+class StagedRows(NamedTuple):
+    """The batch's memory as one bucket sees it; `upload` brings `rows` and `draft_keys`."""
 
     head: NDArray[np.int32]
     """[3, B]: slots, counts, starts."""
@@ -150,11 +150,17 @@ class _Bucket(NamedTuple):
     uploaded: Tensor
     rows: NewRows
     draft_keys: Tensor
-    """int64 [B]: as in `Drawing`."""
+    """int64 [B]: keys of their DRAFT noise, as in `Drawing`."""
+
+    def upload(self) -> None:
+        """Copy what was staged to the device, in the order of the stream; may be part of a graph.
+
+        The staging memory must stay as it is until the launch is over."""
+        self.uploaded.copy_(self.staged, non_blocking=True)
 
 
 class DraftBatch:
-    """Static inputs of a launch, filled from the host by one upload.
+    """Static inputs of a launch, filled from the host by one upload that the launch begins with.
 
     Words end where features begin, whatever the bucket: so what is uploaded is one piece, and an
     unused row holds features, which are finite, not words.
@@ -179,13 +185,12 @@ class DraftBatch:
         self._uploaded = torch.zeros(size, dtype=torch.uint8, device=device)
         pinned = device.type == "cuda"
         self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-        self._buckets: dict[tuple[int, int], _Bucket] = {}
+        self._buckets: dict[tuple[int, int], StagedRows] = {}
 
-    def fill(self, ready: Ready | None, size: int, num_rows: int) -> tuple[NewRows, Tensor]:
-        """Upload a batch in a bucket; rows without a session are the padding slot's.
+    def fill(self, ready: Ready | None, size: int, num_rows: int) -> StagedRows:
+        """Stage a batch in a bucket; rows without a session are the padding slot's.
 
-        Beside the rows come the keys of their DRAFT noise, int64 [B], as in `Drawing`. The
-        features are read from the messages that brought them. The staging memory is free
+        The features are read from the messages that brought them. The staging memory is free
         again: every launch is waited for before the next one.
         """
         place = self._buckets.get((size, num_rows))
@@ -208,14 +213,13 @@ class DraftBatch:
             place.tokens[:count] = np.where(within < ready.counts[:, None], tokens, -1)
             if self._width:
                 table.features.gather(slots, ready.starts, ready.counts, place.features[:count])
-        place.uploaded.copy_(place.staged, non_blocking=True)
-        return place.rows, place.draft_keys
+        return place
 
     def newest(self, ready: Ready, size: int, num_rows: int) -> NDArray[np.generic]:
         """The rows [B, R, H] that `fill` staged; valid until it is called again."""
         return self._buckets[size, num_rows].features[: len(ready)]
 
-    def _bucket(self, size: int, num_rows: int) -> _Bucket:
+    def _bucket(self, size: int, num_rows: int) -> StagedRows:
         cells = size * num_rows
         start = self._border - 4 * (_WORDS * size + cells)
         end = self._border + cells * self._width * self._dtype.itemsize
@@ -235,7 +239,7 @@ class DraftBatch:
         head, tokens, keys, features = split(self._staged)
         on_device = split(self._uploaded)
         slots, counts, starts = on_device[0].unbind()
-        return _Bucket(
+        return StagedRows(
             head=head.numpy(),
             tokens=tokens.numpy(),
             keys=keys.numpy(),

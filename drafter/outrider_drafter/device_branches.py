@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.buffers import Downloader, Uploader
+from outrider.engine.device.buffers import Landing, Mirror
 from outrider.engine.device.draft_ahead import AheadProgram, BranchRows
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.device.shapes import bucket
@@ -24,7 +24,7 @@ from outrider.spec.plan import MAX_DRAFT_TOKENS, default_depth
 from outrider_drafter.device_batch import Members
 from outrider_drafter.device_drafts import lengths
 from outrider_drafter.device_growing import Grower, Grown
-from outrider_drafter.device_places import Indices, Paths, ScoredPlaces
+from outrider_drafter.device_places import HeldPlaces, Indices, Paths
 from outrider_drafter.device_rows import BLOCK_TOKENS, DeviceRows
 from outrider_drafter.device_shapes import (
     PATH_ROW_BUCKETS,
@@ -53,7 +53,7 @@ _WORDS: Final = 5
 class Branching(NamedTuple):
     """Sessions whose proposals were scored, and where; columns [S]."""
 
-    places: ScoredPlaces
+    places: HeldPlaces
     rows: Indices
     """[lives]: row of each proposal's session in the columns; any of one that was not scored."""
     members: Members
@@ -69,15 +69,18 @@ class Branching(NamedTuple):
     """the draft rows that it writes,"""
     trees: NDArray[np.bool_]
     """and whether it is a tree."""
+    of_chains: NDArray[np.bool_]
+    """Whether each session's proposal was scored as a chain."""
 
     @classmethod
     def of(
         cls,
-        places: ScoredPlaces,
+        places: HeldPlaces,
         rows: Indices,
         members: Members,
         general: NDArray[np.bool_],
         shapes: Sequence[Shape],
+        of_chains: Sequence[bool],
     ) -> Branching:
         """With what is grown for each session."""
         numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
@@ -91,6 +94,7 @@ class Branching(NamedTuple):
             depths=np.array([shape.depth for shape in shapes]),
             draft_rows=np.array([shape.draft_rows for shape in shapes]),
             trees=np.array([shape.top_k > 1 for shape in shapes]),
+            of_chains=np.array(of_chains),
         )
 
 
@@ -113,10 +117,7 @@ class BranchBatch:
         """`padding`: the slot that owns rows without a branch."""
         self._padding = padding
         most = BRANCH_SIZES[-1] * (_WORDS + 2 * PATH_ROW_BUCKETS[-1])
-        self._uploads = Uploader(most, device)
-        self._words = torch.zeros(most, dtype=torch.int32, device=device)
-        self._buckets: dict[tuple[int, int], tuple[Tensor, BranchRows]] = {}
-        """What is uploaded, and the rows in it."""
+        self._mirror = Mirror(most, device)
 
     def fill(
         self,
@@ -127,13 +128,10 @@ class BranchBatch:
         *,
         size: int,
         num_rows: int,
-    ) -> BranchRows:
-        """Upload outcomes `chosen` [B] of those that were found, with the slots of their sessions
+    ) -> None:
+        """Stage outcomes `chosen` [B] of those that were found, with the slots of their sessions
         and the keys of their noise, both [B]."""
-        place = self._buckets.get((size, num_rows))
-        if place is None:
-            place = self._buckets[size, num_rows] = self._bucket(size, num_rows)
-        words = self._uploads.stage()
+        words = self._mirror.array
         # Keys first: there is where words of 8 bytes may be.
         words[: 2 * size].view(np.int64)[: len(chosen)] = keys.view(np.int64)
         head = words[2 * size : _WORDS * size].reshape(3, size)
@@ -146,15 +144,15 @@ class BranchBatch:
             tokens[:here, :kept] = found.paths.tokens[chosen, :kept]
             sources[:here, :kept] = found.paths.rows[chosen, :kept]
             sources[:here, kept:] = found.paths.rows[chosen, :1]
-        sent, rows = place
-        self._uploads.send(sent)
-        return rows
 
-    def _bucket(self, size: int, num_rows: int) -> tuple[Tensor, BranchRows]:
-        sent = self._words[: (_WORDS + 2 * num_rows) * size]
+    def upload(self, size: int, num_rows: int) -> BranchRows:
+        """What was staged, on its way to the device; may be part of a graph."""
+        count = (_WORDS + 2 * num_rows) * size
+        self._mirror.upload(count)
+        sent = self._mirror.words[:count]
         head, rest = sent[2 * size : _WORDS * size].view(3, size), sent[_WORDS * size :]
         paths = rest.view(2, size, num_rows)
-        return sent, BranchRows(
+        return BranchRows(
             owners=head[0],
             counts=head[1],
             starts=head[2],
@@ -173,16 +171,18 @@ class Brancher:
         rows: DeviceRows,
         grower: Grower,
         graphs: GraphCache,
-        downloads: Downloader,
+        landing: Landing,
         *,
         held: Tensor,
         max_context: int,
         bounded: bool,
+        path_rows: tuple[int, ...],
     ) -> None:
         """`rows` with SCRATCH_BLOCKS; `held` [F, H]: features of scored places; `max_context`,
-        `bounded`: as in the source."""
+        `bounded`: as in the source; `path_rows`: see `Buckets`."""
         self._program, self._rows, self._grower = program, rows, grower
-        self._graphs, self._downloads, self._held = graphs, downloads, held
+        self._path_rows = path_rows
+        self._graphs, self._landing, self._held = graphs, landing, held
         self._max_context, self._bounded = max_context, bounded
         device = rows.tables.device
         self._batch = BranchBatch(rows.padding, device)
@@ -195,10 +195,10 @@ class Brancher:
         """Compile and capture the launches of a shape."""
         none, keys = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
         for size in branch_sizes(shape):
-            num_rows = path_rows(shape)
-            rows = self._batch.fill(none, None, none, keys, size=size, num_rows=num_rows)
-            result, _ = self._launch(shape, rows, general=general)
-            self._downloads.start(result).wait()
+            num_rows = path_rows(shape, self._path_rows)
+            self._batch.fill(none, None, none, keys, size=size, num_rows=num_rows)
+            result, _ = self._launch(shape, size, num_rows, general=general)
+            self._landing.wait(result)
 
     def branch(self, outcomes: Sequence[Outcome], branching: Branching) -> Iterator[Branches]:
         """See `AheadSource.branch`."""
@@ -228,6 +228,9 @@ class Brancher:
         fit = found.paths.known & (found.rooms > 0) & (last <= self._rows.capacity)
         fit &= first - 1 + np.minimum(depths, found.rooms) <= self._max_context
         fit &= last - found.starts // BLOCK_TOKENS * BLOCK_TOKENS <= _OWN_ROWS
+        if self._program.forward.keeps_given_chains:
+            # Of a tree's outcomes the paths would have to be run, which chains have no graph for.
+            fit &= branching.of_chains[found.rows] | branching.trees[found.rows]
         kinds = branching.shape_of[found.rows] * _MORE_THAN_DEPTHS + depths
         for kind in dict.fromkeys(kinds[fit].tolist()):
             number, depth = divmod(kind, _MORE_THAN_DEPTHS)
@@ -239,14 +242,15 @@ class Brancher:
     ) -> Branches:
         rows, members = found.rows[chosen], branching.members
         size = bucket(len(chosen), branch_sizes(shape))
-        deepest = bucket(int(found.paths.depths[chosen].max()) + 1, PATH_ROW_BUCKETS)
-        forked = self._batch.fill(
+        deepest = bucket(int(found.paths.depths[chosen].max()) + 1, self._path_rows)
+        num_rows = max(deepest, path_rows(shape, self._path_rows))
+        self._batch.fill(
             chosen,
             found,
             members.seats[rows],
             _keys(found, chosen, members) if shape.with_law else members.keys[rows],
             size=size,
-            num_rows=max(deepest, path_rows(shape)),
+            num_rows=num_rows,
         )
         sessions = [members.sessions[row] for row in rows.tolist()]
         starts: Starts = ()
@@ -255,26 +259,26 @@ class Brancher:
         general = members.constrained or bool(branching.general[rows].any())
         if general:
             self._grower.mask(shape, starts, size)
-        result, entries = self._launch(shape, forked, general=general)
-        download = self._downloads.start(result)
+        result, entries = self._launch(shape, size, num_rows, general=general)
         # While the device works.
         counts = lengths(shape, members.wanted[rows], found.rooms[chosen])
-        words = download.wait().numpy()
+        words = self._landing.wait(result).numpy()
         drafted = self._grower.drafted(shape, sessions, counts, words, entries, starts)
         return Branches.of(chosen, drafted)
 
-    def _launch(self, shape: Shape, rows: BranchRows, *, general: bool) -> Grown:
+    def _launch(self, shape: Shape, size: int, num_rows: int, *, general: bool) -> Grown:
         def run() -> Grown:
             forked, drawing = self._program.fork(
-                rows,
+                self._batch.upload(size, num_rows),
                 tables=self._rows.tables,
                 scratch=self._scratch,
                 held=self._held,
                 counted=general,
+                below_chains=shape.top_k == 1,
             )
             return self._grower.grow(shape, forked, drawing, general=general)
 
-        return self._graphs.run(("branch", shape, *rows.tokens.shape, general), run)
+        return self._graphs.run(("branch", shape, size, num_rows, general), run)
 
 
 def _tokens_of(paths: Paths, chosen: Indices) -> list[list[int]]:

@@ -59,7 +59,7 @@ class DeviceFollower(RowFollower):
             dtype=dtype,
             device=device,
         )
-        self._bounded = bounded
+        self._bounded, self._buckets = bounded, drafter.buckets
         self._rows = DeviceRows(
             drafter.kv,
             max_rows=max_rows,
@@ -95,7 +95,7 @@ class DeviceFollower(RowFollower):
         """What to grow for a seated session, worked out from its plan and its room."""
         shape = shape_of(session)
         if shape is not None and self._bounded:
-            shape = fitted(shape)
+            shape = fitted(shape, self._buckets.chains)
         if shape is not None and session.room >= shape.depth:
             self._seats.shapes[session.slot] = (session.plan, shape)
         return shape

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.buffers import Downloader
+from outrider.engine.device.buffers import Downloader, Landing
 from outrider.engine.device.draft_ahead import AheadProgram
 from outrider.engine.device.draft_forward import NewRows
 from outrider.engine.device.draft_masks import DraftMasks
@@ -36,8 +36,10 @@ trees."""
 class Grower:
     """Grows a shape from new rows and reads it back."""
 
-    def __init__(self, program: AheadProgram, rows: DeviceRows, downloads: Downloader) -> None:
-        self._program, self._rows, self._downloads = program, rows, downloads
+    def __init__(self, program: AheadProgram, rows: DeviceRows, landing: Landing) -> None:
+        """`landing`: where the first tensor of what is grown lands."""
+        self._program, self._rows, self._landing = program, rows, landing
+        self._downloads = Downloader(rows.tables.device)
         vocabulary = program.forward.vocabulary
         ids = vocabulary.target_ids
         self._target_ids: NDArray[np.int32] = ids.cpu().numpy().astype(np.int32)
@@ -51,8 +53,16 @@ class Grower:
         """Of the next general launch; they stay for those after it."""
 
     def grow(self, shape: Shape, rows: NewRows, drawing: Drawing | None, *, general: bool) -> Grown:
-        """Launch a draft; looks at no value. general: whether sessions may warp their logits, be in
-        a grammar (what `masks` allows), or share the target's noise in trees."""
+        """Launch a draft and its way down; looks at no value. general: whether sessions may warp
+        their logits, be in a grammar (what `masks` allows), or share the target's noise in
+        trees."""
+        grown = self._grown(shape, rows, drawing, general=general)
+        self._landing.put(grown[0])
+        return grown
+
+    def _grown(
+        self, shape: Shape, rows: NewRows, drawing: Drawing | None, *, general: bool
+    ) -> Grown:
         state, warp = self._rows.sampling, self._rows.warp.state if general else None
         legal = self.masks if general else None
         if shape.top_k == 1:

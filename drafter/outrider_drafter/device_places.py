@@ -1,11 +1,10 @@
 """Where the nodes of live proposals stand on a device, and the paths that branches take (pure).
 
-O outcomes, D levels of the deepest of them; B, N as in `GivenNodes`.
+O outcomes; B, N as in `GivenNodes`; P as in `Places`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from outrider.spec.tree import ROOT, DraftTree, is_chain
 from outrider_drafter.device_shapes import Nodes, nodes_of
+from outrider_drafter.outcomes import Places
 
 NOWHERE: Final = -1
 Indices = NDArray[np.int64]
@@ -55,44 +55,35 @@ class Paths(NamedTuple):
     depths: Indices
     """[O]: nodes of the path; the outcome's token comes after them."""
     tokens: NDArray[np.int32]
-    """[O, D + 1]: the path's tokens and the outcome's; -1 behind it."""
+    """[O, D + 1]: the path's tokens and the outcome's; -1 behind it. D levels of the deepest
+    proposal."""
     rows: Indices
     """[O, D + 1]: held row of the place above each of these; some place of the path behind it."""
 
 
-class ScoredPlaces:
+class HeldPlaces:
     """The places of all proposals that were scored together, as rows of what is held."""
 
-    def __init__(self, trees: Sequence[tuple[DraftTree, Indices]]) -> None:
-        """Proposals with the held row [1 + n] of every place; NOWHERE of those without."""
-        sizes = np.array([1 + len(tree) for tree, _ in trees], dtype=np.int64)
-        self._firsts: Indices = sizes.cumsum() - sizes
-        """[proposals]: where the root of each is among all nodes."""
-        self._parents = np.empty(int(sizes.sum()), dtype=np.int64)
-        self._tokens = np.full(len(self._parents), -1, dtype=np.int32)
-        for first, (tree, _) in zip(self._firsts.tolist(), trees, strict=True):
-            end = first + 1 + len(tree)
-            self._parents[first] = first
-            self._parents[first + 1 : end] = tree.parents + (first + 1)
-            self._tokens[first + 1 : end] = tree.tokens
-        self._rows = np.concatenate([rows for _, rows in trees])
+    def __init__(self, places: Places, rows: Indices) -> None:
+        """rows [P]: the held row of every place; NOWHERE of those without."""
+        self._roots, self._depths = places.roots, places.depths
+        self._known = rows != NOWHERE
+        lineage = [np.arange(len(rows))]
+        for _ in range(int(places.depths.max(initial=0))):
+            lineage.append(places.above[lineage[-1]])
+        # The ancestor at each depth; the place itself behind it.
+        back = np.maximum(places.depths[:, None] - np.arange(len(lineage)), 0)
+        line = np.stack(lineage)[back, lineage[0][:, None]]
+        self._rows = rows[line]
+        self._tokens: NDArray[np.int32] = np.full(line.shape, -1, dtype=np.int32)
+        self._tokens[:, :-1] = np.where(back[:, :-1] > 0, places.drafted[line[:, 1:]], -1)
 
     def paths(self, lives: Indices, nodes: Indices, tokens: Indices) -> Paths:
         """The paths to outcomes, all [O]: proposal, node (ROOT: none), token that follows it."""
-        roots = self._firsts[lives]
-        above = [roots + 1 + nodes]
-        while bool((above[-1] != roots).any()):
-            above.append(self._parents[above[-1]])
-        lineage = np.stack(above)
-        depths: Indices = (lineage != roots).sum(axis=0)
-        # The ancestor at each depth; the node itself behind it.
-        back = np.maximum(depths[:, None] - np.arange(len(lineage)), 0)
-        owner = np.arange(len(lives))
-        line = lineage[back, owner[:, None]]
-        path: NDArray[np.int32] = np.full(line.shape, -1, dtype=np.int32)
-        path[:, :-1] = np.where(back[:, :-1] > 0, self._tokens[line[:, 1:]], -1)
-        path[owner, depths] = tokens
-        return Paths(self._rows[above[0]] != NOWHERE, depths, path, self._rows[line])
+        at = self._roots[lives] + 1 + nodes
+        depths, path = self._depths[at], self._tokens[at]
+        path[np.arange(len(at)), depths] = tokens
+        return Paths(self._known[at], depths, path, self._rows[at])
 
 
 assert ROOT == -1, "a root comes right before its first node"

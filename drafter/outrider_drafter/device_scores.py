@@ -7,8 +7,8 @@ branches to begin from, until proposals are scored again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -16,17 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.buffers import Uploader
+from outrider.engine.device.buffers import Landing, Mirror
 from outrider.engine.device.draft_ahead import AheadProgram
-from outrider.engine.device.draft_forward import GivenNodes, NewRows
+from outrider.engine.device.draft_forward import GivenNodes
 from outrider.engine.device.graphs import GraphCache
 from outrider.engine.kernels.drafts.topk import MAX_TOPK
 from outrider.spec.tree import ROOT
-from outrider_drafter.device_places import NOWHERE, Indices, Placed, ScoredPlaces
+from outrider_drafter.device_batch import StagedRows
+from outrider_drafter.device_places import NOWHERE, HeldPlaces, Indices, Placed
 from outrider_drafter.device_rows import DeviceRows
 from outrider_drafter.device_shapes import Nodes, score_family
 from outrider_drafter.form_launches import mask_scores
-from outrider_drafter.source import Live, Scored, no_scores
+from outrider_drafter.outcomes import Places
+from outrider_drafter.source import Live, Scored, digests, no_candidates
 
 CANDIDATES: Final = MAX_TOPK
 """c."""
@@ -42,32 +44,31 @@ class GivenBatch:
 
     def __init__(self, device: torch.device) -> None:
         most = max(2 * nodes.sizes[-1] * nodes.num_nodes for nodes, _ in score_family())
-        self._uploads = Uploader(most, device)
-        self._words = torch.zeros(most, dtype=torch.int32, device=device)
-        self._buckets: dict[tuple[Nodes, int], tuple[Tensor, GivenNodes]] = {}
-        """What is uploaded, and the nodes in it."""
+        self._mirror = Mirror(1 + most, device)
+        self.first = self._mirror.words[:1]
+        """int32 [1]: where the places of the proposals are held from."""
 
-    def fill(self, nodes: Nodes, placed: Sequence[Placed], size: int) -> GivenNodes:
-        """Upload proposals in a bucket."""
-        place = self._buckets.get((nodes, size))
-        if place is None:
-            place = self._buckets[nodes, size] = self._bucket(nodes, size)
-        sent, given = place
-        words = self._uploads.stage()[: sent.shape[0]]
-        tokens, parents = words.reshape(2, size, nodes.num_nodes)
+    def fill(self, nodes: Nodes, placed: Sequence[Placed], size: int, first: int) -> None:
+        """Stage proposals in a bucket."""
+        words = self._mirror.array
+        words[0] = first
+        tokens, parents = words[1 : _words(nodes, size)].reshape(2, size, nodes.num_nodes)
         tokens[:] = -1
         # What a chain sees is not looked up: its nodes stand one below the other, there or not.
         parents[:] = np.arange(nodes.num_nodes) - 1 if nodes.chain else ROOT
         for row, each in enumerate(placed):
             each.fill(row, tokens, parents)
-        self._uploads.send(sent)
-        return given
 
-    def _bucket(self, nodes: Nodes, size: int) -> tuple[Tensor, GivenNodes]:
-        shape = (2, size, nodes.num_nodes)
-        sent = self._words[: math.prod(shape)]
-        tokens, parents = sent.view(shape).unbind()
-        return sent, GivenNodes(tokens, parents, nodes.chain)
+    def upload(self, nodes: Nodes, size: int) -> GivenNodes:
+        """What was staged, on its way to the device; may be part of a graph."""
+        count = _words(nodes, size)
+        self._mirror.upload(count)
+        tokens, parents = self._mirror.words[1:count].view(2, size, nodes.num_nodes).unbind()
+        return GivenNodes(tokens, parents, nodes.chain)
+
+
+def _words(nodes: Nodes, size: int) -> int:
+    return 1 + 2 * size * nodes.num_nodes
 
 
 class Scorer:
@@ -78,59 +79,66 @@ class Scorer:
         program: AheadProgram,
         rows: DeviceRows,
         graphs: GraphCache,
+        landing: Landing,
         *,
         dtype: torch.dtype,
         sweeps: int,
     ) -> None:
         self._program, self._rows, self._graphs = program, rows, graphs
-        self._sweeps = sweeps
+        self._landing, self._sweeps = landing, sweeps
         device = rows.tables.device
         self._given = GivenBatch(device)
-        shape = (MOST_PLACES, program.forward.feature_size)
+        # A launch leaves rows of its padding behind those of its proposals.
+        most = MOST_PLACES + max(nodes.sizes[-1] * nodes.places for nodes, _ in score_family())
+        shape = (most, program.forward.feature_size)
         self.held = torch.zeros(shape, dtype=dtype, device=device)
-        """[MOST_PLACES, H]: features of the places scored last."""
+        """[>= MOST_PLACES, H]: features of the places scored last."""
 
     def launch(
         self,
         nodes: Nodes,
-        rows: NewRows,
+        staged: StagedRows,
         placed: Sequence[Placed],
         *,
         first: int = 0,
         warps: bool,
     ) -> Tensor:
         """Score proposals, whose places are held from row `first` on: int32 [B, P, 2, c],
-        candidates and the bits of their log-probs. warps: whether sessions may warp their
-        logits."""
-        size, num_rows = rows.tokens.shape
-        given = self._given.fill(nodes, placed, size)
+        candidates and the bits of their log-probs, which land. Launches that hold more come later.
+        warps: whether sessions may warp their logits."""
+        size, num_rows = staged.rows.tokens.shape
+        self._given.fill(nodes, placed, size, first)
         warp = self._rows.warp.state if warps else None
 
-        def run() -> tuple[Tensor, Tensor]:
+        def run() -> Tensor:
+            staged.upload()
             found = self._program.score(
-                rows,
-                given,
+                staged.rows,
+                self._given.upload(nodes, size),
                 state=self._rows.sampling,
                 count=CANDIDATES,
                 sweeps=self._sweeps,
                 warp=warp,
             )
-            bits = found.logprobs.view(torch.int32)
-            return torch.stack((found.tokens, bits), dim=2), found.features
+            self._hold(found.features.flatten(0, 1))
+            words = torch.stack((found.tokens, found.logprobs.view(torch.int32)), dim=2)
+            self._landing.put(words)
+            return words
 
-        result, features = self._graphs.run(("score", nodes, size, num_rows, warps), run)
-        kept = len(placed) * nodes.places
-        self.held[first : first + kept].copy_(features.flatten(0, 1)[:kept])
-        return result
+        return self._graphs.run(("score", nodes, size, num_rows, warps), run)
+
+    def _hold(self, features: Tensor) -> None:
+        if features.shape[1]:
+            rows = self._given.first + torch.arange(len(features), device=features.device)
+            self.held.index_copy_(0, rows, features)
 
 
 class LiveScores:
     """The scores of live proposals as their launches come back; none at first."""
 
     def __init__(self, lives: Sequence[Live]) -> None:
-        unknown = no_scores(lives, CANDIDATES)
         self._lives = lives
-        self._tokens, self._logprobs = list(unknown.tokens), list(unknown.logprobs)
+        self._tokens, self._logprobs = no_candidates(lives, CANDIDATES)
         self._rows: list[Indices] = [np.full(1 + len(live.tree), NOWHERE) for live in lives]
 
     def place(self, live: int, placed: Placed, first: int) -> None:
@@ -155,9 +163,23 @@ class LiveScores:
         """All of them, in the order of the proposals; of sessions in a grammar, what is legal."""
         if any(live.session.constrained for live in self._lives):
             mask_scores(self._lives, self._tokens, self._logprobs)
-        return Scored(tokens=self._tokens, logprobs=self._logprobs)
+        return Scored(
+            tokens=self._tokens,
+            logprobs=self._logprobs,
+            places=self._places,
+            digests=self._digests,
+        )
 
-    def places(self) -> ScoredPlaces:
-        """Where their nodes are held."""
-        trees = [live.tree for live in self._lives]
-        return ScoredPlaces(list(zip(trees, self._rows, strict=True)))
+    @cached_property
+    def _places(self) -> Places:
+        return Places.of([live.tree for live in self._lives])
+
+    @cached_property
+    def _digests(self) -> NDArray[np.uint64]:
+        return digests(self._places, self._lives)
+
+    def held(self) -> HeldPlaces:
+        """Where their nodes are held. To be called while the device works: what does not depend on
+        what comes back is worked out here."""
+        assert len(self._digests) == len(self._places.above)
+        return HeldPlaces(self._places, np.concatenate(self._rows))

@@ -41,6 +41,8 @@ class Shape(NamedTuple):
 
 CHAIN_LENGTHS: Final = (3, 4, 5, 7)
 """A chain is drafted in the next of these lengths and cut; longer ones get the longest."""
+MODEL_CHAIN_LENGTHS: Final = (1, 2, *CHAIN_LENGTHS)
+"""The same where each step is a forward of a model, too long to be cut off again."""
 TREES: Final = {8: 4, 16: 4, 32: 8, 64: 8}
 """Nodes of a tree, and children of a node: a plan gets the most nodes that are not more than its
 own, or the fewest."""
@@ -67,9 +69,17 @@ class Buckets(NamedTuple):
     score_rows: tuple[int, ...] = (8, 16)
     """Rows of one that is part of scoring; the last is the last of `rows`."""
     sessions: tuple[int, ...] = BATCH_SIZES
+    chains: tuple[int, ...] = CHAIN_LENGTHS
+    path_rows: tuple[int, ...] = PATH_ROW_BUCKETS
 
 
-MODEL_BUCKETS: Final = Buckets(rows=(8,), score_rows=(8,), sessions=FEW_SIZES)
+MODEL_BUCKETS: Final = Buckets(
+    rows=(8,),
+    score_rows=(8,),
+    sessions=FEW_SIZES,
+    chains=MODEL_CHAIN_LENGTHS,
+    path_rows=PATH_ROW_BUCKETS[1:],
+)
 
 
 class Nodes(NamedTuple):
@@ -105,9 +115,9 @@ def nodes_of(num_nodes: int, *, chain: bool) -> Nodes:
     return Nodes(min(bucket(num_nodes, counts), counts[-1]), chain)
 
 
-def path_rows(shape: Shape) -> int:
+def path_rows(shape: Shape, buckets: tuple[int, ...] = PATH_ROW_BUCKETS) -> int:
     """R: new rows of a branch, whose path ends at most at the last level of the same shape."""
-    return bucket(shape.depth + 1, PATH_ROW_BUCKETS)
+    return bucket(shape.depth + 1, buckets)
 
 
 def most_branches(shape: Shape) -> int:
@@ -126,10 +136,10 @@ def score_family() -> Iterator[tuple[Nodes, bool]]:
         yield nodes, True
 
 
-def family(*, branches: bool = False) -> Iterator[tuple[Shape, bool]]:
+def family(chains: tuple[int, ...], *, branches: bool = False) -> Iterator[tuple[Shape, bool]]:
     """What a drafter on a device captures at its start, and no plan can widen: shapes, each with
     whether its sessions may warp their logits or share the target's noise in trees."""
-    for length in CHAIN_LENGTHS:
+    for length in chains:
         for with_law, general in ((False, False), (False, True), (True, True)):
             yield Shape(length, 1, length, with_law), general
         if not branches:
@@ -162,10 +172,10 @@ def most_sessions(shape: Shape) -> int:
     return max(size for size in BATCH_SIZES if size == 1 or size * shape.num_nodes <= MOST_NODES)
 
 
-def fitted(shape: Shape) -> Shape:
+def fitted(shape: Shape, chains: tuple[int, ...]) -> Shape:
     """The shape of the family that is drafted in the place of this one."""
     if shape.top_k == 1:
-        length = min(bucket(shape.depth, CHAIN_LENGTHS), CHAIN_LENGTHS[-1])
+        length = min(bucket(shape.depth, chains), chains[-1])
         return Shape(length, 1, length, shape.with_law)
     nodes = max([size for size in TREES if size <= shape.num_nodes], default=min(TREES))
     return Shape(nodes, TREES[nodes], default_depth(nodes))

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.device.buffers import Downloader
+from outrider.engine.device.buffers import Landing
 from outrider.engine.device.drawing import Drawing
 from outrider.engine.device.shapes import bucket
 from outrider.spec.plan import DraftMethod
@@ -97,7 +97,6 @@ class DeviceSource(DeviceFollower):
             bounded=bounded,
         )
         self.method = method
-        self._buckets = drafter.buckets
         self._batch = DraftBatch(
             self._rows,
             self._program.forward,
@@ -105,8 +104,8 @@ class DeviceSource(DeviceFollower):
             self._device,
             most_rows=drafter.buckets.rows[-1],
         )
-        self._downloads = Downloader(self._device)
-        self._grower = Grower(self._program, self._rows, self._downloads)
+        self._landing = Landing(self._device)
+        self._grower = Grower(self._program, self._rows, self._landing)
         self._ahead: DeviceLookAhead | None = None
         if look_ahead:
             self._ahead = DeviceLookAhead(
@@ -114,11 +113,12 @@ class DeviceSource(DeviceFollower):
                 self._rows,
                 self._grower,
                 self.graphs,
-                self._downloads,
+                self._landing,
                 dtype=dtype,
                 max_context=self._max_context,
                 bounded=bounded,
                 sweeps=sweeps,
+                path_rows=self._buckets.path_rows,
             )
         self._last: tuple[Sequence[Session], Shape, Members] | None = None
         """What was drafted together last, if that was all that was asked for; None once a session
@@ -147,13 +147,13 @@ class DeviceSource(DeviceFollower):
         for it; what is not in it runs launch by launch from here on."""
         began = time.monotonic()
         self._writer.warm_up()
-        for shape, general in family():
+        for shape, general in family(self._buckets.chains):
             sizes = batch_sizes(shape, self._buckets.sessions)
             for size, num_rows in itertools.product(sizes, self._buckets.rows):
                 result, _ = self._launch(shape, None, size, num_rows, general=general)
-                self._downloads.start(result).wait()
+                self._landing.wait(result)
         if self._ahead is not None:
-            for shape, general in family(branches=True):
+            for shape, general in family(self._buckets.chains, branches=True):
                 self._ahead.warm_up_branches(shape, general=general)
             for nodes, warps in score_family():
                 self._ahead.warm_up_scores(
@@ -298,21 +298,21 @@ class DeviceSource(DeviceFollower):
         if members.general:
             self._grower.mask(shape, starts, size)
         result, entries = self._launch(shape, ready, size, num_rows, general=members.general)
-        download = self._downloads.start(result)
         # While the device works.
         self._took(ready, size, num_rows)
         cut = lengths(shape, members.wanted, members.table.rooms(members.slots))
-        words = download.wait().numpy()
+        words = self._landing.wait(result).numpy()
         return self._grower.drafted(shape, members.sessions, cut, words, entries, starts)
 
     def _launch(
         self, shape: Shape, ready: Ready | None, size: int, num_rows: int, *, general: bool
     ) -> Grown:
-        rows, keys = self._batch.fill(ready, size, num_rows)
-        drawing = Drawing(rows.slots, keys) if shape.with_law else None
+        staged = self._batch.fill(ready, size, num_rows)
+        drawing = Drawing(staged.rows.slots, staged.draft_keys) if shape.with_law else None
 
         def run() -> Grown:
-            return self._grower.grow(shape, rows, drawing, general=general)
+            staged.upload()
+            return self._grower.grow(shape, staged.rows, drawing, general=general)
 
         return self.graphs.run((shape, size, num_rows, general), run)
 
@@ -326,11 +326,10 @@ class DeviceSource(DeviceFollower):
         num_rows = bucket(int(ready.counts.max()), self._buckets.score_rows)
         if members.penalised:
             count_news(members, self._seats.counted, self._rows.warp)
-        rows, _ = self._batch.fill(ready, size, num_rows)
-        download = ahead.launch(nodes, rows, members, lives)
+        words = ahead.launch(nodes, self._batch.fill(ready, size, num_rows), members, lives)
         # While the device works.
         self._took(ready, size, num_rows)
-        ahead.take(download.wait().numpy())
+        ahead.take(self._landing.wait(words).numpy())
 
     def _took(self, ready: Ready, size: int, num_rows: int) -> None:
         """The new rows of a launch are stable, and their features used."""

@@ -17,7 +17,6 @@ from typing import Final, Literal
 import numpy as np
 
 from outrider import trace
-from outrider.spec.digest import extend_digests
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider.spec.tree import DraftTree
@@ -25,7 +24,7 @@ from outrider.wire.messages import Proposals, SessionsLost
 from outrider_drafter.calibration import SHARPNESS, Calibration, FixedSpread, Predictor
 from outrider_drafter.fair import MOST_TOGETHER, first_served
 from outrider_drafter.metrics import Metrics
-from outrider_drafter.outcomes import Indices, Layout, best, seen, worth_drafting
+from outrider_drafter.outcomes import Indices, best, seen, worth_drafting
 from outrider_drafter.pace import MAX_FAN_OUT, Pace
 from outrider_drafter.sessions import Session
 from outrider_drafter.source import (
@@ -246,21 +245,24 @@ class LookAhead:
         """Score live proposals and choose among their outcomes, likeliest first."""
         self._metrics.look_aheads.labels(source.method).inc()
         scored = source.score([Live(one.session, one.tree) for one in ones if one.tree is not None])
-        kinds: dict[tuple[Kind, int], list[int]] = {}
+        kinds: dict[Kind, list[int]] = {}
         for live, one in enumerate(ones):
-            width = scored.tokens[live].shape[1]
-            kinds.setdefault((_kind(one.session), width), []).append(live)
+            kinds.setdefault(_kind(one.session), []).append(live)
         parts = [
             part
-            for (kind, _), lives in kinds.items()
+            for kind, lives in kinds.items()
             for part in self._outcomes(kind, lives, [ones[live] for live in lives], scored)
         ]
-        found = Expected(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-        found = found.only(np.argsort(-found.gains, kind="stable"))
-        # Those that no plan asks for share one launch.
-        mine = np.array([one.session.plan.fan_out == 0 for one in ones])[found.lives]
-        left_out = np.flatnonzero(mine)[worth_drafting(found.gains[mine]) :]
-        found = found.only(np.delete(np.arange(len(mine)), left_out))
+        found = parts[0]
+        if len(parts) > 1:
+            found = Expected(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+            found = found.only(np.argsort(-found.gains, kind="stable"))
+        mine = np.array([one.session.plan.fan_out == 0 for one in ones])
+        if mine.any():
+            # Those that no plan asks for share one launch.
+            mine = mine[found.lives]
+            left_out = np.flatnonzero(mine)[worth_drafting(found.gains[mine]) :]
+            found = found.only(np.delete(np.arange(len(mine)), left_out))
         pending = np.bincount(found.lives, minlength=len(ones)).tolist()
         for one, count in zip(ones, pending, strict=True):
             one.pending = count
@@ -269,30 +271,28 @@ class LookAhead:
     def _outcomes(
         self, kind: Kind, lives: Sequence[int], ones: Sequence[Watched], scored: Scored
     ) -> Iterator[Expected]:
-        """Of each of these proposals, all of one kind and with as many candidates a place."""
-        trees = [one.tree for one in ones if one.tree is not None]
-        layout = Layout.of(trees, np.concatenate([scored.tokens[live] for live in lives]))
+        """Of each of these proposals, all of one kind, the likeliest first."""
+        layout = scored.layout(lives)
         logprobs = np.concatenate([scored.logprobs[live] for live in lives])
         gains = self._predictor(kind).gains(layout, logprobs)
-        slots = np.array([one.session.slot for one in ones])
-        digests = layout.digests(self._table.digests[slots])
         for proposal, (live, one) in enumerate(zip(lives, ones, strict=True)):
             one.scored = ScoredLive(layout, logprobs, proposal)
             wanted, there = one.session.plan.fan_out or MAX_FAN_OUT, one.branches
             count = wanted + len(there)
             chosen = best(layout, gains, proposal, room=one.session.room, count=count)
+            within = chosen.places - layout.roots[proposal]
             found = Expected(
-                lives=np.full(len(chosen.places), live),
-                nodes=chosen.places - layout.roots[proposal] - 1,
+                lives=np.full(len(within), live),
+                nodes=within - 1,
                 tokens=chosen.tokens,
-                digests=extend_digests(digests[chosen.places], chosen.tokens),
+                above=scored.digests[scored.places.roots[live] + within],
                 lengths=one.length + layout.depths[chosen.places] + 1,
                 gains=chosen.gains,
             )
             if there:
                 # A message came between them and these.
-                new = [i for i, digest in enumerate(found.digests.tolist()) if digest not in there]
-                found = found.only(np.array(new[: max(wanted - len(there), 0)], dtype=np.int64))
+                news = [i for i, d in enumerate(found.digests().tolist()) if d not in there]
+                found = found.only(np.array(news[: max(wanted - len(there), 0)], dtype=np.int64))
             yield found
 
     def _sent(
@@ -302,7 +302,7 @@ class LookAhead:
         places = branches.outcomes
         lives = launch.lives[places].tolist()
         trees = _trees(branches)
-        digests = launch.digests[places]
+        digests = launch.only(places).digests()
         gains = launch.gains[places].tolist()
         for live, digest, tree, gain in zip(lives, digests.tolist(), trees, gains, strict=True):
             ones[live].pending -= 1

@@ -26,8 +26,8 @@ Indices = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-class Layout(NamedTuple):
-    """How the nodes of some proposals lie among the candidates."""
+class Places(NamedTuple):
+    """How the nodes of some proposals lie, whatever may follow them."""
 
     roots: Indices
     """[L]: the first place of each proposal."""
@@ -35,36 +35,72 @@ class Layout(NamedTuple):
     """[P]: the place above each; of a root, itself."""
     drafted: NDArray[np.int32]
     """[P]: the token of each node; of a root, -1."""
-    tokens: NDArray[np.int32]
-    """[P, c]: candidates of each place, best first."""
     depths: Indices
     """[P]: tokens between the root and each place."""
+
+    @classmethod
+    def of(cls, trees: Sequence[DraftTree]) -> Places:
+        """The places of proposals."""
+        sizes = np.array([len(tree) + 1 for tree in trees], dtype=np.int64)
+        roots = sizes.cumsum() - sizes
+        above = roots.repeat(sizes)
+        nodes = np.ones(len(above), dtype=np.bool_)
+        nodes[roots] = False
+        drafted = np.full(len(above), -1, dtype=np.int32)
+        if len(trees):
+            above[nodes] += np.concatenate([tree.parents for tree in trees]) + 1
+            drafted[nodes] = np.concatenate([tree.tokens for tree in trees])
+        depths, at = nodes.astype(np.int64), above
+        # Each pass doubles how far up a place has counted.
+        while bool(nodes[at].any()):
+            depths, at = depths + depths[at], at[at]
+        return cls(roots, above, drafted, depths)
+
+    def only(self, proposals: Sequence[int]) -> Places:
+        """Of some of the proposals, ascending."""
+        if len(proposals) == len(self.roots):
+            return self
+        ends = np.append(self.roots[1:], len(self.above))
+        owned = [np.arange(self.roots[index], ends[index]) for index in proposals]
+        sizes = np.array([len(mine) for mine in owned])
+        kept, roots = np.concatenate(owned), sizes.cumsum() - sizes
+        above = self.above[kept] + (roots - self.roots[proposals]).repeat(sizes)
+        return Places(roots, above, self.drafted[kept], self.depths[kept])
+
+    def digests(self, prefixes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """[P]: the prefix digest at each place; `prefixes` [L]: at the roots."""
+        result = np.empty(len(self.above), dtype=np.uint64)
+        result[self.roots] = prefixes
+        for depth in range(1, int(self.depths.max(initial=0)) + 1):
+            at = np.flatnonzero(self.depths == depth)
+            result[at] = extend_digests(result[self.above[at]], self.drafted[at])
+        return result
+
+
+class Layout(NamedTuple):
+    """How the nodes of some proposals lie among the candidates; for the first four see `Places`."""
+
+    roots: Indices
+    above: Indices
+    drafted: NDArray[np.int32]
+    depths: Indices
+    tokens: NDArray[np.int32]
+    """[P, c]: candidates of each place, best first."""
     ranks: Indices
     """[P]: which of its parent's candidates a node is; c where it is none, and at roots."""
     is_child: NDArray[np.bool_]
     """[P, c]: candidates that are nodes of the proposal."""
 
     @classmethod
-    def of(cls, trees: Sequence[DraftTree], tokens: NDArray[np.int32]) -> Layout:
+    def of(cls, places: Places, tokens: NDArray[np.int32]) -> Layout:
         """The layout of proposals with these candidates [P, c]."""
-        sizes = np.array([len(tree) + 1 for tree in trees])
-        roots = sizes.cumsum() - sizes
-        nodes = np.ones(len(tokens), dtype=np.bool_)
-        nodes[roots] = False
-        above, drafted = roots.repeat(sizes), np.full(len(tokens), -1, dtype=np.int32)
-        above[nodes] += np.concatenate([tree.parents for tree in trees]) + 1
-        drafted[nodes] = np.concatenate([tree.tokens for tree in trees])
-        same = tokens[above] == drafted[:, None]
-        same[roots] = False
+        same = tokens[places.above] == places.drafted[:, None]
+        same[places.roots] = False
         found = same.any(axis=1)
         ranks = np.where(found, same.argmax(axis=1), tokens.shape[1])
         is_child = np.zeros(tokens.shape, dtype=np.bool_)
-        is_child[above[found], ranks[found]] = True
-        depths, at = nodes.astype(np.int64), above
-        # Each pass doubles how far up a place has counted.
-        while bool(nodes[at].any()):
-            depths, at = depths + depths[at], at[at]
-        return cls(roots, above, drafted, tokens, depths, ranks, is_child)
+        is_child[places.above[found], ranks[found]] = True
+        return cls(*places, tokens, ranks, is_child)
 
     def reach(self, stands: Floats) -> Floats:
         """[P]: probability that a verdict's path comes to each place; `stands` [P]: that a node
@@ -75,15 +111,6 @@ class Layout(NamedTuple):
             result, at = result * result[at], at[at]
         found: Floats = result * result[at]
         return found
-
-    def digests(self, prefixes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """[P]: the prefix digest at each place; `prefixes` [L]: at the roots."""
-        result = np.empty(len(self.above), dtype=np.uint64)
-        result[self.roots] = prefixes
-        for depth in range(1, int(self.depths.max(initial=0)) + 1):
-            at = np.flatnonzero(self.depths == depth)
-            result[at] = extend_digests(result[self.above[at]], self.drafted[at])
-        return result
 
 
 class Chosen(NamedTuple):

@@ -13,6 +13,7 @@ from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout, Laws, Proposal, Proposals, WireTensor
 from outrider_drafter.growth import Draft
+from outrider_drafter.outcomes import Layout, Places
 from outrider_drafter.sessions import Session
 
 
@@ -91,15 +92,46 @@ class Scored:
     logprobs: Sequence[NDArray[np.float32]]
     """Of each proposal [1 + n, c]: log-prob of each candidate; -inf: there is none, as at places
     that were not looked at."""
+    places: Places
+    """Of all proposals, one after another,"""
+    digests: NDArray[np.uint64]
+    """[P]: and the prefix digest at each of these."""
+
+    @classmethod
+    def of(
+        cls,
+        lives: Sequence[Live],
+        tokens: Sequence[NDArray[np.int32]],
+        logprobs: Sequence[NDArray[np.float32]],
+    ) -> Scored:
+        """With these candidates of each proposal."""
+        places = Places.of([live.tree for live in lives])
+        return cls(tokens=tokens, logprobs=logprobs, places=places, digests=digests(places, lives))
+
+    def layout(self, lives: Sequence[int]) -> Layout:
+        """Of some proposals, ascending."""
+        tokens = np.concatenate([self.tokens[live] for live in lives])
+        return Layout.of(self.places.only(lives), tokens)
+
+
+def digests(places: Places, lives: Sequence[Live]) -> NDArray[np.uint64]:
+    """[P]: the prefix digest at each of the proposals' places."""
+    found = [live.session.digest for live in lives]
+    return places.digests(np.array(found, dtype=np.uint64))
 
 
 def no_scores(lives: Sequence[Live], width: int = 1) -> Scored:
     """Scores of proposals of which nothing is known; `width` columns."""
+    return Scored.of(lives, *no_candidates(lives, width))
+
+
+def no_candidates(
+    lives: Sequence[Live], width: int
+) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
+    """Tokens and log-probs as in `Scored` where nothing is known."""
     shapes = [(len(live.tree) + 1, width) for live in lives]
-    return Scored(
-        tokens=[np.full(shape, -1, dtype=np.int32) for shape in shapes],
-        logprobs=[np.full(shape, -np.inf, dtype=np.float32) for shape in shapes],
-    )
+    tokens = [np.full(shape, -1, dtype=np.int32) for shape in shapes]
+    return tokens, [np.full(shape, -np.inf, dtype=np.float32) for shape in shapes]
 
 
 class Outcome(NamedTuple):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.spec.digest import extend_digests
 from outrider.spec.tree import DraftTree
 from outrider_drafter.outcomes import Floats, Indices, Layout
 from outrider_drafter.sessions import Session
@@ -19,11 +20,15 @@ class Expected(NamedTuple):
     lives: Indices
     nodes: Indices
     tokens: NDArray[np.int32]
-    digests: NDArray[np.uint64]
-    """Of the prefixes that they make."""
+    above: NDArray[np.uint64]
+    """Prefix digests at their nodes."""
     lengths: Indices
-    """Of these prefixes."""
+    """Of the prefixes that they make."""
     gains: Floats
+
+    def digests(self) -> NDArray[np.uint64]:
+        """Of the prefixes that they make."""
+        return extend_digests(self.above, self.tokens)
 
     def only(self, which: Indices | slice) -> Expected:
         """Some of them, in this order."""
@@ -31,7 +36,7 @@ class Expected(NamedTuple):
             self.lives[which],
             self.nodes[which],
             self.tokens[which],
-            self.digests[which],
+            self.above[which],
             self.lengths[which],
             self.gains[which],
         )

@@ -116,7 +116,7 @@ class _Source(NgramSource):
         self._clock.now += self.costs.scores_s(len(lives))
         self._lives = lives
         tokens, law = self._scores
-        return Scored(tokens=[tokens] * len(lives), logprobs=[law] * len(lives))
+        return Scored.of(lives, [tokens] * len(lives), [law] * len(lives))
 
     def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
         self._clock.now += self.costs.branches_s(len(outcomes))

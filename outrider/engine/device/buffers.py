@@ -3,6 +3,9 @@
 
 A round may be several launches, its parts: each has rings of its own, so that a ring turns once a
 round, however many parts there are.
+
+What is launched and waited for before anything else needs no rings: copies to and from memory that
+stays where it is (`Mirror`, `Landing`) may be steps of a CUDA graph, and no calls of their own.
 """
 
 from __future__ import annotations
@@ -58,6 +61,47 @@ class Uploader:
         if head is None:
             head = heads[count] = self._staged.tensor[:count]
         out.copy_(head, non_blocking=True)
+
+
+class Mirror:
+    """int32 words that the host writes and the device reads after the next `upload`."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """All 0."""
+        self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.array: NDArray[np.int32] = self._staged.numpy()
+        """Not to be written before the last upload is over."""
+        self.words = torch.zeros(size, dtype=torch.int32, device=device)
+
+    def upload(self, count: int) -> None:
+        """Copy the first words, in the order of the stream."""
+        self.words[:count].copy_(self._staged[:count], non_blocking=True)
+
+
+class Landing:
+    """Host memory for what comes down, one place for tensors of the same shape and type: what has
+    landed is to be used before the next of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._places: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+
+    def put(self, tensor: Tensor) -> None:
+        """Begin to copy `tensor`, in the order of the stream."""
+        key = (tensor.shape, tensor.dtype)
+        place = self._places.get(key)
+        if place is None:
+            pinned = self._device.type == "cuda"
+            with torch.inference_mode(False):
+                place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._places[key] = place
+        place.copy_(tensor, non_blocking=True)
+
+    def wait(self, like: Tensor) -> Tensor:
+        """What was `put` last of the shape and type of `like`; waits for all that was launched."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._places[like.shape, like.dtype]
 
 
 class Readback:

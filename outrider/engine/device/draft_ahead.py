@@ -102,15 +102,26 @@ class AheadProgram(DraftProgram):
         return Scores(found.view(shape), logprobs.view(shape), features)
 
     def fork(
-        self, rows: BranchRows, *, tables: Tensor, scratch: Tensor, held: Tensor, counted: bool
+        self,
+        rows: BranchRows,
+        *,
+        tables: Tensor,
+        scratch: Tensor,
+        held: Tensor,
+        counted: bool,
+        below_chains: bool,
     ) -> tuple[NewRows, Drawing]:
         """What to draft branches from, as new rows of sessions of their own.
 
         tables int32 [X, T]; scratch int32 [V, S + 1]: blocks of each branch's own, the last one
         the padding block; held [any, F]: features. A branch must find room in its own blocks for
         all that it writes, from the block of its first row on. counted: whether penalties are to
-        count the paths' tokens.
+        count the paths' tokens. below_chains: whether the paths are of scored chains, which some
+        forwards need not run again.
         """
+        uncounted = self.forward.vocabulary.columns_of(rows.tokens) if counted else None
+        if below_chains and self.forward.keeps_given_chains:
+            rows = _outcomes_alone(rows)
         size, owners = self.forward.block_tokens, rows.owners.long()
         first = (rows.starts // size)[:, None]
         theirs, own = tables[owners], scratch[: len(owners)]
@@ -125,5 +136,15 @@ class AheadProgram(DraftProgram):
             counts=rows.counts,
             starts=rows.starts,
         )
-        uncounted = self.forward.vocabulary.columns_of(rows.tokens) if counted else None
         return new, Drawing(rows.owners, rows.draft_keys, uncounted)
+
+
+def _outcomes_alone(rows: BranchRows) -> BranchRows:
+    """The last row of each path; what is above it stands in the session's own table."""
+    last = (rows.counts - 1).clamp(min=0)
+    return rows._replace(
+        counts=rows.counts.clamp(max=1),
+        starts=rows.starts + last,
+        tokens=rows.tokens.gather(1, last[:, None].long()),
+        sources=rows.sources.gather(1, last[:, None].long()),
+    )

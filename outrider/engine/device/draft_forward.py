@@ -105,6 +105,9 @@ class DraftForward(ABC):
 
     feature_size: int
     """F; 0: rows are made of tokens alone."""
+    keeps_given_chains: bool = False
+    """Whether K/V of given chains is as if their tokens were new rows, so that what is drafted
+    below need not run them again."""
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ class ModelForward(DraftForward):
     """A language model with the target's tokenizer; x is the output of its last layer."""
 
     feature_size = 0
+    keeps_given_chains = True
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from outrider_bench import look_ahead
 from outrider_bench.look_ahead import FAN_OUTS, SHAPES, Hits, emitted
-from outrider_drafter.outcomes import Layout, seen
+from outrider_drafter.outcomes import Layout, Places, seen
 
 from outrider.engine.training.data import Sample
 from outrider.engine.training.drafting import CHAIN, TREE, OwnRows, score, stable_rows
@@ -74,7 +74,7 @@ def test_a_hit_is_an_outcome_that_was_among_the_candidates(
             if not ended:
                 rounds += 1
                 within += verdict.token in found.tokens[verdict.node + 1]
-                told = seen(Layout.of([verdict.tree], found.tokens), 0, emitted(verdict))
+                told = seen(Layout.of(Places.of([verdict.tree]), found.tokens), 0, emitted(verdict))
                 assert int(told.places[-1]) == verdict.node + 1
         hits.watch(what)
 

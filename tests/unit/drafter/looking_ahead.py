@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
+from outrider_drafter.device_shapes import (
+    Buckets,
+    batch_sizes,
+    branch_sizes,
+    family,
+    path_rows,
+    score_family,
+)
 from outrider_drafter.engine import DraftEngine
 from outrider_drafter.sessions import Session
 from outrider_drafter.source import AheadSource, Branches, Live, Outcome
 
+from outrider.engine.device.graphs import GraphCache
 from outrider.spec.law import DraftLaw
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
@@ -79,6 +89,60 @@ def some_outcomes(
             others = [t for t in tokens if t not in children]
             outcomes += [Outcome(live, node, token) for token in others[:2]]
     return outcomes
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> set[Hashable]:
+    """The keys of all graphs from now on."""
+    launched: set[Hashable] = set()
+    run = GraphCache.run
+
+    def noted(self: GraphCache, key: Hashable, fn: Callable[[], object]) -> object:
+        launched.add(key)
+        return run(self, key, fn)
+
+    monkeypatch.setattr(GraphCache, "run", noted)
+    return launched
+
+
+def look_ahead(source: AheadSource, mix: Sequence[tuple[Plan, SamplingParams]]) -> None:
+    """Draft, score and branch for sessions, twice."""
+    followed = Followed.begin(source, mix)
+    for ends in ENDS:
+        followed.tell(ends)
+        trees = followed.trees()
+        scored = source.score(followed.lives(trees))
+        made(source.branch(some_outcomes(trees, scored.tokens)))
+
+
+def assert_captured(launched: set[Hashable], buckets: Buckets) -> None:
+    """Each of these is captured at the start of a drafter with such buckets."""
+    drafts, branches = family(buckets.chains), family(buckets.chains, branches=True)
+    captured = {
+        *(
+            (shape, size, rows, general)
+            for shape, general in drafts
+            for size in batch_sizes(shape, buckets.sessions)
+            for rows in buckets.rows
+        ),
+        *(
+            ("branch", shape, size, path_rows(shape, buckets.path_rows), general)
+            for shape, general in branches
+            for size in branch_sizes(shape)
+        ),
+        *(
+            ("score", nodes, size, rows, warps)
+            for nodes, warps in score_family()
+            for size in nodes.sizes
+            for rows in buckets.score_rows
+        ),
+    }
+    ours = {key for key in launched if isinstance(key, tuple) and key[0] != "write"}
+    assert ours <= captured, ours - captured
+    assert {key[0] if isinstance(key[0], str) else "draft" for key in ours} == {
+        "draft",
+        "branch",
+        "score",
+    }
 
 
 @dataclass

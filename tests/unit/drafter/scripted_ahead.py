@@ -48,7 +48,7 @@ class Scripted(NgramSource):
             ends = np.array([session.tokens.view[-1], *tree.tokens])
             tokens.append((ends[:, None] + 1 + np.arange(C)).astype(np.int32))
         chances = np.log(np.array([0.6, 0.2, 0.12, 0.08], dtype=np.float32))
-        return Scored(tokens=tokens, logprobs=[np.tile(chances, (len(t), 1)) for t in tokens])
+        return Scored.of(lives, tokens, [np.tile(chances, (len(t), 1)) for t in tokens])
 
     def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
         assert self.fails_in != "branch"

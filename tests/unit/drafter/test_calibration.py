@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from outrider_drafter.calibration import Calibration, FixedSpread, Predictor
-from outrider_drafter.outcomes import Layout, best, seen
+from outrider_drafter.outcomes import Layout, Places, best, seen
 
 from outrider.spec.tree import ROOT, DraftTree, children
 
@@ -57,7 +57,7 @@ def simulate(
     rng = np.random.default_rng(5)
     tokens = np.tile(np.arange(C, dtype=np.int32), (len(parents) + 1, 1))
     tree = tree_of(parents, tokens)
-    layout = Layout.of([tree], tokens)
+    layout = Layout.of(Places.of([tree]), tokens)
     expected = hits = 0.0
     for number in range(ROUNDS):
         law, logprobs = world.places(rng, layout.depths)
@@ -147,7 +147,7 @@ def test_the_fixed_spread_knows_no_probability() -> None:
     rng = np.random.default_rng(2)
     tokens = np.tile(np.arange(C, dtype=np.int32), (len(TREE) + 1, 1))
     tree = tree_of(TREE, tokens)
-    layout = Layout.of([tree], tokens)
+    layout = Layout.of(Places.of([tree]), tokens)
     spread = FixedSpread()
     for emitted in ([0, 0, 9], [1, 20], [5], [0, 1, 0]):
         _, logprobs = WORLDS[0].places(rng, layout.depths)

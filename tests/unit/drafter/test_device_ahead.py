@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from outrider_drafter import device_ahead, device_scores
 from outrider_drafter.device_head_source import DeviceHeadSource
 from outrider_drafter.device_rows import BLOCK_TOKENS
-from outrider_drafter.device_shapes import family, score_family
+from outrider_drafter.device_shapes import Buckets
 from outrider_drafter.head_source import HeadSource
 from outrider_drafter.source import AheadSource, Outcome
 
-from outrider.engine.device.graphs import GraphCache
 from outrider.engine.heads import DraftHead
 from outrider.spec.digest import extend_digest
 from outrider.spec.noise import (
@@ -38,7 +37,10 @@ from tests.unit.drafter.looking_ahead import (
     ENDS,
     Followed,
     Made,
+    assert_captured,
     assert_same,
+    launches,
+    look_ahead,
     made,
     some_outcomes,
 )
@@ -55,29 +57,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> DraftHead:
 def test_only_what_is_captured_at_the_start_is_launched(
     head: DraftHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched: set[Hashable] = set()
-    run = GraphCache.run
-
-    def noted(self: GraphCache, key: Hashable, fn: Callable[[], object]) -> object:
-        launched.add(key)
-        return run(self, key, fn)
-
-    monkeypatch.setattr(GraphCache, "run", noted)
-    followed = Followed.begin(on_device(head, bounded=True), AHEAD)
-    for ends in ENDS:
-        followed.tell(ends)
-        trees = followed.trees()
-        scored = followed.source.score(followed.lives(trees))
-        made(followed.source.branch(some_outcomes(trees, scored.tokens)))
-    captured = set(family()) | set(score_family())
-    kinds = set()
-    for key in launched:
-        assert isinstance(key, tuple)
-        named = isinstance(key[0], str)
-        if not named or key[0] in ("branch", "score"):
-            assert (key[int(named)], key[-1]) in captured, key
-            kinds.add(key[0] if named else "draft")
-    assert kinds == {"draft", "branch", "score"}
+    launched = launches(monkeypatch)
+    look_ahead(on_device(head, bounded=True), AHEAD)
+    assert_captured(launched, Buckets())
 
 
 def both(

@@ -7,16 +7,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from outrider_drafter.device_model_source import DeviceModelSource
+from outrider_drafter.device_shapes import MODEL_BUCKETS
 from outrider_drafter.small_model import SmallModelSource
 from outrider_drafter.source import AheadSource
 
 from outrider.engine.loading import load_target
 from outrider.engine.target import TargetModel
-from outrider.spec.plan import DraftMethod
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import validate_tree
+from outrider.wire.messages import PlanChange
 from tests.factories import make_target
 from tests.unit.drafter.helpers import VOCAB, make_engine
-from tests.unit.drafter.looking_ahead import ENDS, Followed, assert_same, made, some_outcomes
+from tests.unit.drafter.looking_ahead import (
+    ENDS,
+    Followed,
+    assert_captured,
+    assert_same,
+    launches,
+    look_ahead,
+    made,
+    some_outcomes,
+)
 from tests.unit.drafter.mixed_sessions import MIX, random_ends, told
 
 MODEL_MIX = [(replace(plan, method=DraftMethod.MODEL), sampling) for plan, sampling in MIX]
@@ -74,3 +86,29 @@ def test_candidates_and_branches_are_the_hosts(model: TargetModel) -> None:
     for index in mine:
         assert_same(mine[index], others[index])
     host.end()
+
+
+def test_only_what_is_captured_at_the_start_is_launched(
+    model: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = launches(monkeypatch)
+    source = DeviceModelSource(
+        model, vocab_size=VOCAB, max_rows=8192, max_sessions=16, bounded=True
+    )
+    look_ahead(source, AHEAD)
+    assert_captured(launched, MODEL_BUCKETS)
+
+
+def test_outcomes_of_a_tree_are_left_out_where_a_plan_now_asks_for_chains(
+    model: TargetModel,
+) -> None:
+    """Branches below chains begin with what was scored; below trees their paths would be run."""
+    tree_plan = Plan(method=DraftMethod.MODEL, draft_tokens=8, top_k=4, look_ahead=1)
+    followed = Followed.begin(on_device(model), [(tree_plan, SamplingParams())])
+    followed.tell([12])
+    trees = followed.trees()
+    chain_plan = replace(tree_plan, draft_tokens=3, top_k=1)
+    followed.engine.handle(1, PlanChange(handle=followed.scripts[0].handle, plan=chain_plan))
+    scored = followed.source.score(followed.lives(trees))
+    outcomes = some_outcomes(trees, scored.tokens)
+    assert outcomes and not made(followed.source.branch(outcomes))

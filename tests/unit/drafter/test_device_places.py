@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_drafter.device_places import NOWHERE, Placed, ScoredPlaces
+from outrider_drafter.device_places import NOWHERE, HeldPlaces, Placed
+from outrider_drafter.outcomes import Places
 
 from outrider.spec.tree import ROOT, DraftTree, path
 
@@ -82,7 +83,7 @@ def test_paths_are_those_of_the_trees(found: list[DraftTree], data: st.DataObjec
             max_size=12,
         )
     )
-    places = ScoredPlaces(list(zip(found, rows, strict=True)))
+    places = HeldPlaces(Places.of(found), np.concatenate(rows))
     paths = places.paths(*np.array(outcomes, dtype=np.int64).T)
     for i, (live, node, token) in enumerate(outcomes):
         nodes = path(found[live].parents, node)

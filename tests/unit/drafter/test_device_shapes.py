@@ -9,6 +9,7 @@ from outrider_drafter.device_rows import BLOCK_TOKENS
 from outrider_drafter.device_shapes import (
     BATCH_SIZES,
     CHAIN_LENGTHS,
+    MODEL_CHAIN_LENGTHS,
     TREES,
     Buckets,
     Shape,
@@ -22,39 +23,42 @@ from outrider_drafter.device_shapes import (
 )
 from outrider_drafter.outcomes import BRANCH_SIZES
 
-SHAPES = {shape for shape, _ in family()}
+LENGTHS = st.sampled_from([CHAIN_LENGTHS, MODEL_CHAIN_LENGTHS])
 
 
-@given(st.integers(1, 256), st.integers(1, 32), st.integers(1, 256), st.booleans())
+@given(LENGTHS, st.integers(1, 256), st.integers(1, 32), st.integers(1, 256), st.booleans())
 def test_every_shape_is_fitted_into_the_family(
-    nodes: int, top_k: int, depth: int, with_law: bool
+    chains: tuple[int, ...], nodes: int, top_k: int, depth: int, with_law: bool
 ) -> None:
     shape = Shape(nodes, top_k, min(depth, nodes), with_law and top_k == 1)
-    found = fitted(shape)
-    assert found in SHAPES
+    found = fitted(shape, chains)
+    assert found in {shape for shape, _ in family(chains)}
     assert (found.top_k == 1) == (top_k == 1)
     assert found.with_law == shape.with_law
 
 
 def test_chains_are_not_shorter_than_asked_and_trees_not_larger() -> None:
     for length in range(1, CHAIN_LENGTHS[-1] + 1):
-        assert fitted(Shape(length, 1, length)).depth >= length
-    assert fitted(Shape(100, 1, 100)).depth == CHAIN_LENGTHS[-1]
+        assert fitted(Shape(length, 1, length), CHAIN_LENGTHS).depth >= length
+        # Steps that are forwards of a model are not cut off again where it can be helped.
+        assert fitted(Shape(length, 1, length), MODEL_CHAIN_LENGTHS).depth <= max(length + 1, 2)
+    assert fitted(Shape(100, 1, 100), CHAIN_LENGTHS).depth == CHAIN_LENGTHS[-1]
     for nodes in range(min(TREES), 200):
-        assert fitted(Shape(nodes, 4, 6)).num_nodes <= nodes
+        assert fitted(Shape(nodes, 4, 6), CHAIN_LENGTHS).num_nodes <= nodes
 
 
 def test_no_shape_is_captured_twice() -> None:
-    assert len(list(family())) == len(set(family()))
+    assert len(list(family(CHAIN_LENGTHS))) == len(set(family(CHAIN_LENGTHS)))
 
 
 def test_look_ahead_captures_fewer_graphs_than_drafting() -> None:
     drafts = sum(
         len(Buckets().rows) * sum(size <= most_sessions(shape) for size in BATCH_SIZES)
-        for shape, _ in family()
+        for shape, _ in family(CHAIN_LENGTHS)
     )
     branches = sum(
-        sum(size <= most_branches(shape) for size in BRANCH_SIZES) for shape, _ in family()
+        sum(size <= most_branches(shape) for size in BRANCH_SIZES)
+        for shape, _ in family(CHAIN_LENGTHS)
     )
     scores = sum(len(levels.sizes) * len(Buckets().score_rows) for levels, _ in score_family())
     assert branches + scores < drafts
@@ -63,14 +67,14 @@ def test_look_ahead_captures_fewer_graphs_than_drafting() -> None:
 
 def test_every_draft_of_the_family_is_scored_as_a_whole() -> None:
     captured = {nodes for nodes, _ in score_family()}
-    for shape, _ in family():
+    for shape, _ in family(CHAIN_LENGTHS):
         nodes = nodes_of(shape.num_nodes, chain=shape.top_k == 1)
         assert nodes in captured
         assert (nodes.num_nodes, nodes.depth) == (shape.num_nodes, shape.depth)
 
 
 def test_a_branch_finds_room_in_its_own_blocks_wherever_the_prefix_ends() -> None:
-    for shape, _ in family():
+    for shape, _ in family(CHAIN_LENGTHS):
         rows = BLOCK_TOKENS - 1 + path_rows(shape) + shape.draft_rows
         assert rows <= OWN_BLOCKS * BLOCK_TOKENS
         assert path_rows(shape) > shape.depth

@@ -264,9 +264,13 @@ def test_more_sessions_than_slots_and_freed_slots_are_used_again(head: DraftHead
 def test_warming_up_leaves_no_trace(head: DraftHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shortest chains and the smallest trees of every kind: a CPU is slow at all of them."""
     least = {1: min(CHAIN_LENGTHS), TREES[min(TREES)]: min(TREES)}
-    kinds = [(shape, g) for shape, g in family() if shape.num_nodes == least.get(shape.top_k)]
+    kinds = [
+        (shape, g)
+        for shape, g in family(CHAIN_LENGTHS)
+        if shape.num_nodes == least.get(shape.top_k)
+    ]
     assert len(kinds) == 6
-    monkeypatch.setattr(device_source, "family", lambda **_: iter(kinds))
+    monkeypatch.setattr(device_source, "family", lambda *_, **__: iter(kinds))
     forms = [(nodes, warps) for nodes, warps in score_family() if nodes.depth <= 4]
     assert {nodes.chain for nodes, _ in forms} == {True, False}
     monkeypatch.setattr(device_source, "score_family", lambda: iter(forms))

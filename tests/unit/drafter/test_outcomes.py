@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from outrider_drafter.calibration import Calibration, FixedSpread
-from outrider_drafter.outcomes import BRANCH_SIZES, Layout, best, seen, worth_drafting
+from outrider_drafter.outcomes import BRANCH_SIZES, Layout, Places, best, seen, worth_drafting
 
 from outrider.spec.digest import extend_digest
 from outrider.spec.tree import DraftTree, depths, path
@@ -59,7 +59,7 @@ def slow_gains(
 @pytest.mark.parametrize("seed", range(8))
 def test_the_best_outcomes_of_the_whole_proposal_are_chosen(seed: int) -> None:
     tree, tokens, logprobs = random_case(seed)
-    layout = Layout.of([tree], tokens)
+    layout = Layout.of(Places.of([tree]), tokens)
     chosen = best(layout, Calibration().gains(layout, logprobs), 0, room=99, count=10)
     expected = sorted(slow_gains(tree, tokens, logprobs).items(), key=lambda item: -item[1])[:10]
     found = list(zip((chosen.places - 1).tolist(), chosen.tokens.tolist(), strict=True))
@@ -72,7 +72,7 @@ def test_no_child_is_an_outcome_and_none_leaves_less_room_than_a_draft_needs(
     predictor: Calibration | FixedSpread,
 ) -> None:
     tree, tokens, logprobs = random_case(3)
-    layout = Layout.of([tree], tokens)
+    layout = Layout.of(Places.of([tree]), tokens)
     gains = predictor.gains(layout, logprobs)
     children = set(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
     assert len(best(layout, gains, 0, room=99, count=10_000).places) == int(
@@ -91,7 +91,7 @@ def test_no_child_is_an_outcome_and_none_leaves_less_room_than_a_draft_needs(
 def test_candidates_that_are_none_are_never_chosen() -> None:
     tree, tokens, logprobs = random_case(4)
     tokens[:, 3:], logprobs[:, 3:] = -1, -np.inf
-    layout = Layout.of([tree], tokens)
+    layout = Layout.of(Places.of([tree]), tokens)
     trained = Calibration()
     trained.learn(layout, logprobs, seen(layout, 0, tree.tokens[:1].tolist()))
     for predictor in (Calibration(), trained, FixedSpread()):
@@ -101,7 +101,7 @@ def test_candidates_that_are_none_are_never_chosen() -> None:
 
 def test_no_more_are_chosen_than_were_asked_for_and_ties_go_to_the_first() -> None:
     tree, tokens, _ = random_case(5)
-    layout = Layout.of([tree], tokens)
+    layout = Layout.of(Places.of([tree]), tokens)
     gains = np.ones(tokens.shape)
     chosen = best(layout, gains, 0, room=99, count=5)
     places = np.argwhere(~layout.is_child)[:5]
@@ -114,7 +114,7 @@ def test_a_verdict_shows_every_place_on_its_path_and_what_followed_there() -> No
     parents = np.array([-1, -1, 0, 2], np.int32)
     tree = DraftTree(np.array([7, 8, 5, 6], np.int32), parents, np.zeros(4, np.float32))
     tokens = np.array([[8, 7], [5, 1], [0, 1], [9, 6], [3, 2]], np.int32)
-    layout = Layout.of([tree], tokens)
+    layout = Layout.of(Places.of([tree]), tokens)
     whole = seen(layout, 0, [7, 5, 6, 2])
     assert whole.places.tolist() == [0, 1, 3, 4]
     assert whole.columns.tolist() == [1, 0, 1, 1]
@@ -127,14 +127,15 @@ def test_a_verdict_shows_every_place_on_its_path_and_what_followed_there() -> No
 
 def test_proposals_together_are_judged_as_each_alone() -> None:
     cases = [random_case(seed, nodes=nodes) for seed, nodes in ((1, 5), (2, 1), (3, 20), (4, 9))]
-    layout = Layout.of([tree for tree, _, _ in cases], np.concatenate([c[1] for c in cases]))
+    places = Places.of([tree for tree, _, _ in cases])
+    layout = Layout.of(places, np.concatenate([c[1] for c in cases]))
     logprobs = np.concatenate([c[2] for c in cases])
     prefixes = np.arange(7, 11, dtype=np.uint64)
-    digests = layout.digests(prefixes)
+    digests = places.digests(prefixes)
     for predictor in (Calibration(), FixedSpread()):
         gains = predictor.gains(layout, logprobs)
         for index, (tree, tokens, mine) in enumerate(cases):
-            alone = Layout.of([tree], tokens)
+            alone = Layout.of(Places.of([tree]), tokens)
             expected = best(alone, predictor.gains(alone, mine), 0, room=9, count=6)
             found = best(layout, gains, index, room=9, count=6)
             first = layout.roots[index]

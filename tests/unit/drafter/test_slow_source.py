@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from outrider_drafter.growth import Draft
 from outrider_drafter.sessions import Session
 from outrider_drafter.slow_source import slowed, wait
-from outrider_drafter.source import AheadSource, Branches, Drafted, Live, Outcome, Scored
+from outrider_drafter.source import AheadSource, Branches, Drafted, Live, Outcome, Scored, no_scores
 
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import DraftTree
@@ -66,7 +66,7 @@ class Ahead(Source):
 
     def score(self, lives: Sequence[Live]) -> Scored:
         self._clock.now += 1.0
-        return Scored(tokens=[], logprobs=[])
+        return no_scores(())
 
     def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
         self._clock.now += 1.0

@@ -102,6 +102,7 @@ def test_a_branch_is_drafted_like_a_session_that_came_there(head: DraftHead, kin
         scratch=scratch(ahead),
         held=features.flatten(0, 1),
         counted=False,
+        below_chains=kind == "chain",
     )
     real = really_there(there, features, paths)
     if kind == "chain":
