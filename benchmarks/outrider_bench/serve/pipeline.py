@@ -1,7 +1,8 @@
 """`outrider bench pipeline`: what look-ahead gives, from cells of `outrider bench serve`.
 
-Every figure is a ratio or share of cells of one file, which is of one commit and machine; what the
-file does not have is null. A cell's fan-out, shape and planner are the best that were measured.
+Every figure is a ratio or share of cells of one file, which is of one commit; what the first file
+does not have is taken from the next that has it, and `sources` says which. What none has is null.
+A cell's fan-out, shape and planner are the best that were measured.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ _ABOUT: Final = ("commit", "date", "device", "versions")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    add("--cells", type=Path, required=True, metavar="FILE", help="what bench serve --out wrote")
+    add(
+        "--cells",
+        type=Path,
+        required=True,
+        nargs="+",
+        metavar="FILE",
+        help="what bench serve --out wrote; later ones for what earlier ones lack",
+    )
     add("--out", type=Path, metavar="FILE", help="default: shown only")
 
 
@@ -38,21 +46,61 @@ def run(args: argparse.Namespace) -> None:
         args.out.write_text(text + "\n", encoding="utf-8")
 
 
-def summarize(file: Path) -> dict[str, object]:
+def summarize(files: Sequence[Path]) -> dict[str, object]:
     """The content of pipeline.json. Raises InvalidRequestError for a file without cells."""
+    contents = [_content(file) for file in files]
+    flat = [_flat(_figures(content["cells"])) for content in contents]
+    merged: dict[str, Any] = {}
+    taken: list[list[str]] = [[] for _ in files]
+    for name in dict.fromkeys(name for figures in flat for name in figures):
+        having = (at for at, figures in enumerate(flat) if figures.get(name))
+        source = next(having, None)
+        if source is not None:
+            taken[source].append(name)
+        group, _, key = name.partition(".")
+        value = None if source is None else flat[source][name]
+        if key:
+            merged.setdefault(group, {})[key] = value
+        else:
+            merged[group] = value
+    cells = [cell for content in contents for cell in content["cells"]]
+    return {
+        "benchmark": "gpu pipeline",
+        **{name: contents[0].get(name) for name in _ABOUT},
+        "models": sorted({cell["model"] for cell in cells}),
+        "machines": sorted({cell["machine"] for cell in cells}),
+        **merged,
+        "sources": [
+            {"file": file.name, "commit": content.get("commit"), "figures": names}
+            for file, content, names in zip(files, contents, taken, strict=True)
+        ],
+    }
+
+
+def _content(file: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    cells: list[Cell] = content.get("cells", [])
-    if not cells:
+    if not content.get("cells"):
         raise InvalidRequestError(f"{file} holds no cells of bench serve", reason="NO_CELLS")
+    return content
+
+
+def _flat(figures: dict[str, Any]) -> dict[str, Any]:
+    """Figures by name, those of a group as group.name."""
+    found: dict[str, Any] = {}
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": each for key, each in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
+def _figures(cells: Sequence[Cell]) -> dict[str, Any]:
     pairs = [cell for cell in cells if cell.get("verifiers", 1) == 1]
     every = [cell for cell in pairs if cell["temperature"] == 0.0 and _slowdown(cell) == 1.0]
     greedy = _by_delay(every, 0.0)
     coupled = _by_delay([cell for cell in pairs if _is_coupled(cell)], 0.0)
     return {
-        "benchmark": "gpu pipeline",
-        **{name: content.get(name) for name in _ABOUT},
-        "models": sorted({cell["model"] for cell in cells}),
-        "machines": sorted({cell["machine"] for cell in cells}),
         "hit_rate": {
             "chain5-T0": _figure(greedy, "hit_rate", _alone, _ahead, _named("chain-5")),
             "tree32-T0": _figure(greedy, "hit_rate", _alone, _ahead, _named("tree-32")),

@@ -43,7 +43,7 @@ def test_ratios_are_of_the_best_shapes_at_one_load_and_delay(tmp_path: Path) -> 
             cell("separate", "chain-5+lockstep", 80.0, look_ahead=0, exchange_delay_ms=5.0),
         ],
     )
-    found: Any = summarize(file)
+    found: Any = summarize([file])
     assert found["hit_rate"] == {
         "chain5-T0": 0.8,
         "tree32-T0": 0.65,
@@ -90,7 +90,7 @@ def test_slow_drafters_and_larger_fleets_have_figures_of_their_own(tmp_path: Pat
             cell("separate", "chain-5+ahead", 700.0, look_ahead=1, **pool),
         ],
     )
-    found: Any = summarize(file)
+    found: Any = summarize([file])
     assert found["slow_drafter_over_lockstep"] == {"3x": 0.8}
     assert found["delay"]["1ms"] == 0.8, "of the same drafts"
     assert found["hit_rate"]["chain5-T0"] == 0.5
@@ -103,6 +103,33 @@ def test_slow_drafters_and_larger_fleets_have_figures_of_their_own(tmp_path: Pat
     )
 
 
+def test_what_a_file_lacks_is_taken_from_the_next_that_has_it(tmp_path: Path) -> None:
+    plain, slow = cell("plain", "none", 100.0), {"look_ahead": 1, "drafter_slowdown": 2.5}
+    (tmp_path / "new").mkdir()
+    new = written(
+        tmp_path / "new",
+        [plain, cell("separate", "chain-5+ahead16", 260.0, look_ahead=1, hit_rate=0.5)],
+    )
+    old = written(
+        tmp_path,
+        [
+            cell("separate", "chain-5+ahead16", 300.0, look_ahead=1, hit_rate=0.9),
+            cell("separate", "chain-5+lockstep", 200.0, look_ahead=0),
+            cell("separate", "chain-5+ahead16", 150.0, **slow),
+            cell("separate", "chain-5+lockstep", 100.0, **{**slow, "look_ahead": 0}),
+        ],
+    )
+    found: Any = summarize([new, old])
+    assert found["hit_rate"]["chain5-T0"] == 0.5
+    assert found["over_lockstep_1"] == 1.5, "of one file"
+    assert found["slow_drafter_over_lockstep"] == {"2.5x": 1.5}
+    assert found["delay"]["1ms"] is None
+    assert [source["figures"] for source in found["sources"]] == [
+        ["hit_rate.chain5-T0"],
+        ["over_lockstep_1", "slow_drafter_over_lockstep.2.5x"],
+    ]
+
+
 def test_a_file_without_cells_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="no cells"):
-        summarize(written(tmp_path, []))
+        summarize([written(tmp_path, [])])
