@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from outrider.awake import AwakeCores
 from outrider.engine.checkpoint import load_model_config
+from outrider.engine.config import ModelConfig
 from outrider.engine.device.current import check_device, make_current
 from outrider.engine.device.head_weights import can_extract
 from outrider.engine.heads import DraftHead, load_head, load_head_config
 from outrider.engine.linear import make_linear
-from outrider.engine.loading import load_embedding, load_lm_head, load_target
+from outrider.engine.loading import (
+    kv_bytes_per_token,
+    load_embedding,
+    load_lm_head,
+    load_target,
+)
 from outrider.engine.products import set_threads
 from outrider.engine.target import TargetModel
 from outrider.errors import FailedPreconditionError, InvalidRequestError
@@ -30,6 +38,12 @@ from outrider_drafter.service import DrafterService, Identity
 from outrider_drafter.slow_source import slowed
 from outrider_drafter.small_model import SmallModelSource
 from outrider_drafter.source import DraftSource
+
+_HOST_KV_TOKENS: Final = 16384
+_MOST_KV_TOKENS: Final = 131072
+"""What `draft_model_kv_tokens` is where nobody says: from the host, and at most on a device,"""
+_KV_SHARE: Final = 0.5
+"""which takes no more than this share of what is free."""
 
 
 def build_service(
@@ -153,23 +167,43 @@ def _load_small_model(config: DrafterConfig, identity: Identity) -> DraftSource:
         config.draft_model,
         dtype=getattr(torch, config.dtype),
         device=config.device,
-        kv_tokens=config.draft_model_kv_tokens,
+        kv_tokens=partial(pool_tokens, config, identity.vocab_size),
     )
     return _model_source(model, config, identity.vocab_size)
 
 
-def _model_source(model: TargetModel, config: DrafterConfig, vocab_size: int) -> DraftSource:
+def pool_tokens(config: DrafterConfig, vocab_size: int, model: ModelConfig) -> int:
+    """Tokens of K/V for the sessions of a small model that are drafted from the host."""
+    asked = config.draft_model_kv_tokens or _HOST_KV_TOKENS
+    beside = torch.device(config.device).type == "cuda" and _is_covered(model, vocab_size)
+    return min(asked, _HOST_KV_TOKENS) if beside else asked
+
+
+def device_tokens(free_bytes: int, bytes_per_token: int) -> int:
+    """The same for those that are drafted on the device, of which so much is free."""
+    return min(_MOST_KV_TOKENS, int(free_bytes * _KV_SHARE) // bytes_per_token)
+
+
+def _is_covered(model: ModelConfig, vocab_size: int) -> bool:
     # A device masks trees, which a window does not allow, and knows no token that a model does not.
-    covered = model.config.vocab_size >= vocab_size and model.config.sliding_window is None
-    if model.device.type != "cuda" or not (covered and model.has_plain_weights):
+    return model.vocab_size >= vocab_size and model.sliding_window is None
+
+
+def _model_source(model: TargetModel, config: DrafterConfig, vocab_size: int) -> DraftSource:
+    covered = _is_covered(model.config, vocab_size) and model.has_plain_weights
+    if model.device.type != "cuda" or not covered:
         return SmallModelSource(model, vocab_size=vocab_size)
+    max_rows = config.draft_model_kv_tokens
+    if not max_rows:
+        free, _ = torch.cuda.mem_get_info(model.device)
+        max_rows = device_tokens(free, kv_bytes_per_token(model.config, model.dtype))
     # Imported here: it needs Triton, which a drafter on a CPU can do without.
     from outrider_drafter.device_model_source import DeviceModelSource
 
     source = DeviceModelSource(
         model,
         vocab_size=vocab_size,
-        max_rows=config.draft_model_kv_tokens,
+        max_rows=max_rows,
         max_sessions=config.max_sessions,
         cuda_graphs=config.cuda_graphs,
         bounded=config.cuda_graphs,

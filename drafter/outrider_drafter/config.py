@@ -107,9 +107,10 @@ class DrafterConfig:
     """Rows of draft K/V that all sessions of a head may hold together."""
     head_max_context: int = 0
     """Longest context of a head, draft positions; 0 takes the head's own limit."""
-    draft_model_kv_tokens: int = 16384
-    """Tokens of K/V that all sessions of the small model may reserve together; on a GPU beside as
-    many for those that are drafted from the host."""
+    draft_model_kv_tokens: int = 0
+    """Tokens of K/V that all sessions of the small model may reserve together; 0 takes 131072 on a
+    GPU, or what half of its free memory holds, 16384 elsewhere. On a GPU those that are drafted
+    from the host have up to 16384 of their own."""
     max_backlog: int = 4096
     """Messages of a verifier that may wait for the drafting thread before it is read no further."""
     max_outbox: int = 1024
@@ -144,7 +145,6 @@ class DrafterConfig:
             "max_sessions",
             "max_context",
             "head_kv_rows",
-            "draft_model_kv_tokens",
             "max_backlog",
             "max_outbox",
         ):
@@ -155,6 +155,7 @@ class DrafterConfig:
         self.tls.for_fleet()
         check_request(self.awake_cores, self.device)
         _require(self.head_max_context >= 0, "head_max_context must not be negative")
+        _require(self.draft_model_kv_tokens >= 0, "draft_model_kv_tokens must not be negative")
         _require(
             0.0 <= self.bench_exchange_delay_ms <= MAX_DELAY_MS,
             f"bench_exchange_delay_ms must be in [0, {MAX_DELAY_MS:g}]",

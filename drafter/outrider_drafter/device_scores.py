@@ -163,23 +163,16 @@ class LiveScores:
         """All of them, in the order of the proposals; of sessions in a grammar, what is legal."""
         if any(live.session.constrained for live in self._lives):
             mask_scores(self._lives, self._tokens, self._logprobs)
-        return Scored(
-            tokens=self._tokens,
-            logprobs=self._logprobs,
-            places=self._places,
-            digests=self._digests,
-        )
-
-    @cached_property
-    def _places(self) -> Places:
-        return Places.of([live.tree for live in self._lives])
-
-    @cached_property
-    def _digests(self) -> NDArray[np.uint64]:
-        return digests(self._places, self._lives)
+        places, prefixes = self._known
+        return Scored(tokens=self._tokens, logprobs=self._logprobs, places=places, digests=prefixes)
 
     def held(self) -> HeldPlaces:
-        """Where their nodes are held. To be called while the device works: what does not depend on
-        what comes back is worked out here."""
-        assert len(self._digests) == len(self._places.above)
-        return HeldPlaces(self._places, np.concatenate(self._rows))
+        """Where their nodes are held; to be called while the device works, for it takes time."""
+        places, _ = self._known
+        return HeldPlaces(places, np.concatenate(self._rows))
+
+    @cached_property
+    def _known(self) -> tuple[Places, NDArray[np.uint64]]:
+        """What their trees alone say: `places` and `digests` of `Scored`."""
+        places = Places.of([live.tree for live in self._lives])
+        return places, digests(places, self._lives)
