@@ -16,6 +16,7 @@ from outrider.engine.device.shapes import (
     PIECE_BUCKETS,
     ROW_BUCKETS,
     TREE_BUCKETS,
+    TREE_PIECE_BUCKETS,
     Drafts,
     Judge,
     RoundShape,
@@ -85,7 +86,7 @@ class ShapeFamily:
             drafts=drafts,
             judge=judge,
             features=tapped or drafts is Drafts.OWN,
-            pieces=bucket(pieces, PIECE_BUCKETS) if pieces else 0,
+            pieces=bucket(pieces, _piece_sizes(drafts)) if pieces else 0,
         )
 
     def shapes(self) -> Iterator[RoundShape]:
@@ -102,7 +103,7 @@ class ShapeFamily:
                 for rows in self._row_sizes(drafts, nodes):
                     yield self._fit(rows, nodes, drafts, judge, False, 0)
                     yield self._fit(rows, nodes, drafts, judge, True, 0)
-                    for pieces in up_to(PIECE_BUCKETS, MOST_MIXED_PIECES):
+                    for pieces in up_to(_piece_sizes(drafts), MOST_MIXED_PIECES):
                         yield self._fit(rows, nodes, drafts, judge, False, pieces)
                 for pieces in PIECE_BUCKETS:
                     yield self._fit(0, nodes, drafts, judge, False, pieces)
@@ -133,3 +134,8 @@ class ShapeFamily:
     def _row_sizes(self, drafts: Drafts = Drafts.NONE, nodes: int = 1) -> tuple[int, ...]:
         most = self.most_rows(nodes) if drafts is Drafts.TREE else self._max_rows
         return up_to(ROW_BUCKETS, most)
+
+
+def _piece_sizes(drafts: Drafts) -> tuple[int, ...]:
+    """Buckets of pieces beside rows of such drafts."""
+    return TREE_PIECE_BUCKETS if drafts is Drafts.TREE else PIECE_BUCKETS

@@ -18,15 +18,18 @@ CHAIN_BUCKETS: Final = (2, 3, 4, 5, 6, 8)
 TREE_BUCKETS: Final = (8, 17, 33, 64, 65, 129)
 """Nodes of a row, the root included; unused ones are absent nodes. Chains that are longer than the
 last of theirs run as trees."""
-PIECE_TOKENS: Final = 64
-"""Prompt tokens of a piece: so many rows alone still cost one pass over the weights."""
-PIECE_BUCKETS: Final = (1, 2, 4, 8, 16)
+PIECE_TOKENS: Final = 32
+"""Prompt tokens of a piece. Beside many sessions each row counts, those of a piece's free end too.
+"""
+PIECE_BUCKETS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 """Pieces of prompts in a round; unused ones are absent."""
+TREE_PIECE_BUCKETS: Final = (2, 4, 8, 16)
+"""The same beside sessions that verify trees: few, which keeps what is captured small."""
 MIXED_ROW_BUCKETS: Final = (4, 8, 16, 32, 64, 128, 256)
 MIXED_CHAIN_BUCKETS: Final = (4, 5, 6, 8)
 """Sessions that decode in a round with pieces, and nodes of their chains: few, for each is captured
 with every number of pieces, and a piece costs more than the padding rows."""
-MOST_MIXED_PIECES: Final = 8
+MOST_MIXED_PIECES: Final = 16
 """Pieces in a round in which sessions decode."""
 MOST_TOKEN_ROWS: Final = 2048
 """Rows times nodes of a bucket; one row may have more."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.own_head import OwnHead
+from outrider.engine.device.shapes import PIECE_TOKENS
 from outrider.engine.kernels.warp.logits import warp_drafts
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
@@ -232,7 +233,7 @@ async def test_a_round_of_many_launches_keeps_them_apart(
 
 
 LONG = (tuple(range(5, 155)), (9, 9, 9), tuple(range(300, 171, -1)), tuple(range(7, 71)))
-"""Of three pieces, of one that is hardly used, of two and a bit, of one that is full."""
+"""Of five pieces, of one that is hardly used, of four and a bit, of two that are full."""
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +255,7 @@ async def test_prompts_of_many_pieces_give_the_hosts_text(
 ) -> None:
     head = {} if placement == "separate" else {"placement": placement}
     accepted = []
-    for chunk in (7, 64, 1024):  # less than a piece, one, and all of them at once
+    for chunk in (7, PIECE_TOKENS, 1024):  # less than a piece, one, and all of them at once
         async with serving(
             tiny_target, tiny_head, prefill_tokens_per_round=chunk, **head
         ) as service:
@@ -276,9 +277,12 @@ async def test_a_bucket_of_pieces_that_is_not_full_harms_nothing(
     async with serving(
         tiny_target, tiny_head, placement=placement, prefill_tokens_per_round=1024
     ) as service:
-        # Three prompts at once: three pieces in a bucket of four, in some round.
-        results = await run_all(service, OWN, SAMPLINGS["greedy"])
-    assert [tokens for tokens, _ in results] == texts["greedy"]
+        # Seven prompts at once: nine pieces in a bucket of twelve, in some round.
+        prompts = (*PROMPTS, *PROMPTS, PROMPTS[1])
+        results = await run_all(service, OWN, SAMPLINGS["greedy"], prompts=prompts)
+    known = texts["greedy"]
+    wanted = [text[:20] for text in (*known, *known, known[1])]
+    assert [tokens[:20] for tokens, _ in results] == wanted
 
 
 async def told_features(

@@ -17,7 +17,7 @@ ONE = RoundShape(rows=1, nodes=1, drafts=Drafts.NONE, judge=Judge.MATCH, feature
     [
         (ONE, 0.004),
         (replace(ONE, nodes=6, drafts=Drafts.CHAIN), 0.0041),
-        (replace(ONE, rows=8, pieces=1), 0.00542),
+        (replace(ONE, rows=8, pieces=2), 0.00542),
     ],
 )
 def test_a_round_lasts_by_the_rows_of_its_forward(shape: RoundShape, seconds: float) -> None:
