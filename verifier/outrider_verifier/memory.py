@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from outrider.errors import FailedPreconditionError
 
-WORKSPACE_BYTES = 2 << 30
-"""Left for activations, kernels' scratch and the pools of CUDA graphs."""
+WORKSPACE_BYTES = 5 << 29
+"""Left for activations, kernels' scratch and CUDA graphs: the 378 of a target of 32 layers with
+drafters from outside take some 2.1 GiB."""
 _LOGIT_COPIES = 3
 """The product's, a copy, and the list that the warper gathers."""
 _FLOAT32_BYTES = 4

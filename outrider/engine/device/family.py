@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from outrider.engine.device.shapes import (
     CHAIN_BUCKETS,
     MIXED_CHAIN_BUCKETS,
+    MIXED_PIECE_BUCKETS,
     MIXED_ROW_BUCKETS,
-    MOST_MIXED_PIECES,
     MOST_TOKEN_ROWS,
     PIECE_BUCKETS,
     ROW_BUCKETS,
@@ -86,7 +86,7 @@ class ShapeFamily:
             drafts=drafts,
             judge=judge,
             features=tapped or drafts is Drafts.OWN,
-            pieces=bucket(pieces, _piece_sizes(drafts)) if pieces else 0,
+            pieces=bucket(pieces, _piece_sizes(drafts, mixed=mixed)) if pieces else 0,
         )
 
     def shapes(self) -> Iterator[RoundShape]:
@@ -103,7 +103,7 @@ class ShapeFamily:
                 for rows in self._row_sizes(drafts, nodes):
                     yield self._fit(rows, nodes, drafts, judge, False, 0)
                     yield self._fit(rows, nodes, drafts, judge, True, 0)
-                    for pieces in up_to(_piece_sizes(drafts), MOST_MIXED_PIECES):
+                    for pieces in _piece_sizes(drafts, mixed=True):
                         yield self._fit(rows, nodes, drafts, judge, False, pieces)
                 for pieces in PIECE_BUCKETS:
                     yield self._fit(0, nodes, drafts, judge, False, pieces)
@@ -136,6 +136,8 @@ class ShapeFamily:
         return up_to(ROW_BUCKETS, most)
 
 
-def _piece_sizes(drafts: Drafts) -> tuple[int, ...]:
-    """Buckets of pieces beside rows of such drafts."""
-    return TREE_PIECE_BUCKETS if drafts is Drafts.TREE else PIECE_BUCKETS
+def _piece_sizes(drafts: Drafts, *, mixed: bool) -> tuple[int, ...]:
+    """Buckets of pieces; mixed: beside rows with such drafts."""
+    if not mixed:
+        return PIECE_BUCKETS
+    return TREE_PIECE_BUCKETS if drafts is Drafts.TREE else MIXED_PIECE_BUCKETS

@@ -22,13 +22,16 @@ PIECE_TOKENS: Final = 32
 """Prompt tokens of a piece. Beside many sessions each row counts, those of a piece's free end too.
 """
 PIECE_BUCKETS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
-"""Pieces of prompts in a round; unused ones are absent."""
-TREE_PIECE_BUCKETS: Final = (2, 4, 8, 16)
-"""The same beside sessions that verify trees: few, which keeps what is captured small."""
+"""Pieces of prompts in a round of nothing else; unused ones are absent."""
 MIXED_ROW_BUCKETS: Final = (4, 8, 16, 32, 64, 128, 256)
 MIXED_CHAIN_BUCKETS: Final = (4, 5, 6, 8)
 """Sessions that decode in a round with pieces, and nodes of their chains: few, for each is captured
 with every number of pieces, and a piece costs more than the padding rows."""
+MIXED_PIECE_BUCKETS: Final = (2, 3, 5, 7, 8, 16)
+"""Pieces beside sessions that decode: the six sizes that leave the fewest rows unused where chat
+prompts of 42 to 243 tokens come in all the time."""
+TREE_PIECE_BUCKETS: Final = (2, 4, 8, 16)
+"""The same beside sessions that verify trees, of which there are many sizes."""
 MOST_MIXED_PIECES: Final = 16
 """Pieces in a round in which sessions decode."""
 MOST_TOKEN_ROWS: Final = 2048

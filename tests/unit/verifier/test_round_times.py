@@ -32,8 +32,8 @@ def test_a_round_takes_as_long_as_its_shape() -> None:
     known = times(2.0)
     drafted = [known.drafted_s(rows, nodes) for rows, nodes in ((1, 2), (8, 2), (8, 9))]
     assert None not in drafted and sorted(drafted) == drafted and len(set(drafted)) == 3
-    alone, beside = known.plain_s(4, own=False), known.plain_s(4, own=False, pieces=1)
-    assert alone is not None and beside == pytest.approx(alone + ROW_S * PIECE_TOKENS)
+    alone, beside = known.plain_s(4, own=False), known.plain_s(4, own=False, pieces=2)
+    assert alone is not None and beside == pytest.approx(alone + 2 * ROW_S * PIECE_TOKENS)
 
 
 @pytest.mark.parametrize(("stretch", "pieces"), [(1.0, 1), (1.2, 2), (1.4, 5), (9.0, 16)])
