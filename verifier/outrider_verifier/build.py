@@ -122,6 +122,7 @@ def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
     """Tokens of K/V that the device has room for beside the weights, which are there already."""
     # Not before it is a GPU that is served: a CPU needs no triton, which this asks for.
     from outrider.engine.device.legal_rows import legal_bytes
+    from outrider_verifier.device_engine import family_of
 
     per_token = kv_bytes_per_token(model, getattr(torch, config.dtype))
     head_bytes = 0
@@ -131,6 +132,8 @@ def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
         head_bytes = _size_of(Path(config.features_from))
     free, total = torch.cuda.mem_get_info(config.device)
     longest = config.max_context_len or model.max_position_embeddings
+    own_nodes = config.draft_length + 1 if config.drafts_itself else 0
+    family = family_of(config, own_nodes=own_nodes, features=bool(config.features_from))
     return kv_tokens_that_fit(
         free_bytes=free,
         total_bytes=total,
@@ -145,9 +148,10 @@ def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
             + legal_bytes(
                 config.max_sessions,
                 config.max_tree_nodes + 1,
-                config.draft_length + 1 if config.drafts_itself else 0,
+                own_nodes,
                 model.vocab_size,
             ),
+            graph_layers=model.num_layers * sum(1 for _ in family.shapes()),
         ),
         bytes_per_token=per_token,
         most_tokens=config.max_sessions * (longest + config.max_tree_nodes),

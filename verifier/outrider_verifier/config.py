@@ -101,8 +101,8 @@ class VerifierConfig:
     automatic: 256 on a CPU, 2048 on a CUDA device."""
     prompt_stretch: float = 2.0
     """On a CUDA device: how many times as long a round may last with prompt tokens beside sessions
-    that decode as without them. At least one piece of a prompt, of 32 tokens, is always taken,
-    and up to 16 where prompts come in faster than that."""
+    that decode as without them. At least two pieces of 32 tokens are always taken, at most 16,
+    and these whatever they add where prompts come in faster than that."""
     decode_tokens_per_round: int = 1024
     """Verify rows (roots and nodes) of all sessions in one round."""
     gather_ms: float = -1.0

@@ -142,7 +142,11 @@ class DeviceRoundEngine:
         rounds = DeviceRounds(
             target,
             slots,
-            _family(config, own_head, projection),
+            family_of(
+                config,
+                own_nodes=0 if own_head is None else 1 + own_head.shape.num_nodes,
+                features=projection is not None,
+            ),
             projection=projection,
             own_head=own_head,
             fused=config.placement == "fused",
@@ -378,14 +382,13 @@ class DeviceRoundEngine:
         return wire_array(features.wait(), self._feature_dtype)
 
 
-def _family(
-    config: VerifierConfig, own_head: OwnHead | None, projection: FeatureProjection | None
-) -> ShapeFamily:
+def family_of(config: VerifierConfig, *, own_nodes: int, features: bool) -> ShapeFamily:
+    """The shapes of a verifier's rounds; as `ShapeFamily`."""
     return ShapeFamily(
         max_rows=config.max_sessions,
         # A head of this process drafts for all; drafters from outside may attach all the same.
-        max_nodes=1 if own_head is not None else 1 + config.max_tree_nodes,
-        own_nodes=0 if own_head is None else 1 + own_head.shape.num_nodes,
-        features=projection is not None,
+        max_nodes=1 if own_nodes else 1 + config.max_tree_nodes,
+        own_nodes=own_nodes,
+        features=features,
         judges=not config.simulated_acceptance,
     )

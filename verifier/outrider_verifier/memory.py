@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from outrider.errors import FailedPreconditionError
 
-WORKSPACE_BYTES = 5 << 29
-"""Left for activations, kernels' scratch and CUDA graphs: the 378 of a target of 32 layers with
-drafters from outside take some 2.1 GiB."""
+WORKSPACE_BYTES = 1 << 30
+"""Left for activations and kernels' scratch."""
+GRAPH_LAYER_BYTES = 200 << 10
+"""What the graphs of a shape take for each layer of the target: of 32 layers 321 shapes took 1.8
+GiB of an H200, and 115 with a head in this process .7."""
 _LOGIT_COPIES = 3
 """The product's, a copy, and the list that the warper gathers."""
 _FLOAT32_BYTES = 4
 
 
-def reserved_bytes(*, decode_tokens: int, vocab_size: int, head_bytes: int, warp_bytes: int) -> int:
+def reserved_bytes(
+    *, decode_tokens: int, vocab_size: int, head_bytes: int, warp_bytes: int, graph_layers: int
+) -> int:
     """What rounds need beside weights and K/V: the logits of `decode_tokens` rows, a workspace,
-    the weights of a head that is loaded later, and what the sessions' warpers remember."""
+    the weights of a head that is loaded later, what the sessions' warpers remember, and the graphs
+    of all shapes, of which each has the target's layers: so many `graph_layers`."""
     logits = _LOGIT_COPIES * _FLOAT32_BYTES * decode_tokens * vocab_size
-    return WORKSPACE_BYTES + logits + head_bytes + warp_bytes
+    graphs = GRAPH_LAYER_BYTES * graph_layers
+    return WORKSPACE_BYTES + graphs + logits + head_bytes + warp_bytes
 
 
 def kv_tokens_that_fit(

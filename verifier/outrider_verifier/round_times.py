@@ -7,6 +7,7 @@ from functools import partial
 
 from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.shapes import (
+    MIXED_PIECE_BUCKETS,
     MOST_MIXED_PIECES,
     PIECE_TOKENS,
     Drafts,
@@ -42,8 +43,8 @@ class RoundTimes:
 
     def prompt_tokens_beside(self, rows: int, crowded: bool = False) -> int:
         """Prompt tokens that a round takes in which `rows` sessions decode: so many pieces that it
-        lasts at most `prompt_stretch` times as long as without; at least one, and all that there is
-        room for where prompts are `crowded`."""
+        lasts at most `prompt_stretch` times as long as without; at least the fewest that any round
+        has, and all that there is room for where prompts are `crowded`."""
         if crowded:
             return MOST_MIXED_PIECES * PIECE_TOKENS
         found = self._beside.get(rows)
@@ -53,7 +54,7 @@ class RoundTimes:
 
     def _pieces_beside(self, rows: int) -> int:
         lasts = partial(self._of, rows, 1, self._own)
-        alone, most = lasts(0), 1
+        alone, most = lasts(0), MIXED_PIECE_BUCKETS[0]
         for pieces in range(1, MOST_MIXED_PIECES + 1):
             took = lasts(pieces)
             if alone is None or took is None or took <= self._prompt_stretch * alone:

@@ -16,7 +16,6 @@ from outrider.engine.device.shapes import (
     PIECE_BUCKETS,
     ROW_BUCKETS,
     TREE_BUCKETS,
-    TREE_PIECE_BUCKETS,
     Drafts,
     Judge,
     RoundShape,
@@ -70,6 +69,7 @@ class ShapeFamily:
         self, rows: int, nodes: int, drafts: Drafts, judge: Judge, features: bool, pieces: int
     ) -> RoundShape:
         mixed = rows > 0 and pieces > 0
+        piece_sizes = MIXED_PIECE_BUCKETS if mixed else PIECE_BUCKETS
         drafts, nodes = self._drafted(drafts, nodes, mixed=mixed)
         # Judging any rule costs next to nothing where all compare tokens; own laws do cost.
         if drafts is not Drafts.OWN or judge not in self._judges:
@@ -86,7 +86,7 @@ class ShapeFamily:
             drafts=drafts,
             judge=judge,
             features=tapped or drafts is Drafts.OWN,
-            pieces=bucket(pieces, _piece_sizes(drafts, mixed=mixed)) if pieces else 0,
+            pieces=bucket(pieces, piece_sizes) if pieces else 0,
         )
 
     def shapes(self) -> Iterator[RoundShape]:
@@ -103,7 +103,7 @@ class ShapeFamily:
                 for rows in self._row_sizes(drafts, nodes):
                     yield self._fit(rows, nodes, drafts, judge, False, 0)
                     yield self._fit(rows, nodes, drafts, judge, True, 0)
-                    for pieces in _piece_sizes(drafts, mixed=True):
+                    for pieces in MIXED_PIECE_BUCKETS:
                         yield self._fit(rows, nodes, drafts, judge, False, pieces)
                 for pieces in PIECE_BUCKETS:
                     yield self._fit(0, nodes, drafts, judge, False, pieces)
@@ -134,10 +134,3 @@ class ShapeFamily:
     def _row_sizes(self, drafts: Drafts = Drafts.NONE, nodes: int = 1) -> tuple[int, ...]:
         most = self.most_rows(nodes) if drafts is Drafts.TREE else self._max_rows
         return up_to(ROW_BUCKETS, most)
-
-
-def _piece_sizes(drafts: Drafts, *, mixed: bool) -> tuple[int, ...]:
-    """Buckets of pieces; mixed: beside rows with such drafts."""
-    if not mixed:
-        return PIECE_BUCKETS
-    return TREE_PIECE_BUCKETS if drafts is Drafts.TREE else MIXED_PIECE_BUCKETS

@@ -26,14 +26,11 @@ PIECE_BUCKETS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 MIXED_ROW_BUCKETS: Final = (4, 8, 16, 32, 64, 128, 256)
 MIXED_CHAIN_BUCKETS: Final = (4, 5, 6, 8)
 """Sessions that decode in a round with pieces, and nodes of their chains: few, for each is captured
-with every number of pieces, and a piece costs more than the padding rows."""
+with every size of pieces."""
 MIXED_PIECE_BUCKETS: Final = (2, 3, 5, 7, 8, 16)
-"""Pieces beside sessions that decode: the six sizes that leave the fewest rows unused where chat
-prompts of 42 to 243 tokens come in all the time."""
-TREE_PIECE_BUCKETS: Final = (2, 4, 8, 16)
-"""The same beside sessions that verify trees, of which there are many sizes."""
-MOST_MIXED_PIECES: Final = 16
-"""Pieces in a round in which sessions decode."""
+"""Pieces in a round in which sessions decode: the six sizes that leave the fewest rows unused where
+chat prompts of 42 to 243 tokens come in all the time."""
+MOST_MIXED_PIECES: Final = MIXED_PIECE_BUCKETS[-1]
 MOST_TOKEN_ROWS: Final = 2048
 """Rows times nodes of a bucket; one row may have more."""
 

@@ -18,8 +18,9 @@ from outrider.ids import SessionId
 
 NODES = 5
 ROUNDS_OF_AN_ANSWER = 21
+"""Of answers of 64 tokens."""
 FEW_ROUNDS = 14
-"""Of answers of 64 tokens, and of 42."""
+"""Of answers of 42."""
 PROMPTS = (60, 110, 90, 190, 130, 70, 240, 120)
 FAMILY = ShapeFamily(max_rows=64, max_nodes=1, own_nodes=NODES, features=False, judges=False)
 SECONDS = {shape: 5.3e-3 + 19e-6 * shape.token_rows for shape in FAMILY.shapes()}

@@ -6,7 +6,7 @@ import pytest
 from outrider_verifier.round_times import RoundTimes
 
 from outrider.engine.device.family import ShapeFamily
-from outrider.engine.device.shapes import MOST_MIXED_PIECES, PIECE_TOKENS
+from outrider.engine.device.shapes import MIXED_PIECE_BUCKETS, MOST_MIXED_PIECES, PIECE_TOKENS
 
 ROUND_S = 4e-3
 ROW_S = 10e-6
@@ -36,8 +36,8 @@ def test_a_round_takes_as_long_as_its_shape() -> None:
     assert alone is not None and beside == pytest.approx(alone + 2 * ROW_S * PIECE_TOKENS)
 
 
-@pytest.mark.parametrize(("stretch", "pieces"), [(1.0, 1), (1.2, 2), (1.4, 5), (9.0, 16)])
-def test_prompts_may_stretch_a_round_so_far_and_take_a_piece_in_any_case(
+@pytest.mark.parametrize(("stretch", "pieces"), [(1.0, 2), (1.2, 2), (1.4, 5), (9.0, 16)])
+def test_prompts_may_stretch_a_round_so_far_and_take_the_fewest_pieces_in_any_case(
     stretch: float, pieces: int
 ) -> None:
     assert times(stretch).prompt_tokens_beside(4) == pieces * PIECE_TOKENS
@@ -51,4 +51,4 @@ def test_what_was_said_before_measuring_does_not_stay() -> None:
     late = times(1.0, learned=False)
     before = late.prompt_tokens_beside(4)
     late.learn(MEASURED)
-    assert late.prompt_tokens_beside(4) == PIECE_TOKENS < before
+    assert late.prompt_tokens_beside(4) == MIXED_PIECE_BUCKETS[0] * PIECE_TOKENS < before

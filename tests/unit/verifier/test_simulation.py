@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_verifier.memory import kv_tokens_that_fit, reserved_bytes
+from outrider_verifier.memory import GRAPH_LAYER_BYTES, kv_tokens_that_fit, reserved_bytes
 from outrider_verifier.simulation import parse_rates, rate_of_mean
 
 from outrider.errors import FailedPreconditionError
@@ -61,7 +61,14 @@ def test_a_device_without_room_is_refused_with_the_figures() -> None:
     assert caught.value.reason == "NO_DEVICE_MEMORY"
 
 
-def test_large_rounds_and_heads_need_room() -> None:
-    small = reserved_bytes(decode_tokens=64, vocab_size=1000, head_bytes=0, warp_bytes=0)
-    large = reserved_bytes(decode_tokens=1024, vocab_size=128256, head_bytes=GIB, warp_bytes=GIB)
-    assert large - small == 2 * GIB + 12 * (1024 * 128256 - 64 * 1000)
+def test_large_rounds_heads_and_graphs_need_room() -> None:
+    small = reserved_bytes(
+        decode_tokens=64, vocab_size=1000, head_bytes=0, warp_bytes=0, graph_layers=0
+    )
+    large = reserved_bytes(
+        decode_tokens=1024, vocab_size=128256, head_bytes=GIB, warp_bytes=GIB, graph_layers=12800
+    )
+    graphs = 12800 * GRAPH_LAYER_BYTES
+    assert large - small == 2 * GIB + 12 * (1024 * 128256 - 64 * 1000) + graphs
+    # As measured: 321 shapes of a target of 32 layers took 1.8 GiB.
+    assert 1.8 * GIB < 321 * 32 * GRAPH_LAYER_BYTES < 2.2 * GIB
