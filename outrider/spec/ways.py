@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from outrider.spec.evidence import RoundTimes
+from outrider.spec.evidence import OUTLIER, RoundTimes
 from outrider.spec.stale import Share
 
 BUDGET: Final = 0.005
@@ -68,6 +68,8 @@ class Lap(NamedTuple):
 class _Trial:
     rounds: float = 0.0
     lost_s: float = 0.0
+    stalled: bool = False
+    """Whether a round was taken for a stall."""
 
 
 class Ways:
@@ -172,6 +174,10 @@ class Ways:
     def _tried(self, trial: _Trial, lap: Lap) -> None:
         """A round of the way that is being tried."""
         usual_s = self._times[self.in_force].mean_s
+        if lap.round_s > OUTLIER * usual_s and not trial.stalled:
+            # Either way may meet one; the next one as long is this way's.
+            trial.stalled = True
+            return
         # What such a round emits, in rounds of the way in force.
         worth = math.exp(-self._share.log if self.in_force else self._share.log)
         trial.lost_s += lap.rounds * (lap.round_s - worth * usual_s)

@@ -76,6 +76,22 @@ def test_a_stall_decides_nothing() -> None:
         assert ways.in_force, stalled
 
 
+@pytest.mark.parametrize("stalled", [1, 2, 4, 6])
+def test_a_trial_that_meets_a_stall_finds_the_faster_way_all_the_same(stalled: int) -> None:
+    """In its round `stalled`, the one that changes the way not counted."""
+    for seed in range(4):
+        ways = Ways(ahead=True)
+        rng, tried, before = np.random.default_rng(seed), 0, True
+        for _ in range(60):
+            ahead = ways.ahead
+            took = LOCKSTEP_S * (1.25 if ahead else 1.0) * math.exp(rng.normal(0.0, 0.05))
+            tried += ways.trying
+            stall_s = 5.0 * LOCKSTEP_S * (ways.trying and tried == 1 + stalled)
+            ways.observe(Lap(1.0, took + stall_s, ahead is before, timed=True), KNOWN, ahead=ahead)
+            before = ahead
+        assert not ways.in_force, (seed, tried)
+
+
 def test_rounds_without_a_time_tell_nothing() -> None:
     ways = Ways(ahead=True)
     for _ in range(100):
