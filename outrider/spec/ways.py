@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from outrider.spec.evidence import OUTLIER, RoundTimes
+from outrider.spec.evidence import RoundTimes
 from outrider.spec.stale import Share
 
 BUDGET: Final = 0.005
@@ -173,8 +173,9 @@ class Ways:
 
     def _tried(self, trial: _Trial, lap: Lap) -> None:
         """A round of the way that is being tried."""
-        usual_s = self._times[self.in_force].mean_s
-        if lap.round_s > OUTLIER * usual_s and not trial.stalled:
+        usual = self._times[self.in_force]
+        usual_s = usual.mean_s
+        if usual.clipped(lap.round_s) < lap.round_s and not trial.stalled:
             # Either way may meet one; the next one as long is this way's.
             trial.stalled = True
             return

@@ -55,7 +55,7 @@ class RoundTimes:
     def _pieces_beside(self, rows: int) -> int:
         lasts = partial(self._of, rows, 1, self._own)
         alone, most = lasts(0), MIXED_PIECE_BUCKETS[0]
-        for pieces in range(1, MOST_MIXED_PIECES + 1):
+        for pieces in MIXED_PIECE_BUCKETS:
             took = lasts(pieces)
             if alone is None or took is None or took <= self._prompt_stretch * alone:
                 most = pieces
