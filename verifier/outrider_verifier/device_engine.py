@@ -266,6 +266,7 @@ class DeviceRoundEngine:
             groups,
             [(place, row, self._seats.of(row.session)) for place, row in enumerate(prefill)],
             own_head=self._own_head is not None,
+            mixes=self.rounds.family.mixes,
         )
         for group in groups:
             prompts = [chunk.row for chunk in group.chunks]
@@ -386,8 +387,8 @@ def family_of(config: VerifierConfig, *, own_nodes: int, features: bool) -> Shap
     """The shapes of a verifier's rounds; as `ShapeFamily`."""
     return ShapeFamily(
         max_rows=config.max_sessions,
-        # A head of this process drafts for all; drafters from outside may attach all the same.
-        max_nodes=1 if own_nodes else 1 + config.max_tree_nodes,
+        # Beside a head of this process, too: a lookup drafts for whom its plan says so.
+        max_nodes=1 + config.max_tree_nodes,
         own_nodes=own_nodes,
         features=features,
         judges=not config.simulated_acceptance,

@@ -200,14 +200,19 @@ def _row_input(row: VerifyRow, seat: Seat) -> RowInput:
 
 
 def add_prompts(
-    groups: list[Group], prefill: Sequence[tuple[int, PrefillRow, Seat]], *, own_head: bool
+    groups: list[Group],
+    prefill: Sequence[tuple[int, PrefillRow, Seat]],
+    *,
+    own_head: bool,
+    mixes: Callable[[Drafts], bool],
 ) -> None:
     """Let prompts, each with its place in the round and its seat, share a launch with the rows that
-    decode, or have one of their own."""
+    decode, or have one of their own. `mixes`: whether they may share one with rows of such drafts.
+    """
     if not prefill:
         return
     drafted = own_head and any(row.session.own_draft for _, row, _ in prefill)
-    group = _shared(groups, drafted=drafted)
+    group = _shared([group for group in groups if mixes(group.drafts)], drafted=drafted)
     if group is None:
         drafts = Drafts.OWN if drafted else Drafts.NONE
         group = Group([], [], [], drafts=drafts, judge=Judge.MATCH)

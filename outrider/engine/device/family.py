@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from outrider.engine.device.shapes import (
     CHAIN_BUCKETS,
+    FEW_CHAIN_BUCKETS,
+    FEW_TREE_BUCKETS,
     MIXED_CHAIN_BUCKETS,
     MIXED_PIECE_BUCKETS,
     MIXED_ROW_BUCKETS,
@@ -32,11 +34,14 @@ class ShapeFamily:
     ) -> None:
         """`max_rows`: most sessions of a round; `max_nodes`: most nodes of a row with drafts from
         outside, the root included, 1 if there are none; `own_nodes`: nodes of a row with own
-        drafts, 0 without; `features`: whether a projection is there; `judges`: whether rules that
+        drafts, 0 without. With them drafts from outside (a lookup's, say) are the exception, and
+        have few sizes; `features`: whether a projection is there; `judges`: whether rules that
         toss coins are served."""
         self._max_rows = max_rows
         self._max_nodes = max_nodes
         self._own_nodes = own_nodes
+        self._chain_sizes = FEW_CHAIN_BUCKETS if own_nodes else CHAIN_BUCKETS
+        self._tree_sizes = FEW_TREE_BUCKETS if own_nodes else TREE_BUCKETS
         self._features = features
         self._judges = (Judge.MATCH, Judge.SAMPLED) if judges else (Judge.MATCH,)
         self._most_rows: dict[int, int] = {}
@@ -53,6 +58,10 @@ class ShapeFamily:
         _, size = self._drafted(Drafts.TREE, nodes, mixed=False)
         fitting = [rows for rows in self._row_sizes() if rows * size <= MOST_TOKEN_ROWS]
         return min(fitting[-1] if fitting else 1, self._max_rows)
+
+    def mixes(self, drafts: Drafts) -> bool:
+        """Whether prompts may share a launch with rows of such drafts."""
+        return not self._own_nodes or drafts in (Drafts.NONE, Drafts.OWN)
 
     def fit(
         self, *, rows: int, nodes: int, drafts: Drafts, judge: Judge, features: bool, pieces: int
@@ -103,7 +112,7 @@ class ShapeFamily:
                 for rows in self._row_sizes(drafts, nodes):
                     yield self._fit(rows, nodes, drafts, judge, False, 0)
                     yield self._fit(rows, nodes, drafts, judge, True, 0)
-                    for pieces in MIXED_PIECE_BUCKETS:
+                    for pieces in MIXED_PIECE_BUCKETS if self.mixes(drafts) else ():
                         yield self._fit(rows, nodes, drafts, judge, False, pieces)
                 for pieces in PIECE_BUCKETS:
                     yield self._fit(0, nodes, drafts, judge, False, pieces)
@@ -114,9 +123,9 @@ class ShapeFamily:
         if self._own_nodes:
             yield Drafts.OWN, self._own_nodes
         if self._max_nodes > 1:
-            for nodes in up_to(CHAIN_BUCKETS, min(self._max_nodes, CHAIN_BUCKETS[-1])):
+            for nodes in up_to(self._chain_sizes, min(self._max_nodes, self._chain_sizes[-1])):
                 yield Drafts.CHAIN, nodes
-            for nodes in up_to(TREE_BUCKETS, self._max_nodes):
+            for nodes in up_to(self._tree_sizes, self._max_nodes):
                 yield Drafts.TREE, nodes
 
     def _drafted(self, drafts: Drafts, nodes: int, *, mixed: bool) -> tuple[Drafts, int]:
@@ -126,10 +135,10 @@ class ShapeFamily:
                 return drafts, 1
             case Drafts.OWN:
                 return drafts, self._own_nodes
-            case Drafts.CHAIN if nodes <= CHAIN_BUCKETS[-1]:
-                return drafts, bucket(nodes, MIXED_CHAIN_BUCKETS if mixed else CHAIN_BUCKETS)
+            case Drafts.CHAIN if nodes <= self._chain_sizes[-1]:
+                return drafts, bucket(nodes, MIXED_CHAIN_BUCKETS if mixed else self._chain_sizes)
             case _:
-                return Drafts.TREE, bucket(nodes, TREE_BUCKETS)
+                return Drafts.TREE, bucket(nodes, self._tree_sizes)
 
     def _row_sizes(self, drafts: Drafts = Drafts.NONE, nodes: int = 1) -> tuple[int, ...]:
         most = self.most_rows(nodes) if drafts is Drafts.TREE else self._max_rows

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -25,6 +28,8 @@ class GraphCache:
         self.sealed = False
         """Whether nothing is captured any more: what is not, runs as it is."""
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._missed: set[Hashable] = set()
+        """What was asked for since, and is not captured."""
         self._pool: Any = None
 
     def __len__(self) -> int:
@@ -43,11 +48,18 @@ class GraphCache:
             return fn()
         entry = self._captured.get(key)
         if entry is None:
-            return fn() if self.sealed else self._first_run(key, fn)
+            return self._run_uncaptured(key, fn) if self.sealed else self._first_run(key, fn)
         graph, static = entry
         graph.replay()
         result: T = static
         return result
+
+    def _run_uncaptured(self, key: Hashable, fn: Callable[[], T]) -> T:
+        if key not in self._missed:
+            self._missed.add(key)
+            # Compiling its kernels may hold everybody up for seconds.
+            logger.warning("no graph was captured for this", extra={"key": str(key)})
+        return fn()
 
     @torch.inference_mode()
     def _first_run(self, key: Hashable, fn: Callable[[], T]) -> T:

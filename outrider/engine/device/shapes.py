@@ -27,6 +27,10 @@ MIXED_ROW_BUCKETS: Final = (4, 8, 16, 32, 64, 128, 256)
 MIXED_CHAIN_BUCKETS: Final = (4, 5, 6, 8)
 """Sessions that decode in a round with pieces, and nodes of their chains: few, for each is captured
 with every size of pieces."""
+FEW_CHAIN_BUCKETS: Final = (5, 8)
+FEW_TREE_BUCKETS: Final = (17, 65, 129)
+"""Nodes of a row with drafts from outside where a head in this process drafts for nearly all: few
+sizes, and prompts never share their launch."""
 MIXED_PIECE_BUCKETS: Final = (2, 3, 5, 7, 8, 16)
 """Pieces in a round in which sessions decode: the six sizes that leave the fewest rows unused where
 chat prompts of 42 to 243 tokens come in all the time."""

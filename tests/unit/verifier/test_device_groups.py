@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from outrider_verifier.device_groups import group_rows, round_rows
+from outrider_verifier.device_groups import Group, add_prompts, group_rows, round_rows
 from outrider_verifier.device_seats import Seat
 from outrider_verifier.inbox import Held
-from outrider_verifier.packing import VerifyRow
+from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.rows import Draft
 from outrider_verifier.sessions import Session
 
+from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.shapes import Drafts, Judge
 from outrider.spec.law import make_law
 from outrider.spec.sampling import Rule, SamplingParams
@@ -144,3 +145,31 @@ def test_what_a_message_says_of_laws_and_cuts_is_told_row_by_row() -> None:
     assert found.laws[0].ids.tolist() == [0]
     short = VerifyRow(judged.session, judged.held, draft=Draft(tree=make_tree([0]), law=None))
     assert round_rows([short], seats([short])).tokens.tolist() == [0]
+
+
+def with_prompt(groups: list[Group], *, own_nodes: int) -> Group:
+    """The launch that a prompt of a session without own drafts joins."""
+    family = ShapeFamily(max_rows=8, max_nodes=9, own_nodes=own_nodes, features=False, judges=True)
+    prompt = PrefillRow.next_of(row().session, 2)
+    seat = Seat.of(prompt.session, 7, warped=False)
+    add_prompts(groups, [(0, prompt, seat)], own_head=own_nodes > 0, mixes=family.mixes)
+    (joined,) = [group for group in groups if group.chunks]
+    return joined
+
+
+def test_prompts_share_the_launch_of_rows_with_drafts_from_outside() -> None:
+    rows = [row(parents=CHAIN)]
+    assert with_prompt(group_rows(rows, seats(rows), any_number), own_nodes=0).rows == rows
+
+
+def test_beside_an_own_head_prompts_keep_out_of_launches_with_drafts_from_outside() -> None:
+    rows = [row(parents=CHAIN)]
+    groups = group_rows(rows, seats(rows), any_number)
+    joined = with_prompt(groups, own_nodes=5)
+    assert len(groups) == 2
+    assert (joined.rows, joined.drafts) == ([], Drafts.NONE)
+
+
+def test_beside_an_own_head_prompts_join_plain_rows() -> None:
+    rows = [row()]
+    assert with_prompt(group_rows(rows, seats(rows), any_number), own_nodes=5).rows == rows

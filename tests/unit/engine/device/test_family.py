@@ -18,7 +18,7 @@ from outrider.engine.device.shapes import (
 FAMILIES = {
     "plain": {"max_nodes": 1, "own_nodes": 0, "features": False},
     "separate": {"max_nodes": 65, "own_nodes": 0, "features": True},
-    "own": {"max_nodes": 1, "own_nodes": 4, "features": True},
+    "own": {"max_nodes": 65, "own_nodes": 4, "features": True},
 }
 
 
@@ -41,9 +41,8 @@ def test_every_round_has_its_shape_in_the_family(
     nodes = data.draw(st.integers(2, most)) if drafts in (Drafts.CHAIN, Drafts.TREE) else 1
     most_rows = shapes.most_rows(nodes) if nodes > 1 else max_rows
     rows = data.draw(st.integers(0, most_rows))
-    pieces = data.draw(
-        st.integers(0 if rows else 1, MOST_MIXED_PIECES if rows else PIECE_BUCKETS[-1])
-    )
+    beside = MOST_MIXED_PIECES if shapes.mixes(drafts) else 0
+    pieces = data.draw(st.integers(0 if rows else 1, beside if rows else PIECE_BUCKETS[-1]))
     shape = shapes.fit(
         rows=rows,
         nodes=nodes,
