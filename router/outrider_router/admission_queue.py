@@ -333,13 +333,14 @@ class AdmissionQueue:
 
     def _pump(self) -> None:
         now = self._clock()
-        self._perform(plan(self._state(), now))
+        if self._waiting:
+            self._perform(plan(self._state(), now))
         self._metrics.requests_running.set(self.running)
         self._metrics.kv_reserved_tokens.set(self.reserved_tokens)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wake = next_wake(self._state(), now)
+        wake = next_wake(self._state(), now) if self._waiting else None
         if wake is not None:
             self._timer = asyncio.get_running_loop().call_later(wake - now, self._pump)
 

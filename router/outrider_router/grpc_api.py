@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -85,17 +86,19 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
     async def _timely(
         self, context: Context, encode: Callable[[StreamEvent], Message]
     ) -> AsyncGenerator[Write, None]:
-        # Not with the first message: a status that is sent while that is on its way would bring
-        # them along again, gRPC refuses that, and the client never hears of the end.
-        await context.send_initial_metadata(())
+        begun = _Beginning(context)
 
-        def write(event: StreamEvent) -> Awaitable[None]:
-            return context.write(encode(event))
+        async def write(event: StreamEvent) -> None:
+            await begun.begin()
+            await context.write(encode(event))
 
         slow_reader_s = self._service.config.overload.slow_reader_s
         try:
-            async with timely(write, slow_reader_s=slow_reader_s) as timed:
-                yield timed
+            try:
+                async with timely(write, slow_reader_s=slow_reader_s) as timed:
+                    yield timed
+            finally:
+                await begun.settle()
         except ResourceExhaustedError as error:
             if error.reason == SLOW_READER:
                 self._service.metrics.refusals.labels(SLOW_READER).inc()
@@ -117,6 +120,35 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
     ) -> pb.ListModelsResponse:
         """Served models."""
         return models_to_pb(status.models(self._service))
+
+
+class _Beginning:
+    """The initial metadata of a stream: they leave before its first message, by themselves.
+
+    Not with it: a status that is sent while they are on their way would bring them along again,
+    gRPC refuses that, and the client never hears of the end. And not when the call comes in: what
+    the verifier waits for goes first.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._sending: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """Send them, once; cancelling this leaves them on their way."""
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._context.send_initial_metadata(()))
+            await asyncio.shield(self._sending)
+
+    async def settle(self) -> None:
+        """Wait until they are gone, if they are on their way: then a status may follow."""
+        if self._sending is None:
+            return
+        if not self._sending.done():
+            await asyncio.wait((self._sending,))
+        if not self._sending.cancelled():
+            # Whoever it failed for has heard of it, or is gone.
+            self._sending.exception()
 
 
 def _traceparent(context: Context) -> str:

@@ -12,7 +12,7 @@ from outrider_router.config import RouterConfig
 from outrider_router.journal import Entry, Journal
 from outrider_router.metrics import RouterMetrics
 from outrider_router.peers import DrafterPeer, VerifierPeer
-from outrider_router.pool import Candidates, Loads, Move, Seat, rebalance
+from outrider_router.pool import Candidates, Held, Loads, Move, Seat, rebalance
 from outrider_router.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -69,8 +69,15 @@ class Mover:
         """The drafter of a session that is about to be opened on this verifier, or None for plain
         decoding until there is one."""
         assert peer.info is not None and entry.method is not None
-        loads = Loads(self._seats(), self._registry.others)
         here = self._registry.candidates_of(peer)
+        if not here:
+            return None
+        held = (
+            Held(other.verifier_id, other.moving_to or other.drafter_id)
+            for other in self._journal
+            if other.move is not None and other.method is not None and other.verifier_id is not None
+        )
+        loads = Loads(held, self._registry.others)
         return loads.choose(here, peer.info.verifier_id, entry.method)
 
     async def empty(self, peer: DrafterPeer, timeout_s: float) -> Removed:

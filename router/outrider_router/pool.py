@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
@@ -71,6 +72,13 @@ class Seat:
     """Whether it cannot be moved at all."""
 
 
+class Held(NamedTuple):
+    """Whose drafter a running session has; all that loads are counted by."""
+
+    verifier_id: VerifierId
+    drafter_id: DrafterId | None
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """Give a session to a drafter."""
@@ -88,7 +96,7 @@ class Loads:
     """Sessions by drafter, and by verifier and drafter."""
 
     def __init__(
-        self, seats: Iterable[Seat], others: Mapping[DrafterId, int] | None = None
+        self, seats: Iterable[Seat | Held], others: Mapping[DrafterId, int] | None = None
     ) -> None:
         """`others`: sessions that drafters follow for somebody else."""
         self._all: Counter[DrafterId] = Counter(others or {})
@@ -96,7 +104,7 @@ class Loads:
         for seat in seats:
             self.put(seat, seat.drafter_id, 1)
 
-    def put(self, seat: Seat, drafter_id: DrafterId | None, count: int) -> None:
+    def put(self, seat: Seat | Held, drafter_id: DrafterId | None, count: int) -> None:
         """Count a session of this seat's verifier at a drafter, or (-1) no longer."""
         if drafter_id is not None:
             self._all[drafter_id] += count

@@ -167,7 +167,6 @@ class EventSink:
         for an end, otherwise at the pacer's pace. A row without the log-probabilities that its
         request wants becomes a malformed one."""
         self._on_events()
-        self._metrics.add_events(events)
         news = _News(self._clock())
         tokens, counts = events.tokens.tolist(), events.counts.tolist()
         end = 0
@@ -207,6 +206,14 @@ class EventSink:
         if news.logged:
             self._on_emitted(news.logged)
         self._pacer.wake(news.readers)
+        if news.waits:
+            # Behind the readers: a first token is not to wait for it.
+            asyncio.get_running_loop().call_soon(self._count, events, news)
+        else:
+            self._count(events, news)
+
+    def _count(self, events: SessionEvents, news: _News) -> None:
+        self._metrics.add_events(events)
         self._metrics.time_to_first_token.observe(*news.waits)
         self._metrics.inter_token_latency.observe(*news.gaps)
 
