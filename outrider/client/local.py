@@ -33,6 +33,8 @@ class LocalConfig:
     drafters: int = 1
     """Processes of either kind, each on a GPU of its own where there are as many; every drafter
     drafts for every verifier. Without a method that needs one there is no drafter."""
+    routers: int = 1
+    """Processes that clients ask, all at the same address; a connection stays with one of them."""
     dtype: str = ""
     """Element type of the models; "" takes float32 on a CPU, bfloat16 on a GPU."""
     device: str = "cpu"
@@ -57,7 +59,7 @@ class LocalConfig:
     simulated_acceptance: str = ""
     """Benchmarks with random weights only: see the verifier's option of this name."""
     listen: str = "127.0.0.1:0"
-    """HOST:PORT of the router; port 0 takes a free one."""
+    """HOST:PORT of the routers; port 0 takes a free one."""
     http: str | None = None
     """HOST:PORT of the router's HTTP API; port 0 takes a free one, None serves none."""
     kv_tokens: int | None = None
@@ -82,7 +84,7 @@ class LocalConfig:
     trace_dir: Path | None = None
     """Where verifier and drafter leave their timelines when they end; None: they keep none."""
     metrics_port: int | None = None
-    """Prometheus port of the router; None serves none."""
+    """Prometheus port of the router, the next ones of further routers; None serves none."""
     metrics_compat: str | None = None
     """See the router's option of this name."""
     tls_dir: Path | None = None
@@ -101,6 +103,7 @@ class LocalConfig:
                 f"{self.drafters}",
                 reason="INVALID_COUNT",
             )
+        self._check_routers()
         if self.device not in DEVICES:
             raise InvalidRequestError(
                 f"device must be cpu or cuda, got {self.device!r}", reason="INVALID_DEVICE"
@@ -122,6 +125,24 @@ class LocalConfig:
         if DraftMethod.MODEL in self.methods and self.draft_model is None:
             raise InvalidRequestError(
                 "drafting with a small model needs --draft-model", reason="NO_DRAFT_MODEL"
+            )
+
+    def _check_routers(self) -> None:
+        if self.routers < 1:
+            raise InvalidRequestError(
+                f"routers must be at least 1, got {self.routers}", reason="INVALID_COUNT"
+            )
+        if self.routers == 1:
+            return
+        if self.journal is not None:
+            raise InvalidRequestError(
+                "a journal is for one router: who comes back for an answer need not come to the "
+                "one of several that has it",
+                reason="INVALID_COUNT",
+            )
+        if self.http is not None and self.http.endswith(":0"):
+            raise InvalidRequestError(
+                "several routers need to be told their HTTP port", reason="INVALID_COUNT"
             )
 
     @property

@@ -93,10 +93,15 @@ class LocalCluster:
             check_hosts(config.tls_dir, filter(None, (config.listen, config.http)))
         self._logs = self._log_dir()
         verifiers, drafters = self._start_peers()
-        self._progress("starting the router")
-        args = router_args(config, verifiers, drafters)
-        (router,) = self._launch(Role.ROUTER, {"router": args}, config.listen)
-        address = router.wait_ready(START_S)
+        several = config.routers > 1
+        self._progress(f"starting {config.routers} routers" if several else "starting the router")
+        address = config.listen
+        for index in range(config.routers):
+            name = f"router-{index}" if several else "router"
+            args = router_args(config, verifiers, drafters, index)
+            # The first one may have taken a free port, which the others are to have, too.
+            (router,) = self._launch(Role.ROUTER, {name: args}, address)
+            address = router.wait_ready(START_S)
         wait_healthy(
             address,
             self.processes,
@@ -105,8 +110,9 @@ class LocalCluster:
             progress=self._progress,
         )
         self._progress(f"ready on {address}")
-        if "http" in router.ready:
-            self._progress(f"OpenAI's API on http://{router.ready['http']}/v1")
+        told = self.members[Role.ROUTER][0].ready
+        if "http" in told:
+            self._progress(f"OpenAI's API on http://{told['http']}/v1")
         return address
 
     def _start_peers(self) -> tuple[list[str], list[str]]:
@@ -143,7 +149,7 @@ class LocalCluster:
             ChildProcess(name, f"outrider_{role}", each, listen=listen, log_dir=self._logs)
             for name, each in args.items()
         ]
-        self.members[role] = processes
+        self.members[role] = self.members.get(role, []) + processes
         for process in processes:
             process.start()
         return processes

@@ -123,11 +123,14 @@ def drafter_args(config: LocalConfig, place: Place) -> list[str]:
 
 
 def router_args(
-    config: LocalConfig, verifiers: Sequence[str], drafters: Sequence[str]
+    config: LocalConfig, verifiers: Sequence[str], drafters: Sequence[str], index: int = 0
 ) -> list[str]:
-    """Flags of the router of peers at these addresses."""
+    """Flags of the router of peers at these addresses; `index`: of several."""
+    port = config.metrics_port
     peers = [flag for address in verifiers for flag in ("--verifier", address)]
     peers += [flag for address in drafters for flag in ("--drafter", address)]
+    if config.routers > 1:
+        peers.append("--share-ports")
     return peers + _flags(
         model=config.model,
         model_name=config.model_name or None,
@@ -137,7 +140,7 @@ def router_args(
         queue_limit=config.queue_limit,
         journal=config.journal,
         slow_reader_s=config.slow_reader_s,
-        metrics_port=config.metrics_port,
+        metrics_port=port + index if port else port,
         metrics_compat=config.metrics_compat,
         api_keys=config.api_keys,
         **_tls_flags(config, Role.ROUTER),

@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drafter-methods", metavar="A,B", help="eagle3, eagle, ngram, model; or none")
     add("--verifiers", type=at_least(1), metavar="N", default=1, help="default: 1")
     add("--drafters", type=at_least(1), metavar="N", default=1, help="default: 1")
+    add("--routers", type=at_least(1), metavar="N", default=1, help="at one address; default: 1")
     add("--host", default="127.0.0.1", help="default: 127.0.0.1")
     add("--port", type=at_least(0), default=50050, help="of the router; default: 50050")
     add("--http", metavar="HOST:PORT", help="OpenAI's API over HTTP; default: none")
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=at_least(1), metavar="N", help="of each verifier and drafter")
     add("--tls-dir", type=Path, metavar="DIR", help="certificates, from `outrider certs DIR`")
     add("--api-keys", type=Path, metavar="FILE", help="keys that clients must have")
-    add("--metrics-port", type=at_least(0), metavar="P", help="of the router")
+    add("--metrics-port", type=at_least(0), metavar="P", help="of the router, of others P + 1 ...")
     add("--metrics-compat", choices=("vllm",), help="export its metrics under these names, too")
     add("--trace-dir", type=Path, help="verifiers and drafters leave their timelines there")
     bench = parser.add_argument_group("benchmarks only").add_argument
@@ -121,6 +122,7 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         draft_model=draft_model,
         verifiers=args.verifiers,
         drafters=args.drafters,
+        routers=args.routers,
         dtype=args.dtype or "",
         **placing_of(args),
         listen=f"{args.host}:{args.port}",
@@ -191,6 +193,8 @@ def ray_args(config: LocalConfig) -> list[str]:
             "--exchange-delay-ms, --drafter-slowdown and --trace-dir are for --runtime processes",
             reason="INVALID_FLAG",
         )
+    if config.routers > 1:
+        raise InvalidRequestError("--routers is for --runtime processes", reason="INVALID_FLAG")
     if config.metrics_compat is not None:
         raise InvalidRequestError(
             "--metrics-compat is for --runtime processes; for Ray: [router] metrics_compat in the "

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EXIT_MISUSE = 2
+_LOOK_S = 0.02
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
@@ -48,6 +49,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE.toml", help="configuration file")
     parser.add_argument("--listen", metavar="HOST:PORT", help="address of the client API")
     parser.add_argument("--http", metavar="HOST:PORT", help="address of OpenAI's API over HTTP")
+    parser.add_argument(
+        "--share-ports",
+        action=argparse.BooleanOptionalAction,
+        help="other routers may serve clients at the same two addresses",
+    )
     parser.add_argument("--model", metavar="DIR", help="model directory; its tokenizer is read")
     parser.add_argument("--model-name", metavar="NAME", help="name that clients ask for")
     parser.add_argument(
@@ -137,13 +143,18 @@ async def serve(config: RouterConfig) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
     try:
         service.restore()
-        address = await server.start(serving=False)
+        if config.share_ports:
+            # The system gives it connections as soon as it listens, others being ready or not.
+            await service.start()
+            await _until_ready(service, stop)
+        address = await server.start(serving=service.ready)
         ready = {"event": "ready", "address": address}
         if config.metrics_port >= 0:
             ready["metrics"] = serve_router_metrics(service)
         if pool is not None:
             ready["pool"] = await pool.start()
-        await service.start()
+        if not config.share_ports:
+            await service.start()
         if http is not None:
             ready["http"] = await http.start()
         sys.stdout.write(json.dumps(ready) + "\n")
@@ -160,6 +171,12 @@ async def serve(config: RouterConfig) -> None:
             await http.stop()
         await server.stop(1.0)
         await dialer.close()
+
+
+async def _until_ready(service: RouterService, stop: asyncio.Event) -> None:
+    """Wait until requests can be served, or the process is told to stop."""
+    while not (service.ready or stop.is_set()):
+        await asyncio.sleep(_LOOK_S)
 
 
 def _tokenizer_of(model: Path) -> Tokenizer:

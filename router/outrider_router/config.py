@@ -121,6 +121,10 @@ class RouterConfig:
     """HOST:PORT of the client API; port 0 takes a free one."""
     http: str = ""
     """HOST:PORT of OpenAI's API over HTTP; port 0 takes a free one, "" serves none."""
+    share_ports: bool = False
+    """Whether other routers may serve clients at the same two addresses: the system gives each
+    connection to one of them. Then this one serves once it has found a verifier. Not with a
+    journal: who comes back for an answer need not come to the router that has it."""
     model: Path
     """Model directory or a pulled model's name; only its tokenizer files are read."""
     model_name: str = ""
@@ -188,6 +192,8 @@ class RouterConfig:
             raise ValueError("at least one verifier address is needed (--verifier)")
         split((*self.verifiers, *self.drafters))
         self._check_times()
+        if self.share_ports and self.journal is not None:
+            raise ValueError("routers that share their ports cannot have a journal")
         if self.queue_limit < 0:
             raise ValueError(f"queue_limit must be >= 0, got {self.queue_limit}")
         if self.default_max_tokens < 1:

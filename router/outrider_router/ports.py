@@ -42,7 +42,9 @@ def client_server(service: RouterService) -> GrpcServer:
     return GrpcServer(
         service.config.listen,
         [inference_service(service)],
-        config=GrpcConfig(max_receive_bytes=MAX_REQUEST_BYTES),
+        config=GrpcConfig(
+            max_receive_bytes=MAX_REQUEST_BYTES, share_port=service.config.share_ports
+        ),
         access=access,
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +22,9 @@ START_S = 120.0
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[str]:
-    """The address of its router; the command must end well when it is asked to."""
+def serving(*flags: str, said: list[str] | None = None) -> Iterator[str]:
+    """The address of its router; the command must end well when it is asked to. `said`: takes what
+    it and its processes say."""
     command = [sys.executable, "-m", "outrider.client.cli", "serve", *flags]
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     with subprocess.Popen(
@@ -30,7 +33,7 @@ def serving(*flags: str) -> Iterator[str]:
         timer = threading.Timer(START_S, process.kill)
         timer.start()
         assert process.stderr is not None
-        said = []
+        said = [] if said is None else said
         address = ""
         for line in process.stderr:
             said.append(line)
@@ -41,7 +44,8 @@ def serving(*flags: str) -> Iterator[str]:
         try:
             assert address, "".join(said)
             # What nobody reads would fill the pipe.
-            threading.Thread(target=process.stderr.read, daemon=True).start()
+            reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
+            reader.start()
             yield address
         finally:
             process.send_signal(signal.SIGTERM)
@@ -64,3 +68,59 @@ def test_so_many_verifiers_and_drafters_serve_behind_one_router(
     names = sorted(line.split()[1] for line in lines[1:])
     assert names == ["drafter-0", "drafter-1", "verifier-0", "verifier-1"]
     assert not any("NOT HEALTHY" in line for line in lines)
+
+
+def children() -> list[int]:
+    """Process ids of what this process has started."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for task in tasks for pid in task.read_text().split()]
+
+
+def routers_under(parent: int) -> list[int]:
+    """Process ids of the routers that a process has started."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            mine = int(status.read_text().rpartition(")")[2].split()[1]) == parent
+            command = status.with_name("cmdline").read_bytes()
+        except OSError:  # it has ended meanwhile
+            continue
+        if mine and b"outrider_router" in command:
+            found.append(int(status.parent.name))
+    return found
+
+
+def routers_that_served(said: list[str]) -> set[str]:
+    """The routers by whose logs requests have ended: sessions have names of theirs."""
+    lines = [json.loads(line) for line in said if line.startswith("{")]
+    ended = [line for line in lines if line.get("event") == "request ended"]
+    return {line["session_id"].partition("-")[0] for line in ended}
+
+
+def answer_of(address: str) -> int:
+    """Tokens of an answer to a client with a connection of its own."""
+    with Client(address, timeout_s=60.0) as client:
+        answer = client.generate([user("Name a colour.")], max_tokens=4, ignore_eos=True)
+    return len(answer.token_ids)
+
+
+@pytest.mark.timeout(240)
+def test_several_routers_serve_at_one_address_and_one_that_dies_is_not_missed(
+    tiny_target: Path,
+) -> None:
+    said: list[str] = []
+    model = ("--model", str(tiny_target), "--drafter-methods", "none", "--threads", "1")
+    with serving(*model, "--routers", "2", "--port", "0", said=said) as address:
+        # Connections are given to either at random: all to one of them once in 2 ** 23 runs.
+        assert [answer_of(address) for _ in range(24)] == [4] * 24
+        served = routers_that_served(said)
+        assert len(served) == 2
+        mine = [pid for child in children() for pid in routers_under(child)]
+        assert len(mine) == 2
+        os.kill(mine[0], signal.SIGKILL)
+        assert [answer_of(address) for _ in range(24)] == [4] * 24
+        deadline = time.monotonic() + 30.0
+        while len(routers_that_served(said)) < 3 and time.monotonic() < deadline:
+            answer_of(address)
+        # It was started again, and is given connections once it has found the verifier.
+        assert len(routers_that_served(said)) == 3

@@ -40,6 +40,9 @@ class GrpcConfig:
     """Calls that a server serves at once; those beyond are refused with RESOURCE_EXHAUSTED."""
     max_streams: int = 4096
     """Of these, calls of one connection; those beyond wait at their client."""
+    share_port: bool = False
+    """Whether servers of other processes may have the same port; the system gives each connection
+    to one of them."""
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     """Application heartbeats of exchanges and session streams."""
 
@@ -106,6 +109,6 @@ def server_options(config: GrpcConfig) -> ChannelOptions:
         ("grpc.max_allowed_incoming_connections", config.max_connections),
         # Otherwise somebody who connects and says nothing is waited for two minutes.
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-        # Two servers on one port would share its connections at random.
-        ("grpc.so_reuseport", 0),
+        # Two servers on one port share its connections at random, unless that is what is wanted.
+        ("grpc.so_reuseport", int(config.share_port)),
     ]

@@ -53,9 +53,14 @@ class HttpServer:
     async def start(self) -> str:
         """Bind and serve; the address. FailedPreconditionError if it cannot be bound, or its
         certificate is no good."""
-        listener = bind(self._address, slow_reader_s=self._service.config.overload.slow_reader_s)
+        config = self._service.config
+        listener = bind(
+            self._address,
+            slow_reader_s=config.overload.slow_reader_s,
+            shared=config.share_ports,
+        )
         host, port = listener.getsockname()[:2]
-        tls = self._service.config.client_tls
+        tls = config.client_tls
         server = _Server(
             uvicorn.Config(
                 make_app(self._service),
@@ -112,8 +117,9 @@ async def _renew(context: ssl.SSLContext, tls: TlsConfig) -> None:
                 told = found
 
 
-def bind(address: str, *, slow_reader_s: float) -> socket.socket:
-    """A listening socket for host:port. Raises FailedPreconditionError.
+def bind(address: str, *, slow_reader_s: float, shared: bool = False) -> socket.socket:
+    """A listening socket for host:port; `shared`: others may have one, too. Raises
+    FailedPreconditionError.
 
     A connection whose peer takes nothing for longer than a slow reader may is closed by the kernel,
     where that can be told: the buffers of one that was given up do not stay.
@@ -133,6 +139,8 @@ def bind(address: str, *, slow_reader_s: float) -> socket.socket:
         ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             patience_ms = max(1, round(slow_reader_s * 1000))
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,24 @@ def test_the_router_is_told_of_everybody() -> None:
     config = LocalConfig(model=Path("m"), methods=(DraftMethod.NGRAM,))
     args = router_args(config, ["a:1", "b:2"], ["c:3"])
     assert args[:6] == ["--verifier", "a:1", "--verifier", "b:2", "--drafter", "c:3"]
+
+
+def test_several_routers_share_their_ports_and_have_metrics_of_their_own() -> None:
+    config = LocalConfig(model=Path("m"), methods=(), routers=2, metrics_port=9100)
+    first, second = (router_args(config, ["a:1"], [], index) for index in range(2))
+    assert "--share-ports" in first and "--share-ports" in second
+    ports = [args[args.index("--metrics-port") + 1] for args in (first, second)]
+    assert ports == ["9100", "9101"]
+    free = replace(config, metrics_port=0)
+    assert router_args(free, ["a:1"], [], 1)[-1] == "0"
+    assert "--share-ports" not in router_args(replace(config, routers=1), ["a:1"], [])
+
+
+@pytest.mark.parametrize("flags", [{"journal": Path("log")}, {"http": "127.0.0.1:0"}])
+def test_what_several_routers_cannot_have_is_refused(flags: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        LocalConfig(model=Path("m"), methods=(), routers=2, **flags)
+    assert caught.value.reason == "INVALID_COUNT"
 
 
 def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -93,3 +93,12 @@ def test_so_many_processes_are_started_by_either_runtime(parsed: Parsed) -> None
     assert (ray["verifiers"], ray["drafters"]) == ("2", "3")
     with pytest.raises(InvalidRequestError, match="at least 1, got 0 and 3"):
         replace(config, verifiers=0)
+
+
+def test_several_routers_are_processes(parsed: Parsed) -> None:
+    config = parsed("--routers", "4")
+    assert config.routers == 4
+    with pytest.raises(InvalidRequestError, match="--routers is for --runtime processes"):
+        serve.ray_args(config)
+    with pytest.raises(InvalidRequestError, match="routers must be at least 1, got 0"):
+        replace(config, routers=0)

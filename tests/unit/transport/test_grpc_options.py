@@ -35,3 +35,8 @@ def test_no_server_takes_a_clients_keepalive_for_a_flood(config: GrpcConfig) -> 
     assert least_ms < dict(client_options())["grpc.keepalive_time_ms"]
     # With no call under way, they would be allowed every two hours.
     assert server["grpc.keepalive_permit_without_calls"] == 1
+
+
+def test_a_port_is_shared_by_servers_that_are_told_to_alone() -> None:
+    shared = [dict(server_options(GrpcConfig(share_port=share))) for share in (False, True)]
+    assert [options["grpc.so_reuseport"] for options in shared] == [0, 1]

@@ -14,6 +14,7 @@ from outrider_router.http.server import bind
 from outrider_router.service import RouterService
 from outrider_router.slow_readers import SLOW_READER as SLOW
 
+from outrider.errors import FailedPreconditionError
 from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed
@@ -158,9 +159,9 @@ async def test_many_streams_at_once_are_all_whole(tmp_path: Path) -> None:
     assert answers == [[(f"<{number}>" * 60)[:60]] for number in range(STREAMS)]
 
 
-def narrow(address: str, *, slow_reader_s: float) -> socket.socket:
+def narrow(address: str, *, slow_reader_s: float, shared: bool) -> socket.socket:
     """A listener whose connections hold little in the kernel."""
-    listener = bind(address, slow_reader_s=slow_reader_s)
+    listener = bind(address, slow_reader_s=slow_reader_s, shared=shared)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return listener
 
@@ -193,3 +194,13 @@ async def test_who_does_not_read_is_left_and_frees_everything(
             await assert_all_freed(router, verifier)
             answer = await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 3})
             assert answer.json()["choices"][0]["text"] == "abc"
+
+
+def test_listeners_share_a_port_where_all_of_them_are_told_to() -> None:
+    with bind("127.0.0.1:0", slow_reader_s=1.0, shared=True) as first:
+        address = f"127.0.0.1:{first.getsockname()[1]}"
+        with bind(address, slow_reader_s=1.0, shared=True):
+            pass
+        with pytest.raises(FailedPreconditionError) as caught:
+            bind(address, slow_reader_s=1.0)
+    assert caught.value.reason == "ADDRESS_IN_USE"
