@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
+from outrider.client.resuming import is_elsewhere
 from outrider.errors import ConnectionLostError, OutriderError
 
 ChannelT = TypeVar("ChannelT")
@@ -36,7 +37,8 @@ class Channels(Generic[ChannelT]):
 
     def broke(self, channel: ChannelT, problem: OutriderError) -> ChannelT | None:
         """A call on `channel` failed with `problem`; the one to be closed now, if any."""
-        if not isinstance(problem, ConnectionLostError):
+        # Another connection may lead to another router.
+        if not (isinstance(problem, ConnectionLostError) or is_elsewhere(problem)):
             return None
         with self._lock:
             if channel is not self._current:

@@ -19,6 +19,9 @@ from outrider.errors import (
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.25
 """Of attempts to take a stream up again: somebody waits for the next word."""
+MOST_LOOKS = 32
+"""Connections by which an answer is looked for where several routers share an address: with four
+of them all of these lead to others once in ten thousand times."""
 SHUTDOWN = "SHUTDOWN"
 """Reason of the errors of a router that stops; it, or one with its journal, may be back soon."""
 
@@ -46,6 +49,8 @@ class Attempts:
         self._probing = False
         """Whether the stream of an attempt that broke is asked for."""
         self._pauses = 0
+        self._looks = 0
+        """Routers that did not have the answer, another one of the same address may."""
         self._broke: OutriderError | None = None
         self._broke_at = 0.0
 
@@ -53,7 +58,7 @@ class Attempts:
         """A message has come: what broke is mended."""
         self._broke = None
         self._probing = False
-        self._pauses = 0
+        self._pauses = self._looks = 0
 
     def after(
         self, error: OutriderError, *, now: float, informed: bool = False, told: bool = False
@@ -66,6 +71,9 @@ class Attempts:
         broken = self._resumable and _is_break(error)
         if broken and informed:
             return self._resume(error, now)
+        if is_elsewhere(error) and self._looks < MOST_LOOKS:
+            self._looks += 1
+            return Again(FIRST_PAUSE_S, resume=True)
         if self._probing and isinstance(error, NotFoundError):
             self._probing = False
             return Again(0.0, resume=False)
@@ -92,6 +100,12 @@ class Attempts:
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._pauses, 10))
         self._pauses += 1
         return Again(pause_s * (1.0 + self._retry.jitter * random.random()), resume=True)
+
+
+def is_elsewhere(error: OutriderError) -> bool:
+    """Whether a router has not the stream that it was asked for, and another one at its address
+    may: only then it says when to ask again."""
+    return isinstance(error, NotFoundError) and error.retry_after_s is not None
 
 
 def _is_break(error: OutriderError) -> bool:

@@ -52,6 +52,9 @@ from outrider_router.serving import Serving
 
 logger = logging.getLogger(__name__)
 
+ELSEWHERE_S = 0.02
+"""Hint of a router that shares its address, and has not the answer that somebody comes back for: by
+another connection its router may be reached."""
 RESTART_S = 1.0
 """Hint of a router that stops: another one, or the same, may serve by then."""
 
@@ -264,6 +267,7 @@ class RouterService:
             raise NotFoundError(
                 f"no resumable request {position.request_id!r} runs here or has ended of late",
                 reason="NO_STREAM",
+                retry_after_s=ELSEWHERE_S if self.config.share_ports else None,
             )
         self.metrics.resumed_streams.inc()
         await answer.follow(position, write)

@@ -16,7 +16,7 @@ from outrider_router.service import RouterService
 
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.base import DrafterConnection, DrafterControl, VerifierControl
-from outrider.transport.grpc import GrpcServer
+from outrider.transport.grpc import GrpcConfig, GrpcServer
 from tests.fakes.drafter import FakeDrafter
 from tests.fakes.tokenizer import make_tokenizer_dir
 from tests.fakes.verifier import FakeVerifier
@@ -77,9 +77,10 @@ async def running_router(
 
 
 @asynccontextmanager
-async def grpc_router(service: RouterService) -> AsyncGenerator[str]:
-    """Serve a router on a free port; its address."""
-    server = GrpcServer("127.0.0.1:0", [inference_service(service)])
+async def grpc_router(service: RouterService, address: str = "127.0.0.1:0") -> AsyncGenerator[str]:
+    """Serve a router, on a free port or at an address that it shares; its address."""
+    config = GrpcConfig(share_port=service.config.share_ports)
+    server = GrpcServer(address, [inference_service(service)], config=config)
     try:
         yield await server.start()
     finally:

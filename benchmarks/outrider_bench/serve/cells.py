@@ -205,6 +205,7 @@ class Cell:
     verifiers: int = 1
     drafters: int = 0
     """Processes of each kind behind the router."""
+    routers: int = 1
 
     @property
     def plain(self) -> Cell:
@@ -231,6 +232,7 @@ class Cell:
             "planner": self.planner,
             "verifiers": self.verifiers,
             "drafters": self.drafters,
+            "routers": self.routers,
         }
 
     def __str__(self) -> str:
@@ -239,14 +241,16 @@ class Cell:
         load = f"{self.sessions} at a time" if self.rate is None else f"{self.rate:g} requests/s"
         bias = ", bias" if self.sampling.logit_bias else ""
         slowed = f", {self.handicap}" if str(self.handicap) else ""
-        return f"{self.placement} {self.drafts.name}, {parameters}{bias}, {load}{slowed}"
+        fronts = f", {self.routers} routers" if self.routers > 1 else ""
+        drafts = f"{self.placement} {self.drafts.name}"
+        return f"{drafts}, {parameters}{bias}, {load}{slowed}{fronts}"
 
 
 KEY: Final = (
     *("model", "placement", "drafts", "draft_top_k", "temperature", "rule", "top_p", "min_p"),
     *("repetition_penalty", "logit_bias", "sessions", "rate", "max_tokens", "awake_cores"),
     *("look_ahead", "fan_out", "exchange_delay_ms", "drafter_slowdown"),
-    *("planner", "verifiers", "drafters"),
+    *("planner", "verifiers", "drafters", "routers"),
 )
 _AHEAD_KEYS: Final = ("drafts", "look_ahead", "fan_out")
 _PLACING: Final = (

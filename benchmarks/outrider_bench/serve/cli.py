@@ -49,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-model", metavar="NAME|DIR", help="for --drafter model")
     add("--verifiers", type=at_least(1), metavar="N", default=1, help="of a placement; default: 1")
     add("--drafters", type=at_least(1), metavar="N", default=1, help="that these share; default: 1")
+    add(
+        "--routers",
+        type=at_least(1),
+        metavar="N",
+        default=1,
+        help="at one address, or with --router what runs there; default: 1",
+    )
     add("--device", choices=DEVICES, help="default: cuda where there is one")
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
     add("--threads", type=at_least(1), help="compute threads of verifier and drafter each")

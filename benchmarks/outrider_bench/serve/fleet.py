@@ -44,6 +44,7 @@ class Machine:
     verifiers: int = 1
     drafters: int = 1
     """Processes of either kind, each on a GPU of its own where there are as many."""
+    routers: int = 1
     log_dir: Path | None = None
     trace_dir: Path | None = None
     round_ms: float = 0.0
@@ -169,6 +170,7 @@ def local_config(machine: Machine, service: Service) -> LocalConfig:
         draft_model=machine.draft_model if DraftMethod.MODEL in methods else None,
         verifiers=machine.verifiers,
         drafters=machine.drafters,
+        routers=machine.routers,
         dtype=machine.dtype,
         device=machine.device,
         placement=service.placement if own else SEPARATE,

@@ -136,6 +136,7 @@ class Run:
             sessions=OPEN_SESSIONS if args.rate is not None else max(self._sessions),
             verifiers=args.verifiers,
             drafters=args.drafters,
+            routers=args.routers,
             max_tokens=self._max_tokens,
             threads=args.threads,
             planner=args.planner,
@@ -204,6 +205,7 @@ class Run:
                         planner=self._args.planner,
                         verifiers=verifiers,
                         drafters=drafters,
+                        routers=self._args.routers,
                     )
                     if service.placement == PLAIN:
                         cell = cell.plain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from outrider.client import (
     RetryPolicy,
     UnavailableError,
 )
-from outrider.client.resuming import Again, Attempts
+from outrider.client.resuming import MOST_LOOKS, Again, Attempts
 from tests.fakes.proxy import Proxy, proxied
 from tests.fakes.router import grpc_router, running_router, sample
 from tests.fakes.verifier import FakeVerifier
@@ -77,6 +78,22 @@ def test_a_request_whose_router_is_gone_for_good_is_sent_again_if_nothing_was_to
         tries.after(GONE, informed=True, told=True, now=0.1)
 
 
+def test_where_routers_share_an_address_others_are_asked_for_the_answer() -> None:
+    elsewhere = NotFoundError("not here", reason="NO_STREAM", retry_after_s=0.02)
+    tries = attempts()
+    assert tries.after(LOST, informed=True, told=True, now=0.0).resume
+    looks = [tries.after(elsewhere, informed=True, told=True, now=0.1) for _ in range(MOST_LOOKS)]
+    assert looks == [Again(0.02, resume=True)] * MOST_LOOKS
+    with pytest.raises(ConnectionLostError):
+        tries.after(elsewhere, informed=True, told=True, now=0.2)
+    # One that was never heard of is sent again where nobody has it.
+    tries = attempts()
+    assert tries.after(LOST, now=0.0).resume
+    looks = [tries.after(elsewhere, now=0.1) for _ in range(MOST_LOOKS)]
+    assert all(again.resume for again in looks)
+    assert tries.after(elsewhere, now=0.2) == Again(0.0, resume=False)
+
+
 def test_without_resuming_a_break_is_retried_before_the_first_token_only() -> None:
     assert attempts(resumable=False).after(LOST, informed=True, now=0.0) == Again(1.0, resume=False)
     with pytest.raises(ConnectionLostError):
@@ -118,6 +135,32 @@ async def test_a_stream_survives_its_connection_again_and_again(
     assert proxy.connections >= 3
     assert sample(router, "outrider_resumed_streams_total") >= 2
     await until(lambda: not len(router.journal))
+
+
+async def test_a_stream_finds_its_router_among_several_at_one_address(
+    tmp_path: Path, verifier: FakeVerifier
+) -> None:
+    def shared(name: str) -> AbstractAsyncContextManager[RouterService]:
+        folder = tmp_path / name
+        folder.mkdir()
+        return running_router(folder, {"v": verifier}, share_ports=True, resume_grace_s=5.0)
+
+    async with (
+        shared("one") as one,
+        shared("two") as two,
+        grpc_router(one) as address,
+        grpc_router(two, address),
+        proxied(address) as proxy,
+        AsyncClient(proxy.address) as client,
+        client.stream("abc", max_tokens=200) as stream,
+    ):
+        async for _ in stream:
+            if len(stream.text) % 20 == 5:
+                proxy.cut()
+        assert stream.text == ("abc" * 67)[:200]
+        # Half of the new connections lead to the other one.
+        assert proxy.connections >= 3
+    assert len(verifier.specs) == 1
 
 
 async def test_an_answer_survives_the_connection_of_its_call(
