@@ -135,9 +135,10 @@ class _Beginning:
         self._sending: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Send them, once; cancelling this leaves them on their way."""
+        """Have them sent, once; cancelling this leaves them on their way."""
         if self._sending is None:
             self._sending = asyncio.create_task(self._context.send_initial_metadata(()))
+        if not self._sending.done():
             await asyncio.shield(self._sending)
 
     async def settle(self) -> None:

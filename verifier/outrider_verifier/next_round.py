@@ -36,8 +36,8 @@ class NextRound:
 
     def behind(self, flying: RoundPlan) -> RoundPlan:
         """The round to submit behind `flying`."""
-        names = self.rows.plain(set(flying.session_ids))
-        plan = None if names is None else plan_plain(names, self._limits)
+        found = self.rows.plain(set(flying.session_ids))
+        plan = None if found is None else plan_plain(found[0], self._limits, found[1])
         return plan_ahead(self.rows.all(), flying, self._limits) if plan is None else plan
 
     def next(self, now: float, *, idle_since: float, round_s: float) -> RoundPlan:

@@ -75,24 +75,26 @@ class RowStates:
             priority=spec.priority,
         )
 
-    def plain(self, flying: Collection[SessionId]) -> list[SessionId] | None:
-        """The sessions of the round to submit behind the one in flight, with the sessions `flying`,
-        where all that run decode plainly and need nothing else; None: `all` are to be looked at.
+    def plain(self, flying: Collection[SessionId]) -> tuple[list[SessionId], list[RowState]] | None:
+        """The sessions that decode in the round to submit behind the one in flight, with the
+        sessions `flying`, and those with prompt tokens left, where all that run decode plainly or
+        will; None: `all` are to be looked at.
         """
         if not self._engine.run_ahead or self._core.policy.changed:
             return None
         names: list[SessionId] = []
+        prefilling: list[RowState] = []
         for session in self._core.room.running.values():
             spec = session.spec
             plain = session.paused or (session.link_id is None and not session.plan.speculative)
             if not plain or session.own_draft or session.constraint is not None:
                 return None
-            if session.prefill_sent < session.fill_to:
-                return None
             # Every round emits a token at least.
-            if session.emitted + 1 < spec.max_new_tokens or spec.session_id not in flying:
+            if session.prefill_sent < session.fill_to:
+                prefilling.append(self.of(session, -1))
+            elif session.emitted + 1 < spec.max_new_tokens or spec.session_id not in flying:
                 names.append(spec.session_id)
-        return names
+        return names, prefilling
 
     def runs_ahead(self, session: Session) -> bool:
         """Whether the session's next round may be submitted before the one in flight is settled."""

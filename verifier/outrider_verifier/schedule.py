@@ -146,11 +146,18 @@ def plan_drafted(
     return RoundPlan(decode=tuple([DecodeRow(name, True) for name in session_ids]))
 
 
-def plan_plain(session_ids: Sequence[SessionId], limits: Limits) -> RoundPlan | None:
-    """The next round of sessions that all decode plainly. None if not all fit one round."""
+def plan_plain(
+    session_ids: Sequence[SessionId], limits: Limits, prefilling: Sequence[RowState] = ()
+) -> RoundPlan | None:
+    """The next round of sessions that all decode plainly, and of prompts of others that will. None
+    if not all fit one round."""
     if len(session_ids) > limits.decode_tokens:
         return None
-    return RoundPlan(decode=tuple([DecodeRow(name) for name in session_ids]), plain=True)
+    return RoundPlan(
+        prefill=_prompts(prefilling, len(session_ids), limits),
+        decode=tuple([DecodeRow(name) for name in session_ids]),
+        plain=True,
+    )
 
 
 _at = attrgetter("at")
@@ -292,16 +299,25 @@ def _round(
 ) -> RoundPlan:
     """Oldest rows first, within the limits."""
     ready = sorted(ready, key=_at)[:most_rows]
-    budget = limits.prefill_tokens
-    beside = limits.prefill_beside(len(ready), False) if ready else None
-    if beside is not None:
-        if _crowded(prefilling, len(ready), beside, limits.piece_tokens):
-            beside = limits.prefill_beside(len(ready), True) or beside
-        budget = min(budget, beside)
     return RoundPlan(
-        prefill=_fill(sorted(prefilling, key=_turn), budget, limits.piece_tokens),
+        prefill=_prompts(prefilling, len(ready), limits),
         decode=_fit(ready, limits.decode_tokens),
     )
+
+
+def _prompts(
+    prefilling: Sequence[RowState], decoding: int, limits: Limits
+) -> tuple[PrefillChunk, ...]:
+    """What joins a round in which so many sessions decode."""
+    if not prefilling:
+        return ()
+    budget = limits.prefill_tokens
+    beside = limits.prefill_beside(decoding, False) if decoding else None
+    if beside is not None:
+        if _crowded(prefilling, decoding, beside, limits.piece_tokens):
+            beside = limits.prefill_beside(decoding, True) or beside
+        budget = min(budget, beside)
+    return _fill(sorted(prefilling, key=_turn), budget, limits.piece_tokens)
 
 
 def _crowded(prefilling: Sequence[RowState], decoding: int, beside: int, piece: int) -> bool:

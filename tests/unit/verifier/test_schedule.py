@@ -283,13 +283,23 @@ def test_rows_do_not_give_way_to_prompts_of_their_own_priority() -> None:
     assert decoded(plan_round(rows, 10.0, LIMITS)) == ["a"]
 
 
-@given(st.integers(0, 14), st.sets(st.integers(0, 13)))
-def test_plain_sessions_are_planned_as_by_their_rows(count: int, under_way: set[int]) -> None:
+@given(st.integers(0, 14), st.sets(st.integers(0, 13)), st.lists(st.integers(1, 9), max_size=6))
+def test_plain_sessions_and_prompts_are_planned_as_by_their_rows(
+    count: int, under_way: set[int], left: list[int]
+) -> None:
+    limits = replace(
+        LIMITS, prefill_beside=lambda rows, crowded: 12 if crowded else 5, piece_tokens=2
+    )
     names = [SessionId(str(number)) for number in range(count)]
     rows = [row(name, runs_ahead=True) for name in names]
-    plan = plan_plain(names, LIMITS)
-    if count > LIMITS.decode_tokens:
+    prompts = [
+        row(f"p{place}", prefill_left=tokens, since=float(-place), runs_ahead=True)
+        for place, tokens in enumerate(left)
+    ]
+    plan = plan_plain(names, limits, prompts)
+    if count > limits.decode_tokens:
         assert plan is None
         return
+    by_rows = plan_ahead([*rows, *prompts], flight(*map(str, under_way)), limits)
     assert plan is not None and plan.plain
-    assert plan.decode == plan_ahead(rows, flight(*map(str, under_way)), LIMITS).decode
+    assert (plan.decode, plan.prefill) == (by_rows.decode, by_rows.prefill)
