@@ -70,23 +70,16 @@ def test_so_many_verifiers_and_drafters_serve_behind_one_router(
     assert not any("NOT HEALTHY" in line for line in lines)
 
 
-def children() -> list[int]:
-    """Process ids of what this process has started."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for task in tasks for pid in task.read_text().split()]
-
-
-def routers_under(parent: int) -> list[int]:
-    """Process ids of the routers that a process has started."""
+def routers_of(model: Path) -> list[int]:
+    """Process ids of the routers of a model that share their ports."""
     found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            mine = int(status.read_text().rpartition(")")[2].split()[1]) == parent
-            command = status.with_name("cmdline").read_bytes()
+            command = file.read_bytes().decode().split("\0")
         except OSError:  # it has ended meanwhile
             continue
-        if mine and b"outrider_router" in command:
-            found.append(int(status.parent.name))
+        if {"outrider_router", "--share-ports", str(model)} <= set(command):
+            found.append(int(file.parent.name))
     return found
 
 
@@ -115,9 +108,9 @@ def test_several_routers_serve_at_one_address_and_one_that_dies_is_not_missed(
         assert [answer_of(address) for _ in range(24)] == [4] * 24
         served = routers_that_served(said)
         assert len(served) == 2
-        mine = [pid for child in children() for pid in routers_under(child)]
-        assert len(mine) == 2
-        os.kill(mine[0], signal.SIGKILL)
+        routers = routers_of(tiny_target)
+        assert len(routers) == 2
+        os.kill(routers[0], signal.SIGKILL)
         assert [answer_of(address) for _ in range(24)] == [4] * 24
         deadline = time.monotonic() + 30.0
         while len(routers_that_served(said)) < 3 and time.monotonic() < deadline:
