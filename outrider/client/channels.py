@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from outrider.client.resuming import is_elsewhere
+from outrider.client.resuming import MOST_LOOKS, is_elsewhere
 from outrider.errors import ConnectionLostError, OutriderError
 
 ChannelT = TypeVar("ChannelT")
 
-MOST_OLD: Final = 4
-"""Channels that broke and are kept open: a call of another stream may still end on them."""
+MOST_OLD: Final = 2 * MOST_LOOKS
+"""Channels that were replaced and are kept open: other calls may still end on those that broke, and
+go on on those that lead to another router than was looked for."""
 
 
 class Channels(Generic[ChannelT]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,7 +13,12 @@ from outrider.client.connecting import is_serving
 from outrider.client.processes import ChildProcess
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync import Client
-from outrider.errors import OutriderError, UnauthenticatedError, UnavailableError
+from outrider.errors import (
+    FailedPreconditionError,
+    OutriderError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from outrider.transport.tls import Role, RoleNames, TlsConfig, check_host
 from outrider.wire.inference import ServerInfo
 
@@ -31,6 +37,22 @@ def check_hosts(directory: Path, addresses: Iterable[str]) -> None:
         host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
         if host not in EVERYWHERE:
             check_host(tls, host, "`outrider certs DIR --host` puts names into certificates")
+
+
+def check_free(*addresses: str | None) -> None:
+    """FailedPreconditionError (ADDRESS_IN_USE) where somebody listens at one of these HOST:PORT:
+    routers that share their ports would share them with other fleets of the same user, too."""
+    for address in filter(None, addresses):
+        host, _, port = address.rpartition(":")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        where = host.removeprefix("[").removesuffix("]"), int(port)
+        try:
+            with socket.create_server(where, family=family):
+                pass
+        except OSError as error:
+            raise FailedPreconditionError(
+                f"cannot listen on {address}: {error}", reason="ADDRESS_IN_USE"
+            ) from error
 
 
 def wait_healthy(

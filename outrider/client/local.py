@@ -12,6 +12,8 @@ CPU, CUDA = DEVICES = ("cpu", "cuda")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
 SHARED_MEMORY_FRACTION = 0.7
 """Share of a GPU's memory for a verifier that a drafter computes beside."""
+MOST_ROUTERS = 8
+"""At one address: a client whose connection broke finds its router again by trying."""
 HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
 
 
@@ -128,9 +130,10 @@ class LocalConfig:
             )
 
     def _check_routers(self) -> None:
-        if self.routers < 1:
+        if not 1 <= self.routers <= MOST_ROUTERS:
             raise InvalidRequestError(
-                f"routers must be at least 1, got {self.routers}", reason="INVALID_COUNT"
+                f"routers must be at least 1 and at most {MOST_ROUTERS}, got {self.routers}",
+                reason="INVALID_COUNT",
             )
         if self.routers == 1:
             return

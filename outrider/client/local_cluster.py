@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from outrider.client.healthy import check_hosts, wait_healthy
+from outrider.client.healthy import check_free, check_hosts, wait_healthy
 from outrider.client.local import CPU, SEPARATE, LocalConfig
 from outrider.client.local_flags import (
     Place,
@@ -20,9 +21,11 @@ from outrider.client.local_flags import (
     router_args,
     verifier_args,
 )
-from outrider.client.processes import ChildProcess
+from outrider.client.processes import NOT_READY, ChildProcess
+from outrider.errors import UnavailableError
 from outrider.transport.tls import Role
 
+LOOK_S = 1.0
 START_S = 600.0
 """Longest wait for a process to load its model and serve."""
 
@@ -94,6 +97,8 @@ class LocalCluster:
         self._logs = self._log_dir()
         verifiers, drafters = self._start_peers()
         several = config.routers > 1
+        if several:
+            check_free(config.listen, config.http)
         self._progress(f"starting {config.routers} routers" if several else "starting the router")
         address = config.listen
         for index in range(config.routers):
@@ -101,7 +106,7 @@ class LocalCluster:
             args = router_args(config, verifiers, drafters, index)
             # The first one may have taken a free port, which the others are to have, too.
             (router,) = self._launch(Role.ROUTER, {name: args}, address)
-            address = router.wait_ready(START_S)
+            address = self._ready(router)
         wait_healthy(
             address,
             self.processes,
@@ -114,6 +119,20 @@ class LocalCluster:
         if "http" in told:
             self._progress(f"OpenAI's API on http://{told['http']}/v1")
         return address
+
+    def _ready(self, router: ChildProcess) -> str:
+        """Wait until a router serves, which one of several does once it has found a verifier; its
+        address. Raises UnavailableError, also where another process ends meanwhile."""
+        end = time.monotonic() + START_S
+        while True:
+            try:
+                return router.wait_ready(LOOK_S)
+            except UnavailableError as error:
+                if error.reason != NOT_READY or time.monotonic() > end:
+                    raise
+            for process in self.processes:
+                if process.exit_status is not None:
+                    raise process.died()
 
     def _start_peers(self) -> tuple[list[str], list[str]]:
         """Start verifiers and drafters together; their addresses."""

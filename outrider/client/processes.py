@@ -15,6 +15,8 @@ from outrider.errors import UnavailableError
 
 STOP_S = 5.0
 """Time that a process gets to stop before it is killed."""
+NOT_READY = "CHILD_NOT_READY"
+"""Reason of the error of a process that takes longer than was waited."""
 _TAIL_LINES = 12
 
 
@@ -87,7 +89,7 @@ class ChildProcess:
         if not self._said.wait(timeout_s):
             raise UnavailableError(
                 f"{self.name} was not ready after {timeout_s:g} s{self.last_words()}",
-                reason="CHILD_NOT_READY",
+                reason=NOT_READY,
             )
         if "address" not in self.ready:
             raise self.died()

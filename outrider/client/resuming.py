@@ -21,7 +21,7 @@ LONGEST_PAUSE_S = 0.25
 """Of attempts to take a stream up again: somebody waits for the next word."""
 MOST_LOOKS = 32
 """Connections by which an answer is looked for where several routers share an address: with four
-of them all of these lead to others once in ten thousand times."""
+of them all of these lead to others once in ten thousand times, with eight once in seventy."""
 SHUTDOWN = "SHUTDOWN"
 """Reason of the errors of a router that stops; it, or one with its journal, may be back soon."""
 

@@ -68,7 +68,8 @@ class NextRound:
     def _most_rows(self) -> int | None:
         """Rows of a half, if drafted sessions take turns; None: they share a round."""
         policy = self._core.policy
-        if not (self._engine.run_ahead and policy.automatic):
+        # Beside a head of this process few draft outside, and all share their rounds.
+        if self._engine.drafts_itself or not (self._engine.run_ahead and policy.automatic):
             return None
         sessions = self._core.room.running.values()
         drafted = [s for s in sessions if s.link_id is not None and is_drafted(s)]

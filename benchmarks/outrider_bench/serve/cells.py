@@ -274,7 +274,8 @@ def handicap_of(cell: dict[str, Any]) -> str:
 
 def key(cell: dict[str, Any]) -> tuple[object, ...]:
     """What identifies a cell of service.json: of two with one key the later one stays."""
-    return tuple(cell.get(name) for name in KEY)
+    # Results from before there could be several routers say nothing of them.
+    return tuple(cell.get(name, 1 if name == "routers" else None) for name in KEY)
 
 
 def plain_key(cell: dict[str, Any]) -> tuple[object, ...]:

@@ -55,6 +55,8 @@ class ShapeFamily:
         return most
 
     def _most_rows_of(self, nodes: int) -> int:
+        if nodes == 1:
+            return self._max_rows
         _, size = self._drafted(Drafts.TREE, nodes, mixed=False)
         fitting = [rows for rows in self._row_sizes() if rows * size <= MOST_TOKEN_ROWS]
         return min(fitting[-1] if fitting else 1, self._max_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from outrider.client import cli, local, serve
+from outrider.client.healthy import check_free
 from outrider.client.local_flags import router_args
 from outrider.client.modelfiles import ModelFiles
-from outrider.errors import InvalidRequestError
+from outrider.errors import FailedPreconditionError, InvalidRequestError
 from tests.unit.client.flags import drafter_arguments, flags_of, verifier_arguments
 
 Parsed = Callable[..., local.LocalConfig]
@@ -100,5 +102,15 @@ def test_several_routers_are_processes(parsed: Parsed) -> None:
     assert config.routers == 4
     with pytest.raises(InvalidRequestError, match="--routers is for --runtime processes"):
         serve.ray_args(config)
-    with pytest.raises(InvalidRequestError, match="routers must be at least 1, got 0"):
+    with pytest.raises(InvalidRequestError, match="at least 1 and at most 8, got 0"):
         replace(config, routers=0)
+
+
+def test_several_routers_do_not_join_another_fleets_at_their_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(FailedPreconditionError, match=f"cannot listen on {address}") as caught:
+            check_free(address, None)
+    assert caught.value.reason == "ADDRESS_IN_USE"
+    check_free(address, None)
+    check_free("127.0.0.1:0", address)

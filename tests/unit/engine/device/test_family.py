@@ -28,7 +28,7 @@ def family(name: str, max_rows: int = 64) -> ShapeFamily:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("max_rows", [1, 5, 64])
+@pytest.mark.parametrize("max_rows", [1, 5, 64, 256])
 @given(data=st.data())
 def test_every_round_has_its_shape_in_the_family(
     name: str, max_rows: int, data: st.DataObject
@@ -39,7 +39,7 @@ def test_every_round_has_its_shape_in_the_family(
     kinds += [Drafts.CHAIN, Drafts.TREE] if most > 1 else []
     drafts = data.draw(st.sampled_from(kinds))
     nodes = data.draw(st.integers(2, most)) if drafts in (Drafts.CHAIN, Drafts.TREE) else 1
-    most_rows = shapes.most_rows(nodes) if nodes > 1 else max_rows
+    most_rows = shapes.most_rows(nodes)
     rows = data.draw(st.integers(0, most_rows))
     beside = MOST_MIXED_PIECES if shapes.mixes(drafts) else 0
     pieces = data.draw(st.integers(0 if rows else 1, beside if rows else PIECE_BUCKETS[-1]))
@@ -61,6 +61,11 @@ def test_every_round_has_its_shape_in_the_family(
 def test_the_family_is_small_and_has_no_shape_twice(name: str) -> None:
     shapes = list(family(name).shapes())
     assert len(set(shapes)) == len(shapes) < 600
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_without_drafts_share_a_launch_however_many_they_are(name: str) -> None:
+    assert family(name, 256).most_rows(1) == 256
 
 
 def test_trees_from_outside_never_fill_more_than_a_launch_takes() -> None:
