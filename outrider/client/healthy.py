@@ -10,7 +10,7 @@ from typing import Final
 
 from outrider.client.certs_command import tls_from
 from outrider.client.connecting import is_serving
-from outrider.client.processes import ChildProcess
+from outrider.client.processes import ChildProcess, check_running
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync import Client
 from outrider.errors import (
@@ -71,9 +71,7 @@ def wait_healthy(
     begin, said = time.monotonic(), ""
     with Client(address, retry=RetryPolicy(max_attempts=1), tls=tls) as client:
         while trouble := _trouble(client, address, tls):
-            for process in processes:
-                if process.exit_status is not None:
-                    raise process.died()
+            check_running(processes)
             waited_s = time.monotonic() - begin
             if waited_s > timeout_s:
                 words = "".join(process.last_words() for process in processes)

@@ -21,7 +21,7 @@ from outrider.client.local_flags import (
     router_args,
     verifier_args,
 )
-from outrider.client.processes import NOT_READY, ChildProcess
+from outrider.client.processes import NOT_READY, ChildProcess, check_running
 from outrider.errors import UnavailableError
 from outrider.transport.tls import Role
 
@@ -130,9 +130,7 @@ class LocalCluster:
             except UnavailableError as error:
                 if error.reason != NOT_READY or time.monotonic() > end:
                     raise
-            for process in self.processes:
-                if process.exit_status is not None:
-                    raise process.died()
+            check_running(self.processes)
 
     def _start_peers(self) -> tuple[list[str], list[str]]:
         """Start verifiers and drafters together; their addresses."""

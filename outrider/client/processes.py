@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -135,6 +135,13 @@ class ChildProcess:
                     self._listen = message.get("address", self._listen)
                     said.set()
         said.set()
+
+
+def check_running(processes: Iterable[ChildProcess]) -> None:
+    """UnavailableError, with its last words, where one of these has ended by itself."""
+    for process in processes:
+        if process.exit_status is not None:
+            raise process.died()
 
 
 def _parse(line: str) -> dict[str, str]:

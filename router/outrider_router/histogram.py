@@ -22,8 +22,7 @@ class BatchHistogram(Collector):
     ) -> None:
         """`buckets`: upper bounds in ascending order, without infinity."""
         self._name, self._text = name, text
-        self._limits = [float(bound) for bound in buckets]
-        self._bounds = np.asarray(buckets, dtype=np.float64)
+        self._bounds = [float(bound) for bound in buckets]
         self._counts = np.zeros(len(buckets) + 1, dtype=np.int64)
         self._sum = 0.0
         registry.register(self)
@@ -42,7 +41,7 @@ class BatchHistogram(Collector):
         """Count values."""
         if len(values) <= FEW:
             for value in values:
-                self._counts[bisect_left(self._limits, value)] += 1
+                self._counts[bisect_left(self._bounds, value)] += 1
                 self._sum += value
             return
         array = np.array(values, dtype=np.float64)
@@ -52,7 +51,7 @@ class BatchHistogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The histogram at this moment."""
-        bounds = [*map(str, self._bounds.tolist()), "+Inf"]
+        bounds = [*map(str, self._bounds), "+Inf"]
         counts = np.cumsum(self._counts).tolist()
         yield HistogramMetricFamily(
             self._name,

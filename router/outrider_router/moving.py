@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from outrider.ids import DrafterId
+from outrider.ids import DrafterId, VerifierId
+from outrider.spec.plan import DraftMethod
 from outrider.wire.pool_codec import Removed
 from outrider_router.config import RouterConfig
 from outrider_router.journal import Entry, Journal
@@ -72,11 +73,7 @@ class Mover:
         here = self._registry.candidates_of(peer)
         if not here:
             return None
-        held = (
-            Held(other.verifier_id, other.moving_to or other.drafter_id)
-            for other in self._journal
-            if other.move is not None and other.method is not None and other.verifier_id is not None
-        )
+        held = (Held(verifier_id, _drafter_of(other)) for other, verifier_id, _ in self._seated())
         loads = Loads(held, self._registry.others)
         return loads.choose(here, peer.info.verifier_id, entry.method)
 
@@ -135,18 +132,27 @@ class Mover:
         return [
             Seat(
                 request_id=entry.request_id,
-                verifier_id=entry.verifier_id,
-                method=entry.method,
-                drafter_id=entry.moving_to or entry.drafter_id,
+                verifier_id=verifier_id,
+                method=method,
+                drafter_id=_drafter_of(entry),
                 tokens=entry.prompt_tokens + len(entry.emitted),
                 settled=entry.first_token is not None
                 and entry.moving_to is None
                 and entry.moved_at <= rested,
                 fixed=entry.refused_moves >= MOST_REFUSALS,
             )
-            for entry in self._journal
-            if entry.move is not None and entry.method is not None and entry.verifier_id is not None
+            for entry, verifier_id, method in self._seated()
         ]
+
+    def _seated(self) -> Iterator[tuple[Entry, VerifierId, DraftMethod]]:
+        """Running sessions that a drafter is to draft for, where they are, and how."""
+        for entry in self._journal:
+            if (
+                entry.move is not None
+                and entry.method is not None
+                and entry.verifier_id is not None
+            ):
+                yield entry, entry.verifier_id, entry.method
 
     async def _run(self) -> None:
         while True:
@@ -161,6 +167,11 @@ class Mover:
             except TimeoutError:
                 pass
             self._woken.clear()
+
+
+def _drafter_of(entry: Entry) -> DrafterId | None:
+    """Who drafts for a session, or is to soon."""
+    return entry.moving_to or entry.drafter_id
 
 
 def _is_with(entry: Entry, drafter_id: DrafterId, *, moving: bool = False) -> bool:
