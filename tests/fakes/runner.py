@@ -19,7 +19,7 @@ from outrider_verifier.sessions import Session
 from outrider_verifier.slack import Slack
 from outrider_verifier.suspended import Suspended
 
-from outrider.engine.acceptance import Acceptance, AcceptRow, accept
+from outrider.engine.acceptance import AcceptRow, accept
 from outrider.engine.kvcache import KVPool
 from outrider.engine.swap import SwapSpace
 from outrider.errors import ResourceExhaustedError
@@ -170,9 +170,8 @@ class FakeRunner:
             written.append(chunk.num_tokens)
         for row in verify:
             outcome = self._verify(row)
-            assert outcome.acceptance is not None
             outcomes.append(outcome)
-            written.append(len(outcome.acceptance.tokens))
+            written.append(len(outcome.tokens))
         flight = FakeFlight(
             prefill=list(prefill),
             verify=list(verify),
@@ -218,24 +217,24 @@ class FakeRunner:
                 prefix.append(known[-1])
         else:
             assert chunk.last == (len(prefix) == len(known))
-        acceptance = self._emit(session, 0) if chunk.last else None
-        return RowOutcome(acceptance=acceptance, features=self._features(session, chunk.num_tokens))
+        tokens = self._emit(session, 0) if chunk.last else ()
+        return RowOutcome(tokens, features=self._features(session, chunk.num_tokens))
 
     def _verify(self, row: VerifyRow) -> RowOutcome:
         session = row.session
         before = len(self.prefixes[session.ticket])
         if row.draft is not None:
             assert session.spec.drafter_id is not None
-            acceptance = self._emit(session, self._standing(row))
+            tokens = self._emit(session, self._standing(row))
             drafted = 0
         else:
             # An own draft is as long as ever; how much of it stands changes from round to round.
             drafted = self.drafts_itself if row.own_depth else 0
-            acceptance = self._emit(session, before % (row.own_depth + 1))
-        written = before + max(drafted, row.nodes, len(acceptance.tokens) - 1)
+            tokens = self._emit(session, before % (row.own_depth + 1))
+        written = before + max(drafted, row.nodes, len(tokens) - 1)
         assert written <= self._capacities[session.ticket] <= session.kv.capacity
-        features = self._features(session, len(acceptance.tokens))
-        return RowOutcome(acceptance=acceptance, features=features, drafted=drafted)
+        features = self._features(session, len(tokens))
+        return RowOutcome(tokens, features=features, drafted=drafted)
 
     def _standing(self, row: VerifyRow) -> int:
         """How many tokens of a proposed chain are what the target emits."""
@@ -250,18 +249,13 @@ class FakeRunner:
     def _features(self, session: Session, count: int) -> np.ndarray | None:
         return np.zeros((count, 2), dtype=np.float32) if session.keeps_features else None
 
-    def _emit(self, session: Session, accepted: int) -> Acceptance:
+    def _emit(self, session: Session, accepted: int) -> tuple[int, ...]:
         prefix = self.prefixes[session.ticket]
         tokens: list[int] = []
         for _ in range(accepted + 1):
             tokens.append(self._next_token(session, prefix))
             prefix.append(tokens[-1])
-        return Acceptance(
-            accepted_nodes=tuple(range(accepted)),
-            tokens=tuple(tokens),
-            resampled=False,
-            used_target_only_fallback=False,
-        )
+        return tuple(tokens)
 
     def _next_token(self, session: Session, prefix: list[int]) -> int:
         spec = session.spec

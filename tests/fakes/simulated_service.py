@@ -23,7 +23,6 @@ from outrider_verifier.schedule import Limits, RoundPlan, RowState, Times, plan_
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Settled
 
-from outrider.engine.acceptance import Acceptance
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
@@ -312,13 +311,7 @@ class Service:
         count = min(1 + stood, session.handle - session.emitted)
         session.append((1,) * count, self.now)
         self.tokens += count
-        accepted = Acceptance(
-            accepted_nodes=tuple(range(stood)),
-            tokens=(1,) * (1 + stood),
-            resampled=False,
-            used_target_only_fallback=False,
-        )
-        result = RowOutcome(acceptance=accepted, features=None, drafted=drafted if self.own else 0)
+        result = RowOutcome((1,) * (1 + stood), None, drafted if self.own else 0)
         if missed is None:
             return Settled(session, result, (1,))
         held = Held(NOTHING, 0, drafted, hit) if drafted and not self.own else None

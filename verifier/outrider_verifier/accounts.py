@@ -139,14 +139,12 @@ class Accounts:
     def _count(self, settled: Settled, row: VerifyRow, booked: _Booked) -> tuple[int, int, int]:
         """What is told of the row's round: flags of its event, nodes verified, nodes that stand
         and reached the stream."""
-        session, result, acceptance = settled.session, settled.result, settled.result.acceptance
-        assert acceptance is not None
-        paused, tokens = session.paused, len(settled.tokens)
+        session, result, tokens = settled.session, settled.result, len(settled.tokens)
         booked.rounds += 1
         booked.tokens += tokens
-        booked.paused += paused
+        booked.paused += session.paused
         flags = self._core.policy.planned(session)
-        if acceptance.used_target_only_fallback:
+        if result.target_only:
             self._core.counters["target_only_rounds"] += 1
             flags |= TARGET_ONLY
         fallback = settled.missed or (row.own_depth > 0 and result.drafted == 0)
@@ -154,13 +152,14 @@ class Accounts:
             booked.fallbacks += 1
             flags |= FALLBACK
         proposed = row.nodes if row.drafted else result.drafted
-        accepted = len(acceptance.accepted_nodes)
+        accepted = settled.accepted
         if proposed:
             booked.accepted += accepted
             booked.proposed += proposed
-        booked.used += row.drafted and not row.stand_in
-        booked.stood_in += row.stand_in
-        booked.stood_in_accepted += accepted * row.stand_in
+        if row.drafted:
+            booked.used += not row.stand_in
+            booked.stood_in += row.stand_in
+            booked.stood_in_accepted += accepted * row.stand_in
         accepted = min(accepted, tokens)
         if (row.drafted or settled.missed) and session.looks_ahead and not row.stand_in:
             flags |= LOOKED_AHEAD

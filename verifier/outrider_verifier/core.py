@@ -46,7 +46,7 @@ from outrider_verifier.commands import (
     Stop,
 )
 from outrider_verifier.conduct import Conduct
-from outrider_verifier.effects import Answer, Effect, Emits, Event, Fail, Moved, Post
+from outrider_verifier.effects import Answer, Effect, Emits, Fail, Moved, Post
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.forms import begin_constraint
 from outrider_verifier.handover import FEATURE_FED, Handover, may_need_features
@@ -339,12 +339,21 @@ class Core:
         if self._emits is None:
             self._emits = Emits()
             self.post(self._emits)
-        if self.drafters.link_of(session.spec.drafter_id) is not None:
+        drafter_id = session.spec.drafter_id
+        if drafter_id is not None and self.drafters.link_of(drafter_id) is not None:
             flags |= DRAFTER_ATTACHED
         reason = 0 if finish_reason is None else REASON_CODES[finish_reason]
-        count = len(tokens)
-        event = Event(session.ticket, session.round_id, count, reason, flags, proposed, accepted)
-        self._emits.add(event, tokens, logprobs)
+        # In the order of an `Event`.
+        fields = (
+            session.ticket,
+            session.round_id,
+            len(tokens),
+            reason,
+            flags,
+            proposed,
+            accepted,
+        )
+        self._emits.add(fields, tokens, logprobs)
 
     def seal(self) -> None:
         """What was posted is about to be handed over: no event may join it any more."""

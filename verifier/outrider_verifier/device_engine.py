@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.engine.acceptance import Acceptance
 from outrider.engine.device.brake import Brake, LargerModel
 from outrider.engine.device.current import enter_launching_thread
 from outrider.engine.device.family import ShapeFamily
@@ -309,7 +308,7 @@ class DeviceRoundEngine:
                 judged.append(self._read(group, group.launched, told.rows))
             for chunk in group.chunks:
                 outcome = self._read_chunk(chunk, group.launched)
-                if told.pieces and outcome.acceptance is not None:
+                if told.pieces and outcome.tokens:
                     outcome = outcome._replace(logprobs=told.pieces.get(chunk.last))
                 prompts[chunk.place] = outcome
         # A round that was submitted behind another one began when that one ended.
@@ -363,15 +362,7 @@ class DeviceRoundEngine:
             # The pieces of a chunk are full but for the last one, so its rows are neighbours.
             start = launched.shape.rows * launched.shape.nodes + chunk.first * PIECE_TOKENS
             mine = features[start : start + row.num_tokens]
-        acceptance = None
-        if row.last:
-            acceptance = Acceptance(
-                accepted_nodes=(),
-                tokens=(launched.first(chunk.last),),
-                resampled=False,
-                used_target_only_fallback=False,
-            )
-        return RowOutcome(acceptance=acceptance, features=mine)
+        return RowOutcome((launched.first(chunk.last),) if row.last else (), mine)
 
     def _wire_features(self, launched: Launched) -> NDArray[np.generic] | None:
         features = launched.features

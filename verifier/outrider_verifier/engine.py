@@ -198,7 +198,14 @@ class RoundEngine:
         features = self._features(output.taps, packed)
         projected = time.perf_counter()
         outcomes = [
-            RowOutcome(acceptance=acceptance, features=rows, logprobs=logprobs.get(place))
+            RowOutcome((), rows)
+            if acceptance is None
+            else RowOutcome(
+                acceptance.tokens,
+                rows,
+                logprobs=logprobs.get(place),
+                target_only=acceptance.used_target_only_fallback,
+            )
             for place, (acceptance, rows) in enumerate(zip(acceptances, features, strict=True))
         ]
         outcome = RoundOutcome(

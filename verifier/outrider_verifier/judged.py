@@ -13,9 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.acceptance import Acceptance
 from outrider.engine.device.rounds import Launched
-from outrider.engine.kernels.acceptance.matching import FALLBACK, RESAMPLED
+from outrider.engine.kernels.acceptance.matching import FALLBACK
 from outrider.engine.logprobs import PathLogprobs
 from outrider_verifier.device_groups import Group
 from outrider_verifier.runner import Decoded, RowOutcome
@@ -69,20 +68,22 @@ class Judged(NamedTuple):
         nodes, blank, cut = self.nodes, self.group.blank, self.group.cut
         if nodes == 1:
             return self._plain_outcomes(apart)
+        drafted = [self.drafted] * len(self.counts)
+        for number, verified in cut.items():
+            drafted[number] = verified
+        for number in blank:
+            drafted[number] = 0
+        told, first = self.logprobs.get, 2 + nodes
         return [
             RowOutcome(
-                Acceptance(
-                    accepted_nodes=tuple([kept - 1 for kept in words[3 : 2 + words[0]]]),
-                    tokens=tuple(words[2 + nodes : 2 + nodes + words[0]]),
-                    resampled=bool(words[1] & RESAMPLED),
-                    used_target_only_fallback=bool(words[1] & FALLBACK),
-                ),
+                tuple(words[first : first + count]),
                 features,
-                0 if number in blank else cut.get(number, self.drafted),
-                self.logprobs.get(number),
+                of_own,
+                told(number),
+                words[1] & FALLBACK != 0,
             )
-            for number, (words, features) in enumerate(
-                zip(self.words.tolist(), self.row_features(), strict=True)
+            for number, (words, count, features, of_own) in enumerate(
+                zip(self.words.tolist(), self.counts, self.row_features(), drafted, strict=True)
             )
         ]
 
@@ -98,12 +99,7 @@ class Judged(NamedTuple):
         told = self.logprobs.get
         kept = self.row_features() if apart else [None] * len(self.counts)
         return [
-            RowOutcome(
-                Acceptance((), (token,), bool(flags & RESAMPLED), bool(flags & FALLBACK)),
-                features,
-                0,
-                told(number),
-            )
+            RowOutcome((token,), features, 0, told(number), flags & FALLBACK != 0)
             for number, ((_, flags, _, token), features) in enumerate(
                 zip(self.words.tolist(), kept, strict=True)
             )

@@ -12,9 +12,9 @@ from outrider_verifier.schedule import (
     RoundPlan,
     Times,
     plan_ahead,
+    plan_alone,
     plan_beside,
     plan_drafted,
-    plan_plain,
     plan_round,
 )
 
@@ -36,9 +36,13 @@ class NextRound:
 
     def behind(self, flying: RoundPlan) -> RoundPlan:
         """The round to submit behind `flying`."""
-        found = self.rows.plain(set(flying.session_ids))
-        plan = None if found is None else plan_plain(found[0], self._limits, found[1])
-        return plan_ahead(self.rows.all(), flying, self._limits) if plan is None else plan
+        found = self.rows.alone(set(flying.session_ids))
+        if found is not None:
+            names, prefilling, nodes = found
+            plan = plan_alone(names, self._limits, prefilling, own_nodes=nodes)
+            if plan is not None:
+                return plan
+        return plan_ahead(self.rows.all(), flying, self._limits)
 
     def next(self, now: float, *, idle_since: float, round_s: float) -> RoundPlan:
         """The next round where none is in flight; `idle_since`: when the last one ended; `round_s`:

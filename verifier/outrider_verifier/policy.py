@@ -268,8 +268,7 @@ class Policy:
             session.suspect = False
             pace.well()
         if nodes and not row.stood_in:
-            assert row.result.acceptance is not None
-            key = nodes, len(row.result.acceptance.accepted_nodes)
+            key = nodes, row.accepted
             known.judged[key] = known.judged.get(key, 0) + 1
         elif session.suspect or row.missed:
             absent = row.missed and pace.unheard > 0

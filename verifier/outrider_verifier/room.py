@@ -38,6 +38,11 @@ logger = logging.getLogger(__name__)
 GUARD_TOKENS: Final = 32
 GUARD_S: Final = 1.0
 """A resumed session goes on for so many tokens, or so long, before others are preferred to it."""
+AHEAD_TOKENS: Final = 64
+"""Where K/V is plentiful, blocks for so many tokens more are held at a time: taking one, and
+telling a device of it, costs as much as taking several."""
+PLENTY: Final = 4
+"""It is while free blocks would let every running session hold so much ahead so many times."""
 LOOK_S: Final = 0.02
 """How often the policy is asked while sessions wait and nothing happens."""
 
@@ -116,14 +121,20 @@ class Room:
         """Let every running session hold the blocks that its next rounds may write; False if they
         are not all there. Most rounds nobody needs any."""
         short = [s for s in self.running.values() if s.length > s.covered]
-        return all([self._hold(session) for session in short]) if short else True
+        if not short:
+            return True
+        ahead = self._ahead()
+        return all([self._hold(session, ahead) for session in short])
 
     def grow_ahead(self, sessions: Iterable[Session], tokens: int) -> None:
         """While a round runs, or drafts are made: let these sessions hold what they need once up to
         `tokens` more of each are committed, and tell the device, so that the next round need not
         wait for that. Where blocks are short nothing is done."""
         short = [s for s in sessions if s.length + tokens > s.covered and not s.ended]
-        if all([self._hold(session, tokens) for session in short]) and short:
+        if not short:
+            return
+        ahead = max(tokens, self._ahead())
+        if all([self._hold(session, ahead) for session in short]):
             self._runner.tell_grown()
 
     def ready(self, now: float, *, touched: int, flying: Collection[SessionId]) -> bool:
@@ -189,10 +200,15 @@ class Room:
             guarded=session.preemptions > 0 and lately,
         )
 
+    def _ahead(self) -> int:
+        """Tokens for which sessions that need blocks take some ahead."""
+        most = len(self.running) * self._pool.blocks_for(AHEAD_TOKENS) * PLENTY
+        return AHEAD_TOKENS if not self.waiting and self._pool.free_blocks > most else 0
+
     # ---- effects -------------------------------------------------------------------------------
 
     def _hold(self, session: Session, tokens: int = 0) -> bool:
-        """`tokens` more than it has are on their way, but none past its end."""
+        """For `tokens` more than it has, but none past its end."""
         beyond = self._runner.slack.beyond(session)
         tokens = min(tokens, session.max_len - session.length)
         if not session.kv.reserve(session.kv_len + tokens + beyond):

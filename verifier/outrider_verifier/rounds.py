@@ -347,7 +347,7 @@ class Rounds:
         )
 
     def _may_stay_in_flight(self, flying: InFlight) -> bool:
-        if flying.plan.plain:
+        if flying.plan.alone:
             return True
         if self._plans.half is not None and len(flying.sessions) < len(self._core.room.running):
             return True
@@ -360,7 +360,7 @@ class Rounds:
 
     def _stays_for_drafts(self, flying: InFlight) -> bool:
         """Whether drafts for what the round may emit can be taken in while it runs."""
-        if flying.plan.plain or not flying.looks_ahead:
+        if flying.plan.alone or not flying.looks_ahead:
             return False
         # It is ready when the round lands.
         if not flying.ready and self._engine.run_ahead:

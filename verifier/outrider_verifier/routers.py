@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.engine.logprobs import PathLogprobs
 from outrider.errors import (
@@ -163,19 +164,21 @@ class RouterHub:
         """Send the events of a round: one message to each router that has sessions in it."""
         if self._spans:  # some session is traced
             self._spans.emitted(batch)
+        columns = batch.columns()
+        tickets, reasons = columns[0].tolist(), columns[3]
         rows: dict[_Router, list[int]] = {}
         handles: dict[_Router, list[int]] = {}
-        for row, ticket in enumerate([event.ticket for event in batch.events]):
+        for row, ticket in enumerate(tickets):
             # A session that its router has left is gone from the table; its Close is on the way.
             served = self._served.get(ticket)
             if served is not None:
                 rows.setdefault(served.router, []).append(row)
                 handles.setdefault(served.router, []).append(served.handle)
+        events = _events(batch, columns)
         for router, mine in rows.items():
-            self._tell(router, _events(batch, mine, handles[router]))
-        for event in batch.events:
-            if event.reason:
-                self._forget(event.ticket)
+            self._tell(router, _only(events, mine, handles[router], batch.logprobs))
+        for row in reasons.nonzero()[0].tolist():
+            self._forget(tickets[row])
 
     def fail(self, ticket: int, error: OutriderError) -> None:
         """Tell a session's router that the session was refused or failed."""
@@ -318,26 +321,41 @@ class RouterHub:
             router.lost.set()
 
 
-def _events(batch: Emits, rows: list[int], handles: list[int]) -> SessionEvents:
-    """The rows of one router as a message."""
-    columns = np.array(batch.events, np.int64).T
-    tokens = np.array(batch.tokens, np.int32)
-    if len(rows) < len(batch):
-        mine = np.zeros(len(batch), np.bool_)
-        mine[rows] = True
-        tokens = tokens[mine.repeat(columns[2])]
-        columns = columns[:, rows]
+def _events(batch: Emits, columns: NDArray[np.int64]) -> SessionEvents:
+    """All rows of a round as one message, but for handles and log-probabilities."""
     _, round_ids, counts, reasons, flags, proposed, accepted = columns
     return SessionEvents(
-        handles=np.array(handles, np.uint32),
+        handles=np.empty(len(counts), np.uint32),
         round_ids=round_ids.astype(np.uint32),
         counts=counts.astype(np.uint32),
-        tokens=tokens,
+        tokens=np.array(batch.tokens, np.int32),
         finish_reasons=reasons.astype(np.uint8),
         flags=flags.astype(np.uint8),
         proposed=proposed.astype(np.uint16),
         accepted=accepted.astype(np.uint16),
-        logprobs=_event_logprobs(batch.logprobs, rows),
+    )
+
+
+def _only(
+    events: SessionEvents, rows: list[int], handles: list[int], told: dict[int, PathLogprobs]
+) -> SessionEvents:
+    """The rows of one router, of sessions with these handles."""
+    mine: NDArray[np.bool_] | slice = slice(None)
+    tokens = events.tokens
+    if len(rows) < len(events.counts):
+        mine = np.zeros(len(events.counts), np.bool_)
+        mine[rows] = True
+        tokens = tokens[mine.repeat(events.counts)]
+    return SessionEvents(
+        handles=np.array(handles, np.uint32),
+        round_ids=events.round_ids[mine],
+        counts=events.counts[mine],
+        tokens=tokens,
+        finish_reasons=events.finish_reasons[mine],
+        flags=events.flags[mine],
+        proposed=events.proposed[mine],
+        accepted=events.accepted[mine],
+        logprobs=_event_logprobs(told, rows),
     )
 
 

@@ -75,26 +75,32 @@ class RowStates:
             priority=spec.priority,
         )
 
-    def plain(self, flying: Collection[SessionId]) -> tuple[list[SessionId], list[RowState]] | None:
+    def alone(
+        self, flying: Collection[SessionId]
+    ) -> tuple[list[SessionId], list[RowState], int] | None:
         """The sessions that decode in the round to submit behind the one in flight, with the
-        sessions `flying`, and those with prompt tokens left, where all that run decode plainly or
-        will; None: `all` are to be looked at.
-        """
+        sessions `flying`, those with prompt tokens left, and how many nodes of own drafts the
+        former have, where none that runs needs anything from outside; None: `all` are to be looked
+        at."""
         if not self._engine.run_ahead or self._core.policy.changed:
             return None
         names: list[SessionId] = []
         prefilling: list[RowState] = []
+        nodes = 0
         for session in self._core.room.running.values():
-            spec = session.spec
-            plain = session.paused or (session.link_id is None and not session.plan.speculative)
-            if not plain or session.own_draft or session.constraint is not None:
+            spec, own = session.spec, session.own_draft
+            alone = session.paused or (
+                session.link_id is None and (own > 0 or not session.plan.speculative)
+            )
+            if not alone or session.constraint is not None:
                 return None
             # Every round emits a token at least.
             if session.prefill_sent < session.fill_to:
                 prefilling.append(self.of(session, -1))
             elif session.emitted + 1 < spec.max_new_tokens or spec.session_id not in flying:
                 names.append(spec.session_id)
-        return names, prefilling
+                nodes += own and session.own_depth
+        return names, prefilling, nodes
 
     def runs_ahead(self, session: Session) -> bool:
         """Whether the session's next round may be submitted before the one in flight is settled."""
@@ -106,8 +112,11 @@ class RowStates:
     def verified(self, plan: RoundPlan) -> list[VerifyRow]:
         """The rows of a plan, with their proposals taken out of the inbox."""
         sessions = [self._core.sessions[row.session_id] for row in plan.decode]
-        if plan.plain:
-            return [VerifyRow(session) for session in sessions]
+        if plan.alone:
+            return [
+                VerifyRow(session, own_depth=session.own_depth if session.own_draft else 0)
+                for session in sessions
+            ]
         drafted = [s.handle for s, row in zip(sessions, plan.decode, strict=True) if row.drafted]
         taken = self._core.inbox.take(drafted) if drafted else []
         if len(taken) == len(sessions) and not any([session.outdone for session in sessions]):

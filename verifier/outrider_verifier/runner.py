@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.acceptance import Acceptance
 from outrider.engine.kvcache import KVPool
 from outrider.engine.logprobs import PathLogprobs
 from outrider.engine.swap import SwapSpace
@@ -24,15 +23,17 @@ from outrider_verifier.slack import Slack
 class RowOutcome(NamedTuple):
     """What a round did for one row; its K/V is committed."""
 
-    acceptance: Acceptance | None
-    """None while a prompt is incomplete."""
+    tokens: tuple[int, ...]
+    """What it emitted; none while a prompt is incomplete."""
     features: NDArray[np.generic] | None
     """[m, H] in the wire's element type, of the positions written; None if not kept. They may lie
     in memory that a later round writes to: to be used before the next one is settled."""
     drafted: int = 0
     """Nodes of this process's own draft that were verified; proposals are not counted here."""
     logprobs: PathLogprobs | None = None
-    """Of the acceptance's tokens, where the session asks for them."""
+    """Of the tokens, where the session asks for them."""
+    target_only: bool = False
+    """Whether the rejection rule was judged target-only because the law was missing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,10 +56,9 @@ class Decoded:
     @classmethod
     def of(cls, rows: Sequence[RowOutcome]) -> Decoded:
         """Of rows that were judged one by one."""
-        tokens = [row.acceptance.tokens for row in rows if row.acceptance is not None]
         return cls(
-            counts=np.array([len(row) for row in tokens], dtype=np.int64),
-            tokens=np.array([token for row in tokens for token in row], dtype=np.int32),
+            counts=np.array([len(row.tokens) for row in rows], dtype=np.int64),
+            tokens=np.array([token for row in rows for token in row.tokens], dtype=np.int32),
             features=lambda: [row.features for row in rows],
             rows=lambda: rows,
         )

@@ -106,8 +106,9 @@ class RoundPlan:
     decode: tuple[DecodeRow, ...] = ()
     wait_until: float | None = None
     """Look again at this time; None: nothing will happen without a new command."""
-    plain: bool = False
-    """Whether all its sessions decode plainly, and need no more for the round after it."""
+    alone: bool = False
+    """Whether none of its sessions needs anything from outside this process, for this round or the
+    one after it."""
 
     @property
     def session_ids(self) -> list[SessionId]:
@@ -146,17 +147,21 @@ def plan_drafted(
     return RoundPlan(decode=tuple([DecodeRow(name, True) for name in session_ids]))
 
 
-def plan_plain(
-    session_ids: Sequence[SessionId], limits: Limits, prefilling: Sequence[RowState] = ()
+def plan_alone(
+    session_ids: Sequence[SessionId],
+    limits: Limits,
+    prefilling: Sequence[RowState] = (),
+    *,
+    own_nodes: int = 0,
 ) -> RoundPlan | None:
-    """The next round of sessions that all decode plainly, and of prompts of others that will. None
-    if not all fit one round."""
-    if len(session_ids) > limits.decode_tokens:
+    """The next round of sessions that need nothing from outside, with so many nodes of own drafts
+    together, and of prompts of others like them. None if not all fit one round."""
+    if len(session_ids) + own_nodes > limits.decode_tokens:
         return None
     return RoundPlan(
         prefill=_prompts(prefilling, len(session_ids), limits),
         decode=tuple([DecodeRow(name) for name in session_ids]),
-        plain=True,
+        alone=True,
     )
 
 

@@ -60,7 +60,7 @@ class SessionSpans:
     def emitted(self, batch: Emits) -> None:
         """Events of a round are about to leave."""
         now = time.time()
-        for event in batch.events:
+        for event in batch.events():
             traced = self._traced.get(event.ticket)
             if traced is not None:
                 self._saw(traced, event, now)

@@ -38,6 +38,11 @@ class Settled:
     """Of a prompt: positions whose K/V was written for the first time."""
 
     @property
+    def accepted(self) -> int:
+        """Nodes of a draft that stand, whether or not what they emitted was cut off."""
+        return len(self.result.tokens) - 1
+
+    @property
     def nodes(self) -> int:
         """Nodes of the draft that the row verified and no head of this process made."""
         return 0 if self.verified is None else self.verified.nodes
@@ -176,15 +181,15 @@ def _commit_prompt(row: PrefillRow, result: RowOutcome, now: float) -> Settled:
 def _commit(
     session: Session, result: RowOutcome, now: float, row: VerifyRow | None = None
 ) -> Settled:
-    assert result.acceptance is not None
-    tokens, reason = result.acceptance.tokens, None
-    stop_ids, remaining = session.stop_ids, session.remaining
-    if len(tokens) >= remaining or not stop_ids.isdisjoint(tokens):
-        tokens, reason = cut_emission(tokens, stop_ids=stop_ids, remaining=remaining)
-    without = row is not None and row.held is None and not row.stand_in
-    missed = without and not session.paused and session.draft_wanted
+    tokens, reason, missed = result.tokens, None, False
+    remaining = session.spec.max_new_tokens - session.emitted
+    if len(tokens) >= remaining or not session.stop_ids.isdisjoint(tokens):
+        tokens, reason = cut_emission(tokens, stop_ids=session.stop_ids, remaining=remaining)
+    if row is not None:
+        if row.held is None and not (row.stand_in or session.own_draft or session.paused):
+            missed = session.draft_wanted
+        session.round_id += 1
     session.append(tokens, now)
-    session.round_id += int(row is not None)
     return Settled(session, result, tokens, reason, row, missed)
 
 

@@ -269,8 +269,8 @@ class Rounds:
                 flight = self._runner.submit([row], [])
                 session.prefill_sent = row.end
                 result = self._runner.collect(flight).prefill[0]
-                if result.acceptance is not None:
-                    session.append(result.acceptance.tokens, 0.0)
+                if result.tokens:
+                    session.append(result.tokens, 0.0)
 
     def run(self, sessions: list[Session], rounds: int, swaps: Swaps | None = None) -> Span:
         """So many rounds of all these sessions; all is settled at the end."""
@@ -304,7 +304,6 @@ class Rounds:
         tokens = 0
         outcome = self._runner.collect(flight)
         for session, row in zip(sessions, outcome.decoded.rows(), strict=True):
-            assert row.acceptance is not None
-            session.append(row.acceptance.tokens, 0.0)
-            tokens += len(row.acceptance.tokens)
+            session.append(row.tokens, 0.0)
+            tokens += len(row.tokens)
         return tokens

@@ -126,16 +126,16 @@ class SessionSlots:
         the others."""
         if not added:
             return
-        # Places are of 64 bits, as the copy wants them: in front, where they are aligned.
-        places = [
-            np.arange(len(blocks), dtype=np.int64) + (slot * self._blocks + known)
-            for slot, known, blocks in added
-        ]
-        count = sum([len(blocks) for _, _, blocks in added])
-        words = [place.view(np.int32) for place in places]
-        words += [np.array(blocks, np.int32) for _, _, blocks in added]
+        places: list[int] = []
+        held: list[int] = []
+        for slot, known, blocks in added:
+            first = slot * self._blocks + known
+            places.extend(range(first, first + len(blocks)))
+            held.extend(blocks)
+        count = len(held)
         staged = torch.empty(3 * count, dtype=torch.int32, device=self._device)
-        upload(staged, *words)
+        # Places are of 64 bits, as the copy wants them: in front, where they are aligned.
+        upload(staged, np.array(places, np.int64).view(np.int32), np.array(held, np.int32))
         where, numbers = staged[: 2 * count].view(torch.int64), staged[2 * count :]
         self.sequence.tables.view(-1).index_copy_(0, where, numbers)
 

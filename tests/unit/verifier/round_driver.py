@@ -165,10 +165,10 @@ class Driver:
         results = [*outcome.prefill, *outcome.decoded.rows()]
         for row, result in zip([*prefill, *verify], results, strict=True):
             session = row.session
-            if result.acceptance is not None:
-                self.counts.append(len(result.acceptance.tokens))
+            if result.tokens:
+                self.counts.append(len(result.tokens))
                 self.drafted.setdefault(session.ticket, []).append(result.drafted)
-                session.append(result.acceptance.tokens[: session.remaining], 0.0)
+                session.append(result.tokens[: session.remaining], 0.0)
 
     def settle_all(self) -> None:
         """Nothing is in flight any more."""

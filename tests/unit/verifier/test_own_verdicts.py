@@ -17,7 +17,7 @@ from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from tests.unit.verifier.harness import make_spec
 
-OUTCOME = RowOutcome(acceptance=None, features=None, drafted=4)
+OUTCOME = RowOutcome((), features=None, drafted=4)
 
 
 def times(rows: int, *, own: bool, pieces: int = 0) -> float | None:

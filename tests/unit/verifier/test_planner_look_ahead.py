@@ -14,7 +14,6 @@ from outrider_verifier.runner import RowOutcome
 from outrider_verifier.sessions import NO_LIMIT, Session
 from outrider_verifier.settled import Settled
 
-from outrider.engine.acceptance import Acceptance
 from outrider.engine.kvcache import KVPool
 from outrider.wire.messages import Proposals
 from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn
@@ -149,8 +148,7 @@ def _session(policy: Policy, look_ahead: int = 1) -> Session:
 
 
 def _hit(policy: Policy, session: Session, now: float) -> None:
-    accepted = Acceptance((0, 1), (1, 1, 1), resampled=False, used_target_only_fallback=False)
-    result = RowOutcome(acceptance=accepted, features=None)
+    result = RowOutcome((1, 1, 1), features=None)
     row = VerifyRow(session, Held(Proposals.of([]), 0, 4, ahead=True))
     policy.observe_round(
         [Settled(session, result, (1, 1, 1), None, row)],

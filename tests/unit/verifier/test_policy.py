@@ -18,7 +18,6 @@ from outrider_verifier.runner import RowOutcome
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Settled
 
-from outrider.engine.acceptance import Acceptance
 from outrider.engine.kvcache import KVPool
 from outrider.ids import SessionId
 from outrider.spec.contest import Contest, Mode
@@ -34,8 +33,6 @@ from tests.unit.verifier.harness import (
     make_spec,
     verifier,
 )
-
-STOOD = Acceptance(accepted_nodes=(), tokens=(1,), resampled=False, used_target_only_fallback=False)
 
 
 def test_a_session_that_begins_paused_turns_nobody_else() -> None:
@@ -285,10 +282,7 @@ def _session(
 def _row(
     session: Session, tokens: tuple[int, ...] = (1,), verified: VerifyRow | None = None
 ) -> Settled:
-    nodes = tuple(range(len(tokens) - 1))
-    result = RowOutcome(
-        acceptance=STOOD._replace(accepted_nodes=nodes, tokens=tokens), features=None
-    )
+    result = RowOutcome(tokens, features=None)
     return Settled(session, result, tokens, None, verified or VerifyRow(session=session))
 
 

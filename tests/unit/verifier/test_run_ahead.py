@@ -34,10 +34,10 @@ def own_spec(name: str = "s", **options: Any) -> SessionSpec:
 
 @asynccontextmanager
 async def ahead(
-    *, drafts: int = 3, slots: int = 64, **settings: Any
+    *, drafts: int = 3, slots: int = 64, blocks: int = 512, **settings: Any
 ) -> AsyncIterator[tuple[Rig, FakeRunner]]:
     """A verifier on a runner that runs ahead; at the end nothing may be held or in flight."""
-    target = FakeTarget(num_blocks=512)
+    target = FakeTarget(num_blocks=blocks)
     runner = FakeRunner(target, drafts=drafts, slots=slots)
     async with verifier(target=target, runner=runner, features=False, **settings) as rig:
         yield rig, runner
@@ -161,8 +161,8 @@ async def test_an_error_in_submit_fails_the_sessions_of_that_round_only() -> Non
         bad = await rig.run(spec)
         assert isinstance(bad.error, InternalError)
         # The round in flight came before the one that failed: its tokens count.
-        emitted = [flight.outcome.decoded.rows()[0].acceptance for flight in runner.flights[1:]]
-        assert len(bad.tokens) == 1 + sum(len(a.tokens) for a in emitted if a is not None)
+        emitted = [flight.outcome.decoded.rows()[0].tokens for flight in runner.flights[1:]]
+        assert len(bad.tokens) == 1 + sum(map(len, emitted))
         assert bad.tokens == rig.reference(spec)[: len(bad.tokens)]
         runner.before_submit = None
         after = own_spec("after")
@@ -282,9 +282,7 @@ async def test_own_drafts_are_counted_and_reported_over_a_transport() -> None:
         assert stats.proposed == 3 * stats.rounds
         assert stats.fallback_rounds == 0
         assert stats.emitted == 29
-        stood = sum(
-            len(flight.outcome.decoded.rows()[0].acceptance.tokens) - 1 for flight in settled
-        )  # type: ignore[union-attr]
+        stood = sum(len(flight.outcome.decoded.rows()[0].tokens) - 1 for flight in settled)
         assert stood - 4 < stats.accepted <= stood
         assert rig.service._core.counters["proposed_tokens"] == stats.proposed
         assert last.drafter_attached is False
@@ -344,6 +342,25 @@ def _pause() -> None:
     threading.Event().wait(0.002)
 
 
+@pytest.mark.parametrize(("blocks", "least", "most"), [(256, 4, 6), (84, 20, 80)])
+async def test_several_blocks_are_taken_at_a_time_where_there_are_plenty(
+    blocks: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ahead(blocks=blocks) as (rig, runner):
+        grow, grown = runner.grown, 0
+
+        def counted(session: Session) -> None:
+            nonlocal grown
+            grown += 1
+            grow(session)
+
+        monkeypatch.setattr(runner, "grown", counted)
+        spec = own_spec(max_new_tokens=300)
+        result = await rig.run(spec)
+        assert result.error is None and result.tokens == rig.reference(spec)
+        assert least <= grown <= most
+
+
 async def test_blocks_for_a_round_of_drafts_are_held_before_the_drafts_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -369,5 +386,5 @@ async def test_blocks_for_a_round_of_drafts_are_held_before_the_drafts_are_there
 
         monkeypatch.setattr(runner, "grown", watched)
         monkeypatch.setattr(room, "ready", plans)
-        await rig.run(make_spec(max_new_tokens=90))
+        await rig.run(make_spec(max_new_tokens=300))
         assert grown["in time"] > 3 and not grown["late"]

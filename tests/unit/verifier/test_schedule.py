@@ -15,8 +15,8 @@ from outrider_verifier.schedule import (
     RoundPlan,
     RowState,
     plan_ahead,
+    plan_alone,
     plan_drafted,
-    plan_plain,
     plan_round,
 )
 
@@ -283,23 +283,29 @@ def test_rows_do_not_give_way_to_prompts_of_their_own_priority() -> None:
     assert decoded(plan_round(rows, 10.0, LIMITS)) == ["a"]
 
 
-@given(st.integers(0, 14), st.sets(st.integers(0, 13)), st.lists(st.integers(1, 9), max_size=6))
-def test_plain_sessions_and_prompts_are_planned_as_by_their_rows(
-    count: int, under_way: set[int], left: list[int]
+@given(
+    st.lists(st.sampled_from([0, 0, 1, 3]), max_size=14),
+    st.sets(st.integers(0, 13)),
+    st.lists(st.integers(1, 9), max_size=6),
+)
+def test_sessions_that_need_nothing_from_outside_are_planned_as_by_their_rows(
+    own: list[int], under_way: set[int], left: list[int]
 ) -> None:
     limits = replace(
         LIMITS, prefill_beside=lambda rows, crowded: 12 if crowded else 5, piece_tokens=2
     )
-    names = [SessionId(str(number)) for number in range(count)]
-    rows = [row(name, runs_ahead=True) for name in names]
+    names = [SessionId(str(number)) for number in range(len(own))]
+    rows = [
+        row(name, runs_ahead=True, own_nodes=nodes) for name, nodes in zip(names, own, strict=True)
+    ]
     prompts = [
         row(f"p{place}", prefill_left=tokens, since=float(-place), runs_ahead=True)
         for place, tokens in enumerate(left)
     ]
-    plan = plan_plain(names, limits, prompts)
-    if count > limits.decode_tokens:
+    plan = plan_alone(names, limits, prompts, own_nodes=sum(own))
+    if len(own) + sum(own) > limits.decode_tokens:
         assert plan is None
         return
     by_rows = plan_ahead([*rows, *prompts], flight(*map(str, under_way)), limits)
-    assert plan is not None and plan.plain
+    assert plan is not None and plan.alone
     assert (plan.decode, plan.prefill) == (by_rows.decode, by_rows.prefill)

@@ -72,7 +72,7 @@ def test_all_hits_go_straight_on_and_their_drafters_are_well() -> None:
     assert [row.nodes for row in rows] == [NODES] * 2
     assert not of[0].suspect
     assert [(row.session_id, row.drafted) for row in plan.decode] == [("s0", True), ("s1", True)]
-    assert not plan.plain and not plan.prefill
+    assert not plan.alone and not plan.prefill
 
 
 def ends(session: Session) -> None:
