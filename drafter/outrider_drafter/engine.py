@@ -290,7 +290,7 @@ class DraftEngine:
         seconds = self._now() - started
         sessions, table = drafted.sessions, self._table
         method = sessions[0].plan.method
-        self._unbooked.append(partial(self._book_answers, method, drafted.node_counts, seconds))
+        self._unbooked.append(partial(self.metrics.drafted, method, drafted.node_counts, seconds))
         if self._spans:
             counts, now = drafted.node_counts, time.time()
             self._unbooked.append(partial(self._spans.drafted, sessions, counts, seconds, now))
@@ -322,14 +322,6 @@ class DraftEngine:
         for connection, handle in lost:
             by_connection.setdefault(connection, []).append(handle)
         return [(number, SessionsLost(tuple(them))) for number, them in by_connection.items()]
-
-    def _book_answers(
-        self, method: DraftMethod, node_counts: NDArray[np.int64], seconds: float
-    ) -> None:
-        for nodes in node_counts[node_counts > 0].tolist():
-            self.metrics.proposal(method, nodes, seconds)
-        if nothing := int(np.count_nonzero(node_counts == 0)):
-            self.metrics.no_proposal.labels(method).inc(nothing)
 
     def _start(self, connection: int, message: SessionStart) -> None:
         key = SessionKey(connection, message.handle)

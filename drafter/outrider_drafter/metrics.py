@@ -6,6 +6,8 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -69,7 +71,7 @@ class Metrics:
         self._add_look_ahead()
         self.draft_seconds = Histogram(
             "outrider_drafter_draft_seconds",
-            "Time from taking up a verdict to its proposal",
+            "Time from taking up the verdicts of a batch to their proposals",
             ["method"],
             buckets=_BUCKETS,
             registry=registry,
@@ -147,12 +149,16 @@ class Metrics:
         for step in ("score", "branch"):
             self.look_ahead_seconds.labels(step)
 
-    def proposal(self, method: str, nodes: int, seconds: float) -> None:
-        """Count one proposal."""
-        self.proposals.labels(method).inc()
-        self.draft_tokens.labels(method).inc(nodes)
-        self.draft_seconds.labels(method).observe(seconds)
-        self._recent_ms.append(seconds * 1e3)
+    def drafted(self, method: str, node_counts: NDArray[np.int64], seconds: float) -> None:
+        """Count the proposals of a batch, which took so long, by their nodes [n]."""
+        made = int(np.count_nonzero(node_counts))
+        if made < len(node_counts):
+            self.no_proposal.labels(method).inc(len(node_counts) - made)
+        if made:
+            self.proposals.labels(method).inc(made)
+            self.draft_tokens.labels(method).inc(int(node_counts.sum()))
+            self.draft_seconds.labels(method).observe(seconds)
+            self._recent_ms.append(seconds * 1e3)
 
     @property
     def draft_ms_p50(self) -> float:
