@@ -17,7 +17,7 @@ PYTEST_X2 := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reo
 # the transports runs over Ray, too.
 FLEETS_AT_ONCE ?= 2
 PYTEST_FLEETS := $(PYTEST) -n $(FLEETS_AT_ONCE) --dist loadfile --no-loadscope-reorder \
-  --transport inproc,grpc,ray
+  --transport inproc,grpc,lane,ray
 FLEETS := tests/chaos tests/integration
 
 .PHONY: setup setup-serve demo test test-fast test-thorough test-ray test-real check format proto generated helm docs bench clean

@@ -22,7 +22,8 @@ if not torch.cuda.is_available():
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-TRANSPORTS = ("inproc", "grpc", "ray")
+TRANSPORTS = ("inproc", "grpc", "lane", "ray")
+"""lane: gRPC where streams of sessions go by lanes."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

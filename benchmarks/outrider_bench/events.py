@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="1000,5000,20000,40000,60000",
         help="events a second that the verifier emits while all sessions are open",
     )
+    add(
+        "--lanes",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the verifier's events reach the router without the network",
+    )
     add("--fronts", default="grpc", help="how the clients ask: grpc, http or both")
     add("--seconds", type=float, default=6.0, help="time measured at each rate")
     add("--out", type=Path, help="also write the result as JSON here")
@@ -71,7 +77,8 @@ def run(args: argparse.Namespace) -> None:
     headers = list(cells[0])
     print(table(headers, [list(cell.values()) for cell in cells]))
     result: dict[str, object] = {"benchmark": "events", **describe(), "sessions": args.sessions}
-    result |= {"clients": args.clients, "tokens_per_event": args.tokens, "cells": cells}
+    result |= {"clients": args.clients, "tokens_per_event": args.tokens, "lanes": args.lanes}
+    result["cells"] = cells
     result["events_per_core_s"] = max(cell["events_per_core_s"] for cell in cells)
     finish(args, result)
 
@@ -87,6 +94,7 @@ def _cell(
         verifier.start()
         router_args = ["--model", model, "--verifier", verifier.wait_ready(READY_S)]
         router_args += ["--log-level", "WARNING", "--http", "127.0.0.1:0"]
+        router_args += ["--lanes" if args.lanes else "--no-lanes"]
         router = ChildProcess("router", "outrider_router", router_args)
         stack.callback(router.close)
         router.start()

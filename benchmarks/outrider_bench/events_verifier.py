@@ -19,7 +19,7 @@ from outrider.process import run
 from outrider.spec.plan import Plan
 from outrider.text.tokenizer import tokenizer_hash
 from outrider.transport.base import RouterConnection, ServingConnection, VerifierConnection
-from outrider.transport.grpc import GrpcServer, verifier_services
+from outrider.transport.grpc import GrpcConfig, GrpcServer, verifier_services
 from outrider.transport.sessions import SessionIterators
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
@@ -137,7 +137,7 @@ async def serve(args: argparse.Namespace) -> None:
         tokenizer=tokenizer_hash(args.model),
         vocab_size=args.vocab_size,
     )
-    server = GrpcServer(args.listen, verifier_services(verifier))
+    server = GrpcServer(args.listen, verifier_services(verifier, GrpcConfig(lanes=True)))
     address = await server.start()
     sys.stdout.write(json.dumps({"event": "ready", "address": address}) + "\n")
     sys.stdout.flush()

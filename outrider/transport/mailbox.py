@@ -71,11 +71,18 @@ class Mailbox(Generic[ItemT]):
             raise copy_of(self._error)
         if items and self._full(self._size_of(items[0])):
             return False
+        self.add(*items)
+        return True
+
+    def add(self, *items: ItemT) -> None:
+        """Append items that are here, whether or not there is room: the caller gets no more of them
+        before there is. Dropped after `close`."""
+        if self._error is not None:
+            return
         self._items.extend(items)
         self._size += sum(map(self._size_of, items))
         for _ in items:
             _wake(self._getters)
-        return True
 
     async def get(self) -> ItemT:
         """The oldest item; waits for one. Raises the error of `close` once empty."""

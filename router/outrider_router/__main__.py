@@ -54,6 +54,11 @@ def make_parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="other routers may serve clients at the same two addresses",
     )
+    parser.add_argument(
+        "--lanes",
+        action=argparse.BooleanOptionalAction,
+        help="reach verifiers of this host without the network (the default)",
+    )
     parser.add_argument("--model", metavar="DIR", help="model directory; its tokenizer is read")
     parser.add_argument("--model-name", metavar="NAME", help="name that clients ask for")
     parser.add_argument(
@@ -122,14 +127,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
-    from outrider.transport.grpc import GrpcDialer
+    from outrider.transport.grpc import GrpcConfig, GrpcDialer
     from outrider_router.exporting import export_state
     from outrider_router.metrics import RouterMetrics
     from outrider_router.ports import client_server, pool_server, serve_router_metrics
     from outrider_router.service import RouterService
 
     tokenizer = await asyncio.to_thread(_tokenizer_of, config.model)
-    dialer = GrpcDialer(tls=config.tls)
+    dialer = GrpcDialer(GrpcConfig(lanes=config.lanes), tls=config.tls)
     metrics = RouterMetrics()
     service = RouterService(
         config=config, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic

@@ -125,6 +125,9 @@ class RouterConfig:
     """Whether other routers may serve clients at the same two addresses: the system gives each
     connection to one of them. Then this one serves once it has found a verifier. Not with a
     journal: who comes back for an answer need not come to the router that has it."""
+    lanes: bool = True
+    """Whether to hear of sessions from verifiers of this host through sockets of this host alone
+    (Linux); off, and with other hosts, over the connection."""
     model: Path
     """Model directory or a pulled model's name; only its tokenizer files are read."""
     model_name: str = ""

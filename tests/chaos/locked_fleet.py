@@ -162,7 +162,7 @@ def make_fleet(directory: Path, model: str, head: str) -> LockedFleet:
             *("--pool-listen", "127.0.0.1:0"),
             *("--api-keys", str(keys)),
         ],
-        verifier=common,
+        verifier=[*common, "--no-lanes"],
         drafter=[*common, "--no-lanes"],
         tls=directory / "tls",
         api_key=ALICE,

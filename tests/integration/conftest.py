@@ -29,8 +29,8 @@ async def harness(transport_name: str) -> AsyncGenerator[Harness]:
     match transport_name:
         case "inproc":
             made = InprocHarness()
-        case "grpc":
-            made = GrpcHarness()
+        case "grpc" | "lane":
+            made = GrpcHarness(lanes=transport_name == "lane")
         case _:
             from tests.integration.ray_harness import RayHarness
 

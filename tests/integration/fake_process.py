@@ -12,7 +12,8 @@ from tests.integration.fake_endpoints import FakeVerifier
 
 async def main() -> None:
     interval_s, timeout_s = map(float, sys.argv[1:3])
-    config = GrpcConfig(heartbeat=HeartbeatConfig(interval_s=interval_s, timeout_s=timeout_s))
+    heartbeat = HeartbeatConfig(interval_s=interval_s, timeout_s=timeout_s)
+    config = GrpcConfig(heartbeat=heartbeat, lanes="lanes" in sys.argv)
     services = verifier_services(FakeVerifier(), config)
     server = GrpcServer("127.0.0.1:0", services, config=config)
     print(await server.start(), flush=True)

@@ -117,8 +117,8 @@ class GrpcHarness:
 
     separate = True
 
-    def __init__(self) -> None:
-        self._config = GrpcConfig(heartbeat=HEARTBEAT)
+    def __init__(self, *, lanes: bool = False) -> None:
+        self._config = GrpcConfig(heartbeat=HEARTBEAT, lanes=lanes)
         self.dialer: Dialer = GrpcDialer(self._config)
         self._servers: list[GrpcServer] = []
         self._processes: dict[str, Process] = {}
@@ -142,6 +142,7 @@ class GrpcHarness:
             "tests.integration.fake_process",
             str(HEARTBEAT.interval_s),
             str(HEARTBEAT.timeout_s),
+            *(["lanes"] if self._config.lanes else []),
             stdout=PIPE,
         )
         assert process.stdout is not None

@@ -74,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lanes",
         action=argparse.BooleanOptionalAction,
-        help="exchange through shared memory on one host (the default)",
+        help="reach drafters and routers of one host without the network (the default)",
     )
     parser.add_argument("--awake-cores", type=int, help="cores kept from going idle while serving")
     parser.add_argument("--verifier-id", metavar="NAME", help="stable name of this verifier")
@@ -106,7 +106,7 @@ async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
     heartbeat = HeartbeatConfig(
         interval_s=config.heartbeat_ms / 1000.0, timeout_s=config.silence_ms / 1000.0
     )
-    grpc_config = GrpcConfig(heartbeat=heartbeat)
+    grpc_config = GrpcConfig(heartbeat=heartbeat, lanes=config.lanes)
     service = await asyncio.to_thread(build_service, config, awake)
     tune_process()
     ports = PortMetrics(service.metrics.registry)

@@ -12,9 +12,11 @@ from outrider.errors import ConnectionLostError, UnavailableError
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
 from outrider.transport.base import DrafterConnection, RouterConnection
-from outrider.transport.framed import drafter_end, router_end
+from outrider.transport.framed import Frames, drafter_end, router_end
 from outrider.transport.grpc.credentials import channel_credentials
-from outrider.transport.grpc.lines import Line
+from outrider.transport.grpc.lane_offers import offering, was_joined
+from outrider.transport.grpc.laned import LanedFrames
+from outrider.transport.grpc.lines import Line, Metadata
 from outrider.transport.grpc.options import GrpcConfig, channel_options
 from outrider.transport.grpc.servicers import (
     DRAFTER_SERVICE,
@@ -24,6 +26,7 @@ from outrider.transport.grpc.servicers import (
 )
 from outrider.transport.grpc.status import lost_call_error
 from outrider.transport.grpc.streams import StreamFrames
+from outrider.transport.lane import LaneListener
 from outrider.transport.sessions import SessionIterators
 from outrider.transport.tls import Material, Role, TlsConfig, TlsFiles
 from outrider.wire.codec import (
@@ -57,15 +60,44 @@ class _Client:
 class GrpcVerifier(_Client, SessionIterators):
     """Control client of a verifier."""
 
+    def __init__(
+        self,
+        line: Callable[[], Line],
+        address: str,
+        config: GrpcConfig,
+        lanes: Callable[[], LaneListener | None],
+    ) -> None:
+        """`lanes`: where verifiers of this host join; None: they do not."""
+        super().__init__(line, address, config)
+        self._lanes = lanes
+
     async def info(self) -> VerifierInfo:
         """Identity, capacity and load."""
         return decode_verifier_info(await self._call(VERIFIER_SERVICE, "GetInfo", EMPTY))
 
     async def sessions(self) -> RouterConnection:
         """Open a stream of sessions. Raises UnavailableError."""
-        call = self._line().stream(f"/{VERIFIER_SERVICE}/Sessions")
-        call = await _answered(call, self._address, self._config)
-        return router_end(_client_frames(call, self._address), self._config.heartbeat)
+        listener = self._lanes()
+        if listener is None:
+            frames: Frames = _client_frames(await self._begun(()), self._address)
+        else:
+            frames = await self._by_lane(listener)
+        return router_end(frames, self._config.heartbeat)
+
+    async def _begun(self, metadata: Metadata) -> grpc.aio.StreamStreamCall[bytes, bytes]:
+        call = self._line().stream(f"/{VERIFIER_SERVICE}/Sessions", metadata)
+        return await _answered(call, self._address, self._config)
+
+    async def _by_lane(self, listener: LaneListener) -> Frames:
+        """Frames of a stream that goes by a lane if the verifier joins it."""
+        offer = listener.offer()
+        try:
+            call = await self._begun(offering(offer))
+            joined = was_joined(await call.initial_metadata())
+            frames = _client_frames(call, self._address)
+            return LanedFrames(frames, await listener.joined(offer)) if joined else frames
+        finally:
+            listener.withdraw(offer)
 
     async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
         """Change a session's plan."""
@@ -112,6 +144,7 @@ class GrpcDialer:
         self._lines: dict[str, Line] = {}
         self._shown: dict[str, Material] = {}
         """What the channels were opened with, by address."""
+        self._listener: LaneListener | None = None
         self._retired: set[Line] = set()
         """Those with certificates that were replaced, for the calls that still run on them."""
 
@@ -151,11 +184,16 @@ class GrpcDialer:
 
     async def verifier(self, address: str) -> GrpcVerifier:
         """A control client of the verifier at `address`."""
-        return GrpcVerifier(lambda: self._line(address), address, self._config)
+        return GrpcVerifier(lambda: self._line(address), address, self._config, self._lanes)
 
     async def drafter(self, address: str) -> GrpcDrafter:
         """A control client of the drafter at `address`."""
         return GrpcDrafter(lambda: self._line(address, Role.DRAFTER), address, self._config)
+
+    def _lanes(self) -> LaneListener | None:
+        if self._listener is None and self._config.lanes:
+            self._listener = LaneListener.open()
+        return self._listener
 
     async def hang_up(self, address: str) -> None:
         """Close the channel to an address, if there is one."""
@@ -167,6 +205,9 @@ class GrpcDialer:
         """Close every channel."""
         lines, self._lines = [*self._lines.values(), *self._retired], {}
         self._retired.clear()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         for line in lines:
             await line.close()
 

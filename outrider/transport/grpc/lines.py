@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+Metadata = tuple[tuple[str, str], ...]
 Call = grpc.aio.UnaryUnaryCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, bytes]
 
 
@@ -29,10 +30,12 @@ class Line:
         self._begun(call)
         return call
 
-    def stream(self, path: str) -> grpc.aio.StreamStreamCall[bytes, bytes]:
+    def stream(
+        self, path: str, metadata: Metadata = ()
+    ) -> grpc.aio.StreamStreamCall[bytes, bytes]:
         """Begin a stream of both sides."""
         rpc: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self.channel.stream_stream(path)
-        call = rpc()
+        call = rpc(metadata=metadata)
         self._begun(call)
         return call
 

@@ -15,6 +15,8 @@ import grpc
 from outrider.errors import ConnectionLostError
 from outrider.transport.base import Connection, DrafterEndpoint, VerifierEndpoint
 from outrider.transport.framed import serving_end, verifier_end
+from outrider.transport.grpc.lane_offers import answering, join_offered
+from outrider.transport.grpc.laned import LanedFrames
 from outrider.transport.grpc.options import GrpcConfig
 from outrider.transport.grpc.server import Service
 from outrider.transport.grpc.status import Context
@@ -113,8 +115,12 @@ class _VerifierServicer:
         return EMPTY
 
     async def sessions(self, _requests: object, context: Context) -> None:
-        await context.send_initial_metadata(())
-        frames = _server_frames(context)
+        lane = None
+        if self._config.lanes:
+            lane = await join_offered(context.invocation_metadata() or ())
+        await context.send_initial_metadata(answering(lane))
+        call = _server_frames(context)
+        frames = call if lane is None else LanedFrames(call, lane)
         connection = serving_end(frames, self._config.heartbeat)
         await _serve(self._endpoint.serve_sessions, connection, frames)
 
@@ -130,7 +136,7 @@ class _VerifierServicer:
 async def _serve(
     serve: Callable[[Any], Coroutine[Any, Any, None]],
     connection: Connection[Any, Any],
-    frames: StreamFrames,
+    frames: StreamFrames | LanedFrames,
 ) -> None:
     serving = asyncio.create_task(serve(connection))
     try:

@@ -98,7 +98,7 @@ class StreamFrames:
     def abort(self, error: OutriderError) -> None:
         """End both directions at once, e.g. because the RPC was cancelled."""
         self._inbox.close(error)
-        self._outbox.close(_as_lost(error), discard=True)
+        self._outbox.close(as_lost(error), discard=True)
 
     async def _pump_in(self) -> None:
         try:
@@ -131,7 +131,8 @@ def _size(frame: bytes | Begun) -> int:
     return 0 if isinstance(frame, Begun) else len(frame)
 
 
-def _as_lost(error: OutriderError) -> OutriderError:
+def as_lost(error: OutriderError) -> OutriderError:
+    """The error as whoever sends is told of it."""
     if isinstance(error, ConnectionLostError):
         return error
     return ConnectionLostError(error.message, reason=error.reason)
