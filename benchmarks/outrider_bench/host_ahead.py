@@ -18,8 +18,8 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.tree import DraftTree
 from outrider.wire.codec import encode_drafter_message
 from outrider.wire.messages import Proposal, Proposals
-from outrider_bench.host import LENGTH, VerifierSide
 from outrider_bench.host_canned import BESIDE, Steps
+from outrider_bench.host_verifier import LENGTH, VerifierSide
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ import torch
 
 from outrider.spec.contest import Contest, Mode
 from outrider.spec.plan import DraftMethod, Plan
-from outrider_bench.host import WIDTH, VerifierSide
 from outrider_bench.host_canned import Steps
+from outrider_bench.host_verifier import WIDTH, VerifierSide
 from outrider_bench.report import table
 
 WAYS: Final = {

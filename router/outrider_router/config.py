@@ -126,8 +126,8 @@ class RouterConfig:
     connection to one of them. Then this one serves once it has found a verifier. Not with a
     journal: who comes back for an answer need not come to the router that has it."""
     lanes: bool = True
-    """Whether to hear of sessions from verifiers of this host through sockets of this host alone
-    (Linux); off, and with other hosts, over the connection."""
+    """Whether streams of sessions with verifiers of this host go through memory and sockets of the
+    host instead of gRPC (Linux); off, with other hosts, and on Ray, over the connection."""
     model: Path
     """Model directory or a pulled model's name; only its tokenizer files are read."""
     model_name: str = ""

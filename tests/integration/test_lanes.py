@@ -1,4 +1,4 @@
-"""Drafters of the verifier's host get a lane; texts are the same with and without one."""
+"""Drafters and routers of the verifier's host get lanes; texts are the same with and without."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 
 
 def lanes_in(log: Path) -> list[bool]:
-    """Of each connection that a log tells of, whether it had a lane."""
+    """Of each exchange that a log tells of, whether it had a lane."""
+    return _found(log, "lane")
+
+
+def _found(log: Path, key: str) -> list[bool]:
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-    return [line["lane"] for line in lines if "lane" in line]
+    return [line[key] for line in lines if key in line]
 
 
 def texts(stack: Stack) -> list[tuple[int, ...]]:
@@ -33,20 +37,27 @@ def texts(stack: Stack) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("verifier", "drafter", "lane"),
-    [([], [], True), (["--no-lanes"], [], False), ([], ["--no-lanes"], False)],
+    ("router", "verifier", "drafter", "lane", "by_lane"),
+    [
+        ([], [], [], True, True),
+        ([], ["--no-lanes"], [], False, False),
+        (["--no-lanes"], [], ["--no-lanes"], False, False),
+    ],
 )
 def test_rounds_go_by_a_lane_where_both_want_one(
     tiny_target: Path,
     tiny_head: Path,
     tmp_path: Path,
+    router: list[str],
     verifier: list[str],
     drafter: list[str],
     lane: bool,
+    by_lane: bool,
 ) -> None:
-    model, head = str(tiny_target), str(tiny_head)
-    with Stack(tmp_path, model=model, head=head, verifier=verifier, drafter=drafter) as stack:
+    flags = {"router": router, "verifier": verifier, "drafter": drafter}
+    with Stack(tmp_path, model=str(tiny_target), head=str(tiny_head), **flags) as stack:
         drafted, plain = texts(stack)
+        assert _found(tmp_path / "verifier.log", "by_lane") == [by_lane]
         assert drafted == plain
         assert lanes_in(tmp_path / "verifier.log") == [lane]
         assert lanes_in(tmp_path / "drafter.log") == [lane]

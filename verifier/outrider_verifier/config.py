@@ -125,8 +125,8 @@ class VerifierConfig:
     """Unsent messages to one drafter; a drafter that lets more pile up is disconnected."""
     lanes: bool = True
     """Whether drafters of this host exchange with this process through shared memory, its engine
-    thread with their drafting thread, and routers of this host hear of their sessions without the
-    network (Linux); off, and for other hosts, over the connection."""
+    thread with their drafting thread, and streams of sessions with routers of this host go the same
+    way (Linux); off, and for other hosts, over the connection."""
     heartbeat_ms: int = 500
     """Interval of heartbeats on exchanges and session streams."""
     silence_ms: int = 2000

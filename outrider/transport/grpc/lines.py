@@ -30,9 +30,7 @@ class Line:
         self._begun(call)
         return call
 
-    def stream(
-        self, path: str, metadata: Metadata = ()
-    ) -> grpc.aio.StreamStreamCall[bytes, bytes]:
+    def stream(self, path: str, metadata: Metadata = ()) -> grpc.aio.StreamStreamCall[bytes, bytes]:
         """Begin a stream of both sides."""
         rpc: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self.channel.stream_stream(path)
         call = rpc(metadata=metadata)

@@ -7,6 +7,7 @@ costs itself instead of the stream.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
@@ -30,6 +31,8 @@ from outrider.wire.codec import (
     encode_drafter_info,
     encode_verifier_info,
 )
+
+logger = logging.getLogger(__name__)
 
 VERIFIER_SERVICE = "outrider.wire.v1.VerifierService"
 EXCHANGE_SERVICE = "outrider.wire.v1.ExchangeService"
@@ -119,6 +122,10 @@ class _VerifierServicer:
         if self._config.lanes:
             lane = await join_offered(context.invocation_metadata() or ())
         await context.send_initial_metadata(answering(lane))
+        logger.info(
+            "a router's stream begins",
+            extra={"peer": context.peer(), "by_lane": lane is not None},
+        )
         call = _server_frames(context)
         frames = call if lane is None else LanedFrames(call, lane)
         connection = serving_end(frames, self._config.heartbeat)

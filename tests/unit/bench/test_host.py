@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
 import torch
-from outrider_bench import host_ahead, host_churn, host_plain
+from outrider_bench import host_ahead, host_churn, host_plain, host_served
 from outrider_bench.host import measure
 from outrider_bench.host_canned import BESIDE
+from outrider_bench.host_own import OwnSide
 
 
 def test_every_step_is_timed_in_every_round() -> None:
@@ -50,3 +54,24 @@ def test_drafters_hear_of_no_session_that_comes_and_goes_while_its_kind_is_pause
     assert {"verifier: opened", "verifier: planner", "verifier: drafters told"} < set(
         side.steps.taken
     )
+
+
+def test_rounds_with_own_drafts_run_ahead_and_every_step_of_them_is_timed() -> None:
+    with torch.inference_mode():
+        side = OwnSide(3, 4, 3)
+        before = side.service._core.counters["emitted_tokens"]
+        for _ in range(4):
+            side.round()
+    assert side._rounds.flying
+    # The canned device lets all three drafted tokens stand.
+    assert side.service._core.counters["emitted_tokens"] - before == 4 * 3 * 4
+    assert {len(taken) for taken in side.steps.taken.values()} == {4}
+    assert {"verifier: planned", "verifier: committed", "verifier: rest"} < set(side.steps.taken)
+
+
+def test_a_whole_verifier_serves_rounds_to_routers(capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(host_served.serve(4, 2, 3, 0.5, lanes=True, warm_s=0.1))
+    header, _, row = capsys.readouterr().out.strip().splitlines()
+    found = dict(zip(header.split(" | "), row.split(" | "), strict=True))
+    assert (found["routers"], found["lanes"]) == ("2", "True")
+    assert int(found["rounds/s"]) > 0 and int(found["engine us"]) > 0

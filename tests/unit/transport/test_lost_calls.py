@@ -46,7 +46,7 @@ class Refusing:
     def unary(self, path: str, request: bytes, timeout_s: float) -> Refusing:
         return self
 
-    def stream(self, path: str) -> Refusing:
+    def stream(self, path: str, metadata: object) -> Refusing:
         return self
 
     def __await__(self) -> Generator[None, None, bytes]:
@@ -62,6 +62,6 @@ async def test_a_call_that_ends_before_it_is_answered_is_lost_and_was_not_cancel
     call: str,
 ) -> None:
     line: Any = Refusing()
-    verifier = GrpcVerifier(lambda: line, "10.0.0.1:5", GrpcConfig())
+    verifier = GrpcVerifier(lambda: line, "10.0.0.1:5", GrpcConfig(), lambda: None)
     with pytest.raises(ConnectionLostError, match=r"10\.0\.0\.1:5"):
         await getattr(verifier, call)()

@@ -1,0 +1,244 @@
+"""A stream that goes by a lane is a stream like any other, however its lane or its call ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from outrider.errors import ConnectionLostError, OutriderError
+from outrider.transport.grpc import GrpcConfig, GrpcDialer, GrpcServer, verifier_services
+from outrider.transport.grpc.lane_offers import join_offered, offering
+from outrider.transport.grpc.laned import LanedFrames
+from outrider.transport.grpc.streams import FLUSH_TIMEOUT_S, StreamFrames
+from outrider.transport.heartbeat import HeartbeatConnection
+from outrider.transport.lane import Lane, LaneListener, lane_pair
+from outrider.wire.limits import MAX_BUNDLE_BYTES
+from outrider.wire.messages import LaneOffer
+from tests.integration.fake_endpoints import FakeVerifier
+
+
+class Call:
+    """The call of a stream, which carries nothing and ends when told to."""
+
+    def __init__(self) -> None:
+        self._read: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self.frames = StreamFrames("peer", lambda: self._read, self._write)
+
+    def end(self, error: OutriderError | None = None) -> None:
+        """End it, as its peer's word or by an error."""
+        if error is None:
+            self._read.set_result(None)
+        else:
+            self._read.set_exception(error)
+
+    @staticmethod
+    async def _write(frame: bytes) -> None:
+        raise AssertionError(f"a frame of {len(frame)} bytes went by the call")
+
+
+class Rig:
+    """Our end, and the bare lane of its peer."""
+
+    def __init__(self) -> None:
+        ours, self.peer = lane_pair()
+        self.call = Call()
+        self.frames = LanedFrames(self.call.frames, ours)
+
+
+@asynccontextmanager
+async def rig() -> AsyncIterator[Rig]:
+    made = Rig()
+    try:
+        yield made
+    finally:
+        await made.frames.close()
+        made.peer.close()
+        assert made.frames._lane.closed
+
+
+async def told(lane: Lane, count: int) -> list[bytes]:
+    """So many frames that have come to a bare lane."""
+    found: list[bytes] = []
+    async with asyncio.timeout(10.0):
+        while len(found) < count:
+            found += lane.receive()
+            await asyncio.sleep(0)
+    return found
+
+
+async def test_frames_of_all_sizes_cross_in_order_both_ways() -> None:
+    rng = random.Random(1)
+    frames = [rng.randbytes(rng.choice([0, 1, 5000, 32769, 5_000_000])) for _ in range(20)]
+    async with rig() as made:
+        reading = asyncio.create_task(told(made.peer, len(frames)))
+        for frame in frames:
+            await made.frames.send(frame)
+        assert await reading == frames
+        for frame in frames[:8]:
+            made.peer.send(frame)
+            while made.peer.unsent:
+                made.peer.flush()
+                await asyncio.sleep(0)
+            assert await made.frames.receive() == frame
+
+
+async def test_what_is_offered_together_crosses_together_and_is_there_without_waiting() -> None:
+    async with rig() as made:
+        assert made.frames.offer(b"a", b"b", b"c")
+        assert made.peer.receive() == [b"a", b"b", b"c"]
+        made.peer.send(b"1", b"2", b"3")
+        assert await made.frames.receive() == b"1"
+        assert made.frames.ready() == [b"2", b"3"]
+        assert made.frames.ready() == []
+
+
+async def test_a_peer_that_does_not_read_makes_the_sender_wait_and_then_hears_all() -> None:
+    frames = [bytes([number]) * 1_000_000 for number in range(60)]
+    async with rig() as made:
+        sending = asyncio.create_task(_send_all(made.frames, frames))
+        await asyncio.sleep(0.05)
+        assert not sending.done()
+        assert not made.frames.offer(b"more")
+        assert made.frames._lane.unsent_bytes <= MAX_BUNDLE_BYTES + len(frames[0])
+        assert await told(made.peer, len(frames)) == frames
+        await sending
+
+
+async def _send_all(frames: LanedFrames, sent: list[bytes]) -> None:
+    for frame in sent:
+        await frames.send(frame)
+
+
+async def test_what_nobody_takes_stays_with_its_sender() -> None:
+    async with rig() as made:
+        for number in range(3000):
+            made.peer.send(number.to_bytes(4, "little"))
+        await asyncio.sleep(0.02)
+        assert len(made.frames._inbox) <= 128
+        for number in range(3000):
+            made.peer.flush()
+            assert await made.frames.receive() == number.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("by_call", [False, True])
+async def test_what_a_peer_said_before_its_end_is_heard(by_call: bool) -> None:
+    async with rig() as made:
+        made.peer.send(b"last")
+        if by_call:
+            made.call.end()
+        else:
+            made.peer.close()
+            asyncio.get_running_loop().call_later(0.05, made.call.end)
+        assert await made.frames.receive() == b"last"
+        with pytest.raises(ConnectionLostError) as lost:
+            await made.frames.receive()
+        # The call knows why.
+        assert lost.value.reason == "PEER_CLOSED"
+        with pytest.raises(ConnectionLostError):
+            await made.frames.send(b"too late")
+        with pytest.raises(ConnectionLostError):
+            made.frames.offer(b"too late")
+
+
+async def test_a_sender_learns_of_the_end_and_loses_nothing_that_was_said() -> None:
+    async with rig() as made:
+        made.peer.send(b"last")
+        made.peer.close()
+        with pytest.raises(ConnectionLostError):
+            made.frames.offer(b"to nobody")
+        assert await made.frames.receive() == b"last"
+
+
+async def test_a_call_that_says_nothing_of_a_lost_lane_is_not_waited_for_long() -> None:
+    async with rig() as made:
+        made.peer.close()
+        async with asyncio.timeout(20 * FLUSH_TIMEOUT_S):
+            with pytest.raises(ConnectionLostError) as lost:
+                await made.frames.receive()
+        assert lost.value.reason == "LANE_LOST"
+
+
+async def test_a_packet_of_no_known_form_ends_the_stream() -> None:
+    async with rig() as made:
+        bare: socket.socket = made.peer._socket
+        bare.send(b"\x09nonsense")
+        with pytest.raises(ConnectionLostError):
+            await made.frames.receive()
+
+
+async def test_a_cancelled_receive_loses_nothing() -> None:
+    async with rig() as made:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(made.frames.receive(), 0.01)
+        made.peer.send(b"kept")
+        assert await made.frames.receive() == b"kept"
+
+
+async def test_closing_sends_what_is_left_first() -> None:
+    frames = [bytes([number]) * 1_000_000 for number in range(18)]
+    async with rig() as made:
+        assert made.frames.offer(*frames)
+        assert made.frames._lane.unsent
+        closing = asyncio.create_task(made.frames.close())
+        assert await told(made.peer, len(frames)) == frames
+        await closing
+        with pytest.raises(ConnectionLostError):
+            await told(made.peer, 1)
+
+
+async def test_aborting_ends_both_directions_at_once() -> None:
+    async with rig() as made:
+        made.frames.abort(ConnectionLostError("the call was cancelled", reason="PEER_LOST"))
+        for failing in (made.frames.receive(), made.frames.send(b"x")):
+            with pytest.raises(ConnectionLostError) as lost:
+                await failing
+            assert lost.value.reason == "PEER_LOST"
+
+
+@pytest.mark.parametrize(
+    "offer", ["", "x", "a:b", f"{'0' * 32}:{'g' * 32}", f"{'0' * 33}:{'0' * 32}", b"\xff"]
+)
+async def test_an_offer_that_is_none_is_no_offer(offer: str | bytes) -> None:
+    assert await join_offered([("outrider-lane", offer)]) is None
+
+
+async def test_a_server_that_finds_no_such_listener_has_no_lane() -> None:
+    assert await join_offered(offering(LaneOffer(name="0" * 32, token=bytes(16)))) is None
+    listener = LaneListener()
+    try:
+        stranger = LaneOffer(name=listener.offer().name, token=bytes(16))
+        assert await join_offered(offering(stranger)) is None
+    finally:
+        listener.close()
+
+
+async def test_an_offer_to_nobody_is_withdrawn() -> None:
+    dialer = GrpcDialer(GrpcConfig(lanes=True, connect_timeout_s=0.3))
+    verifier = await dialer.verifier("127.0.0.1:1")
+    with pytest.raises(OutriderError):
+        await verifier.sessions()
+    assert dialer._listener is not None and dialer._listener._expected == {}
+    await dialer.close()
+
+
+@pytest.mark.parametrize("client", [False, True])
+@pytest.mark.parametrize("server", [False, True])
+async def test_a_stream_goes_by_a_lane_where_both_ends_wish_so(client: bool, server: bool) -> None:
+    serving = GrpcConfig(lanes=server)
+    running = GrpcServer("127.0.0.1:0", verifier_services(FakeVerifier(), serving), config=serving)
+    dialer = GrpcDialer(GrpcConfig(lanes=client))
+    try:
+        verifier = await dialer.verifier(await running.start())
+        stream = await verifier.sessions()
+        assert isinstance(stream, HeartbeatConnection)
+        frames = stream.inner.frames  # type: ignore[attr-defined]
+        assert isinstance(frames, LanedFrames) is (client and server)
+        await stream.close()
+    finally:
+        await dialer.close()
+        await running.stop(0.1)
