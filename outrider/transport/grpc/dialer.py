@@ -93,11 +93,16 @@ class GrpcVerifier(_Client, SessionIterators):
         offer = listener.offer()
         try:
             call = await self._begun(offering(offer))
-            joined = was_joined(await call.initial_metadata())
-            frames = _client_frames(call, self._address)
-            return LanedFrames(frames, await listener.joined(offer)) if joined else frames
+            try:
+                joined = was_joined(await call.initial_metadata())
+                lane = await listener.joined(offer) if joined else None
+            except BaseException:
+                call.cancel()
+                raise
         finally:
             listener.withdraw(offer)
+        frames = _client_frames(call, self._address)
+        return frames if lane is None else LanedFrames(frames, lane)
 
     async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
         """Change a session's plan."""

@@ -48,9 +48,18 @@ async def join_offered(metadata: Iterable[tuple[str, str | bytes]]) -> Lane | No
     if found is None:
         return None
     offer = LaneOffer(name=found[1], token=bytes.fromhex(found[2]))
+    # Whoever listens may be slow to answer, and the call may end meanwhile.
+    joining = asyncio.ensure_future(asyncio.to_thread(join_lane, offer))
     try:
-        # Whoever listens may be slow to answer.
-        return await asyncio.to_thread(join_lane, offer)
+        return await asyncio.shield(joining)
     except OutriderError as error:
         logger.debug("no lane: %s", error.message)
         return None
+    except asyncio.CancelledError:
+        joining.add_done_callback(_drop)
+        raise
+
+
+def _drop(joining: asyncio.Future[Lane]) -> None:
+    if not joining.cancelled() and joining.exception() is None:
+        joining.result().close()

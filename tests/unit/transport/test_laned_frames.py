@@ -217,6 +217,23 @@ async def test_a_server_that_finds_no_such_listener_has_no_lane() -> None:
         listener.close()
 
 
+async def test_a_lane_that_was_joined_for_a_call_that_is_gone_is_closed() -> None:
+    listener = LaneListener()
+    try:
+        offer = listener.offer()
+        joining = asyncio.create_task(join_offered(offering(offer)))
+        await asyncio.sleep(0)
+        joining.cancel()
+        lane = await listener.joined(offer)
+        async with asyncio.timeout(10.0):
+            with pytest.raises(ConnectionLostError):
+                await told(lane, 1)
+        lane.close()
+        assert joining.cancelled()
+    finally:
+        listener.close()
+
+
 async def test_an_offer_to_nobody_is_withdrawn() -> None:
     dialer = GrpcDialer(GrpcConfig(lanes=True, connect_timeout_s=0.3))
     verifier = await dialer.verifier("127.0.0.1:1")
