@@ -52,6 +52,11 @@ class Mailbox(Generic[ItemT]):
         """Whether `close` was called."""
         return self._error is not None
 
+    @property
+    def full(self) -> bool:
+        """Whether there is no room even for the smallest item."""
+        return self._full(0)
+
     def _full(self, size: int) -> bool:
         return bool(self._items) and (
             len(self._items) >= self._max_items or self._size + size > self._max_size

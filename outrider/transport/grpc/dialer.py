@@ -234,6 +234,9 @@ async def _answered(
         ) from None
     except grpc.aio.AioRpcError as error:
         raise lost_call_error(error, peer=address) from None
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
     return call
 
 

@@ -7,7 +7,6 @@ listener, and the call carries the frames.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from typing import Final
 
 from outrider.errors import OutriderError
 from outrider.transport.grpc.lines import Metadata
-from outrider.transport.lane import Lane, join_lane
+from outrider.transport.lane import Lane, join_lane_soon
 from outrider.wire.messages import LaneOffer
 
 logger = logging.getLogger(__name__)
@@ -48,18 +47,8 @@ async def join_offered(metadata: Iterable[tuple[str, str | bytes]]) -> Lane | No
     if found is None:
         return None
     offer = LaneOffer(name=found[1], token=bytes.fromhex(found[2]))
-    # Whoever listens may be slow to answer, and the call may end meanwhile.
-    joining = asyncio.ensure_future(asyncio.to_thread(join_lane, offer))
     try:
-        return await asyncio.shield(joining)
+        return await join_lane_soon(offer)
     except OutriderError as error:
         logger.debug("no lane: %s", error.message)
         return None
-    except asyncio.CancelledError:
-        joining.add_done_callback(_drop)
-        raise
-
-
-def _drop(joining: asyncio.Future[Lane]) -> None:
-    if not joining.cancelled() and joining.exception() is None:
-        joining.result().close()

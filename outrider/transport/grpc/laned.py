@@ -18,6 +18,10 @@ from outrider.wire.limits import MAX_BUNDLE_BYTES
 
 _INBOX_FRAMES = 64
 """Frames that wait to be taken before no more are read."""
+_RING_LOOK_S = 0.001
+"""How often it is looked whether a full ring has room."""
+_LAST_LOOKS = 1024
+"""At the end of a stream: a peer that is there still may send for ever."""
 
 
 class LanedFrames:
@@ -55,12 +59,12 @@ class LanedFrames:
             return False
         try:
             self._lane.send(*frames)
-        except ConnectionLostError as error:
-            self._lose(error)
-            raise
+        except OutriderError as error:
+            self._lose(lost := as_lost(error))
+            raise lost from None
         if self._lane.unsent and self._room.is_set():
             self._room.clear()
-            self._loop.add_writer(self._lane.fileno(), self._send_on)
+            self._send_on_later()
         return True
 
     async def receive(self) -> bytes:
@@ -79,11 +83,13 @@ class LanedFrames:
         """Send what is left within a bounded time, then end the lane and the call."""
         closed = ConnectionLostError(f"connection to {self.peer} is closed", reason="CLOSED")
         self._inbox.close(closed, discard=True)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FLUSH_TIMEOUT_S):
-                await self._room.wait()
-        self._end(closed)
-        self._watch.cancel()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                    await self._room.wait()
+        finally:
+            self._end(closed)
+            self._watch.cancel()
         await self._call.close()
 
     def abort(self, error: OutriderError) -> None:
@@ -93,7 +99,7 @@ class LanedFrames:
 
     def _read_on(self) -> None:
         """Take what arrives, unless much of it waits to be taken already."""
-        reads = self._error is None and len(self._inbox) < _INBOX_FRAMES
+        reads = self._error is None and not self._inbox.full
         if reads == self._reads:
             return
         self._reads = reads
@@ -109,26 +115,44 @@ class LanedFrames:
             self._lose(error)
         self._read_on()
 
+    def _send_on_later(self) -> None:
+        """Once there may be room: nobody says so of a ring."""
+        if self._lane.ring_full:
+            self._loop.call_later(_RING_LOOK_S, self._send_on)
+        else:
+            self._loop.add_writer(self._lane.fileno(), self._send_on)
+
     def _send_on(self) -> None:
-        """There is room again."""
+        """There may be room again."""
+        if self._error is not None:
+            return
+        self._loop.remove_writer(self._lane.fileno())
         try:
             self._lane.flush()
         except ConnectionLostError as error:
             self._lose(error)
-        if not self._lane.unsent:
-            self._loop.remove_writer(self._lane.fileno())
+            return
+        if self._lane.unsent:
+            self._send_on_later()
+        else:
             self._room.set()
 
     def _lose(self, error: ConnectionLostError) -> None:
         """The lane is gone, and most likely the peer: the call says why, if it says so soon."""
         if self._error is not None:
             return
-        # What the peer had said before counts.
-        with contextlib.suppress(ConnectionLostError):
-            while frames := self._lane.receive():
-                self._inbox.add(*frames)
+        self._take_the_last()
         self._let_go(error)
         self._loop.call_later(FLUSH_TIMEOUT_S, self.abort, error)
+
+    def _take_the_last(self) -> None:
+        """What the peer had said before its end counts."""
+        with contextlib.suppress(ConnectionLostError):
+            for _ in range(_LAST_LOOKS):
+                frames = self._lane.receive()
+                if not frames:
+                    return
+                self._inbox.add(*frames)
 
     async def _until_the_call_ends(self) -> None:
         try:
@@ -136,7 +160,7 @@ class LanedFrames:
                 await self._call.receive()
         except OutriderError as error:
             if self._error is None:
-                self._take_in()
+                self._take_the_last()
             self._end(error)
 
     def _end(self, error: OutriderError) -> None:

@@ -131,7 +131,7 @@ def _size(frame: bytes | Begun) -> int:
     return 0 if isinstance(frame, Begun) else len(frame)
 
 
-def as_lost(error: OutriderError) -> OutriderError:
+def as_lost(error: OutriderError) -> ConnectionLostError:
     """The error as whoever sends is told of it."""
     if isinstance(error, ConnectionLostError):
         return error

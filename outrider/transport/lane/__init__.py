@@ -9,6 +9,7 @@ from outrider.transport.lane.join import (
     JoinLane,
     LaneListener,
     join_lane,
+    join_lane_soon,
     lane_pair,
     lanes_exist,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "LaneListener",
     "LaneSet",
     "join_lane",
+    "join_lane_soon",
     "lane_pair",
     "lanes_exist",
 ]

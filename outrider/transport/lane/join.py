@@ -76,9 +76,12 @@ class LaneListener:
 
     async def joined(self, offer: LaneOffer) -> Lane:
         """The lane of a peer that says it has joined. Raises UnavailableError."""
+        waiting = self._expected.get(offer.token)
+        if waiting is None:
+            raise UnavailableError("the lane is not offered any more", reason="LANE_NOT_JOINED")
         try:
             async with asyncio.timeout(_JOIN_S):
-                return await self._expected[offer.token]
+                return await waiting
         except TimeoutError:
             raise UnavailableError("nobody joined the lane", reason="LANE_NOT_JOINED") from None
         finally:
@@ -178,6 +181,38 @@ def join_lane(offer: LaneOffer) -> Lane:
     except OutriderError:
         connected.close()
         raise
+
+
+async def join_lane_soon(offer: LaneOffer) -> Lane:
+    """As `join_lane`, for an event loop, which nothing holds up: neither a listener that is slow to
+    answer, nor one that takes in nobody."""
+    if not lanes_exist():
+        raise UnavailableError("this system has no lanes", reason="NO_LANES")
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connected.setblocking(False)
+        connected.connect(_address(offer.name))
+        connected.send(offer.token)
+        await _readable(connected)
+        return _welcomed(connected)
+    except OSError as error:
+        connected.close()
+        raise UnavailableError(f"no lane: {error}", reason="NO_LANE") from None
+    except BaseException:
+        connected.close()
+        raise
+
+
+async def _readable(connected: socket.socket) -> None:
+    """Wait until there is something to read. Raises TimeoutError."""
+    loop = asyncio.get_running_loop()
+    there = asyncio.Event()
+    loop.add_reader(connected, there.set)
+    try:
+        async with asyncio.timeout(_JOIN_S):
+            await there.wait()
+    finally:
+        loop.remove_reader(connected)
 
 
 def _welcomed(connected: socket.socket) -> Lane:

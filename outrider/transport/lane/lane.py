@@ -11,6 +11,7 @@ from typing import Final
 
 from outrider.errors import ConnectionLostError, InvalidMessageError, OutriderError
 from outrider.transport.lane.ring import RING_BYTES, Ring
+from outrider.transport.status import copy_of
 from outrider.wire.limits import MAX_MESSAGE_BYTES
 from outrider.wire.messages import Encoded
 
@@ -26,7 +27,9 @@ _INLINE, _IN_RING, _GOES_ON = b"\0", b"\1", b"\2"
 _PLACE: Final = struct.Struct("<QQ")
 """Offset and size of a frame in the ring."""
 _MOST_READ: Final = 64
-"""Packets taken at once: a peer that never stops must not keep its reader from all else."""
+_MOST_READ_BYTES: Final = RING_BYTES
+"""Packets, and bytes of frames, taken at once: a peer that never stops must not keep its reader
+from all else, nor fill its memory."""
 
 
 class Lane:
@@ -41,7 +44,12 @@ class Lane:
         self._begun = 0
         """Bytes of the first of these that have left in parts."""
         self._parts: list[bytes] = []
-        """Of a frame that is not here as a whole yet."""
+        """Of a frame that is not here as a whole yet; all are of PART_BYTES."""
+        self._broken: OutriderError | None = None
+        """What ended what can be received, behind the frames before it."""
+        self.ring_full = False
+        """Whether it is the ring in which what is unsent finds no room: a socket that can be
+        written to says nothing of that."""
         self.unsent_bytes = 0
         """Size of the frames that did not find room yet; their sender bounds it."""
         self.closed = False
@@ -85,25 +93,42 @@ class Lane:
             del self._unsent[place]
 
     def receive(self) -> list[bytes]:
-        """The frames that have arrived. Raises ConnectionLostError at the end, and for a peer that
-        does not keep to the form of packets; the frames before it are lost with it."""
+        """The frames that have arrived. Raises ConnectionLostError at the end, and at a packet of
+        no known form, behind which nothing counts: once the frames before it were given."""
         frames: list[bytes] = []
-        for _ in range(_MOST_READ):
+        size = 0
+        try:
+            for _ in range(_MOST_READ):
+                packet = self._next_packet()
+                frame = None if packet is None else self._frame(packet)
+                if frame is not None:
+                    frames.append(frame)
+                    size += len(frame)
+                if packet is None or size >= _MOST_READ_BYTES:
+                    break
+        except ConnectionLostError as error:
+            self._broken = error
+            if not frames:
+                raise
+        return frames
+
+    def _next_packet(self) -> bytes | None:
+        """None if there is none now. Raises ConnectionLostError."""
+        if self._broken is not None:
+            raise copy_of(self._broken)
+        while True:
             try:
                 packet = self._socket.recv(INLINE_BYTES + 1)
             except (BlockingIOError, InterruptedError):
-                break
+                return None
+            except ConnectionResetError:
+                # Said once where a peer went without having read all; what it sent is there still.
+                continue
             except OSError as error:
                 raise _lost(str(error)) from None
             if not packet:
-                # What came before the end counts; the end is still there for the next call.
-                if frames:
-                    break
                 raise _lost("the peer closed it")
-            frame = self._frame(packet)
-            if frame is not None:
-                frames.append(frame)
-        return frames
+            return packet
 
     def close(self) -> None:
         """Close this end; idempotent. The peer is told."""
@@ -139,6 +164,7 @@ class Lane:
     def _through_ring(self, kind: bytes, pieces: Sequence[bytes | memoryview], size: int) -> bool:
         """Whether there was room for a frame or a part of one in the ring, and for word of it."""
         offset = self._outgoing.write(pieces, size)
+        self.ring_full = offset is None
         if offset is None:
             return False
         if not self._posted(kind + _PLACE.pack(offset, size)):
@@ -170,9 +196,11 @@ class Lane:
             raise _lost(error.message) from None
         if kind == _IN_RING and not parts:
             return part
-        parts.append(part)
-        if sum(map(len, parts)) > MAX_MESSAGE_BYTES:
+        if kind == _GOES_ON and size != PART_BYTES:
+            raise _lost("a part of another size than parts have")
+        if len(parts) * PART_BYTES + size > MAX_MESSAGE_BYTES:
             raise _lost("a frame that is larger than any message")
+        parts.append(part)
         if kind == _GOES_ON:
             return None
         self._parts = []

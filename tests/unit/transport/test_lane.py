@@ -32,6 +32,26 @@ def test_frames_of_all_sizes_cross_in_order_both_ways() -> None:
                 assert receiver.receive() == []
 
 
+def test_a_peer_that_goes_without_having_read_all_is_heard_to_its_end() -> None:
+    with lane_pair() as (left, right):
+        right.send(b"1", b"2", b"3", b"4")
+        left.send(b"never read")
+        right.close()
+        assert left.receive() == [b"1", b"2", b"3", b"4"]
+        with pytest.raises(ConnectionLostError):
+            left.receive()
+
+
+def test_what_came_before_a_packet_of_no_known_form_counts_and_nothing_behind_it() -> None:
+    with hostile_peer() as (peer, lane):
+        for packet in (b"\0first", b"\x07", b"\0second"):
+            peer.send(packet)
+        assert lane.receive() == [b"first"]
+        for _ in range(2):
+            with pytest.raises(ConnectionLostError):
+                lane.receive()
+
+
 def test_what_finds_no_room_is_kept_and_sent_later_in_order() -> None:
     rng = random.Random(2)
     frames = [rng.randbytes(rng.choice([100, 3_000_000])) for _ in range(40)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import socket
 from collections.abc import AsyncIterator
@@ -17,9 +18,11 @@ from outrider.transport.grpc.laned import LanedFrames
 from outrider.transport.grpc.streams import FLUSH_TIMEOUT_S, StreamFrames
 from outrider.transport.heartbeat import HeartbeatConnection
 from outrider.transport.lane import Lane, LaneListener, lane_pair
+from outrider.transport.mailbox import MAX_BYTES
 from outrider.wire.limits import MAX_BUNDLE_BYTES
 from outrider.wire.messages import LaneOffer
 from tests.integration.fake_endpoints import FakeVerifier
+from tests.waiting import until
 
 
 class Call:
@@ -163,12 +166,70 @@ async def test_a_call_that_says_nothing_of_a_lost_lane_is_not_waited_for_long() 
         assert lost.value.reason == "LANE_LOST"
 
 
-async def test_a_packet_of_no_known_form_ends_the_stream() -> None:
+async def test_a_packet_of_no_known_form_ends_the_stream_behind_what_came_before_it() -> None:
     async with rig() as made:
         bare: socket.socket = made.peer._socket
+        made.peer.send(b"1", b"2")
         bare.send(b"\x09nonsense")
+        made.peer.send(b"3")
+        assert await made.frames.receive() == b"1"
+        assert await made.frames.receive() == b"2"
         with pytest.raises(ConnectionLostError):
             await made.frames.receive()
+
+
+async def test_what_waits_is_bounded_in_bytes() -> None:
+    async with rig() as made:
+        frames = [bytes([number]) * 4_000_000 for number in range(30)]
+        made.peer.send(*frames)
+        for _ in range(200):
+            made.peer.flush()
+            await asyncio.sleep(0)
+        assert made.frames._inbox._size <= 2 * MAX_BYTES
+        found: list[bytes] = []
+        while len(found) < len(frames):
+            made.peer.flush()
+            found.append(await made.frames.receive())
+        assert found == frames
+
+
+async def test_a_full_ring_is_looked_at_now_and_then() -> None:
+    async with rig() as made:
+        looks = 0
+        flush = made.frames._lane.flush
+
+        def counted() -> None:
+            nonlocal looks
+            looks += 1
+            flush()
+
+        made.frames._lane.flush = counted  # type: ignore[method-assign]
+        assert made.frames.offer(*[bytes(1_000_000)] * 20)
+        assert made.frames._lane.ring_full
+        await asyncio.sleep(0.1)
+        assert looks <= 120
+        await told(made.peer, 20)
+
+
+async def test_closing_that_is_cancelled_lets_go_all_the_same() -> None:
+    async with rig() as made:
+        assert made.frames.offer(*[bytes(1_000_000)] * 20)
+        closing = asyncio.create_task(made.frames.close())
+        await asyncio.sleep(0.01)
+        closing.cancel()
+        await asyncio.wait((closing,))
+        assert made.frames._lane.closed
+
+
+async def test_a_frame_that_no_lane_carries_ends_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outrider.transport.lane.lane.MAX_MESSAGE_BYTES", 1000)
+    async with rig() as made:
+        with pytest.raises(ConnectionLostError):
+            made.frames.offer(bytes(1001))
+        with pytest.raises(ConnectionLostError):
+            made.frames.offer(b"small")
 
 
 async def test_a_cancelled_receive_loses_nothing() -> None:
@@ -217,20 +278,41 @@ async def test_a_server_that_finds_no_such_listener_has_no_lane() -> None:
         listener.close()
 
 
-async def test_a_lane_that_was_joined_for_a_call_that_is_gone_is_closed() -> None:
+async def test_a_call_that_ends_while_its_lane_is_joined_leaves_nothing_open() -> None:
     listener = LaneListener()
-    try:
+    before = len(os.listdir("/proc/self/fd"))
+    for turns in range(12):
         offer = listener.offer()
         joining = asyncio.create_task(join_offered(offering(offer)))
-        await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
         joining.cancel()
-        lane = await listener.joined(offer)
-        async with asyncio.timeout(10.0):
-            with pytest.raises(ConnectionLostError):
-                await told(lane, 1)
+        (lane,) = await asyncio.gather(joining, return_exceptions=True)
+        if isinstance(lane, Lane):
+            lane.close()
+        listener.withdraw(offer)
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    listener.close()
+
+
+async def test_listeners_that_take_in_nobody_hold_up_nobody_else() -> None:
+    name = "0123456789abcdef" * 2
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(f"\0outrider-{name}")
+        silent.listen(1)
+        metadata = offering(LaneOffer(name=name, token=bytes(16)))
+        joining = [asyncio.create_task(join_offered(metadata)) for _ in range(40)]
+        await asyncio.sleep(0.01)
+        listener = LaneListener()
+        offer = listener.offer()
+        lane = await join_offered(offering(offer))
+        assert lane is not None
+        assert any(not task.done() for task in joining)
+        assert await asyncio.to_thread(lambda: 3) == 3
+        assert any(not task.done() for task in joining)
+        assert set(await asyncio.gather(*joining)) == {None}
         lane.close()
-        assert joining.cancelled()
-    finally:
+        (await listener.joined(offer)).close()
         listener.close()
 
 
