@@ -20,7 +20,7 @@ _INBOX_FRAMES = 64
 """Frames that wait to be taken before no more are read."""
 _RING_LOOK_S = 0.001
 """How often it is looked whether a full ring has room."""
-_LAST_LOOKS = 1024
+_LAST_LOOKS = 128
 """At the end of a stream: a peer that is there still may send for ever."""
 
 
