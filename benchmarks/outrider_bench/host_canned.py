@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from outrider_bench.report import table
 
 T = TypeVar("T")
 
@@ -44,6 +46,15 @@ class Steps:
         """Microseconds of a step: the mean of the lowest tenth of the rounds."""
         taken = sorted(self.taken[name])
         return float(np.mean(taken[: max(1, len(taken) // 10)]))
+
+
+def steps_table(found: Mapping[str, Steps]) -> str:
+    """Microseconds by step, and of a whole round of the verifier, a column each."""
+    names = list(dict.fromkeys(name for steps in found.values() for name in steps.taken))
+    rows = [[name, *(f"{steps.lowest(name):.0f}" for steps in found.values())] for name in names]
+    totals = (sum(map(steps.lowest, names)) for steps in found.values())
+    rows.append(["**verifier**", *(f"{total:.0f}" for total in totals)])
+    return table(["us", *found], rows)
 
 
 class CannedGraphs:

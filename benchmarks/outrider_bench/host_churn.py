@@ -7,7 +7,6 @@ costs at its beginning and its end, drafters that are told of it included, is pa
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -48,13 +47,7 @@ class ChurningSide(PlainSide):
             ticket = self._sessions + self.opened
             self.open_one(ticket, prompt, length, self.plan, drafted=self.drafted)
         self._steps.mark("verifier: opened")
-        plan = self._rounds.plan(time.monotonic())
-        self._steps.mark("verifier: planned")
-        if plan.empty:
-            self._rounds.settle()
-        else:
-            self._rounds.run(plan)
-        self._steps.mark("verifier: features kept")
+        self.plan_and_run("verifier: features kept")
         self.told += self.tell()
         self._steps.mark("verifier: drafters told")
         self._steps.end_round()

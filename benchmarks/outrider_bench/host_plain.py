@@ -7,7 +7,6 @@ in one process, so that what else the machine does is the same for all.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -15,9 +14,8 @@ import torch
 
 from outrider.spec.contest import Contest, Mode
 from outrider.spec.plan import DraftMethod, Plan
-from outrider_bench.host_canned import Steps
-from outrider_bench.host_verifier import WIDTH, VerifierSide
-from outrider_bench.report import table
+from outrider_bench.host_canned import Steps, steps_table
+from outrider_bench.host_verifier import WIDTH, AheadSide
 
 WAYS: Final = {
     "no drafter": None,
@@ -27,25 +25,18 @@ WAYS: Final = {
 """How sessions come to decode plainly, and the drafts that they did without."""
 
 
-class PlainSide(VerifierSide):
+class PlainSide(AheadSide):
     """A verifier's engine thread whose sessions decode plainly, a round always in flight."""
 
     def __init__(
         self, sessions: int, rounds: int, method: DraftMethod | None, *, width: int = WIDTH
     ) -> None:
-        self.steps = Steps()
-        super().__init__(sessions, self.steps, planner="automatic", width=width)
+        super().__init__(sessions, width=width)
         self.plan = Plan() if method is None else Plan(method=method, draft_tokens=4)
         self.drafted = method is not None
         self.open(sessions, rounds + 64, self.plan, drafted=self.drafted)
         self._pause()
-        own: Any = self._rounds
-        own._attempt = self.until(None, own._attempt, "verifier: submitted")
-        own._collect = self.until("verifier: made ready", own._collect, "verifier: outcome read")
-        policy: Any = self._core.policy
-        policy.observe_round = self.until(
-            "verifier: accounts, events", policy.observe_round, "verifier: planner"
-        )
+        self.mark_steps("verifier: accounts, events")
         for _ in range(8):
             self.plain_round()
         self.steps.taken.clear()
@@ -63,11 +54,7 @@ class PlainSide(VerifierSide):
     def plain_round(self) -> None:
         """Plan and submit a round, settle the one before it."""
         self._steps.begin()
-        plan = self._rounds.plan(time.monotonic())
-        assert not plan.empty, "nothing to do"
-        self._steps.mark("verifier: planned")
-        self._rounds.run(plan)
-        self._steps.mark("verifier: features kept")
+        assert self.plan_and_run("verifier: features kept"), "nothing to do"
         assert self._rounds.flying, "plain rounds run ahead"
         self._outbox.clear()
         self._core.seal()
@@ -91,8 +78,4 @@ def run(counts: Sequence[int], rounds: int) -> None:
         for count in counts
         for name, steps in measure(count, rounds).items()
     }
-    names = list(dict.fromkeys(name for steps in found.values() for name in steps.taken))
-    rows = [[name, *(f"{steps.lowest(name):.0f}" for steps in found.values())] for name in names]
-    totals = (sum(map(steps.lowest, names)) for steps in found.values())
-    rows.append(["**verifier**", *(f"{total:.0f}" for total in totals)])
-    print(table(["us", *found], rows))
+    print(steps_table(found))

@@ -21,14 +21,12 @@ import torch
 from outrider_verifier.service import VerifierService
 
 from outrider.errors import UnavailableError
-from outrider.ids import SessionId
 from outrider.process import tune_process
 from outrider.spec.plan import DraftMethod, Plan
-from outrider.spec.sampling import SamplingParams
 from outrider.transport.grpc import GrpcConfig, GrpcDialer, GrpcServer, verifier_services
-from outrider.wire.messages import SessionEvents, SessionOpen, SessionSpec
+from outrider.wire.messages import SessionEvents, SessionOpen
 from outrider_bench.host_canned import Steps
-from outrider_bench.host_verifier import PROMPT, VerifierSide
+from outrider_bench.host_verifier import PROMPT, VerifierSide, spec_of
 from outrider_bench.report import table
 
 ANSWER: Final = 1800
@@ -101,22 +99,12 @@ async def listen(address: str, name: str, sessions: int, length: int, *, lanes: 
     """Be a router: keep so many sessions open and read what they emit."""
     dialer = GrpcDialer(GrpcConfig(lanes=lanes))
     stream = await (await dialer.verifier(address)).sessions()
+    plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=length) if length else Plan()
     opened = 0
 
     async def open_one() -> None:
         nonlocal opened
-        spec = SessionSpec(
-            session_id=SessionId(f"{name}-{opened}"),
-            epoch=0,
-            token_ids=tuple(range(PROMPT)),
-            prompt_len=PROMPT,
-            max_new_tokens=ANSWER,
-            stop_token_ids=(2, 3),
-            sampling=SamplingParams(),
-            plan=Plan(method=DraftMethod.EAGLE3, draft_tokens=length) if length else Plan(),
-            drafter_id=None,
-        )
-        await stream.send(SessionOpen(opened, spec))
+        await stream.send(SessionOpen(opened, spec_of(f"{name}-{opened}", PROMPT, ANSWER, plan)))
         opened += 1
 
     for _ in range(sessions):

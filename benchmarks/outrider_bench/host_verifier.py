@@ -41,6 +41,23 @@ _LINK: Final = 1
 _NAME: Final = DrafterId("bench")
 
 
+def spec_of(
+    name: str, prompt: int, max_new_tokens: int, plan: Plan, drafter_id: DrafterId | None = None
+) -> SessionSpec:
+    """A greedy session with so many tokens of prompt."""
+    return SessionSpec(
+        session_id=SessionId(name),
+        epoch=0,
+        token_ids=tuple(range(prompt)),
+        prompt_len=prompt,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=(2, 3),
+        sampling=SamplingParams(),
+        plan=plan,
+        drafter_id=drafter_id,
+    )
+
+
 def _fused(length: int) -> dict[str, Any]:
     """The settings of a verifier whose own head drafts chains."""
     return {"placement": "fused", "draft_length": length, "features_from": "canned"}
@@ -174,17 +191,8 @@ class VerifierSide:
         self, ticket: int, prompt: int, max_new_tokens: int, plan: Plan, *, drafted: bool
     ) -> None:
         """Open a session with so many tokens of prompt; it waits for the next round."""
-        spec = SessionSpec(
-            session_id=SessionId(f"s{ticket}"),
-            epoch=0,
-            token_ids=tuple(range(prompt)),
-            prompt_len=prompt,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=(2, 3),
-            sampling=SamplingParams(),
-            plan=plan,
-            drafter_id=_NAME if drafted else None,
-        )
+        drafter_id = _NAME if drafted else None
+        spec = spec_of(f"s{ticket}", prompt, max_new_tokens, plan, drafter_id)
         opened: Any = Open(ticket, spec, None)  # type: ignore[arg-type]
         self._core.handle(opened, time.monotonic())
 
@@ -236,3 +244,36 @@ class VerifierSide:
         if self._waiting:
             self._waiting = False
             self._steps.mark("verifier: submitted" + BESIDE)
+
+
+class AheadSide(VerifierSide):
+    """A verifier's engine thread whose rounds need nothing from outside: one is always in flight.
+    Its planner decides."""
+
+    def __init__(self, sessions: int, *, width: int = WIDTH, own_draft: int = 0) -> None:
+        """As `VerifierSide`."""
+        self.steps = Steps()
+        super().__init__(
+            sessions, self.steps, planner="automatic", width=width, own_draft=own_draft
+        )
+
+    def mark_steps(self, before_planner: str) -> None:
+        """Time the steps of the rounds from here on; `before_planner`: the one that ends where the
+        planner sees what a round gave."""
+        own: Any = self._rounds
+        own._attempt = self.until(None, own._attempt, "verifier: submitted")
+        own._collect = self.until("verifier: made ready", own._collect, "verifier: outcome read")
+        policy: Any = self._core.policy
+        policy.observe_round = self.until(before_planner, policy.observe_round, "verifier: planner")
+
+    def plan_and_run(self, rest: str) -> bool:
+        """Plan and submit a round, settle the one before it; whether there was one to submit.
+        `rest`: the step that ends here."""
+        plan = self._rounds.plan(time.monotonic())
+        self._steps.mark("verifier: planned")
+        if plan.empty:
+            self._rounds.settle()
+        else:
+            self._rounds.run(plan)
+        self._steps.mark(rest)
+        return not plan.empty

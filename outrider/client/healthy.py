@@ -34,7 +34,7 @@ def check_hosts(directory: Path, addresses: Iterable[str]) -> None:
     or no good at all: WRONG_HOST, BAD_TLS."""
     tls = tls_from(directory, Role.ROUTER)
     for address in addresses:
-        host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        host, _ = _parts(address)
         if host not in EVERYWHERE:
             check_host(tls, host, "`outrider certs DIR --host` puts names into certificates")
 
@@ -43,16 +43,21 @@ def check_free(*addresses: str | None) -> None:
     """FailedPreconditionError (ADDRESS_IN_USE) where somebody listens at one of these HOST:PORT:
     routers that share their ports would share them with other fleets of the same user, too."""
     for address in filter(None, addresses):
-        host, _, port = address.rpartition(":")
+        host, port = _parts(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        where = host.removeprefix("[").removesuffix("]"), int(port)
         try:
-            with socket.create_server(where, family=family):
+            with socket.create_server((host, int(port)), family=family):
                 pass
         except OSError as error:
             raise FailedPreconditionError(
                 f"cannot listen on {address}: {error}", reason="ADDRESS_IN_USE"
             ) from error
+
+
+def _parts(address: str) -> tuple[str, str]:
+    """Host, without the brackets of an IPv6 address, and port."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
 
 
 def wait_healthy(

@@ -121,20 +121,14 @@ class Room:
         """Let every running session hold the blocks that its next rounds may write; False if they
         are not all there. Most rounds nobody needs any."""
         short = [s for s in self.running.values() if s.length > s.covered]
-        if not short:
-            return True
-        ahead = self._ahead()
-        return all([self._hold(session, ahead) for session in short])
+        return not short or self._hold_all(short, 0)
 
     def grow_ahead(self, sessions: Iterable[Session], tokens: int) -> None:
         """While a round runs, or drafts are made: let these sessions hold what they need once up to
         `tokens` more of each are committed, and tell the device, so that the next round need not
         wait for that. Where blocks are short nothing is done."""
         short = [s for s in sessions if s.length + tokens > s.covered and not s.ended]
-        if not short:
-            return
-        ahead = max(tokens, self._ahead())
-        if all([self._hold(session, ahead) for session in short]):
+        if short and self._hold_all(short, tokens):
             self._runner.tell_grown()
 
     def ready(self, now: float, *, touched: int, flying: Collection[SessionId]) -> bool:
@@ -207,7 +201,12 @@ class Room:
 
     # ---- effects -------------------------------------------------------------------------------
 
-    def _hold(self, session: Session, tokens: int = 0) -> bool:
+    def _hold_all(self, sessions: Sequence[Session], tokens: int) -> bool:
+        """For `tokens` more of each, or for more where there is plenty; whether all have them."""
+        tokens = max(tokens, self._ahead())
+        return all([self._hold(session, tokens) for session in sessions])
+
+    def _hold(self, session: Session, tokens: int) -> bool:
         """For `tokens` more than it has, but none past its end."""
         beyond = self._runner.slack.beyond(session)
         tokens = min(tokens, session.max_len - session.length)

@@ -164,8 +164,7 @@ class RouterHub:
         """Send the events of a round: one message to each router that has sessions in it."""
         if self._spans:  # some session is traced
             self._spans.emitted(batch)
-        columns = batch.columns()
-        tickets, reasons = columns[0].tolist(), columns[3]
+        tickets, events = _events(batch)
         rows: dict[_Router, list[int]] = {}
         handles: dict[_Router, list[int]] = {}
         for row, ticket in enumerate(tickets):
@@ -174,10 +173,9 @@ class RouterHub:
             if served is not None:
                 rows.setdefault(served.router, []).append(row)
                 handles.setdefault(served.router, []).append(served.handle)
-        events = _events(batch, columns)
         for router, mine in rows.items():
             self._tell(router, _only(events, mine, handles[router], batch.logprobs))
-        for row in reasons.nonzero()[0].tolist():
+        for row in events.finish_reasons.nonzero()[0].tolist():
             self._forget(tickets[row])
 
     def fail(self, ticket: int, error: OutriderError) -> None:
@@ -321,10 +319,11 @@ class RouterHub:
             router.lost.set()
 
 
-def _events(batch: Emits, columns: NDArray[np.int64]) -> SessionEvents:
-    """All rows of a round as one message, but for handles and log-probabilities."""
-    _, round_ids, counts, reasons, flags, proposed, accepted = columns
-    return SessionEvents(
+def _events(batch: Emits) -> tuple[list[int], SessionEvents]:
+    """The tickets of all rows of a round; and the rows as one message, but for handles and
+    log-probabilities."""
+    tickets, round_ids, counts, reasons, flags, proposed, accepted = batch.columns()
+    return tickets.tolist(), SessionEvents(
         handles=np.empty(len(counts), np.uint32),
         round_ids=round_ids.astype(np.uint32),
         counts=counts.astype(np.uint32),

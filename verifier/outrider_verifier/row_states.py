@@ -67,7 +67,7 @@ class RowStates:
             left,
             None,
             session.since,
-            own_nodes=session.own_depth if session.own_draft else 0,
+            own_nodes=session.own_depth,
             awaits_proposal=awaits,
             patience_s=self._core.policy.patience(session) if awaits else 0.0,
             runs_ahead=self.runs_ahead(session),
@@ -88,9 +88,9 @@ class RowStates:
         prefilling: list[RowState] = []
         nodes = 0
         for session in self._core.room.running.values():
-            spec, own = session.spec, session.own_draft
+            spec, drafts = session.spec, session.own_draft > 0
             alone = session.paused or (
-                session.link_id is None and (own > 0 or not session.plan.speculative)
+                session.link_id is None and (drafts or not session.plan.speculative)
             )
             if not alone or session.constraint is not None:
                 return None
@@ -99,7 +99,7 @@ class RowStates:
                 prefilling.append(self.of(session, -1))
             elif session.emitted + 1 < spec.max_new_tokens or spec.session_id not in flying:
                 names.append(spec.session_id)
-                nodes += own and session.own_depth
+                nodes += session.own_depth
         return names, prefilling, nodes
 
     def runs_ahead(self, session: Session) -> bool:
@@ -113,10 +113,7 @@ class RowStates:
         """The rows of a plan, with their proposals taken out of the inbox."""
         sessions = [self._core.sessions[row.session_id] for row in plan.decode]
         if plan.alone:
-            return [
-                VerifyRow(session, own_depth=session.own_depth if session.own_draft else 0)
-                for session in sessions
-            ]
+            return [VerifyRow(session, own_depth=session.own_depth) for session in sessions]
         drafted = [s.handle for s, row in zip(sessions, plan.decode, strict=True) if row.drafted]
         taken = self._core.inbox.take(drafted) if drafted else []
         if len(taken) == len(sessions) and not any([session.outdone for session in sessions]):

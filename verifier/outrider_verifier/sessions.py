@@ -207,7 +207,9 @@ class Session:
         The token budget does not bound it: what exceeds that is cut off the emission, and a round
         may be submitted before the budget left is known.
         """
-        return 0 if self.paused else min(self.own_draft, self.plan.draft_tokens)
+        if not self.own_draft or self.paused:
+            return 0
+        return min(self.own_draft, self.plan.draft_tokens)
 
     @property
     def has_drafter(self) -> bool:

@@ -186,6 +186,7 @@ def _commit(
     if len(tokens) >= remaining or not session.stop_ids.isdisjoint(tokens):
         tokens, reason = cut_emission(tokens, stop_ids=session.stop_ids, remaining=remaining)
     if row is not None:
+        # The last two are what `draft_wanted` would find out by calls.
         if row.held is None and not (row.stand_in or session.own_draft or session.paused):
             missed = session.draft_wanted
         session.round_id += 1

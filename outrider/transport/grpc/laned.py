@@ -11,13 +11,11 @@ import asyncio
 import contextlib
 
 from outrider.errors import ConnectionLostError, OutriderError
-from outrider.transport.grpc.streams import FLUSH_TIMEOUT_S, StreamFrames, as_lost
+from outrider.transport.grpc.streams import FLUSH_TIMEOUT_S, INBOX_FRAMES, StreamFrames, as_lost
 from outrider.transport.lane import Lane
 from outrider.transport.mailbox import Mailbox
 from outrider.wire.limits import MAX_BUNDLE_BYTES
 
-_INBOX_FRAMES = 64
-"""Frames that wait to be taken before no more are read."""
 _RING_LOOK_S = 0.001
 """How often it is looked whether a full ring has room."""
 _LAST_LOOKS = 128
@@ -31,7 +29,7 @@ class LanedFrames:
         """`call`: the stream that the lane belongs to; either takes the other one along."""
         self._call, self._lane = call, lane
         self._loop = asyncio.get_running_loop()
-        self._inbox: Mailbox[bytes] = Mailbox(max_items=_INBOX_FRAMES, size_of=len)
+        self._inbox: Mailbox[bytes] = Mailbox(max_items=INBOX_FRAMES, size_of=len)
         self._error: OutriderError | None = None
         """Why nothing is sent, or received from the lane, any more."""
         self._room = asyncio.Event()

@@ -17,7 +17,8 @@ from outrider.transport.mailbox import Mailbox
 
 FLUSH_TIMEOUT_S = 0.5
 """How long `close` waits for queued frames to be taken by the peer."""
-_INBOX_FRAMES = 64
+INBOX_FRAMES = 64
+"""Frames that wait to be taken before no more are read."""
 
 
 class StreamFrames:
@@ -41,7 +42,7 @@ class StreamFrames:
         self._peer = peer
         self._read, self._write = read, write
         self._half_close, self._cancel = half_close, cancel
-        self._inbox: Mailbox[bytes] = Mailbox(max_items=_INBOX_FRAMES, size_of=len)
+        self._inbox: Mailbox[bytes] = Mailbox(max_items=INBOX_FRAMES, size_of=len)
         self._outbox: Mailbox[bytes | Begun] = Mailbox(size_of=_size)
         self._resting = False
         """Whether no write is in progress and no frame is queued."""

@@ -14,10 +14,10 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
-from outrider.errors import OutriderError, UnavailableError
+from outrider.errors import UnavailableError
 from outrider.transport.lane.lane import Lane
 from outrider.transport.lane.ring import Ring
 from outrider.wire.messages import LaneOffer
@@ -167,40 +167,42 @@ def join_lane(offer: LaneOffer) -> Lane:
     """Join the lane that a peer offers; blocks for a moment. Raises UnavailableError where there
     is no such listener here (the peer is on another host), InvalidMessageError for memory that is
     no good."""
-    if not lanes_exist():
-        raise UnavailableError("this system has no lanes", reason="NO_LANES")
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
+    with _joining() as connected:
         connected.settimeout(_JOIN_S)
-        connected.connect(_address(offer.name))
-        connected.send(offer.token)
+        _ask(connected, offer)
         return _welcomed(connected)
-    except OSError as error:
-        connected.close()
-        raise UnavailableError(f"no lane: {error}", reason="NO_LANE") from None
-    except OutriderError:
-        connected.close()
-        raise
 
 
 async def join_lane_soon(offer: LaneOffer) -> Lane:
     """As `join_lane`, for an event loop, which nothing holds up: neither a listener that is slow to
     answer, nor one that takes in nobody."""
+    with _joining() as connected:
+        connected.setblocking(False)
+        _ask(connected, offer)
+        await _readable(connected)
+        return _welcomed(connected)
+
+
+@contextlib.contextmanager
+def _joining() -> Iterator[socket.socket]:
+    """A socket to join with, which is closed unless a lane has it. Raises UnavailableError also for
+    what goes wrong with it."""
     if not lanes_exist():
         raise UnavailableError("this system has no lanes", reason="NO_LANES")
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connected.setblocking(False)
-        connected.connect(_address(offer.name))
-        connected.send(offer.token)
-        await _readable(connected)
-        return _welcomed(connected)
+        yield connected
     except OSError as error:
         connected.close()
         raise UnavailableError(f"no lane: {error}", reason="NO_LANE") from None
     except BaseException:
         connected.close()
         raise
+
+
+def _ask(connected: socket.socket, offer: LaneOffer) -> None:
+    connected.connect(_address(offer.name))
+    connected.send(offer.token)
 
 
 async def _readable(connected: socket.socket) -> None:
