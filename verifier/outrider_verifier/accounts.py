@@ -101,9 +101,8 @@ class Accounts:
         if block is None:
             return
         places = [place for place, row in enumerate(rows) if not row.session.ended]
-        if len(places) < len(rows):
-            block = block[places]
-        store.append_each([rows[place].session.spec.session_id for place in places], block)
+        names = [rows[place].session.spec.session_id for place in places]
+        store.append_each(names, block, places)
 
     def report(self, flying: InFlight, outcome: RoundOutcome, emitted: int) -> float:
         """Post what the round took; returns its seconds, without waiting."""

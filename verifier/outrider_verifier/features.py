@@ -48,6 +48,8 @@ class FeatureStore:
         self._slab_rows = CHUNK * max(1, SLAB_BYTES // (CHUNK * self._row_bytes))
         self._slabs: list[NDArray[np.generic]] = []
         """[slab rows, H] each."""
+        self._whole_row = np.dtype((np.void, self._row_bytes))
+        """A row as one element: numpy scatters rows of narrow elements one by one of these."""
         self._free: list[int] = []
         """Numbers of chunks that nobody holds."""
         self._used = np.zeros(0, dtype=np.int64)
@@ -104,26 +106,31 @@ class FeatureStore:
             done += taken
         self._used[held.seat] = used
 
-    def append_each(self, session_ids: Sequence[SessionId], rows: NDArray[np.generic]) -> None:
-        """Add the next position's feature of each of these sessions, all different: rows [n, H],
-        which are copied; no-op for those without any."""
-        needed = self._used_bytes + len(rows) * self._row_bytes
+    def append_each(
+        self, session_ids: Sequence[SessionId], rows: NDArray[np.generic], places: Sequence[int]
+    ) -> None:
+        """Add the next position's feature of each of these n sessions, all different: of rows
+        [m, H] those at `places` [n], which are copied; no-op for those without any."""
+        needed = self._used_bytes + len(places) * self._row_bytes
         try:
             held = [self._held[name] for name in session_ids]
         except KeyError:
             held = []
         if len(held) < FEW or needed > self._budget:
-            for place, session_id in enumerate(session_ids):
+            for place, session_id in zip(places, session_ids, strict=True):
                 self.append(session_id, rows[place : place + 1])
             return
         self._used_bytes = needed
         seats = np.array([each.seat for each in held])
         used = self._used[seats]
         within = used % CHUNK
-        for place in np.flatnonzero(within == 0).tolist():
-            self._begin_chunk(held[place])
+        for index in np.flatnonzero(within == 0).tolist():
+            self._begin_chunk(held[index])
         self._used[seats] = used + 1
-        self._write(self._bases[seats] + within, rows)
+        whole = self._whole(np.ascontiguousarray(rows))
+        if len(places) < len(rows):
+            whole = whole[np.array(places)]
+        self._write(self._bases[seats] + within, whole)
 
     def read(self, session_id: SessionId, start: int, stop: int) -> NDArray[np.generic]:
         """[stop - start, H] of positions start .. stop, at least one; they must be held."""
@@ -144,16 +151,20 @@ class FeatureStore:
         self._free += held.chunks
         self._free_seats.append(held.seat)
 
-    def _write(self, places: NDArray[np.int64], rows: NDArray[np.generic]) -> None:
-        """Rows [n, H] to these rows of all slabs."""
+    def _write(self, places: NDArray[np.int64], whole: NDArray[np.void]) -> None:
+        """Whole rows [n] to these rows of all slabs."""
         slabs, within = np.divmod(places, self._slab_rows)
         concerned = set(slabs.tolist())
         if len(concerned) == 1:
-            self._slabs[concerned.pop()][within] = rows
+            self._whole(self._slabs[concerned.pop()])[within] = whole
             return
         for slab in concerned:
             mine = slabs == slab
-            self._slabs[slab][within[mine]] = rows[mine]
+            self._whole(self._slabs[slab])[within[mine]] = whole[mine]
+
+    def _whole(self, rows: NDArray[np.generic]) -> NDArray[np.void]:
+        """Rows [n, H], each as one element [n]."""
+        return rows.view(self._whole_row)[:, 0]
 
     def _begin_chunk(self, held: _Held) -> None:
         if not self._free:

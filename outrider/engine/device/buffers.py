@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-call"
 """Pinned host memory on the way to the device and back; plain memory for a CPU.
 
 A round may be several launches, its parts: each has rings of its own, so that a ring turns once a
@@ -17,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.engine.device.driver import Calls, Mark, calls_of
+
 RING = 4
 """Buffers of a ring: more than the rounds that can be in flight, so that none is overwritten."""
 
@@ -28,6 +29,8 @@ class _Buffer(NamedTuple):
     array: NDArray[np.generic]
     heads: dict[int, Tensor]
     """By length: slices of tensors take longer to make than to find."""
+    landed: Mark | None
+    """For a ring of what comes down: behind the last copy into it."""
 
 
 class Uploader:
@@ -36,6 +39,7 @@ class Uploader:
     def __init__(self, size: int, device: torch.device, *, ring: int = RING) -> None:
         """`size`: most elements of one upload; `ring`: most of one part that are under way."""
         self._size, self._pinned, self._num_buffers = size, device.type == "cuda", ring
+        self._calls = calls_of(device)
         self._rings = [self._ring()]
         """By part."""
         self._staged = self._rings[0].take()
@@ -60,7 +64,7 @@ class Uploader:
         head = heads.get(count)
         if head is None:
             head = heads[count] = self._staged.tensor[:count]
-        out.copy_(head, non_blocking=True)
+        self._calls.copy(out, head)
 
 
 class Mirror:
@@ -68,6 +72,7 @@ class Mirror:
 
     def __init__(self, size: int, device: torch.device) -> None:
         """All 0."""
+        self._calls = calls_of(device)
         self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.array: NDArray[np.int32] = self._staged.numpy()
         """Not to be written before the last upload is over."""
@@ -75,7 +80,7 @@ class Mirror:
 
     def upload(self, count: int) -> None:
         """Copy the first words, in the order of the stream."""
-        self.words[:count].copy_(self._staged[:count], non_blocking=True)
+        self._calls.copy(self.words[:count], self._staged[:count])
 
 
 class Landing:
@@ -83,7 +88,7 @@ class Landing:
     landed is to be used before the next of them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._calls = device, calls_of(device)
         self._places: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def put(self, tensor: Tensor) -> None:
@@ -95,7 +100,7 @@ class Landing:
             with torch.inference_mode(False):
                 place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._places[key] = place
-        place.copy_(tensor, non_blocking=True)
+        self._calls.copy(place, tensor)
 
     def wait(self, like: Tensor) -> Tensor:
         """What was `put` last of the shape and type of `like`; waits for all that was launched."""
@@ -133,20 +138,20 @@ class Readback:
 class _Arrival:
     """The end of copies that were started together; asked once, whoever waits."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_landed",)
 
-    def __init__(self) -> None:
-        self._event: torch.cuda.Event | None = torch.cuda.Event()
-        self._event.record()
+    def __init__(self, landed: Mark) -> None:
+        self._landed: Mark | None = landed
+        landed.record()
 
     @property
     def over(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._landed is None or self._landed.over
 
     def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
+        if self._landed is not None:
+            self._landed.wait()
+            self._landed = None
 
 
 class _Ring:
@@ -155,9 +160,17 @@ class _Ring:
     __slots__ = ("_buffers", "_place")
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool, count: int = RING
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        pinned: bool,
+        count: int = RING,
+        calls: Calls | None = None,
     ) -> None:
-        self._buffers = [_buffer(shape, dtype, pinned=pinned) for _ in range(count)]
+        """`calls`: of the device from which the buffers are filled, if that is one to wait for."""
+        marks = [None if calls is None else calls.mark() for _ in range(count)]
+        self._buffers = [_buffer(shape, dtype, mark, pinned=pinned) for mark in marks]
         self._place = 0
 
     def take(self) -> _Buffer:
@@ -170,7 +183,7 @@ class Downloader:
     """Non-blocking copies to pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda, self._calls = device.type == "cuda", calls_of(device)
         self._rings: dict[tuple[torch.Size, torch.dtype, int], _Ring] = {}
 
     def start(self, tensor: Tensor, part: int = 0) -> Readback:
@@ -180,22 +193,27 @@ class Downloader:
     def start_all(self, tensors: tuple[Tensor, ...], part: int = 0) -> list[Readback]:
         """Begin to copy all of these; they are waited for together."""
         buffers = [self._copy(tensor, part) for tensor in tensors]
-        arrival = _Arrival() if self._cuda else None
+        landed = buffers[0].landed
+        arrival = None if landed is None else _Arrival(landed)
         return [Readback(buffer, arrival) for buffer in buffers]
 
     def _copy(self, tensor: Tensor, part: int) -> _Buffer:
         key = (tensor.shape, tensor.dtype, part)
         ring = self._rings.get(key)
         if ring is None:
-            ring = self._rings[key] = _Ring(tensor.shape, tensor.dtype, pinned=self._cuda)
+            calls = self._calls if self._cuda else None
+            ring = _Ring(tensor.shape, tensor.dtype, pinned=self._cuda, calls=calls)
+            self._rings[key] = ring
         buffer = ring.take()
-        buffer.tensor.copy_(tensor, non_blocking=True)
+        self._calls.copy(buffer.tensor, tensor)
         return buffer
 
 
-def _buffer(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> _Buffer:
+def _buffer(
+    shape: tuple[int, ...], dtype: torch.dtype, landed: Mark | None, *, pinned: bool
+) -> _Buffer:
     # A tensor made in inference mode could be written in that mode only.
     with torch.inference_mode(False):
         tensor = torch.empty(shape, dtype=dtype, pin_memory=pinned)
     bits = tensor.view(torch.uint16) if dtype is torch.bfloat16 else tensor
-    return _Buffer(tensor, bits.numpy(), {})
+    return _Buffer(tensor, bits.numpy(), {}, landed)

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from outrider.engine.device.driver import calls_of
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -27,7 +29,9 @@ class GraphCache:
         self.enabled = enabled and device.type == "cuda"
         self.sealed = False
         """Whether nothing is captured any more: what is not, runs as it is."""
-        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._calls = calls_of(device)
+        self._captured: dict[Hashable, tuple[Any, Any, torch.cuda.CUDAGraph]] = {}
+        """By key: what `Calls.launch` takes, what a run returns, and what both belong to."""
         self._missed: set[Hashable] = set()
         """What was asked for since, and is not captured."""
         self._pool: Any = None
@@ -49,8 +53,8 @@ class GraphCache:
         entry = self._captured.get(key)
         if entry is None:
             return self._run_uncaptured(key, fn) if self.sealed else self._first_run(key, fn)
-        graph, static = entry
-        graph.replay()
+        prepared, static, _ = entry
+        self._calls.launch(prepared)
         result: T = static
         return result
 
@@ -68,7 +72,7 @@ class GraphCache:
         graph, static = self._capture(fn)
         for to, source in zip(_tensors(static), _tensors(eager), strict=True):
             to.copy_(source)
-        self._captured[key] = (graph, static)
+        self._captured[key] = (self._calls.prepare(graph), static, graph)
         return static
 
     def _capture(self, fn: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:

@@ -6,6 +6,7 @@ X slots, the last one for padding; T blocks of the longest sequence; K own draft
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ _KEY_WORDS = 2 * NUM_STREAMS
 _FIELDS = _KEY_WORDS + 6
 """Words of a slot beside its table: stream keys, its number (2), temperature, rule, length, root.
 Numbers of 64 bits lie at even places."""
+_GROWN: Final = 64
+"""Blocks that one launch adds to tables."""
 
 
 class SessionSlots:
@@ -82,9 +85,12 @@ class SessionSlots:
         """What their grammars allow, launch by launch."""
         self._pool, self._device, self._blocks = pool, device, blocks
         self._staged = zeros(_FIELDS + blocks)
+        self._added = zeros(3 * _GROWN)
         # One launch for all fields: a session waits for every one of them before its first round.
         self._graphs = GraphCache(device, enabled=graphs)
         self._write(self.padding, self._padding_kv.blocks, SamplingParams(), length=1, root=0)
+        # Captured now: no session is to wait for it later.
+        self._add([], [])
 
     def check_blocks(self, count: int) -> None:
         """Raises ResourceExhaustedError for more K/V blocks than a slot's table holds."""
@@ -124,19 +130,28 @@ class SessionSlots:
     def grow(self, added: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Sessions hold more blocks: of each the slot, how many of them the slot's table has, and
         the others."""
-        if not added:
-            return
         places: list[int] = []
         held: list[int] = []
         for slot, known, blocks in added:
             first = slot * self._blocks + known
             places.extend(range(first, first + len(blocks)))
             held.extend(blocks)
-        count = len(held)
-        staged = torch.empty(3 * count, dtype=torch.int32, device=self._device)
+        for start in range(0, len(held), _GROWN):
+            self._add(places[start : start + _GROWN], held[start : start + _GROWN])
+
+    def _add(self, places: list[int], held: list[int]) -> None:
+        """Write blocks to these places of all tables, at most _GROWN."""
+        # What is left of the launch says again where the padding slot begins.
+        left = _GROWN - len(held)
+        where = np.array(places + [self.padding * self._blocks] * left, np.int64)
+        numbers = np.array(held + [self._padding_kv.blocks[0]] * left, np.int32)
         # Places are of 64 bits, as the copy wants them: in front, where they are aligned.
-        upload(staged, np.array(places, np.int64).view(np.int32), np.array(held, np.int32))
-        where, numbers = staged[: 2 * count].view(torch.int64), staged[2 * count :]
+        upload(self._added, where.view(np.int32), numbers)
+        self._graphs.run("grow", self._place)
+
+    def _place(self) -> None:
+        """From the added words to the tables."""
+        where, numbers = self._added[: 2 * _GROWN].view(torch.int64), self._added[2 * _GROWN :]
         self.sequence.tables.view(-1).index_copy_(0, where, numbers)
 
     def _write(

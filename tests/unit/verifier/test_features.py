@@ -100,8 +100,11 @@ def test_rows_of_a_round_are_kept_as_one_by_one() -> None:
         for _ in range(int(rng.integers(1, 40))):
             names = list(rng.permutation(sorted(slow))[: int(rng.integers(0, 12))])
             values = rng.integers(0, 1000, len(names))
-            block = np.repeat(values, 2).reshape(-1, 2).astype(np.float32)
-            kept.append_each(names, block)
+            # Rows of a round whose sessions have ended are nobody's.
+            block = np.full((len(names) + int(rng.integers(3)), 2), -1.0, np.float32)
+            places = sorted(rng.permutation(len(block))[: len(names)].tolist())
+            block[places] = values[:, None]
+            kept.append_each(names, block, places)
             for each, value in zip(names, values.tolist(), strict=True):
                 slow[each].append(value)
     assert sum(map(len, slow.values())) > 5 * CHUNK and len(kept._slabs) > 2
@@ -116,11 +119,11 @@ def test_a_round_past_the_budget_and_sessions_without_features() -> None:
     names = [SessionId(f"s{number}") for number in range(4)]
     for name in names:
         kept.open(name)
-    kept.append_each(names, rows(4))
-    kept.append_each(names, rows(4, 4))
+    kept.append_each(names, rows(4), range(4))
+    kept.append_each(names, rows(4, 4), range(4))
     # The third one does not fit; what it had is free for the fourth.
     assert [kept.complete(name) for name in names] == [True, True, False, True]
     assert kept.used_bytes == 48
-    kept.append_each([SessionId("unknown"), *names[:2], names[3]], rows(4, 8))
+    kept.append_each([SessionId("unknown"), *names[:2], names[3]], rows(4, 8), range(4))
     assert [kept.complete(name) for name in names] == [False, True, False, True]
     assert np.array_equal(kept.read(names[1], 0, 3), rows(11)[[1, 5, 10]])

@@ -1,0 +1,200 @@
+"""Calls of CUDA's driver by a thread that keeps the interpreter lock.
+
+Whatever torch does on a device gives the lock up meanwhile, be it for some microseconds. A thread
+that launches rounds makes half a dozen such calls a round, and beside a busy event loop each of
+them lets that thread in, which gives the lock back only when it has nothing left to do: of a round
+of 2.7 ms the launching thread waited for more than one (decision 44). So what a round needs, a
+launch of a graph, copies to and from pinned memory, an event, is called here without giving the
+lock up; only waiting for the device does.
+
+Where the driver cannot be had, or on a CPU, the same is done by torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+_LIBRARY: Final = "libcuda.so.1"
+_NO_TIMING: Final = 2
+"""CU_EVENT_DISABLE_TIMING."""
+_NOT_READY: Final = 600
+"""CUDA_ERROR_NOT_READY."""
+
+
+class Mark(Protocol):
+    """A place in the order of a stream."""
+
+    def record(self) -> None:
+        """Put it behind what was launched so far, in the current stream."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the device has passed it; True if it was never put anywhere."""
+        ...
+
+    def wait(self) -> None:
+        """Until it has."""
+
+
+class Calls(Protocol):
+    """What a thread that launches does, all in the order of its current stream, without waiting."""
+
+    def prepare(self, graph: torch.cuda.CUDAGraph) -> Any:
+        """What `launch` takes for a captured graph, which must be kept."""
+
+    def launch(self, prepared: Any) -> None:
+        """Replay it. Graphs that draw torch's random numbers would draw the same ones again."""
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        """`source` to `to`, alike in size and type; one of them is in pinned memory."""
+
+    def mark(self) -> Mark:
+        """A new one."""
+        ...
+
+
+class DriverError(RuntimeError):
+    """A call failed: of a lost device every later one does, too."""
+
+
+class _DriverMark:
+    __slots__ = ("_driver", "_event")
+
+    def __init__(self, driver: DriverCalls) -> None:
+        event = ctypes.c_void_p()
+        driver.check(driver.keeping.cuEventCreate(ctypes.byref(event), _NO_TIMING), "cuEventCreate")
+        self._driver, self._event = driver, event
+
+    def record(self) -> None:
+        driver = self._driver
+        driver.check(driver.keeping.cuEventRecord(self._event, _stream()), "cuEventRecord")
+
+    @property
+    def over(self) -> bool:
+        driver = self._driver
+        code = driver.keeping.cuEventQuery(self._event)
+        if code == _NOT_READY:
+            return False
+        driver.check(code, "cuEventQuery")
+        return True
+
+    def wait(self) -> None:
+        if not self.over:
+            driver = self._driver
+            driver.check(driver.releasing.cuEventSynchronize(self._event), "cuEventSynchronize")
+
+    def __del__(self) -> None:
+        # At the end of the process there may be no driver any more; nothing is left to free then.
+        self._driver.keeping.cuEventDestroy_v2(self._event)
+
+
+class DriverCalls:
+    """By the driver. The calling thread has a current device (`enter_launching_thread`)."""
+
+    def __init__(self) -> None:
+        """Raises OSError or AttributeError where there is no such driver."""
+        self.keeping, self.releasing = ctypes.PyDLL(_LIBRARY), ctypes.CDLL(_LIBRARY)
+        pointer, words = ctypes.c_void_p, ctypes.c_size_t
+        self.keeping.cuGraphLaunch.argtypes = (pointer, pointer)
+        self.keeping.cuMemcpyAsync.argtypes = (pointer, pointer, words, pointer)
+        self.keeping.cuEventCreate.argtypes = (pointer, ctypes.c_uint)
+        self.keeping.cuEventRecord.argtypes = (pointer, pointer)
+        for library, name in (
+            (self.keeping, "cuEventQuery"),
+            (self.keeping, "cuEventDestroy_v2"),
+            (self.releasing, "cuEventSynchronize"),
+        ):
+            getattr(library, name).argtypes = (pointer,)
+
+    @staticmethod
+    def check(code: int, name: str) -> None:
+        """Raises DriverError for the code of a call that failed."""
+        if code:
+            raise DriverError(f"{name}: CUDA error {code}")
+
+    def prepare(self, graph: torch.cuda.CUDAGraph) -> int:
+        """See `Calls`."""
+        return graph.raw_cuda_graph_exec()
+
+    def launch(self, prepared: int) -> None:
+        """See `Calls`."""
+        self.check(self.keeping.cuGraphLaunch(prepared, _stream()), "cuGraphLaunch")
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        """See `Calls`."""
+        if not (to.is_contiguous() and source.is_contiguous()):
+            _BY_TORCH.copy(to, source)
+            return
+        size = source.nbytes
+        assert to.nbytes == size
+        code = self.keeping.cuMemcpyAsync(to.data_ptr(), source.data_ptr(), size, _stream())
+        self.check(code, "cuMemcpyAsync")
+
+    def mark(self) -> Mark:
+        """See `Calls`."""
+        return _DriverMark(self)
+
+
+class _TorchMark:
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        self._event.record()
+
+    @property
+    def over(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class TorchCalls:
+    """By torch."""
+
+    def prepare(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.CUDAGraph:
+        """See `Calls`."""
+        return graph
+
+    def launch(self, prepared: torch.cuda.CUDAGraph) -> None:
+        """See `Calls`."""
+        prepared.replay()
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        """See `Calls`."""
+        to.copy_(source, non_blocking=True)
+
+    def mark(self) -> Mark:
+        """See `Calls`."""
+        return _TorchMark()
+
+
+def calls_of(device: torch.device) -> Calls:
+    """How to launch on a device of this process."""
+    return _of_cuda() if device.type == "cuda" else _BY_TORCH
+
+
+@cache
+def _of_cuda() -> Calls:
+    if torch.version.cuda is None or not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec"):
+        return _BY_TORCH
+    try:
+        return DriverCalls()
+    except (OSError, AttributeError):
+        return _BY_TORCH
+
+
+_BY_TORCH: Final = TorchCalls()
+
+
+def _stream() -> int:
+    """The current stream of the current device."""
+    return torch.cuda.current_stream().cuda_stream
