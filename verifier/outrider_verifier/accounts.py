@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from outrider import trace
 from outrider.errors import InvalidRequestError
 from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, TARGET_ONLY
@@ -88,21 +90,27 @@ class Accounts:
         booked.enter(core.counters)
         return emitted
 
-    def keep_features(self, flying: InFlight, decoded: Decoded, settled: Sequence[Settled]) -> None:
-        """For drafters that must be caught up some day. `settled`: of the prompts and of `decoded`,
-        whoever has ended left out or not."""
+    def keep_features(
+        self,
+        flying: InFlight,
+        decoded: Decoded,
+        prompts: Sequence[Settled],
+        rows: Sequence[Settled],
+    ) -> None:
+        """For drafters that must be caught up some day. `prompts`, `rows`: of the prompts and of
+        `decoded`, whoever has ended left out or not."""
         store = self._core.store
         if store is None:
             return
-        for row in settled:
+        block = decoded.block
+        # With a block the rows that decode have none of their own.
+        for row in (*prompts, *(rows if block is None else ())):
             if row.result.features is not None and row.reason is None and not row.session.ended:
-                store.append(row.session.session_id, row.result.features)
-        block, rows = decoded.block, flying.verify
-        if block is None:
-            return
-        places = [place for place, row in enumerate(rows) if not row.session.ended]
-        names = [rows[place].session.spec.session_id for place in places]
-        store.append_each(names, block, places)
+                store.append(row.session.handle, row.result.features)
+        if block is not None:
+            # A session that has ended has no handle.
+            handles = np.array([row.session.handle for row in flying.verify], dtype=np.int64)
+            store.append_each(handles, block)
 
     def report(self, flying: InFlight, outcome: RoundOutcome, emitted: int) -> float:
         """Post what the round took; returns its seconds, without waiting."""

@@ -96,6 +96,7 @@ def _store(config: VerifierConfig, projection: Projection | None) -> FeatureStor
         width=projection.hidden_size,
         dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
         budget_bytes=config.feature_budget_mb << 20,
+        max_sessions=config.max_sessions + config.max_waiting,
     )
 
 

@@ -224,10 +224,10 @@ class Core:
         self.sessions[spec.session_id] = session
         try:
             self.room.enter(session)
-            if keeps and self.store is not None:
-                self.store.open(spec.session_id)
             session.handle = self._free_handle()
             self._by_handle[session.handle] = session
+            if keeps and self.store is not None:
+                self.store.open(session.handle)
             self.handover.open(session)
             self.policy.opened(session)
             self.counters["speculation_paused"] += session.paused
@@ -369,11 +369,11 @@ class Core:
         self.policy.leave(session)
         self.sessions.pop(session.session_id, None)
         if session.handle >= 0:
+            if self.store is not None:
+                self.store.close(session.handle)
             self.inbox.drop(session.handle)
             self._by_handle[session.handle] = None
             session.handle = -1
-        if self.store is not None:
-            self.store.close(session.session_id)
         session.ended = True
         self.touched += 1
         self.room.leave(session)

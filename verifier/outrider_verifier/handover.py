@@ -179,7 +179,7 @@ class Handover:
             return False
         if not _with_features(session, link):
             return session.plan.method not in FEATURE_FED
-        held = self._store is not None and self._store.complete(session.session_id)
+        held = self._store is not None and self._store.complete(session.handle)
         return session.keeps_features and held
 
     def announce(self, session: Session, link: Link) -> Iterator[VerifierMessage]:
@@ -209,7 +209,7 @@ class Handover:
         """Whether what the drafter was not told meanwhile is still held."""
         if not self._with_features[session.handle]:
             return True
-        return self._store is not None and self._store.complete(session.session_id)
+        return self._store is not None and self._store.complete(session.handle)
 
     def catch_up(self, session: Session) -> Iterator[VerifierMessage]:
         """All that an announced session committed since its drafter was last told, in chunks."""
@@ -223,7 +223,7 @@ class Handover:
             wire = None
             if self._with_features[handle]:
                 assert self._store is not None
-                rows = self._store.read(session.session_id, start, stop)
+                rows = self._store.read(handle, start, stop)
                 wire = WireTensor(dtype=self._dtype, data=rows)
             whole = stop == written and session.prefilled
             upto = session.length if whole else stop

@@ -220,7 +220,7 @@ class Rounds:
         if not self.holds_back:
             self.flush()
         self._core.stand_ins.observe(settled)
-        self._accounts.keep_features(flying, outcome.decoded, settled)
+        self._accounts.keep_features(flying, outcome.decoded, prompts, decoded)
         if len(told):
             # While drafters draft.
             self._grow_ahead(flying, 0)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 from outrider_verifier.features import CHUNK, FeatureStore
 
-from outrider.ids import SessionId
-
-A, B = SessionId("a"), SessionId("b")
+A, B = 3, 0
 
 
 def rows(count: int, start: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -17,7 +15,7 @@ def rows(count: int, start: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.
 
 def store(budget_rows: int = 100) -> FeatureStore:
     """A store of float32 rows of width 2."""
-    return FeatureStore(width=2, dtype="float32", budget_bytes=8 * budget_rows)
+    return FeatureStore(width=2, dtype="float32", budget_bytes=8 * budget_rows, max_sessions=18)
 
 
 def test_features_are_read_back_across_appends() -> None:
@@ -85,45 +83,44 @@ def test_memory_is_used_again() -> None:
 
 
 def test_rows_of_a_round_are_kept_as_one_by_one() -> None:
-    """Sessions come and go, some without features, in as many slabs as there are."""
+    """Sessions come and go, some without features, some gone, in as many slabs as there are."""
     rng = np.random.default_rng(5)
-    kept, slow = store(budget_rows=100_000), dict[SessionId, list[int]]()
+    kept, slow = store(budget_rows=100_000), dict[int, list[int]]()
     kept._slab_rows = 2 * CHUNK
     for _ in range(60):
-        name = SessionId(f"s{rng.integers(12)}")
-        if name in slow:
-            kept.close(name)
-            del slow[name]
+        handle = int(rng.integers(12))
+        if handle in slow:
+            kept.close(handle)
+            del slow[handle]
         else:
-            kept.open(name)
-            slow[name] = []
+            kept.open(handle)
+            slow[handle] = []
         for _ in range(int(rng.integers(1, 40))):
-            names = list(rng.permutation(sorted(slow))[: int(rng.integers(0, 12))])
-            values = rng.integers(0, 1000, len(names))
-            # Rows of a round whose sessions have ended are nobody's.
-            block = np.full((len(names) + int(rng.integers(3)), 2), -1.0, np.float32)
-            places = sorted(rng.permutation(len(block))[: len(names)].tolist())
-            block[places] = values[:, None]
-            kept.append_each(names, block, places)
-            for each, value in zip(names, values.tolist(), strict=True):
-                slow[each].append(value)
+            handles = rng.permutation(14)[: int(rng.integers(0, 14))]
+            handles[rng.random(len(handles)) < 0.1] = -1
+            values = rng.integers(0, 1000, len(handles))
+            block = np.repeat(values, 2).reshape(-1, 2).astype(np.float32)
+            kept.append_each(handles, block)
+            for each, value in zip(handles.tolist(), values.tolist(), strict=True):
+                if each in slow:
+                    slow[each].append(value)
     assert sum(map(len, slow.values())) > 5 * CHUNK and len(kept._slabs) > 2
     assert kept.used_bytes == 8 * sum(map(len, slow.values()))
-    for name, values in slow.items():
+    for handle, values in slow.items():
         if values:
-            assert kept.read(name, 0, len(values))[:, 1].tolist() == values
+            assert kept.read(handle, 0, len(values))[:, 1].tolist() == values
 
 
 def test_a_round_past_the_budget_and_sessions_without_features() -> None:
     kept = store(budget_rows=6)
-    names = [SessionId(f"s{number}") for number in range(4)]
-    for name in names:
-        kept.open(name)
-    kept.append_each(names, rows(4), range(4))
-    kept.append_each(names, rows(4, 4), range(4))
+    handles = np.arange(4)
+    for handle in range(4):
+        kept.open(handle)
+    kept.append_each(handles, rows(4))
+    kept.append_each(handles, rows(4, 4))
     # The third one does not fit; what it had is free for the fourth.
-    assert [kept.complete(name) for name in names] == [True, True, False, True]
+    assert [kept.complete(handle) for handle in range(4)] == [True, True, False, True]
     assert kept.used_bytes == 48
-    kept.append_each([SessionId("unknown"), *names[:2], names[3]], rows(4, 8), range(4))
-    assert [kept.complete(name) for name in names] == [False, True, False, True]
-    assert np.array_equal(kept.read(names[1], 0, 3), rows(11)[[1, 5, 10]])
+    kept.append_each(np.array([17, 0, 1, 3]), rows(4, 8))
+    assert [kept.complete(handle) for handle in range(4)] == [False, True, False, True]
+    assert np.array_equal(kept.read(1, 0, 3), rows(11)[[1, 5, 10]])

@@ -171,7 +171,7 @@ async def test_a_move_that_cannot_be_done_leaves_the_session_where_it_is() -> No
         # As if there had been no room for its features: nobody else can be told what came before.
         store = rig.service._core.store
         assert store is not None
-        store.close(spec.session_id)
+        store.close(rig.service._core.sessions[spec.session_id].handle)
         await rig.attach(good_chain(rig.target), drafter_id="drafter-2")
         await heard.move(DrafterId("drafter-2"))
         await heard.read()
