@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="with --plain: answers have N tokens about, and others take their places",
+        help="with --plain or --routers: answers have N tokens about, and others take their places",
     )
     parser.add_argument(
         "--own",

@@ -1,8 +1,9 @@
 """What a verifier's process can serve, its device aside: rounds a second with routers that listen.
 
 As `host_own`, but with its threads, its port and routers in processes of their own, which keep all
-sessions open and read their events. The device takes no time, so what is found is how fast the
-process is: its engine thread and its event loop share one interpreter.
+sessions open, or open others for those that end, and read their events. The device takes no time,
+so what is found is how fast the process is: its engine thread and its event loop share one
+interpreter.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ async def listen(
 
     async def open_one() -> None:
         nonlocal opened
-        tokens = round(lengths.uniform(*SPREAD) * answers) if answers else ANSWER
+        tokens = max(1, round(lengths.uniform(*SPREAD) * answers)) if answers else ANSWER
         await stream.send(SessionOpen(opened, spec_of(f"{name}-{opened}", PROMPT, tokens, plan)))
         opened += 1
 

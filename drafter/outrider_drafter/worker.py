@@ -162,7 +162,7 @@ class DraftWorker:
         """Whether messages came within this time."""
         lanes = self._lanes
         began = trace.now()
-        ready = self._inbox.wait(wait_s, lanes.readers, lanes.writers)
+        ready = self._inbox.wait(lanes.within(wait_s), lanes.readers, lanes.writers)
         # What was there already came while something else was done; a look that waits for nothing
         # may be kept long by the interpreter lock.
         self._engine.listened(waited=wait_s != 0.0 and trace.now() - began > THERE_S)

@@ -392,7 +392,7 @@ class Core:
     def abandon(self) -> None:
         """Forget all sessions where not even failing them works; what they held is lost."""
         for session in self.sessions.values():
-            session.ended = True
+            session.ended, session.handle = True, -1
         self.touched += 1
         for held in (self.sessions, self.room.running, self.room.waiting):
             held.clear()

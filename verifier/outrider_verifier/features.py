@@ -14,7 +14,7 @@ CHUNK: Final = 32
 """Positions that are held together."""
 SLAB_BYTES: Final = 32 << 20
 """Memory that is taken at once."""
-_NOBODY: Final = -1
+_UNKEPT: Final = -1
 
 
 class FeatureStore:
@@ -38,15 +38,15 @@ class FeatureStore:
         self._slab_rows = CHUNK * max(1, SLAB_BYTES // (CHUNK * self._row_bytes))
         self._slabs: list[NDArray[np.generic]] = []
         """[slab rows, H] each."""
-        self._whole_row = np.dtype((np.void, self._row_bytes))
+        self._row = np.dtype((np.void, self._row_bytes))
         """A row as one element: numpy scatters rows of narrow elements one by one of these."""
         self._free: list[int] = []
         """Numbers of chunks that nobody holds."""
         self._chunks: list[list[int]] = [[] for _ in range(max_sessions)]
         """Numbers of a session's chunks, by handle; the last one may be partly used."""
-        self._next = np.full(max_sessions + 1, _NOBODY)
+        self._next = np.full(max_sessions + 1, _UNKEPT)
         """Where a session's next position goes, in rows of all slabs, by handle; a multiple of
-        CHUNK: to a chunk that is yet to be taken; _NOBODY: without features. The last one is that
+        CHUNK: to a chunk that is yet to be taken; _UNKEPT: without features. The last one is that
         of handle -1."""
         self._used_bytes = 0
 
@@ -62,7 +62,7 @@ class FeatureStore:
 
     def complete(self, handle: int) -> bool:
         """Whether every position's feature so far is held."""
-        return int(self._next[handle]) != _NOBODY
+        return int(self._next[handle]) != _UNKEPT
 
     def append(self, handle: int, rows: NDArray[np.generic]) -> None:
         """Add features [m, H] of the next positions, which are copied; no-op for a session without
@@ -90,10 +90,12 @@ class FeatureStore:
         [n, H], which are copied; no-op for those without any. Handle -1 is nobody's."""
         if not len(handles):
             return
-        places, whole = self._next[handles], self._whole(np.ascontiguousarray(rows))
+        assert (rows.dtype, rows.shape[1]) == (self._dtype, self._width)
+        places, elements = self._next[handles], self._elements(np.ascontiguousarray(rows))
         if places.min() < 0:
             kept = np.flatnonzero(places >= 0)
-            handles, places, rows, whole = handles[kept], places[kept], rows[kept], whole[kept]
+            handles, places = handles[kept], places[kept]
+            rows, elements = rows[kept], elements[kept]
         needed = self._used_bytes + len(handles) * self._row_bytes
         if needed > self._budget:
             for number, handle in enumerate(handles.tolist()):
@@ -103,7 +105,7 @@ class FeatureStore:
         for number in np.flatnonzero(places % CHUNK == 0).tolist():
             places[number] = self._begin_chunk(int(handles[number]))
         self._next[handles] = places + 1
-        self._write(places, whole)
+        self._write(places, elements)
 
     def read(self, handle: int, start: int, stop: int) -> NDArray[np.generic]:
         """[stop - start, H] of positions start .. stop, at least one; they must be held."""
@@ -119,7 +121,7 @@ class FeatureStore:
         if not self.complete(handle):
             return
         self._used_bytes -= self._used(handle) * self._row_bytes
-        self._next[handle] = _NOBODY
+        self._next[handle] = _UNKEPT
         self._free += self._chunks[handle]
         self._chunks[handle] = []
 
@@ -128,23 +130,23 @@ class FeatureStore:
         chunks = self._chunks[handle]
         return len(chunks) * CHUNK - int(-self._next[handle] % CHUNK)
 
-    def _write(self, places: NDArray[np.int64], whole: NDArray[np.void]) -> None:
-        """Whole rows [n] to these rows of all slabs."""
+    def _write(self, places: NDArray[np.int64], elements: NDArray[np.void]) -> None:
+        """Rows, each as one element [n], to these rows of all slabs."""
         if len(self._slabs) == 1:
-            self._whole(self._slabs[0])[places] = whole
+            self._elements(self._slabs[0])[places] = elements
             return
         slabs, within = np.divmod(places, self._slab_rows)
         concerned = set(slabs.tolist())
         if len(concerned) == 1:
-            self._whole(self._slabs[concerned.pop()])[within] = whole
+            self._elements(self._slabs[concerned.pop()])[within] = elements
             return
         for slab in concerned:
             mine = slabs == slab
-            self._whole(self._slabs[slab])[within[mine]] = whole[mine]
+            self._elements(self._slabs[slab])[within[mine]] = elements[mine]
 
-    def _whole(self, rows: NDArray[np.generic]) -> NDArray[np.void]:
+    def _elements(self, rows: NDArray[np.generic]) -> NDArray[np.void]:
         """Rows [n, H], each as one element [n]."""
-        return rows.view(self._whole_row)[:, 0]
+        return rows.view(self._row)[:, 0]
 
     def _begin_chunk(self, handle: int) -> int:
         """Where it begins."""

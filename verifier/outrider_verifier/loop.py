@@ -138,7 +138,7 @@ class EngineLoop:
         if block:
             self._flush()
         if block or readers:
-            timeout = self._timeout(wait_until) if block else 0.0
+            timeout = lanes.within(self._timeout(wait_until) if block else 0.0)
             ready = self._commands.wait(timeout, readers, lanes.writers)
             while block and self._rounds.flying and not (ready or len(self._commands)):
                 if self._rounds.landed or wait_until is None or time.monotonic() >= wait_until:

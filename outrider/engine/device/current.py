@@ -53,5 +53,9 @@ def enter_launching_thread(device: torch.device | str) -> None:
     for more than 32,768 elements, and on a virtual machine that took up to 5 ms.
     """
     make_current(device)
-    if torch.device(device).type != "cpu":
+    device = torch.device(device)
+    if device.type == "cuda":
+        # Binds the device's context to the thread, which the driver asks for (`driver`).
+        torch.cuda.synchronize(device)
+    if device.type != "cpu":
         torch.set_num_threads(1)

@@ -42,7 +42,8 @@ class Mark(Protocol):
 
 
 class Calls(Protocol):
-    """What a thread that launches does, all in the order of its current stream, without waiting."""
+    """What a thread that launches does, in the order of its current stream, without waiting for
+    what it launched."""
 
     def prepare(self, graph: torch.cuda.CUDAGraph) -> Any:
         """What `launch` takes for a captured graph, which must be kept."""
@@ -51,7 +52,8 @@ class Calls(Protocol):
         """Replay it. Graphs that draw torch's random numbers would draw the same ones again."""
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """`source` to `to`, alike in size and type; one of them is in pinned memory."""
+        """`source` to `to`, alike in size and type; one of them is in pinned memory, which must
+        stay until the copy is over."""
 
     def mark(self) -> Mark:
         """A new one."""
@@ -66,18 +68,18 @@ class _DriverMark:
     __slots__ = ("_driver", "_event")
 
     def __init__(self, driver: DriverCalls) -> None:
-        event = ctypes.c_void_p()
-        driver.check(driver.keeping.cuEventCreate(ctypes.byref(event), _NO_TIMING), "cuEventCreate")
-        self._driver, self._event = driver, event
+        self._driver, self._event = driver, ctypes.c_void_p()
+        code = driver.under_lock.cuEventCreate(ctypes.byref(self._event), _NO_TIMING)
+        driver.check(code, "cuEventCreate")
 
     def record(self) -> None:
         driver = self._driver
-        driver.check(driver.keeping.cuEventRecord(self._event, _stream()), "cuEventRecord")
+        driver.check(driver.under_lock.cuEventRecord(self._event, _stream()), "cuEventRecord")
 
     @property
     def over(self) -> bool:
         driver = self._driver
-        code = driver.keeping.cuEventQuery(self._event)
+        code = driver.under_lock.cuEventQuery(self._event)
         if code == _NOT_READY:
             return False
         driver.check(code, "cuEventQuery")
@@ -86,11 +88,11 @@ class _DriverMark:
     def wait(self) -> None:
         if not self.over:
             driver = self._driver
-            driver.check(driver.releasing.cuEventSynchronize(self._event), "cuEventSynchronize")
+            driver.check(driver.without_lock.cuEventSynchronize(self._event), "cuEventSynchronize")
 
     def __del__(self) -> None:
         # At the end of the process there may be no driver any more; nothing is left to free then.
-        self._driver.keeping.cuEventDestroy_v2(self._event)
+        self._driver.under_lock.cuEventDestroy_v2(self._event)
 
 
 class DriverCalls:
@@ -98,16 +100,16 @@ class DriverCalls:
 
     def __init__(self) -> None:
         """Raises OSError or AttributeError where there is no such driver."""
-        self.keeping, self.releasing = ctypes.PyDLL(_LIBRARY), ctypes.CDLL(_LIBRARY)
+        self.under_lock, self.without_lock = ctypes.PyDLL(_LIBRARY), ctypes.CDLL(_LIBRARY)
         pointer, words = ctypes.c_void_p, ctypes.c_size_t
-        self.keeping.cuGraphLaunch.argtypes = (pointer, pointer)
-        self.keeping.cuMemcpyAsync.argtypes = (pointer, pointer, words, pointer)
-        self.keeping.cuEventCreate.argtypes = (pointer, ctypes.c_uint)
-        self.keeping.cuEventRecord.argtypes = (pointer, pointer)
+        self.under_lock.cuGraphLaunch.argtypes = (pointer, pointer)
+        self.under_lock.cuMemcpyAsync.argtypes = (pointer, pointer, words, pointer)
+        self.under_lock.cuEventCreate.argtypes = (pointer, ctypes.c_uint)
+        self.under_lock.cuEventRecord.argtypes = (pointer, pointer)
         for library, name in (
-            (self.keeping, "cuEventQuery"),
-            (self.keeping, "cuEventDestroy_v2"),
-            (self.releasing, "cuEventSynchronize"),
+            (self.under_lock, "cuEventQuery"),
+            (self.under_lock, "cuEventDestroy_v2"),
+            (self.without_lock, "cuEventSynchronize"),
         ):
             getattr(library, name).argtypes = (pointer,)
 
@@ -123,7 +125,7 @@ class DriverCalls:
 
     def launch(self, prepared: int) -> None:
         """See `Calls`."""
-        self.check(self.keeping.cuGraphLaunch(prepared, _stream()), "cuGraphLaunch")
+        self.check(self.under_lock.cuGraphLaunch(prepared, _stream()), "cuGraphLaunch")
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         """See `Calls`."""
@@ -131,8 +133,9 @@ class DriverCalls:
             _BY_TORCH.copy(to, source)
             return
         size = source.nbytes
-        assert to.nbytes == size
-        code = self.keeping.cuMemcpyAsync(to.data_ptr(), source.data_ptr(), size, _stream())
+        if to.nbytes != size:
+            raise ValueError(f"a copy of {size} bytes to {to.nbytes}")
+        code = self.under_lock.cuMemcpyAsync(to.data_ptr(), source.data_ptr(), size, _stream())
         self.check(code, "cuMemcpyAsync")
 
     def mark(self) -> Mark:
@@ -178,8 +181,11 @@ class TorchCalls:
 
 
 def calls_of(device: torch.device) -> Calls:
-    """How to launch on a device of this process."""
-    return _of_cuda() if device.type == "cuda" else _BY_TORCH
+    """How to launch on a device, from threads whose current device it is. To whoever asks from
+    another one it is left to torch, which looks at every tensor's device."""
+    if device.type != "cuda" or device.index not in (None, torch.cuda.current_device()):
+        return _BY_TORCH
+    return _of_cuda()
 
 
 @cache

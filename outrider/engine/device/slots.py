@@ -147,9 +147,9 @@ class SessionSlots:
         numbers = np.array(held + [self._padding_kv.blocks[0]] * left, np.int32)
         # Places are of 64 bits, as the copy wants them: in front, where they are aligned.
         upload(self._added, where.view(np.int32), numbers)
-        self._graphs.run("grow", self._place)
+        self._graphs.run("grow", self._extend)
 
-    def _place(self) -> None:
+    def _extend(self) -> None:
         """From the added words to the tables."""
         where, numbers = self._added[: 2 * _GROWN].view(torch.int64), self._added[2 * _GROWN :]
         self.sequence.tables.view(-1).index_copy_(0, where, numbers)

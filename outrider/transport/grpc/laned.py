@@ -12,12 +12,10 @@ import contextlib
 
 from outrider.errors import ConnectionLostError, OutriderError
 from outrider.transport.grpc.streams import FLUSH_TIMEOUT_S, INBOX_FRAMES, StreamFrames, as_lost
-from outrider.transport.lane import Lane
+from outrider.transport.lane import RING_LOOK_S, Lane
 from outrider.transport.mailbox import Mailbox
 from outrider.wire.limits import MAX_BUNDLE_BYTES
 
-_RING_LOOK_S = 0.001
-"""How often it is looked whether a full ring has room."""
 _LAST_LOOKS = 128
 """At the end of a stream: a peer that is there still may send for ever."""
 
@@ -116,7 +114,7 @@ class LanedFrames:
     def _send_on_later(self) -> None:
         """Once there may be room: nobody says so of a ring."""
         if self._lane.ring_full:
-            self._loop.call_later(_RING_LOOK_S, self._send_on)
+            self._loop.call_later(RING_LOOK_S, self._send_on)
         else:
             self._loop.add_writer(self._lane.fileno(), self._send_on)
 

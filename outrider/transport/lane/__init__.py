@@ -13,11 +13,12 @@ from outrider.transport.lane.join import (
     lane_pair,
     lanes_exist,
 )
-from outrider.transport.lane.lane import INLINE_BYTES, Frame, Lane
+from outrider.transport.lane.lane import INLINE_BYTES, RING_LOOK_S, Frame, Lane
 from outrider.transport.lane.lane_set import LaneSet
 
 __all__ = [
     "INLINE_BYTES",
+    "RING_LOOK_S",
     "Frame",
     "JoinLane",
     "Lane",

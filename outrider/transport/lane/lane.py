@@ -26,6 +26,8 @@ _INLINE, _IN_RING, _GOES_ON = b"\0", b"\1", b"\2"
 """A frame in the packet; a frame or its last part in the ring; a part that is not the last."""
 _PLACE: Final = struct.Struct("<QQ")
 """Offset and size of a frame in the ring."""
+RING_LOOK_S: Final = 0.001
+"""How often it is looked whether a ring that is full has room: nobody says so."""
 _MOST_READ: Final = 64
 _MOST_READ_BYTES: Final = RING_BYTES
 """Packets, and bytes of frames, taken at once: a peer that never stops must not keep its reader

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from outrider.errors import OutriderError
-from outrider.transport.lane.lane import Frame, Lane
+from outrider.transport.lane.lane import RING_LOOK_S, Frame, Lane
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,16 @@ class LaneSet:
 
     @property
     def writers(self) -> list[int]:
-        """File descriptors to wait for, to go on with `flush`."""
-        open_lanes = (lane for lane in self._lanes.values() if lane is not None)
-        return [lane.fileno() for lane in open_lanes if lane.unsent]
+        """File descriptors to wait for, to go on with `flush`; see `within`, too."""
+        return [lane.fileno() for lane in self._unsent() if not lane.ring_full]
+
+    def within(self, timeout_s: float | None) -> float | None:
+        """For how long to wait for `readers` and `writers` where `timeout_s` is meant, None being
+        for ever: nobody says when a ring that is full has room again, so that has to be looked at.
+        """
+        if not any([lane.ring_full for lane in self._unsent()]):
+            return timeout_s
+        return RING_LOOK_S if timeout_s is None else min(timeout_s, RING_LOOK_S)
 
     def send(self, number: int, *frames: Frame) -> Lane | None:
         """Send frames, or keep what finds no room for `flush`; the lane, whose owner bounds what it
@@ -84,6 +91,11 @@ class LaneSet:
             except OutriderError as error:
                 self.lose(number, error.message)
         return found
+
+    def _unsent(self) -> list[Lane]:
+        """The lanes that keep something."""
+        lanes = self._lanes.values()
+        return [lane for lane in lanes if lane is not None and lane.unsent]
 
     def lose(self, number: int, why: str) -> None:
         """Give a lane up, and its connection with it; idempotent."""

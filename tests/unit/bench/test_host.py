@@ -69,9 +69,15 @@ def test_rounds_with_own_drafts_run_ahead_and_every_step_of_them_is_timed() -> N
     assert {"verifier: planned", "verifier: committed", "verifier: rest"} < set(side.steps.taken)
 
 
-def test_a_whole_verifier_serves_rounds_to_routers(capsys: pytest.CaptureFixture[str]) -> None:
-    asyncio.run(host_served.serve(4, 2, 3, 0.5, lanes=True, warm_s=0.1))
+@pytest.mark.parametrize("answers", [0, 8])
+def test_a_whole_verifier_serves_rounds_to_routers(
+    answers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(host_served.serve(4, 2, 3, 0.5, answers=answers, lanes=True, warm_s=0.1))
     header, _, row = capsys.readouterr().out.strip().splitlines()
     found = dict(zip(header.split(" | "), row.split(" | "), strict=True))
     assert (found["routers"], found["lanes"]) == ("2", "True")
     assert int(found["rounds/s"]) > 0 and int(found["engine us"]) > 0
+    if answers:
+        # Four tokens a round: an answer of 8 has a prompt's round and two more about.
+        assert float(found["ended a round"]) > 0.5

@@ -11,7 +11,8 @@ from outrider_verifier.commands import Garbled, Lost, Offered
 from outrider_verifier.lanes import Lanes
 
 from outrider.ids import VerifierId
-from outrider.transport.lane import Lane
+from outrider.transport.lane import RING_LOOK_S, Lane
+from outrider.transport.lane.lane import PART_BYTES
 from outrider.wire.codec import (
     decode_verifier_messages,
     encode_drafter_message,
@@ -119,6 +120,23 @@ def test_what_waited_goes_on_in_order_when_there_is_room(rig: Rig) -> None:
     assert heard == list(range(3000))
     assert rig.lanes.writers == []
     assert rig.lost == []
+
+
+def test_a_full_ring_is_looked_at_now_and_then_and_a_full_socket_waited_for(rig: Rig) -> None:
+    assert rig.lanes.within(None) is None and rig.lanes.within(0.5) == 0.5
+    rig.lanes.send(LINK, *[bytes(PART_BYTES)] * 5)
+    # The socket could be written to: who waits for that would not rest.
+    assert rig.lanes.writers == []
+    assert rig.lanes.within(None) == rig.lanes.within(0.5) == RING_LOOK_S
+    assert rig.lanes.within(0.0) == 0.0
+    heard = len(rig.theirs.receive())
+    while heard < 5:
+        rig.lanes.flush()
+        heard += len(rig.theirs.receive())
+    assert rig.lanes.within(None) is None
+    for handle in range(3000):
+        rig.lanes.tell(LINK, [SessionEnd(handle=handle)])
+    assert rig.lanes.writers and rig.lanes.within(None) is None
 
 
 def test_large_messages_go_alone_and_in_their_order() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.device.slots import SessionSlots
+from outrider.engine.device.slots import _GROWN, SessionSlots
 from outrider.engine.device.uploads import upload
 from outrider.engine.kernels.state import RULE_NUMBERS
 from outrider.engine.kvcache import KVPool
@@ -90,6 +90,32 @@ def test_blocks_that_are_added_are_told_of_at_once() -> None:
     tables = slots.sequence.tables[places].tolist()
     assert tables == [[*held[0].blocks, spare], [*held[1].blocks, spare, spare]]
     assert slots.sequence.roots[places].tolist() == places
+
+
+def test_more_blocks_than_a_launch_adds_are_told_of_all_the_same() -> None:
+    longest = 4 * (_GROWN + 9)
+    pool = KVPool(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=4,
+        num_blocks=2 * _GROWN,
+        block_tokens=4,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    slots = SessionSlots(
+        pool, max_sessions=2, max_len=longest, max_nodes=3, vocab_size=9, device=CPU
+    )
+    before, padding = pool.sequence(), slots.sequence.tables[slots.padding].tolist()
+    assert before.reserve(4)
+    slot = slots.open(before)
+    slots.begin(slot, before, SAMPLING)
+    assert before.reserve(longest)
+    slots.grow([(slot, 1, before.blocks[1:])])
+    assert slots.sequence.tables[slot].tolist() == list(before.blocks)
+    assert slots.sequence.tables[slots.padding].tolist() == padding
+    slots.grow([])
+    assert slots.sequence.tables[slot].tolist() == list(before.blocks)
 
 
 def test_what_is_uploaded_may_change_at_once() -> None:

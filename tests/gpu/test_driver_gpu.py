@@ -1,0 +1,61 @@
+"""Launches, copies and marks by the driver are what torch's are, on any thread that has entered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from outrider.engine.device.current import enter_launching_thread
+from outrider.engine.device.driver import DriverCalls, calls_of
+
+pytestmark = pytest.mark.gpu
+BUSY_CYCLES = 200_000_000
+"""Of the device's clock: a tenth of a second about."""
+
+
+def on_a_fresh_thread(device: torch.device, job: Callable[[], None]) -> None:
+    """Run `job` as the first thing that a launching thread does."""
+
+    def entered() -> None:
+        enter_launching_thread(device)
+        job()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(entered).result()
+
+
+def test_a_threads_first_call_may_be_a_launch(device: torch.device) -> None:
+    calls, count = calls_of(device), torch.zeros(1, device=device)
+    assert isinstance(calls, DriverCalls)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        count.add_(1.0)
+    prepared = calls.prepare(graph)
+    for _ in range(3):
+        on_a_fresh_thread(device, lambda: calls.launch(prepared))
+    torch.cuda.synchronize()
+    assert float(count) == 3.0
+
+
+def test_copies_and_marks_wait_for_nothing_and_keep_their_order(device: torch.device) -> None:
+    calls = calls_of(device)
+    given = torch.arange(5, dtype=torch.int32).pin_memory()
+    there = torch.zeros(5, dtype=torch.int32, device=device)
+    back = torch.zeros(5, dtype=torch.int32).pin_memory()
+    mark = calls.mark()
+    assert mark.over
+
+    def job() -> None:
+        sleep: Callable[[int], None] = torch.cuda._sleep
+        sleep(BUSY_CYCLES)
+        calls.copy(there, given)
+        calls.copy(back, there)
+        mark.record()
+        assert not mark.over
+        mark.wait()
+        assert mark.over and back.tolist() == [0, 1, 2, 3, 4]
+
+    on_a_fresh_thread(device, job)

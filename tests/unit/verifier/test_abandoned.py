@@ -1,0 +1,41 @@
+"""State that cannot even be dropped cleanly is left behind, and touches nobody who comes after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from outrider_verifier.commands import Open
+from outrider_verifier.config import VerifierConfig
+from outrider_verifier.core import Core
+from outrider_verifier.service import VerifierService
+from outrider_verifier.sessions import Session
+
+from tests.fakes.target import FakeProjection, FakeTarget
+from tests.unit.verifier.harness import make_spec
+
+
+def _opened(core: Core, ticket: int, name: str) -> Session:
+    spec = make_spec(name)
+    nobody: Any = None
+    core.handle(Open(ticket, spec, nobody), 0.0)
+    return core.sessions[spec.session_id]
+
+
+def test_what_a_round_still_has_of_an_abandoned_session_is_nobodys() -> None:
+    target = FakeTarget(num_blocks=64)
+    config = VerifierConfig(model="fake", max_tree_nodes=16)
+    service = VerifierService(
+        config, target, FakeProjection(), pool=target.pool, max_context_len=4096
+    )
+    core, store = service._core, service._core.store
+    assert store is not None
+    left = _opened(core, 1, "left")
+    before = left.handle
+    core.abandon()
+    assert left.ended and not core.sessions
+    next_one = _opened(core, 2, "next")
+    assert next_one.handle == before and store.complete(next_one.handle)
+    row = np.ones((1, FakeProjection().hidden_size), store._dtype)
+    store.append_each(np.array([left.handle]), row)
+    assert store.used_bytes == 0
