@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from outrider import trace
 from outrider.errors import InvalidRequestError
 from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, TARGET_ONLY
@@ -109,8 +107,7 @@ class Accounts:
                 store.append(row.session.handle, row.result.features)
         if block is not None:
             # A session that has ended has no handle.
-            handles = np.array([row.session.handle for row in flying.verify], dtype=np.int64)
-            store.append_each(handles, block)
+            store.append_each([row.session.handle for row in flying.verify], block)
 
     def report(self, flying: InFlight, outcome: RoundOutcome, emitted: int) -> float:
         """Post what the round took; returns its seconds, without waiting."""

@@ -5,6 +5,7 @@ H width of a feature. Arrays hold the wire's element type (bfloat16 as uint16 bi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,8 @@ CHUNK: Final = 32
 """Positions that are held together."""
 SLAB_BYTES: Final = 32 << 20
 """Memory that is taken at once."""
+FEW: Final = 3
+"""Rows that are faster written one by one than together are fewer."""
 _UNKEPT: Final = -1
 
 
@@ -85,12 +88,15 @@ class FeatureStore:
             done += taken
         self._next[handle] = place
 
-    def append_each(self, handles: NDArray[np.int64], rows: NDArray[np.generic]) -> None:
-        """Add the next position's feature of each of these n sessions [n], all different: rows
-        [n, H], which are copied; no-op for those without any. Handle -1 is nobody's."""
-        if not len(handles):
+    def append_each(self, sessions: Sequence[int], rows: NDArray[np.generic]) -> None:
+        """Add the next position's feature of each of n sessions by their handles, all different:
+        rows [n, H], which are copied; no-op for those without any. Handle -1 is nobody's."""
+        if len(sessions) < FEW:
+            for number, handle in enumerate(sessions):
+                self.append(handle, rows[number : number + 1])
             return
         assert (rows.dtype, rows.shape[1]) == (self._dtype, self._width)
+        handles = np.array(sessions)
         places, elements = self._next[handles], self._elements(np.ascontiguousarray(rows))
         if places.min() < 0:
             kept = np.flatnonzero(places >= 0)

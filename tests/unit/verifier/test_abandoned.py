@@ -8,6 +8,7 @@ import numpy as np
 from outrider_verifier.commands import Open
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.core import Core
+from outrider_verifier.features import FEW
 from outrider_verifier.service import VerifierService
 from outrider_verifier.sessions import Session
 
@@ -36,6 +37,7 @@ def test_what_a_round_still_has_of_an_abandoned_session_is_nobodys() -> None:
     assert left.ended and not core.sessions
     next_one = _opened(core, 2, "next")
     assert next_one.handle == before and store.complete(next_one.handle)
-    row = np.ones((1, FakeProjection().hidden_size), store._dtype)
-    store.append_each(np.array([left.handle]), row)
+    rows = np.ones((FEW, FakeProjection().hidden_size), store._dtype)
+    store.append_each([left.handle] * FEW, rows)
+    store.append(left.handle, rows)
     assert store.used_bytes == 0

@@ -100,7 +100,7 @@ def test_rows_of_a_round_are_kept_as_one_by_one() -> None:
             handles[rng.random(len(handles)) < 0.1] = -1
             values = rng.integers(0, 1000, len(handles))
             block = np.repeat(values, 2).reshape(-1, 2).astype(np.float32)
-            kept.append_each(handles, block)
+            kept.append_each(handles.tolist(), block)
             for each, value in zip(handles.tolist(), values.tolist(), strict=True):
                 if each in slow:
                     slow[each].append(value)
@@ -113,7 +113,7 @@ def test_rows_of_a_round_are_kept_as_one_by_one() -> None:
 
 def test_a_round_past_the_budget_and_sessions_without_features() -> None:
     kept = store(budget_rows=6)
-    handles = np.arange(4)
+    handles = range(4)
     for handle in range(4):
         kept.open(handle)
     kept.append_each(handles, rows(4))
@@ -121,6 +121,6 @@ def test_a_round_past_the_budget_and_sessions_without_features() -> None:
     # The third one does not fit; what it had is free for the fourth.
     assert [kept.complete(handle) for handle in range(4)] == [True, True, False, True]
     assert kept.used_bytes == 48
-    kept.append_each(np.array([17, 0, 1, 3]), rows(4, 8))
+    kept.append_each([17, 0, 1, 3], rows(4, 8))
     assert [kept.complete(handle) for handle in range(4)] == [False, True, False, True]
     assert np.array_equal(kept.read(1, 0, 3), rows(11)[[1, 5, 10]])
