@@ -31,14 +31,20 @@ class FeatureStore:
     """
 
     def __init__(
-        self, *, width: int, dtype: DTypeLike, budget_bytes: int, max_sessions: int
+        self,
+        *,
+        width: int,
+        dtype: DTypeLike,
+        budget_bytes: int,
+        max_sessions: int,
+        slab_bytes: int = SLAB_BYTES,
     ) -> None:
         """`max_sessions`: handles are smaller."""
         self._width = width
         self._dtype = np.dtype(dtype)
         self._budget = budget_bytes
         self._row_bytes = width * self._dtype.itemsize
-        self._slab_rows = CHUNK * max(1, SLAB_BYTES // (CHUNK * self._row_bytes))
+        self._slab_rows = CHUNK * max(1, slab_bytes // (CHUNK * self._row_bytes))
         self._slabs: list[NDArray[np.generic]] = []
         """[slab rows, H] each."""
         self._row = np.dtype((np.void, self._row_bytes))
@@ -52,6 +58,8 @@ class FeatureStore:
         CHUNK: to a chunk that is yet to be taken; _UNKEPT: without features. The last one is that
         of handle -1."""
         self._used_bytes = 0
+        # Touched now: a page that nobody has touched costs a round more than what it is for.
+        self._add_slab().fill(0)
 
     @property
     def used_bytes(self) -> int:
@@ -100,12 +108,12 @@ class FeatureStore:
         places, elements = self._next[handles], self._elements(np.ascontiguousarray(rows))
         if places.min() < 0:
             kept = np.flatnonzero(places >= 0)
-            handles, places = handles[kept], places[kept]
-            rows, elements = rows[kept], elements[kept]
+            handles, places, elements = handles[kept], places[kept], elements[kept]
         needed = self._used_bytes + len(handles) * self._row_bytes
         if needed > self._budget:
+            whole = elements.view(self._dtype).reshape(-1, self._width)
             for number, handle in enumerate(handles.tolist()):
-                self.append(handle, rows[number : number + 1])
+                self.append(handle, whole[number : number + 1])
             return
         self._used_bytes = needed
         for number in np.flatnonzero(places % CHUNK == 0).tolist():
@@ -157,13 +165,19 @@ class FeatureStore:
     def _begin_chunk(self, handle: int) -> int:
         """Where it begins."""
         if not self._free:
-            each = self._slab_rows // CHUNK
-            first = len(self._slabs) * each
-            self._slabs.append(np.empty((self._slab_rows, self._width), self._dtype))
-            self._free = list(range(first + each - 1, first - 1, -1))
+            self._add_slab()
         number = self._free.pop()
         self._chunks[handle].append(number)
         return number * CHUNK
+
+    def _add_slab(self) -> NDArray[np.generic]:
+        """Take memory for more chunks, none of which is free now."""
+        each = self._slab_rows // CHUNK
+        first = len(self._slabs) * each
+        slab = np.empty((self._slab_rows, self._width), self._dtype)
+        self._slabs.append(slab)
+        self._free = list(range(first + each - 1, first - 1, -1))
+        return slab
 
     def _chunk(self, number: int) -> NDArray[np.generic]:
         """[CHUNK, H]"""

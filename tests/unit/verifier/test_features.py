@@ -13,9 +13,15 @@ def rows(count: int, start: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.
     return np.arange(2 * start, 2 * (start + count), dtype=np.float32).reshape(count, 2)
 
 
-def store(budget_rows: int = 100) -> FeatureStore:
+def store(budget_rows: int = 100, slab_rows: int = 1 << 12) -> FeatureStore:
     """A store of float32 rows of width 2."""
-    return FeatureStore(width=2, dtype="float32", budget_bytes=8 * budget_rows, max_sessions=18)
+    return FeatureStore(
+        width=2,
+        dtype="float32",
+        budget_bytes=8 * budget_rows,
+        max_sessions=18,
+        slab_bytes=8 * slab_rows,
+    )
 
 
 def test_features_are_read_back_across_appends() -> None:
@@ -85,8 +91,7 @@ def test_memory_is_used_again() -> None:
 def test_rows_of_a_round_are_kept_as_one_by_one() -> None:
     """Sessions come and go, some without features, some gone, in as many slabs as there are."""
     rng = np.random.default_rng(5)
-    kept, slow = store(budget_rows=100_000), dict[int, list[int]]()
-    kept._slab_rows = 2 * CHUNK
+    kept, slow = store(budget_rows=100_000, slab_rows=2 * CHUNK), dict[int, list[int]]()
     for _ in range(60):
         handle = int(rng.integers(12))
         if handle in slow:

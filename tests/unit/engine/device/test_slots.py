@@ -18,20 +18,22 @@ CPU = torch.device("cpu")
 SAMPLING = SamplingParams(temperature=0.7, rule=Rule.TARGET_ONLY, seed=2**64 - 5)
 
 
-def make_pool() -> KVPool:
+def make_pool(num_blocks: int = 16) -> KVPool:
     return KVPool(
         num_layers=1,
         num_kv_heads=1,
         head_dim=4,
-        num_blocks=16,
+        num_blocks=num_blocks,
         block_tokens=4,
         dtype=torch.float32,
         device=CPU,
     )
 
 
-def make_slots(pool: KVPool) -> SessionSlots:
-    return SessionSlots(pool, max_sessions=2, max_len=16, max_nodes=3, vocab_size=9, device=CPU)
+def make_slots(pool: KVPool, max_len: int = 16) -> SessionSlots:
+    return SessionSlots(
+        pool, max_sessions=2, max_len=max_len, max_nodes=3, vocab_size=9, device=CPU
+    )
 
 
 def test_a_slot_holds_its_sessions_blocks_rule_and_prefix() -> None:
@@ -94,18 +96,8 @@ def test_blocks_that_are_added_are_told_of_at_once() -> None:
 
 def test_more_blocks_than_a_launch_adds_are_told_of_all_the_same() -> None:
     longest = 4 * (_GROWN + 9)
-    pool = KVPool(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=4,
-        num_blocks=2 * _GROWN,
-        block_tokens=4,
-        dtype=torch.float32,
-        device=CPU,
-    )
-    slots = SessionSlots(
-        pool, max_sessions=2, max_len=longest, max_nodes=3, vocab_size=9, device=CPU
-    )
+    pool = make_pool(2 * _GROWN)
+    slots = make_slots(pool, longest)
     before, padding = pool.sequence(), slots.sequence.tables[slots.padding].tolist()
     assert before.reserve(4)
     slot = slots.open(before)
