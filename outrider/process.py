@@ -17,6 +17,9 @@ ResultT = TypeVar("ResultT")
 SWITCH_INTERVAL_S = 0.0005
 """Python's own 5 ms is longer than a draft step, or a round outside its forward, may take: a thread
 that waits for the interpreter lock would stall the others by that much."""
+SELDOM: Final = 100
+"""Collections of the middle generation between two of all objects. With Python's own 10 a busy
+router went over all that it keeps of its answers every two or three seconds, for up to 180 ms."""
 KEPT_BYTES: Final = 128 << 20
 """Freed memory at the end of a heap that goes back to the system only beyond this size."""
 _LARGEST_IN_HEAP: Final = 32 << 20
@@ -47,9 +50,17 @@ def tune_process() -> None:
     """Settings for a process that does nothing but serve; call it once the models are loaded."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
-    # The models stay for the life of the process: keep the collector from walking over them.
+    tune_collector()
+
+
+def tune_collector() -> None:
+    """Keep the collector of garbage from walking over what stays for the life of the process,
+    models, a vocabulary, modules, and let it go over all of the rest seldom: every stream waits
+    meanwhile. Call it once all that is loaded."""
     gc.collect()
     gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, SELDOM)
 
 
 def keep_freed_memory() -> None:

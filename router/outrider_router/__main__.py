@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
-from outrider.process import add_tls_arguments, run
+from outrider.process import add_tls_arguments, run, tune_collector
 from outrider.spans import add_tracing_flags, exporting
 from outrider_router.config import RouterConfig
 
@@ -162,6 +162,7 @@ async def serve(config: RouterConfig) -> None:
             await service.start()
         if http is not None:
             ready["http"] = await http.start()
+        tune_collector()
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         await stop.wait()

@@ -139,6 +139,8 @@ class Answer:
         """The request is over; for its own task."""
         self.over = True
         self.error = error
+        # An answer is kept for longer than its task, which holds all that it ran in.
+        self._task = None
         self.cancel_timer()
         if self._listener is not None:
             self._listener.end()
