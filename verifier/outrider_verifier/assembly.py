@@ -34,9 +34,9 @@ def assemble(
     outbox: list[Effect],
 ) -> tuple[Core, Rounds]:
     """Everything that the engine thread will own."""
-    store = _store(config, projection)
-    # A session that waits keeps its proposals and its drafter.
+    # A session that waits keeps its proposals, its features and its drafter.
     places = config.max_sessions + config.max_waiting
+    store = _store(config, projection, max_sessions=places)
     inbox = Inbox(
         max_sessions=places,
         per_session=config.inbox_per_session,
@@ -88,7 +88,9 @@ def _limits(config: VerifierConfig, runner: RoundRunner) -> Limits:
     )
 
 
-def _store(config: VerifierConfig, projection: Projection | None) -> FeatureStore | None:
+def _store(
+    config: VerifierConfig, projection: Projection | None, *, max_sessions: int
+) -> FeatureStore | None:
     if projection is None:
         return None
     dtype = config.feature_dtype
@@ -96,7 +98,7 @@ def _store(config: VerifierConfig, projection: Projection | None) -> FeatureStor
         width=projection.hidden_size,
         dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
         budget_bytes=config.feature_budget_mb << 20,
-        max_sessions=config.max_sessions + config.max_waiting,
+        max_sessions=max_sessions,
     )
 
 

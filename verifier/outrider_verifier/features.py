@@ -44,7 +44,9 @@ class FeatureStore:
         self._dtype = np.dtype(dtype)
         self._budget = budget_bytes
         self._row_bytes = width * self._dtype.itemsize
-        self._slab_rows = CHUNK * max(1, slab_bytes // (CHUNK * self._row_bytes))
+        # The first slab is taken at once: of a small budget it is no more than that.
+        slab_chunks = min(slab_bytes, budget_bytes) // (CHUNK * self._row_bytes)
+        self._slab_rows = CHUNK * max(1, slab_chunks)
         self._slabs: list[NDArray[np.generic]] = []
         """[slab rows, H] each."""
         self._row = np.dtype((np.void, self._row_bytes))
