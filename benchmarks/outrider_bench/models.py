@@ -61,6 +61,8 @@ def local_config(
         threads=args.threads,
         # What is measured is the shape that was asked for, not what a planner makes of it.
         planner="fixed",
+        # A prompt that comes again is computed again, as by what it is compared with.
+        prefix_cache=False,
         max_sessions=max_sessions,
         queue_limit=queue_limit,
     )

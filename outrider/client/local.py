@@ -64,6 +64,8 @@ class LocalConfig:
     """HOST:PORT of the routers; port 0 takes a free one."""
     http: str | None = None
     """HOST:PORT of the router's HTTP API; port 0 takes a free one, None serves none."""
+    prefix_cache: bool = True
+    """Whether verifiers keep what others may begin with."""
     kv_tokens: int | None = None
     """KV budget of each verifier; None takes its default, which on a GPU is what there is."""
     max_sessions: int | None = None

@@ -101,6 +101,7 @@ def verifier_args(config: LocalConfig, place: Place) -> list[str]:
         verifier_id=place.name,
         **_common_flags(config, place, Role.VERIFIER),
     )
+    flags += [] if config.prefix_cache else ["--no-prefix-cache"]
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
 
 

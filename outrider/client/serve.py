@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-topk", type=at_least(1), metavar="K", help="children that head tries of a node")
     add_look_ahead_arguments(add)
     add("--kv-tokens", type=at_least(1), metavar="N", help="KV budget of each verifier")
+    add("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
     add("--max-sessions", type=at_least(1), metavar="N", help="that each verifier serves at once")
     add("--queue-limit", type=at_least(0), metavar="N", help="requests that may wait")
     add("--journal", type=Path, metavar="FILE", help="log by which requests survive the router")
@@ -128,6 +129,7 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         listen=f"{args.host}:{args.port}",
         http=args.http,
         kv_tokens=args.kv_tokens,
+        prefix_cache=not args.no_prefix_cache,
         max_sessions=args.max_sessions,
         queue_limit=args.queue_limit,
         journal=args.journal,
@@ -235,4 +237,5 @@ def ray_args(config: LocalConfig) -> list[str]:
     }
     flags = ((f"--{name}", str(value)) for name, value in values.items() if value is not None)
     switches = [] if config.cuda_graphs else ["--no-cuda-graphs"]
+    switches += [] if config.prefix_cache else ["--no-prefix-cache"]
     return [part for flag in flags for part in flag] + switches

@@ -5,7 +5,8 @@ is one tensor [2, L, G, S, d] (keys, then values), so that a commit moves all la
 A sequence takes blocks as it grows and may give them all back and begin anew. On a CPU it lies in
 one extent wherever one is long enough, and moves where it cannot grow in place: then every read is
 a view. A fragmented sequence reads by a gather, which costs about as much as one move every round.
-A device reads by tables of blocks: there blocks stay where they are, and any will do.
+A device reads by tables of blocks: there blocks stay where they are, any will do, and sequences
+that begin alike may share those of what they have in common.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.engine.blocks import BlockAllocator, BlockStack
+from outrider.engine.block_ledger import BlockLedger
+from outrider.engine.blocks import BlockAllocator
 from outrider.errors import ResourceExhaustedError
 
 
@@ -36,7 +38,8 @@ class KVPool:
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1, not {block_tokens}")
         self.block_tokens = block_tokens
-        self._allocator: BlockAllocator | BlockStack = BlockAllocator(num_blocks)
+        self.ledger = BlockLedger(BlockAllocator(num_blocks))
+        """Who holds which block, and which are kept when nobody does."""
         slots = num_blocks * block_tokens
         self.storage = torch.zeros(
             (2, num_layers, num_kv_heads, slots, head_dim), dtype=dtype, device=device
@@ -46,12 +49,12 @@ class KVPool:
     @property
     def free_blocks(self) -> int:
         """Blocks that no sequence holds."""
-        return self._allocator.free
+        return self.ledger.free
 
     @property
     def total_blocks(self) -> int:
         """Blocks of the pool."""
-        return self._allocator.total
+        return self.ledger.total
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold `num_tokens` slots."""
@@ -60,11 +63,7 @@ class KVPool:
     def name_by_tables(self, by_tables: bool = True) -> None:
         """From here on blocks are named by tables on a device, so that no sequence moves; or not
         any more."""
-        if by_tables is isinstance(self._allocator, BlockStack):
-            return
-        total, free = self.total_blocks, sorted(self._allocator.take(self.free_blocks))
-        of = BlockStack if by_tables else BlockAllocator.of
-        self._allocator = of(total, free)
+        self.ledger.name_by_tables(by_tables)
 
     def sequence(self) -> KVSequence:
         """A sequence without blocks; see `KVSequence.reserve`."""
@@ -79,7 +78,7 @@ class KVPool:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         sequence = self.sequence()
-        sequence._append(self._allocator.take(self.blocks_for(max_tokens)))
+        sequence._append(self.ledger.take(self.blocks_for(max_tokens)))
         return sequence
 
 
@@ -141,19 +140,44 @@ class KVSequence:
         missing = self.blocks_missing(slots)
         if not missing:
             return True
-        allocator = self._pool._allocator
-        if missing > allocator.free:
+        ledger = self._pool.ledger
+        if missing > ledger.free:
             return False
-        if isinstance(allocator, BlockStack):
-            self._append(allocator.take(missing))
-        elif self.start is not None and allocator.extend(self._blocks[-1] + 1, missing):
+        if ledger.by_tables:
+            self._append(ledger.take(missing))
+        elif self.start is not None and ledger.extend(self._blocks[-1] + 1, missing):
             first = self._blocks[-1] + 1
             self._append(range(first, first + missing))
-        elif (extent := allocator.place(len(self._blocks) + missing)) is not None:
+        elif (extent := ledger.place(len(self._blocks) + missing)) is not None:
             self._move_to(extent)
         else:
-            self._append(allocator.take(missing))
+            self._append(ledger.take(missing))
         return True
+
+    def begin_with(self, filled: Sequence[int], slots: int) -> bool:
+        """Hold blocks for at least `slots` slots, of which the first are as in these blocks, all of
+        them full, that are kept or held by others: the blocks themselves where they are named by
+        tables, else copies. False, and nothing is changed, if too few are free. Only of a sequence
+        that holds none."""
+        self._check_held()
+        if self._blocks:
+            raise ValueError(f"the sequence holds {len(self._blocks)} blocks")
+        ledger, count = self._pool.ledger, len(filled) * self._pool.block_tokens
+        # Nobody may have them while the others are taken.
+        ledger.hold(filled)
+        if ledger.by_tables:
+            self._append(filled)
+            if not self.reserve(slots):
+                self.clear()
+                return False
+            self.restore(count, None)
+            return True
+        held = self.reserve(max(slots, count))
+        if held:
+            self._copy_from(filled)
+            self.restore(count, torch.arange(count, device=self._pool.storage.device))
+        ledger.give(filled)
+        return held
 
     def clear(self) -> None:
         """Give all blocks back and forget everything; the sequence may be used again."""
@@ -161,7 +185,7 @@ class KVSequence:
         self._len = self._pending = self.capacity = self._told = 0
         self.start = None
         if blocks:
-            self._pool._allocator.give(blocks)
+            self._pool.ledger.give(blocks)
 
     def release(self) -> None:
         """Give the blocks back for good. Idempotent."""
@@ -189,9 +213,17 @@ class KVSequence:
             else:
                 there.copy_(storage.index_select(3, self.slots(0, used)))
         if self._blocks:
-            self._pool._allocator.give(self._blocks)
+            self._pool.ledger.give(self._blocks)
         self._blocks, self._told = [], 0
         self._append(extent)
+
+    @torch.inference_mode()
+    def _copy_from(self, filled: Sequence[int]) -> None:
+        """The first slots become those of these blocks."""
+        storage, size = self._pool.storage, self._pool.block_tokens
+        for place, block in enumerate(filled):
+            first = self._blocks[place] * size
+            storage[:, :, :, first : first + size] = storage.narrow(3, block * size, size)
 
     def _check_held(self) -> None:
         if self._released:

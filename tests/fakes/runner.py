@@ -142,6 +142,10 @@ class FakeRunner:
         self.suspended[session.ticket] = prefix if kept else []
         return kept
 
+    def drafted(self, session: Session) -> bool:
+        """Whether it drafts for it."""
+        return self.drafts_itself > 0 and session.own_draft > 0
+
     def fetch(self, session: Session) -> bool:
         """See `RoundRunner`."""
         return self._copies.fetch(session)
@@ -151,7 +155,13 @@ class FakeRunner:
         if len(self.prefixes) >= self._slots:
             raise ResourceExhaustedError("no session slot is free", reason="SESSIONS_EXHAUSTED")
         kept = self._copies.give(session)
-        self.prefixes[session.ticket] = self.suspended.pop(session.ticket)
+        prefix = self.suspended.pop(session.ticket)
+        if not kept:
+            # Its blocks may begin with what another session has written.
+            prefix += session.tokens[: session.kv.len].tolist()
+            if session.emitted and len(prefix) == session.length - 1:
+                prefix.append(session.root)
+        self.prefixes[session.ticket] = prefix
         self.grown(session)
         return kept
 

@@ -67,6 +67,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="benchmarks only: drafts stand by chance",
     )
     parser.add_argument("--kv-tokens", type=int, help="KV budget in tokens; 0 sizes it")
+    parser.add_argument(
+        "--prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        help="let sessions begin with K/V of others that began alike",
+    )
     parser.add_argument("--memory-fraction", type=float, help="share of the device's memory")
     parser.add_argument("--max-sessions", type=int, help="sessions served at once")
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus output, tokens")

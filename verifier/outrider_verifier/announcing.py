@@ -36,6 +36,8 @@ class Announcer:
         self._post = post
         self._sessions = sessions
         self._counters = counters
+        self._begun: list[Session] = []
+        """Sessions whose drafters have yet to hear what no round is going to tell of."""
         self._links: dict[DrafterId, Link] = {}
         self._conducts = Conducts()
         self._on_link: dict[int, Conduct] = {}
@@ -137,6 +139,19 @@ class Announcer:
     def tell_plan(self, session: Session) -> None:
         """Say to its drafter how an announced session is to be drafted for now."""
         self.tell(session, PlanChange(handle=session.handle, plan=session.drafter_plan))
+
+    def begun(self, session: Session) -> None:
+        """A session has begun with what others had computed."""
+        self._begun.append(session)
+
+    def tell_begun(self) -> None:
+        """Say what sessions have begun with. It is much to copy: to be called once a round was
+        submitted, and before any with these sessions is told of."""
+        begun, self._begun = self._begun, []
+        for session in begun:
+            if session.link_id is not None and not session.paused:
+                for message in self._handover.catch_up(session):
+                    self.tell(session, message)
 
     def tell_round(self, told: Told) -> None:
         """Say to each drafter what a round committed of its sessions. Features are sent from where

@@ -17,6 +17,7 @@ from outrider_verifier.handover import Handover
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.policy import Policy
 from outrider_verifier.preemption import Bounds, Way
+from outrider_verifier.prefixes import Prefixes
 from outrider_verifier.room import GUARD_TOKENS, Room
 from outrider_verifier.rounds import Rounds
 from outrider_verifier.runner import RoundRunner
@@ -36,7 +37,7 @@ def assemble(
     """Everything that the engine thread will own."""
     # A session that waits keeps its proposals, its features and its drafter.
     places = config.max_sessions + config.max_waiting
-    store = _store(config, projection, max_sessions=places)
+    store = _store(config, projection, max_sessions=places, chunk=pool.block_tokens)
     inbox = Inbox(
         max_sessions=places,
         per_session=config.inbox_per_session,
@@ -45,6 +46,7 @@ def assemble(
         budget_bytes=config.inbox_mb << 20,
     )
     counters: Counter[str] = Counter()
+    prefixes = _prefixes(config, runner, pool, store, counters)
     automatic = config.planner == AUTOMATIC_PLANNER
     policy = Policy(
         automatic=automatic,
@@ -71,7 +73,7 @@ def assemble(
         max_sessions=places,
         policy=policy,
         stand_ins=StandIns(policy.costs, enabled=automatic and config.stand_in),
-        room=_room(config, runner, pool, counters),
+        room=_room(config, runner, pool, prefixes, counters),
         counters=counters,
         post=outbox.append,
     )
@@ -89,7 +91,7 @@ def _limits(config: VerifierConfig, runner: RoundRunner) -> Limits:
 
 
 def _store(
-    config: VerifierConfig, projection: Projection | None, *, max_sessions: int
+    config: VerifierConfig, projection: Projection | None, *, max_sessions: int, chunk: int
 ) -> FeatureStore | None:
     if projection is None:
         return None
@@ -99,11 +101,34 @@ def _store(
         dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
         budget_bytes=config.feature_budget_mb << 20,
         max_sessions=max_sessions,
+        chunk=chunk,
+    )
+
+
+def _prefixes(
+    config: VerifierConfig,
+    runner: RoundRunner,
+    pool: KVPool,
+    store: FeatureStore | None,
+    counters: Counter[str],
+) -> Prefixes | None:
+    if not config.prefix_cache:
+        return None
+    return Prefixes(
+        pool,
+        store=store,
+        drafted=runner.drafted,
+        feature_bytes=config.feature_budget_mb << 20,
+        counters=counters,
     )
 
 
 def _room(
-    config: VerifierConfig, runner: RoundRunner, pool: KVPool, counters: Counter[str]
+    config: VerifierConfig,
+    runner: RoundRunner,
+    pool: KVPool,
+    prefixes: Prefixes | None,
+    counters: Counter[str],
 ) -> Room:
     return Room(
         pool=pool,
@@ -117,6 +142,7 @@ def _room(
             guard_blocks=pool.blocks_for(GUARD_TOKENS),
         ),
         way=config.way_back,
+        prefixes=prefixes,
         counters=counters,
     )
 

@@ -73,6 +73,10 @@ class VerifierConfig:
     """Share of the device's memory that may be used, weights included, where kv_tokens is 0."""
     kv_block_tokens: int = 16
     """Tokens in one KV block."""
+    prefix_cache: bool = True
+    """Whether sessions begin with K/V of others that began alike, in whole blocks: what sessions
+    leave behind is kept until its blocks are needed. Who can time first tokens can find out what
+    others have asked."""
     max_sessions: int = 64
     """Sessions that run at once, with K/V; others wait."""
     max_waiting: int = 64
@@ -120,7 +124,8 @@ class VerifierConfig:
     inbox_mb: int = 64
     """Memory of all proposals that are kept; past it the oldest messages go."""
     feature_budget_mb: int = 512
-    """Host memory for features of live sessions; past it a lost drafter is not caught up."""
+    """Host memory for features of live sessions; past it a lost drafter is not caught up. With
+    prefix_cache those of kept prefixes may take as much."""
     drafter_queue_mb: int = 256
     """Unsent messages to one drafter; a drafter that lets more pile up is disconnected."""
     lanes: bool = True

@@ -111,6 +111,7 @@ class Core:
         self.drafters = Announcer(
             handover, post=post, sessions=lambda: self.sessions.values(), counters=counters
         )
+        room.begun = self.drafters.begun
         self.incoming = Incoming(
             inbox=inbox,
             handover=handover,
@@ -235,7 +236,7 @@ class Core:
             self.drafters.announce(session)
         except Exception:
             # From here on there is a session to be freed, its seat included.
-            self.free(session)
+            self.free(session, failed=True)
             raise
         self.counters["sessions"] += 1
 
@@ -363,8 +364,11 @@ class Core:
         """Hand an effect to the asyncio thread."""
         self._post(effect)
 
-    def free(self, session: Session) -> None:
-        """Forget a session and give back its blocks, proposals and features."""
+    def free(self, session: Session, *, failed: bool = False) -> None:
+        """Forget a session and give back its blocks, proposals and features; what it has written
+        may be of use to others, unless it failed."""
+        if not failed:
+            self.room.keep_prefix(session)
         self.drafters.withdraw(session)
         self.policy.leave(session)
         self.sessions.pop(session.session_id, None)
@@ -382,7 +386,7 @@ class Core:
         """End a session's stream by an error and free all it holds."""
         self.counters["failed"] += 1
         self.post(Fail(session.ticket, error))
-        self.free(session)
+        self.free(session, failed=True)
 
     def fail_all(self, error: OutriderError) -> None:
         """Fail every session."""

@@ -254,6 +254,10 @@ class DeviceRoundEngine:
         """See `RoundRunner`."""
         return self._seats.resume(session)
 
+    def drafted(self, session: Session) -> bool:
+        """See `RoundRunner`."""
+        return self._seats.of(session).drafted
+
     # ---- submitting ----------------------------------------------------------------------------
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> DeviceFlight:

@@ -159,6 +159,11 @@ class RoundEngine:
         """See `RoundRunner`."""
         return self._suspended.give(session)
 
+    @staticmethod
+    def drafted(session: Session) -> bool:
+        """There is no head in this process."""
+        return False
+
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
         """Run the round."""
         return self._run(prefill, verify)

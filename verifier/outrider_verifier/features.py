@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-CHUNK: Final = 32
-"""Positions that are held together."""
+CHUNK: Final = 16
+"""Positions that are held together, where nothing is said."""
 SLAB_BYTES: Final = 32 << 20
 """Memory that is taken at once."""
 FEW: Final = 3
@@ -27,7 +27,8 @@ class FeatureStore:
     sessions hold counts against the budget. A session that would exceed it loses its features for
     good (`complete` says so) and goes on without. Chunks of sessions that ended are used again:
     memory that nobody has touched yet costs more than what is written into it. They lie in slabs:
-    so a round's rows, one of each session, are written by one call.
+    so a round's rows, one of each session, are written by one call. Several may hold a chunk that
+    is full, `Prefixes` among them.
     """
 
     def __init__(
@@ -37,31 +38,40 @@ class FeatureStore:
         dtype: DTypeLike,
         budget_bytes: int,
         max_sessions: int,
+        chunk: int = CHUNK,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
-        """`max_sessions`: handles are smaller."""
+        """`max_sessions`: handles are smaller. `chunk`: positions that are held together."""
+        self.chunk = chunk
         self._width = width
         self._dtype = np.dtype(dtype)
         self._budget = budget_bytes
         self._row_bytes = width * self._dtype.itemsize
         # The first slab is taken at once: of a small budget it is no more than that.
-        slab_chunks = min(slab_bytes, budget_bytes) // (CHUNK * self._row_bytes)
-        self._slab_rows = CHUNK * max(1, slab_chunks)
+        slab_chunks = min(slab_bytes, budget_bytes) // (self.chunk * self._row_bytes)
+        self._slab_rows = self.chunk * max(1, slab_chunks)
         self._slabs: list[NDArray[np.generic]] = []
         """[slab rows, H] each."""
         self._row = np.dtype((np.void, self._row_bytes))
         """A row as one element: numpy scatters rows of narrow elements one by one of these."""
         self._free: list[int] = []
         """Numbers of chunks that nobody holds."""
+        self._holders: list[int] = []
+        """Of each chunk."""
         self._chunks: list[list[int]] = [[] for _ in range(max_sessions)]
         """Numbers of a session's chunks, by handle; the last one may be partly used."""
         self._next = np.full(max_sessions + 1, _UNKEPT)
         """Where a session's next position goes, in rows of all slabs, by handle; a multiple of
-        CHUNK: to a chunk that is yet to be taken; _UNKEPT: without features. The last one is that
+        `chunk`: to a chunk that is yet to be taken; _UNKEPT: without features. The last one is that
         of handle -1."""
         self._used_bytes = 0
         # Touched now: a page that nobody has touched costs a round more than what it is for.
         self._add_slab().fill(0)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk."""
+        return self.chunk * self._row_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -77,6 +87,43 @@ class FeatureStore:
         """Whether every position's feature so far is held."""
         return int(self._next[handle]) != _UNKEPT
 
+    def held(self, handle: int) -> int:
+        """Positions of a session whose features are held, from the first one on."""
+        return self._used(handle) if self.complete(handle) else 0
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many positions more fit the budget."""
+        return self._used_bytes + count * self._row_bytes <= self._budget
+
+    def chunks(self, handle: int) -> list[int]:
+        """Numbers of a session's chunks that are full."""
+        return self._chunks[handle][: self.held(handle) // self.chunk]
+
+    def rows(self, number: int) -> NDArray[np.generic]:
+        """[chunk, H] of a chunk."""
+        return self._chunk(number)
+
+    def hold(self, number: int) -> None:
+        """Have a full chunk stay when its session closes."""
+        self._holders[number] += 1
+
+    def let_go(self, number: int) -> None:
+        """Hold a chunk no longer."""
+        self._holders[number] -= 1
+        if not self._holders[number]:
+            self._free.append(number)
+
+    def share(self, handle: int, chunks: Sequence[int]) -> None:
+        """The next positions of a session are those of chunks that are full and held; its last one
+        must be full, too, and there must be room for them."""
+        assert self.complete(handle) and self.has_room(len(chunks) * self.chunk)
+        assert not self._next[handle] % self.chunk
+        for number in chunks:
+            self.hold(number)
+        self._chunks[handle] += chunks
+        self._next[handle] = 0
+        self._used_bytes += len(chunks) * self.chunk * self._row_bytes
+
     def append(self, handle: int, rows: NDArray[np.generic]) -> None:
         """Add features [m, H] of the next positions, which are copied; no-op for a session without
         any."""
@@ -89,9 +136,9 @@ class FeatureStore:
         self._used_bytes += count * self._row_bytes
         place, done = int(self._next[handle]), 0
         while done < count:
-            if not place % CHUNK:
+            if not place % self.chunk:
                 place = self._begin_chunk(handle)
-            taken = min(count - done, CHUNK - place % CHUNK)
+            taken = min(count - done, self.chunk - place % self.chunk)
             slab, start = divmod(place, self._slab_rows)
             self._slabs[slab][start : start + taken] = rows[done : done + taken]
             place += taken
@@ -118,7 +165,7 @@ class FeatureStore:
                 self.append(handle, whole[number : number + 1])
             return
         self._used_bytes = needed
-        for number in np.flatnonzero(places % CHUNK == 0).tolist():
+        for number in np.flatnonzero(places % self.chunk == 0).tolist():
             places[number] = self._begin_chunk(int(handles[number]))
         self._next[handles] = places + 1
         self._write(places, elements)
@@ -127,8 +174,8 @@ class FeatureStore:
         """[stop - start, H] of positions start .. stop, at least one; they must be held."""
         used = self._used(handle)
         assert start < stop <= used, (start, stop, used)
-        first, last = start // CHUNK, (stop - 1) // CHUNK
-        begin, end = start - first * CHUNK, stop - first * CHUNK
+        first, last = start // self.chunk, (stop - 1) // self.chunk
+        begin, end = start - first * self.chunk, stop - first * self.chunk
         chunks = [self._chunk(number) for number in self._chunks[handle][first : last + 1]]
         return (chunks[0] if first == last else np.concatenate(chunks))[begin:end]
 
@@ -138,13 +185,14 @@ class FeatureStore:
             return
         self._used_bytes -= self._used(handle) * self._row_bytes
         self._next[handle] = _UNKEPT
-        self._free += self._chunks[handle]
+        for number in self._chunks[handle]:
+            self.let_go(number)
         self._chunks[handle] = []
 
     def _used(self, handle: int) -> int:
         """Positions held."""
         chunks = self._chunks[handle]
-        return len(chunks) * CHUNK - int(-self._next[handle] % CHUNK)
+        return len(chunks) * self.chunk - int(-self._next[handle] % self.chunk)
 
     def _write(self, places: NDArray[np.int64], elements: NDArray[np.void]) -> None:
         """Rows, each as one element [n], to these rows of all slabs."""
@@ -169,19 +217,21 @@ class FeatureStore:
         if not self._free:
             self._add_slab()
         number = self._free.pop()
+        self._holders[number] = 1
         self._chunks[handle].append(number)
-        return number * CHUNK
+        return number * self.chunk
 
     def _add_slab(self) -> NDArray[np.generic]:
         """Take memory for more chunks, none of which is free now."""
-        each = self._slab_rows // CHUNK
+        each = self._slab_rows // self.chunk
         first = len(self._slabs) * each
         slab = np.empty((self._slab_rows, self._width), self._dtype)
         self._slabs.append(slab)
+        self._holders += [0] * each
         self._free = list(range(first + each - 1, first - 1, -1))
         return slab
 
     def _chunk(self, number: int) -> NDArray[np.generic]:
-        """[CHUNK, H]"""
-        slab, start = divmod(number * CHUNK, self._slab_rows)
-        return self._slabs[slab][start : start + CHUNK]
+        """[chunk, H]"""
+        slab, start = divmod(number * self.chunk, self._slab_rows)
+        return self._slabs[slab][start : start + self.chunk]

@@ -57,6 +57,8 @@ class Claim(NamedTuple):
     preemptions: int = 0
     waited_s: float = 0.0
     """In all, up to now."""
+    shared: int = 0
+    """Of its blocks, those that others hold, too: they do not become free with it."""
     guarded: bool = False
     """Whether it was resumed too lately to be preempted again."""
 
@@ -220,7 +222,7 @@ class _Book:
     def _fits(self, claim: Claim, gone: Sequence[Claim]) -> bool:
         """Whether a session finds a place and blocks once these are gone."""
         stay = self._unpressed + len(self._running) - len(gone)
-        spare = self._spare + sum(lesser.blocks + _missing(lesser) for lesser in gone)
+        spare = self._spare + sum(_freed(lesser) for lesser in gone)
         if not stay:
             return self._entry(claim) <= spare
         if stay >= self._bounds.max_running:
@@ -250,7 +252,7 @@ class _Book:
 
     def _preempt(self, victim: Claim) -> None:
         del self._running[victim.session_id]
-        self._spare += victim.blocks + _missing(victim)
+        self._spare += _freed(victim)
         self.actions.append(Preempt(victim.session_id))
 
     def _open_to_preemption(self) -> Iterable[Claim]:
@@ -277,6 +279,11 @@ class _Book:
         """Blocks that a session takes when it is let in."""
         last = claim.preemptions >= self._bounds.max_preemptions
         return claim.most_blocks if last else claim.next_blocks
+
+
+def _freed(claim: Claim) -> int:
+    """What is spare more once it is gone; where all who hold a block go, that is even more."""
+    return claim.blocks - claim.shared + _missing(claim)
 
 
 def _missing(claim: Claim) -> int:

@@ -30,6 +30,7 @@ from outrider_verifier.preemption import (
     plan,
     unpressed,
 )
+from outrider_verifier.prefixes import Prefixes
 from outrider_verifier.runner import RoundRunner
 from outrider_verifier.sessions import Session
 
@@ -47,6 +48,7 @@ LOOK_S: Final = 0.02
 """How often the policy is asked while sessions wait and nothing happens."""
 
 Failed = Callable[[Session, Exception], None]
+Begun = Callable[[Session], None]
 
 
 class Room:
@@ -60,12 +62,15 @@ class Room:
         swap: SwapSpace | None,
         bounds: Bounds,
         way: Way | None,
+        prefixes: Prefixes | None,
         counters: Counter[str],
     ) -> None:
         """`swap`: where preempted sessions may be swapped to. `way`: how they get their K/V back;
-        None: by what either costs. Blocks that the runner has taken are out of reach."""
+        None: by what either costs. `prefixes`: what sessions leave behind for others; None: nothing
+        is kept. Blocks that the runner has taken are out of reach."""
         self._pool, self._runner, self._swap = pool, runner, swap
         self._bounds, self._way = bounds, way
+        self._prefixes = prefixes
         self._counters = counters
         self._total = pool.free_blocks
         self.running: dict[SessionId, Session] = {}
@@ -75,6 +80,8 @@ class Room:
         """Of the answers that ended."""
         self.failed: Failed = lambda session, bug: None
         """Called for a session that cannot be let in, which the policy found room for."""
+        self.begun: Begun = lambda session: None
+        """Called for a session that was let in, of whose prompt something was there already."""
         self.pressed = False
         """Whether somebody is to be preempted once the round in flight is settled."""
         self._recompute_s = 0.0
@@ -98,6 +105,21 @@ class Room:
         if session.begun:
             session.begun = False
             self._runner.close(session)
+
+    def keep_prefix(self, session: Session) -> None:
+        """Let others begin with what a session has written."""
+        if self._prefixes is not None and not session.waits:
+            self._prefixes.keep(session)
+
+    @property
+    def prefix_blocks(self) -> int:
+        """Blocks that sessions may begin with."""
+        return 0 if self._prefixes is None else len(self._prefixes)
+
+    @property
+    def prefix_feature_bytes(self) -> int:
+        """Host memory that the features of these take."""
+        return 0 if self._prefixes is None else self._prefixes.feature_bytes
 
     @property
     def swapped_bytes(self) -> int:
@@ -185,6 +207,7 @@ class Room:
             priority=spec.priority,
             opened_at=session.opened_at,
             blocks=session.kv.num_blocks,
+            shared=0 if self._prefixes is None else self._pool.ledger.shared(session.kv.blocks),
             next_blocks=self._pool.blocks_for(session.kv_len + beyond),
             most_blocks=most,
             expected_blocks=min(most, self._pool.blocks_for(spec.prompt_len + answer + beyond)),
@@ -233,8 +256,9 @@ class Room:
 
     def _preempt(self, session: Session, now: float) -> None:
         swap = self._swap if self._way_of(session) is Way.SWAP else None
+        self.keep_prefix(session)
         way = Way.SWAP if self._runner.suspend(session, swap) else Way.RECOMPUTE
-        session.preempted(now)
+        session.preempted(now, swapped=way is Way.SWAP)
         del self.running[session.session_id]
         self.waiting[session.session_id] = session
         self._counters[f"preemptions_{way.value}"] += 1
@@ -250,14 +274,19 @@ class Room:
         )
 
     def _let_in(self, session: Session, blocks: int, now: float) -> None:
-        held = session.kv.reserve(blocks * self._pool.block_tokens)
+        slots, found, told = blocks * self._pool.block_tokens, 0, session.written
+        if self._prefixes is not None and not session.swapped:
+            found = self._prefixes.begin(session, slots)
+        held = found > 0 or session.kv.reserve(slots)
         assert held, (session.session_id, blocks)
         try:
             kept = self._runner.resume(session)
         except Exception as bug:
             self.failed(session, bug)
             return
-        session.let_in(now, kept=kept)
+        session.let_in(now, kept=kept, found=found)
+        if session.written > told:
+            self.begun(session)
         self._cover(session)
         del self.waiting[session.session_id]
         self.running[session.session_id] = session

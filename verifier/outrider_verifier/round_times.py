@@ -7,6 +7,7 @@ from functools import partial
 
 from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.shapes import (
+    LEAST_MIXED_PIECES,
     MIXED_PIECE_BUCKETS,
     MOST_MIXED_PIECES,
     PIECE_TOKENS,
@@ -54,11 +55,11 @@ class RoundTimes:
 
     def _pieces_beside(self, rows: int) -> int:
         lasts = partial(self._of, rows, 1, self._own)
-        alone, most = lasts(0), MIXED_PIECE_BUCKETS[0]
+        alone, most = lasts(0), LEAST_MIXED_PIECES
         for pieces in MIXED_PIECE_BUCKETS:
             took = lasts(pieces)
             if alone is None or took is None or took <= self._prompt_stretch * alone:
-                most = pieces
+                most = max(most, pieces)
         return most
 
     def _of(self, rows: int, nodes: int, drafts: Drafts, pieces: int = 0) -> float | None:

@@ -147,6 +147,7 @@ class Rounds:
         flying, failure = self._attempt(plan, time.perf_counter() - spent_s, waited_s)
         if self.holds_back:
             self.flush()
+        self._core.drafters.tell_begun()
         # What the round in flight emitted counts even where its sessions cannot go on.
         self.settle(alone=flying is None)
         self._flying = flying
@@ -201,6 +202,7 @@ class Rounds:
             self._core.drafters.say(self._core.handover.verdicts(followed))
         # A prompt's features take long to copy: who decodes does not wait for them.
         handed = self.flush()
+        self._core.drafters.tell_begun()
         prompts = commit_prompts(flying.prefill, outcome.prefill, self._idle_since)
         if prompts:
             self._core.drafters.tell_round(prompted(prompts))
@@ -221,6 +223,9 @@ class Rounds:
             self.flush()
         self._core.stand_ins.observe(settled)
         self._accounts.keep_features(flying, outcome.decoded, prompts, decoded)
+        for row in prompts:
+            if row.session.prefilled and not row.session.ended:
+                self._core.room.keep_prefix(row.session)
         if len(told):
             # While drafters draft.
             self._grow_ahead(flying, 0)

@@ -191,6 +191,11 @@ class RoundRunner(Protocol):
         place for it."""
         ...
 
+    def drafted(self, session: Session) -> bool:
+        """Whether the head in this process has its K/V of all that a session, which is not
+        suspended, has written."""
+        ...
+
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
         """Start a round. On an exception no row of it was started."""
         ...

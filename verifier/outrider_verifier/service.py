@@ -363,6 +363,8 @@ class VerifierService(SessionIterators):
             "kv_blocks": self._kv_blocks,
             "kv_blocks_free": self._pool.free_blocks,
             "kv_cache_usage_ratio": 1.0 - self._pool.free_blocks / max(1, self._kv_blocks),
+            "prefix_blocks": self._core.room.prefix_blocks,
+            "prefix_feature_bytes": self._core.room.prefix_feature_bytes,
             "drafters_connected": len(self._hub.links),
             "inbox_proposals": self._core.num_proposals,
             "feature_bytes": 0 if store is None else store.used_bytes,

@@ -95,6 +95,8 @@ class Session:
     """When it was last resumed after a preemption, and its length then."""
     covered: int = 0
     """Length up to which its blocks suffice for its next rounds."""
+    swapped: bool = False
+    """Whether its K/V was copied when it was preempted, and is to be brought back."""
     constraint: Constraint | None = None
     """What it may emit, by its grammar and the limits of its ids; None: anything. It follows the
     tokens that stand, so whatever was lost or preempted, it is where they are."""
@@ -239,24 +241,28 @@ class Session:
         self.emitted += count
         self.since = now
 
-    def preempted(self, now: float) -> None:
-        """It has lost its K/V: it waits."""
+    def preempted(self, now: float, *, swapped: bool) -> None:
+        """It has lost its K/V: it waits. `swapped`: there is a copy."""
         self.waits_since = now
         self.preemptions += 1
+        self.swapped = swapped
 
-    def let_in(self, now: float, *, kept: bool) -> None:
+    def let_in(self, now: float, *, kept: bool, found: int = 0) -> None:
         """It has blocks, and runs. `kept`: its K/V is there as it was; else it is to be computed
-        again, behind which the root, if there is one, stays as it is."""
+        (again), but for the first `found` tokens, behind which the root, if there is one, stays as
+        it is."""
         assert self.waits_since is not None
         self.waited_s += now - self.waits_since
         self.waits_since = None
+        self.swapped = False
+        if not kept:
+            self.fill_to, self.prefill_sent = self.kv_len, found
+            self.written = max(self.written, found)
         if not self.preemptions:
             return
         self.resumed_at, self.resumed_len = now, self.length
         if self.pace is not None:
             self.pace.resumed()
-        if not kept:
-            self.fill_to, self.prefill_sent = self.kv_len, 0
         # Nobody waited for a draft meanwhile; its turn among prompts is that of its opening.
         self.since = self.opened_at if self.prefill_left else now
 

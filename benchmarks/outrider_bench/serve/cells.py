@@ -206,6 +206,8 @@ class Cell:
     drafters: int = 0
     """Processes of each kind behind the router."""
     routers: int = 1
+    prefix_cache: bool = True
+    """Whether the verifiers keep what others may begin with."""
 
     @property
     def plain(self) -> Cell:
@@ -233,6 +235,7 @@ class Cell:
             "verifiers": self.verifiers,
             "drafters": self.drafters,
             "routers": self.routers,
+            "prefix_cache": self.prefix_cache,
         }
 
     def __str__(self) -> str:
@@ -242,16 +245,19 @@ class Cell:
         bias = ", bias" if self.sampling.logit_bias else ""
         slowed = f", {self.handicap}" if str(self.handicap) else ""
         fronts = f", {self.routers} routers" if self.routers > 1 else ""
+        cold = "" if self.prefix_cache else ", no prefix cache"
         drafts = f"{self.placement} {self.drafts.name}"
-        return f"{drafts}, {parameters}{bias}, {load}{slowed}{fronts}"
+        return f"{drafts}, {parameters}{bias}, {load}{slowed}{fronts}{cold}"
 
 
 KEY: Final = (
     *("model", "placement", "drafts", "draft_top_k", "temperature", "rule", "top_p", "min_p"),
     *("repetition_penalty", "logit_bias", "sessions", "rate", "max_tokens", "awake_cores"),
     *("look_ahead", "fan_out", "exchange_delay_ms", "drafter_slowdown"),
-    *("planner", "verifiers", "drafters", "routers"),
+    *("planner", "verifiers", "drafters", "routers", "prefix_cache"),
 )
+_BEFORE: Final = {"routers": 1, "prefix_cache": False}
+"""What cells had that say nothing of it: results from before there was such a thing."""
 _AHEAD_KEYS: Final = ("drafts", "look_ahead", "fan_out")
 _PLACING: Final = (
     *("placement", "drafts", "draft_top_k", "awake_cores"),
@@ -274,14 +280,14 @@ def handicap_of(cell: dict[str, Any]) -> str:
 
 def key(cell: dict[str, Any]) -> tuple[object, ...]:
     """What identifies a cell of service.json: of two with one key the later one stays."""
-    # Results from before there could be several routers say nothing of them.
-    return tuple(cell.get(name, 1 if name == "routers" else None) for name in KEY)
+    return tuple(cell.get(name, _BEFORE.get(name)) for name in KEY)
 
 
 def plain_key(cell: dict[str, Any]) -> tuple[object, ...]:
     """What a cell and the plain decoding that it is compared with have in common."""
     # Plain decoding has nothing to accept: its text is drawn alike under every rule.
-    return tuple(cell.get(name) for name in KEY if name not in (*_PLACING, "rule"))
+    names = [name for name in KEY if name not in (*_PLACING, "rule")]
+    return tuple(cell.get(name, _BEFORE.get(name)) for name in names)
 
 
 def lock_step_key(cell: dict[str, Any]) -> tuple[object, ...]:

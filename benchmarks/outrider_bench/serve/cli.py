@@ -56,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="at one address, or with --router what runs there; default: 1",
     )
+    add(
+        "--no-prefix-cache",
+        action="store_true",
+        help="every prompt is computed from its beginning; with --router say so if it is",
+    )
     add("--device", choices=DEVICES, help="default: cuda where there is one")
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
     add("--threads", type=at_least(1), help="compute threads of verifier and drafter each")

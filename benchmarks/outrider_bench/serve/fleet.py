@@ -45,6 +45,7 @@ class Machine:
     drafters: int = 1
     """Processes of either kind, each on a GPU of its own where there are as many."""
     routers: int = 1
+    prefix_cache: bool = True
     log_dir: Path | None = None
     trace_dir: Path | None = None
     round_ms: float = 0.0
@@ -171,6 +172,7 @@ def local_config(machine: Machine, service: Service) -> LocalConfig:
         verifiers=machine.verifiers,
         drafters=machine.drafters,
         routers=machine.routers,
+        prefix_cache=machine.prefix_cache,
         dtype=machine.dtype,
         device=machine.device,
         placement=service.placement if own else SEPARATE,

@@ -137,6 +137,7 @@ class Run:
             verifiers=args.verifiers,
             drafters=args.drafters,
             routers=args.routers,
+            prefix_cache=not args.no_prefix_cache,
             max_tokens=self._max_tokens,
             threads=args.threads,
             planner=args.planner,
@@ -206,6 +207,7 @@ class Run:
                         verifiers=verifiers,
                         drafters=drafters,
                         routers=self._args.routers,
+                        prefix_cache=not self._args.no_prefix_cache,
                     )
                     if service.placement == PLAIN:
                         cell = cell.plain

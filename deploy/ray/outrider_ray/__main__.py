@@ -66,6 +66,13 @@ def make_parser() -> argparse.ArgumentParser:
         const=False,
         help="launch kernels one by one",
     )
+    add(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_const",
+        const=False,
+        help="compute every prompt from its beginning",
+    )
     add("--simulated-acceptance", metavar="RATES", help="benchmarks only: drafts stand by chance")
     add("--listen", metavar="HOST:PORT", help="address of the client API")
     add("--http", metavar="HOST:PORT", help="address of OpenAI's API over HTTP")

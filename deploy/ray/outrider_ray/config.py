@@ -65,6 +65,8 @@ class LaunchConfig:
     the router's default."""
     fan_out: int | None = None
     """Outcomes drafted ahead a round, of requests that leave them open; None as above."""
+    prefix_cache: bool = True
+    """Whether verifiers keep what others may begin with."""
     cuda_graphs: bool = True
     """Whether GPUs replay rounds from CUDA graphs."""
     simulated_acceptance: str = ""
@@ -271,6 +273,7 @@ def verifier_config(config: LaunchConfig, index: int = 0) -> VerifierConfig:
             "draft_topk": config.draft_topk,
             "planner": config.planner,
             "cuda_graphs": config.cuda_graphs,
+            "prefix_cache": config.prefix_cache,
             "simulated_acceptance": config.simulated_acceptance,
             "threads": config.actor_threads,
             "awake_cores": config.awake_cores,

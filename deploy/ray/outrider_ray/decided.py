@@ -16,7 +16,7 @@ _ACTOR = frozenset({"listen", "metrics_port", "metrics_host", "trace_file", "dra
 VERIFIER = _ACTOR | {
     *("model", "verifier_id", "features_from", "dtype", "device", "memory_fraction", "lanes"),
     *("placement", "draft_length", "draft_topk", "planner", "cuda_graphs", "simulated_acceptance"),
-    *("threads", "awake_cores", "kv_tokens", "max_sessions", "log_level"),
+    *("threads", "awake_cores", "kv_tokens", "prefix_cache", "max_sessions", "log_level"),
     # The transport's own heartbeats are those of its configuration.
     *("heartbeat_ms", "silence_ms"),
 }

@@ -31,9 +31,12 @@ FEW_CHAIN_BUCKETS: Final = (5, 8)
 FEW_TREE_BUCKETS: Final = (17, 65, 129)
 """Nodes of a row with drafts from outside where a head in this process drafts for nearly all: few
 sizes, and prompts never share their launch."""
-MIXED_PIECE_BUCKETS: Final = (2, 3, 5, 7, 8, 16)
-"""Pieces in a round in which sessions decode: the six sizes that leave the fewest rows unused where
-chat prompts of 42 to 243 tokens come in all the time."""
+MIXED_PIECE_BUCKETS: Final = (1, 2, 3, 5, 8, 16)
+"""Pieces in a round in which sessions decode: six sizes. 1 is what is left of a prompt that begins
+like one before it; the others leave few rows unused where chat prompts of 42 to 243 tokens come in
+all the time."""
+LEAST_MIXED_PIECES: Final = 2
+"""What such a round takes of prompts if there are any, whatever it lasts."""
 MOST_MIXED_PIECES: Final = MIXED_PIECE_BUCKETS[-1]
 MOST_TOKEN_ROWS: Final = 2048
 """Rows times nodes of a bucket; one row may have more."""

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from outrider.engine.blocks import BlockAllocator, BlockStack
+from outrider.engine.blocks import BlockAllocator
 from outrider.engine.kvcache import KVPool, KVSequence
 from tests.unit.engine.test_kvcache import make_pool, stored, write
 
@@ -129,8 +129,7 @@ def test_a_sequence_that_cannot_grow_in_place_moves_with_what_is_written() -> No
     write(sequence, pool, [1, 2, 3])
     sequence.commit([0, 1])
     write(sequence, pool, [7])
-    assert isinstance(pool._allocator, BlockAllocator)
-    assert pool._allocator.extend(sequence.blocks[-1] + 1, 1), "somebody else's"
+    assert pool.ledger.extend(sequence.blocks[-1] + 1, 1), "somebody else's"
     before = sequence.start
     assert sequence.reserve(2 * 4)
     assert sequence.start not in (None, before)
@@ -142,7 +141,7 @@ def test_a_sequence_that_cannot_grow_in_place_moves_with_what_is_written() -> No
 def test_tables_name_blocks_that_stay_where_they_are() -> None:
     pool = make_pool(num_blocks=8)
     pool.name_by_tables()
-    assert isinstance(pool._allocator, BlockStack)
+    assert pool.ledger.by_tables
     first, second = pool.sequence(), pool.sequence()
     for slots in (4, 8, 12):
         before = [list(first.blocks), list(second.blocks)]
@@ -152,7 +151,7 @@ def test_tables_name_blocks_that_stay_where_they_are() -> None:
     assert pool.free_blocks == 2
     first.release()
     pool.name_by_tables(False)
-    assert isinstance(pool._allocator, BlockAllocator)
+    assert not pool.ledger.by_tables
     assert pool.free_blocks == 5
     second.release()
     assert pool.allocate(32).start == 0

@@ -162,3 +162,43 @@ def test_sizes_must_be_positive() -> None:
             make_pool(num_blocks, block_tokens)
     with pytest.raises(ValueError, match="at least 1"):
         make_pool().allocate(0)
+
+
+@pytest.mark.parametrize("by_tables", [True, False])
+def test_a_sequence_begins_with_the_blocks_of_another(by_tables: bool) -> None:
+    pool = make_pool()
+    pool.name_by_tables(by_tables)
+    first = pool.sequence()
+    assert first.reserve(12)
+    write(first, pool, list(range(10)))
+    first.commit(range(10))
+    second = pool.sequence()
+    assert second.begin_with(first.blocks[:2], 11)
+    assert (second.len, second.capacity) == (8, 12)
+    assert (list(second.blocks[:2]) == list(first.blocks[:2])) is by_tables
+    assert pool.free_blocks == (4 if by_tables else 2)
+    if not by_tables:
+        assert stored(second, pool) == list(range(8))
+        write(second, pool, [8, 9])
+        second.commit(range(2))
+        first.release()
+        assert stored(second, pool) == list(range(10))
+    second.release()
+    first.release()
+    assert pool.free_blocks == 8
+
+
+@pytest.mark.parametrize("by_tables", [True, False])
+def test_a_sequence_that_finds_no_room_behind_the_blocks_of_another_holds_none(
+    by_tables: bool,
+) -> None:
+    pool = make_pool()
+    pool.name_by_tables(by_tables)
+    first = pool.allocate(20)
+    second = pool.sequence()
+    assert not second.begin_with(first.blocks[:2], 24)
+    assert (second.len, second.num_blocks, pool.free_blocks) == (0, 0, 3)
+    assert pool.ledger.shared(first.blocks) == 0
+    assert second.reserve(12)
+    with pytest.raises(ValueError, match="holds 3 blocks"):
+        second.begin_with(first.blocks[:1], 4)

@@ -6,7 +6,7 @@ import pytest
 from outrider_verifier.round_times import RoundTimes
 
 from outrider.engine.device.family import ShapeFamily
-from outrider.engine.device.shapes import MIXED_PIECE_BUCKETS, MOST_MIXED_PIECES, PIECE_TOKENS
+from outrider.engine.device.shapes import LEAST_MIXED_PIECES, MOST_MIXED_PIECES, PIECE_TOKENS
 
 ROUND_S = 4e-3
 ROW_S = 10e-6
@@ -51,4 +51,4 @@ def test_what_was_said_before_measuring_does_not_stay() -> None:
     late = times(1.0, learned=False)
     before = late.prompt_tokens_beside(4)
     late.learn(MEASURED)
-    assert late.prompt_tokens_beside(4) == MIXED_PIECE_BUCKETS[0] * PIECE_TOKENS < before
+    assert late.prompt_tokens_beside(4) == LEAST_MIXED_PIECES * PIECE_TOKENS < before
