@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ CUDA = "cuda:0"
 
 @pytest.mark.parametrize("placement", ["fused", "colocated"])
 @pytest.mark.parametrize("name", ["greedy", "counted"])
-async def test_texts_and_own_drafts_are_those_of_prompts_that_were_computed(
+def test_texts_and_own_drafts_are_those_of_prompts_that_were_computed(
     name: str, placement: str, tiny_target: Path, tiny_head: Path
 ) -> None:
     async def served(*, cached: bool) -> list[Any]:
@@ -28,7 +29,8 @@ async def test_texts_and_own_drafts_are_those_of_prompts_that_were_computed(
         assert found == (sum((len(p) - 1) // 16 * 16 for p in PROMPTS) if cached else 0)
         return [plain, *drafted]
 
-    for mine, truth in zip(await served(cached=True), await served(cached=False), strict=True):
+    found, truths = (asyncio.run(served(cached=cached)) for cached in (True, False))
+    for mine, truth in zip(found, truths, strict=True):
         assert [tokens for tokens, _ in mine] == [tokens for tokens, _ in truth]
         # Sums differ in their last bits with a round's rows, so a draft may at a near tie.
         for (_, stats), (_, known) in zip(mine, truth, strict=True):
