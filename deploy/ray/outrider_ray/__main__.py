@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
-from outrider.process import run
+from outrider.process import run, tune_collector
 from outrider_ray.commands import NAMES, run_command
 from outrider_ray.config import LaunchConfig
 
@@ -113,6 +113,7 @@ async def serve(config: LaunchConfig) -> None:
         loop.add_signal_handler(number, stop.set)
 
     def serving(_fleet: Fleet, front: Front) -> None:
+        tune_collector()
         _say_ready(address=front.address, http=front.http, metrics=front.metrics)
 
     await supervise(config, stop, serving)

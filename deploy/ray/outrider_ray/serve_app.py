@@ -22,6 +22,7 @@ from ray.serve import Application
 
 from outrider.config import from_plain
 from outrider.errors import AlreadyExistsError, InvalidRequestError, UnavailableError
+from outrider.process import tune_collector
 from outrider_ray.actors import prepare
 from outrider_ray.config import LaunchConfig
 from outrider_ray.fleet import Fleet
@@ -101,6 +102,7 @@ class Ingress:
                 await asyncio.sleep(NAME_PAUSE_S)
 
     def _serving(self, _fleet: Fleet, front: Front) -> None:
+        tune_collector()
         self._front.set_result(front)
 
 

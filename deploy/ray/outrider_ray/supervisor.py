@@ -21,7 +21,7 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.process import run
+from outrider.process import run, tune_collector
 from outrider.transport.status import ErrorStatus, from_status, to_status
 from outrider_ray.config import LaunchConfig
 from outrider_ray.fleet import members_there
@@ -143,6 +143,7 @@ class SupervisorHost:
 
     def _serving(self, fleet: Any, front: Any) -> None:
         self._fleet = fleet
+        tune_collector()
         found = {"address": front.address, "http": front.http, "metrics": front.metrics}
         self._become(
             SERVING, **{name: _reachable(each, self._node) for name, each in found.items()}
