@@ -7,7 +7,9 @@ longest ago goes first.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Final
 
 from outrider.engine.blocks import BlockAllocator, BlockStack
@@ -23,7 +25,8 @@ class BlockLedger:
         self._free = free
         self._holders = [0] * free.total
         self._kept = bytearray(free.total)
-        self._idle: dict[int, None] = {}
+        # A plain dict looks for its first key among all that were removed before it.
+        self._idle: OrderedDict[int, None] = OrderedDict()
         """Blocks that are kept and that nobody holds, longest first."""
         self.evicted: Callable[[int], None] = lambda block: None
         """Called for a kept block that somebody else is about to have."""
@@ -66,8 +69,8 @@ class BlockLedger:
         """The same of neighbouring blocks, see `BlockAllocator.place`; None if there are none."""
         assert isinstance(self._free, BlockAllocator)
         extent = self._free.place(count)
-        while extent is None and self._idle:
-            self._evict(1)
+        if extent is None and (room := self._run_of(count)) is not None:
+            self._let_go([block for block in room if block in self._idle])
             extent = self._free.place(count)
         if extent is not None:
             self._begin(extent)
@@ -80,9 +83,7 @@ class BlockLedger:
         wanted = range(block, block + count)
         if wanted.stop > self.total or any(self._holders[wanted.start : wanted.stop]):
             return False
-        for each in wanted:
-            if each in self._idle:
-                self._let_go(each)
+        self._let_go([each for each in wanted if each in self._idle])
         taken = self._free.extend(block, count)
         assert taken, (block, count)
         self._begin(wanted)
@@ -113,9 +114,9 @@ class BlockLedger:
         if not self.by_tables:
             self._evict(len(self._idle) - self.total // CROWDED)
 
-    def shared(self, blocks: Sequence[int]) -> int:
-        """How many of these others hold, too."""
-        return sum([self._holders[block] > 1 for block in blocks])
+    def shared(self, blocks: Iterable[int]) -> list[int]:
+        """Those of these blocks that several hold."""
+        return [block for block in blocks if self._holders[block] > 1]
 
     # ---- keeping -------------------------------------------------------------------------------
 
@@ -137,9 +138,31 @@ class BlockLedger:
 
     def _evict(self, count: int) -> None:
         """Let go of so many blocks that nobody holds; of none if that is negative."""
-        for _ in range(count):
-            self._let_go(next(iter(self._idle)))
+        if count > 0:
+            self._let_go(list(islice(self._idle, count)))
 
-    def _let_go(self, block: int) -> None:
-        self.drop(block)
-        self.evicted(block)
+    def _let_go(self, blocks: Sequence[int]) -> None:
+        """Let go of kept blocks that nobody holds."""
+        if not blocks:
+            return
+        for block in blocks:
+            self._kept[block] = 0
+            del self._idle[block]
+        # At once: an allocator of extents sorts them all.
+        self._free.give(blocks)
+        for block in blocks:
+            self.evicted(block)
+
+    def _run_of(self, count: int) -> range | None:
+        """Of the neighbouring blocks that nobody holds, `count` at least, those for which the
+        fewest kept ones must go; None if there are none so long."""
+        best: tuple[int, range] | None = None
+        start = idle = 0
+        for block, holders in enumerate([*self._holders, 1]):
+            if not holders:
+                idle += self._kept[block]
+                continue
+            if block - start >= count and (best is None or idle < best[0]):
+                best = idle, range(start, block)
+            start, idle = block + 1, 0
+        return None if best is None else best[1]

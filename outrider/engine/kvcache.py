@@ -221,9 +221,18 @@ class KVSequence:
     def _copy_from(self, filled: Sequence[int]) -> None:
         """The first slots become those of these blocks."""
         storage, size = self._pool.storage, self._pool.block_tokens
-        for place, block in enumerate(filled):
-            first = self._blocks[place] * size
-            storage[:, :, :, first : first + size] = storage.narrow(3, block * size, size)
+        place = 0
+        while place < len(filled):
+            count = 1
+            while place + count < len(filled) and self._follow(filled, place + count):
+                count += 1
+            to, source = self._blocks[place] * size, filled[place] * size
+            storage.narrow(3, to, count * size).copy_(storage.narrow(3, source, count * size))
+            place += count
+
+    def _follow(self, filled: Sequence[int], place: int) -> bool:
+        """Whether this one of the blocks, and ours, lie behind the ones before them."""
+        return all(each[place] == each[place - 1] + 1 for each in (filled, self._blocks))
 
     def _check_held(self) -> None:
         if self._released:

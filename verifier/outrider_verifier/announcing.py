@@ -149,7 +149,7 @@ class Announcer:
         submitted, and before any with these sessions is told of."""
         begun, self._begun = self._begun, []
         for session in begun:
-            if session.link_id is not None and not session.paused:
+            if session.link_id is not None and not (session.paused or session.ended):
                 for message in self._handover.catch_up(session):
                     self.tell(session, message)
 

@@ -12,7 +12,7 @@ from outrider_verifier.config import AUTOMATIC_PLANNER, VerifierConfig
 from outrider_verifier.core import Core
 from outrider_verifier.effects import Effect
 from outrider_verifier.engine import Projection, Target
-from outrider_verifier.features import FeatureStore
+from outrider_verifier.features import CHUNK, FeatureStore
 from outrider_verifier.handover import Handover
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.policy import Policy
@@ -37,7 +37,7 @@ def assemble(
     """Everything that the engine thread will own."""
     # A session that waits keeps its proposals, its features and its drafter.
     places = config.max_sessions + config.max_waiting
-    store = _store(config, projection, max_sessions=places, chunk=pool.block_tokens)
+    store = _store(config, projection, max_sessions=places, block_tokens=pool.block_tokens)
     inbox = Inbox(
         max_sessions=places,
         per_session=config.inbox_per_session,
@@ -91,7 +91,7 @@ def _limits(config: VerifierConfig, runner: RoundRunner) -> Limits:
 
 
 def _store(
-    config: VerifierConfig, projection: Projection | None, *, max_sessions: int, chunk: int
+    config: VerifierConfig, projection: Projection | None, *, max_sessions: int, block_tokens: int
 ) -> FeatureStore | None:
     if projection is None:
         return None
@@ -101,7 +101,7 @@ def _store(
         dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
         budget_bytes=config.feature_budget_mb << 20,
         max_sessions=max_sessions,
-        chunk=chunk,
+        chunk=next(n for n in range(CHUNK, 0, -1) if block_tokens % n == 0),
     )
 
 

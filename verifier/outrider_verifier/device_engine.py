@@ -256,7 +256,7 @@ class DeviceRoundEngine:
 
     def drafted(self, session: Session) -> bool:
         """See `RoundRunner`."""
-        return self._seats.of(session).drafted
+        return self._seats.of(session).whole
 
     # ---- submitting ----------------------------------------------------------------------------
 

@@ -31,6 +31,8 @@ class Seat:
     """Whether its logits are warped before anything looks at them."""
     drafted: bool = False
     """Whether the own draft on the device follows the session's prefix."""
+    whole: bool = False
+    """Whether the own head has its K/V of all that was written so far."""
     told: int = 0
     """K/V blocks that the device knows of."""
 
@@ -58,8 +60,8 @@ class Seats:
         self._grown: dict[int, Session] = {}
         """Sessions with blocks that the device was not told of, by ticket."""
         self._suspended = Suspended()
-        self._were_drafted: set[int] = set()
-        """Tickets of suspended sessions whose own drafts followed their prefixes."""
+        self._were_whole: set[int] = set()
+        """Tickets of suspended sessions of which the own head had all K/V."""
         self._blank: set[int] = set()
         """Slots of sessions that came back, and have no own draft before their next round."""
 
@@ -87,13 +89,14 @@ class Seats:
             root=session.root if begun else 0,
         )
         if self._own_head is not None:
-            # The head's K/V came back with the target's, or is about to be written with it.
-            whole = session.ticket in self._were_drafted if kept else session.own_draft > 0
-            seat.drafted = begun and whole
+            # The head's K/V came back with the target's, or is about to be written with it; where
+            # the session begins with that of others, it has the head's, too.
+            seat.whole = session.ticket in self._were_whole if kept else session.own_draft > 0
+            seat.drafted = begun and seat.whole
             if seat.drafted:
                 self._own_head.forget(slot)
                 self._blank.add(slot)
-        self._were_drafted.discard(session.ticket)
+        self._were_whole.discard(session.ticket)
         return kept
 
     def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
@@ -101,8 +104,8 @@ class Seats:
         seat = self._seats.pop(session.ticket)
         self._blank.discard(seat.slot)
         self._grown.pop(session.ticket, None)
-        if seat.drafted:
-            self._were_drafted.add(session.ticket)
+        if seat.whole:
+            self._were_whole.add(session.ticket)
         self._slots.close(seat.slot)
         return self._suspended.take(session, swap)
 
@@ -113,7 +116,7 @@ class Seats:
     def close(self, session: Session) -> None:
         """A session is over, suspended or not."""
         self._suspended.drop(session)
-        self._were_drafted.discard(session.ticket)
+        self._were_whole.discard(session.ticket)
         self._grown.pop(session.ticket, None)
         seat = self._seats.pop(session.ticket, None)
         if seat is not None:
@@ -128,11 +131,12 @@ class Seats:
         if not own:
             # The head misses what is written.
             for seat in (*seats, *(self.of(row.session) for row in prompts)):
-                seat.drafted = False
+                seat.drafted = seat.whole = False
             return _NOBODY
         for row in prompts:
             if row.last and row.session.own_draft:
-                self.of(row.session).drafted = True
+                seat = self.of(row.session)
+                seat.drafted = seat.whole
         if not self._blank:
             return _NOBODY
         slots = [seat.slot for seat in seats]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 CHUNK: Final = 16
-"""Positions that are held together, where nothing is said."""
+"""Positions that are held together, at most."""
 SLAB_BYTES: Final = 32 << 20
 """Memory that is taken at once."""
 FEW: Final = 3

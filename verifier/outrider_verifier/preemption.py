@@ -10,6 +10,7 @@ the last time it is let in only with all the blocks that it may ever need, and k
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -57,10 +58,10 @@ class Claim(NamedTuple):
     preemptions: int = 0
     waited_s: float = 0.0
     """In all, up to now."""
-    shared: int = 0
-    """Of its blocks, those that others hold, too: they do not become free with it."""
     guarded: bool = False
     """Whether it was resumed too lately to be preempted again."""
+    shared: tuple[int, ...] = ()
+    """Numbers of those of its blocks that others hold, too: they are free once the last is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +190,8 @@ class _Book:
         self._unpressed = state.unpressed
         self._spare = state.free_blocks - sum(map(_missing, state.running))
         """Free blocks beyond those that running sessions are about to take; may be negative."""
+        self._holders = Counter(block for claim in state.running for block in claim.shared)
+        """Of blocks that several hold: who of them still runs."""
         self.actions: list[Action] = []
 
     def rank(self, claim: Claim) -> tuple[float, float]:
@@ -222,7 +225,7 @@ class _Book:
     def _fits(self, claim: Claim, gone: Sequence[Claim]) -> bool:
         """Whether a session finds a place and blocks once these are gone."""
         stay = self._unpressed + len(self._running) - len(gone)
-        spare = self._spare + sum(_freed(lesser) for lesser in gone)
+        spare = self._spare + self._freed(gone)
         if not stay:
             return self._entry(claim) <= spare
         if stay >= self._bounds.max_running:
@@ -252,8 +255,15 @@ class _Book:
 
     def _preempt(self, victim: Claim) -> None:
         del self._running[victim.session_id]
-        self._spare += _freed(victim)
+        self._spare += self._freed([victim])
+        self._holders.subtract(victim.shared)
         self.actions.append(Preempt(victim.session_id))
+
+    def _freed(self, gone: Sequence[Claim]) -> int:
+        """How much more is spare once these are gone."""
+        last = Counter(block for claim in gone for block in claim.shared)
+        alone = sum([claim.blocks - len(claim.shared) + _missing(claim) for claim in gone])
+        return alone + sum([self._holders[block] == count for block, count in last.items()])
 
     def _open_to_preemption(self) -> Iterable[Claim]:
         bound = self._bounds.max_preemptions
@@ -279,11 +289,6 @@ class _Book:
         """Blocks that a session takes when it is let in."""
         last = claim.preemptions >= self._bounds.max_preemptions
         return claim.most_blocks if last else claim.next_blocks
-
-
-def _freed(claim: Claim) -> int:
-    """What is spare more once it is gone; where all who hold a block go, that is even more."""
-    return claim.blocks - claim.shared + _missing(claim)
 
 
 def _missing(claim: Claim) -> int:

@@ -33,8 +33,8 @@ class _Kept:
     block: int
     drafted: bool
     """Whether the head of this process has its K/V there, too."""
-    features: int | None = None
-    """The chunk of the store with its features; None: they are not known."""
+    features: tuple[int, ...] = ()
+    """The store's chunks with its features; none if they are not known."""
 
 
 class Prefixes:
@@ -49,7 +49,7 @@ class Prefixes:
         feature_bytes: int,
         counters: Counter[str],
     ) -> None:
-        """`store`: features of sessions, in chunks of as many positions as a block has. `drafted`:
+        """`store`: features of sessions, in chunks of which a block has a whole number. `drafted`:
         whether the head of this process has the K/V of all that a session has written.
         `feature_bytes`: most that features of kept blocks take."""
         self._pool, self._store, self._drafted = pool, store, drafted
@@ -60,6 +60,8 @@ class Prefixes:
         self._featured: OrderedDict[int, _Kept] = OrderedDict()
         """Those with features, by number; what was used longest ago is first."""
         self._budget = feature_bytes
+        self._chunks = 1 if store is None else pool.block_tokens // store.chunk
+        """Of a block."""
         pool.ledger.evicted = self._evicted
 
     def __len__(self) -> int:
@@ -69,7 +71,9 @@ class Prefixes:
     @property
     def feature_bytes(self) -> int:
         """Host memory that features of kept blocks take, what sessions hold of it included."""
-        return 0 if self._store is None else len(self._featured) * self._store.chunk_bytes
+        if self._store is None:
+            return 0
+        return len(self._featured) * self._chunks * self._store.chunk_bytes
 
     # ---- a session begins ----------------------------------------------------------------------
 
@@ -100,7 +104,7 @@ class Prefixes:
             if kept is None or (session.own_draft and not kept.drafted):
                 break
             untold = session.keeps_features and (place + 1) * size > told
-            if untold and kept.features is None:
+            if untold and not kept.features:
                 break
             found.append(kept)
             before = kept.number
@@ -116,11 +120,13 @@ class Prefixes:
     def _append_features(self, session: Session, found: list[_Kept], known: int) -> None:
         """The store has the features before these blocks, and of the first `known` positions of
         theirs; now it has all."""
-        assert self._store is not None
-        chunks = [kept.features for kept in found if kept.features is not None]
+        store = self._store
+        assert store is not None
+        whole, known = divmod(known, store.chunk)
+        chunks = [chunk for kept in found for chunk in kept.features][whole:]
         if known:
-            self._store.append(session.handle, self._store.rows(chunks.pop(0))[known:])
-        self._store.share(session.handle, chunks)
+            store.append(session.handle, store.rows(chunks.pop(0))[known:])
+        store.share(session.handle, chunks)
         # The end of a prefix is of no use without its beginning: it is to go first.
         for kept in reversed(found):
             self._featured.move_to_end(kept.number)
@@ -169,20 +175,23 @@ class Prefixes:
     def _keep_features(self, session: Session, kept: list[_Kept]) -> None:
         """Of those blocks that have none yet, as far as the store has them."""
         assert self._store is not None
+        chunks, each = self._store.chunks(session.handle), self._chunks
+        del kept[len(chunks) // each :]
         # The end of a prefix is of no use without its beginning: it is to go first.
-        chunks = self._store.chunks(session.handle)[: len(kept)]
-        for each, chunk in zip(reversed(kept[: len(chunks)]), reversed(chunks), strict=True):
-            if each.features is None:
-                self._store.hold(chunk)
-                each.features = chunk
-                self._featured[each.number] = each
+        for place in reversed(range(len(kept))):
+            if not kept[place].features:
+                mine = kept[place].features = tuple(chunks[place * each : (place + 1) * each])
+                self._featured[kept[place].number] = kept[place]
+                for chunk in mine:
+                    self._store.hold(chunk)
         while self.feature_bytes > self._budget:
             self._drop_features(next(iter(self._featured.values())))
 
     def _drop_features(self, kept: _Kept) -> None:
-        if kept.features is not None and self._store is not None:
-            self._store.let_go(kept.features)
-            kept.features = None
+        if self._store is not None and kept.features:
+            for chunk in kept.features:
+                self._store.let_go(chunk)
+            kept.features = ()
             del self._featured[kept.number]
 
     def _forget(self, kept: _Kept) -> None:

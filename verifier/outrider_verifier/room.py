@@ -207,7 +207,7 @@ class Room:
             priority=spec.priority,
             opened_at=session.opened_at,
             blocks=session.kv.num_blocks,
-            shared=0 if self._prefixes is None else self._pool.ledger.shared(session.kv.blocks),
+            shared=tuple(self._pool.ledger.shared(session.kv.blocks)),
             next_blocks=self._pool.blocks_for(session.kv_len + beyond),
             most_blocks=most,
             expected_blocks=min(most, self._pool.blocks_for(spec.prompt_len + answer + beyond)),

@@ -26,7 +26,7 @@ def test_a_block_is_free_when_the_last_who_held_it_gave_it_back(by_tables: bool)
     ledger = ledger_of(by_tables=by_tables)
     blocks = ledger.take(3)
     ledger.hold(blocks[:2])
-    assert ledger.shared(blocks) == 2
+    assert ledger.shared(blocks) == blocks[:2]
     ledger.give(blocks)
     assert ledger.free == TOTAL - 2
     ledger.give(blocks[:2])
@@ -111,6 +111,22 @@ def test_where_sequences_lie_in_one_piece_what_is_kept_leaves_them_room() -> Non
     assert len(evicted) == TOTAL
 
 
+def test_room_in_one_piece_costs_the_fewest_kept_blocks_and_none_where_there_is_no_such_room() -> (
+    None
+):
+    evicted: list[int] = []
+    ledger = ledger_of(by_tables=False, evicted=evicted)
+    blocks = ledger.take(TOTAL)
+    for block in (1, 2, 5, 9):
+        ledger.keep(block)
+    # Nobody holds 1 to 3, 5 to 7 and 9.
+    ledger.give([1, 2, 3, 5, 6, 7, 9])
+    assert ledger.place(4) is None and not evicted
+    assert ledger.place(3) == range(5, 8) and evicted == [5]
+    assert ledger.place(3) == range(1, 4) and sorted(evicted) == [1, 2, 5]
+    assert ledger.free == 1 and blocks[9] == 9
+
+
 @pytest.mark.parametrize("by_tables", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_holders_never_have_one_block_by_chance(by_tables: bool, seed: int) -> None:
@@ -138,7 +154,7 @@ def test_random_holders_never_have_one_block_by_chance(by_tables: bool, seed: in
             holders.append(blocks)
         held = [block for blocks in holders for block in blocks]
         assert ledger.free == TOTAL - len({*held})
-        assert ledger.shared(range(TOTAL)) == sum(held.count(b) > 1 for b in range(TOTAL))
+        assert ledger.shared(range(TOTAL)) == [b for b in range(TOTAL) if held.count(b) > 1]
 
 
 def test_what_names_blocks_can_change_while_some_are_kept() -> None:

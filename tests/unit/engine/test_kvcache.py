@@ -198,7 +198,7 @@ def test_a_sequence_that_finds_no_room_behind_the_blocks_of_another_holds_none(
     second = pool.sequence()
     assert not second.begin_with(first.blocks[:2], 24)
     assert (second.len, second.num_blocks, pool.free_blocks) == (0, 0, 3)
-    assert pool.ledger.shared(first.blocks) == 0
+    assert not pool.ledger.shared(first.blocks)
     assert second.reserve(12)
     with pytest.raises(ValueError, match="holds 3 blocks"):
         second.begin_with(first.blocks[:1], 4)

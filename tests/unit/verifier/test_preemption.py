@@ -386,3 +386,25 @@ def _act(
                 assert free >= 0, "blocks were given out that nobody had given back"
                 each.waited += now - each.waits_since
                 each.blocks, each.waits_since, each.resumed = blocks, None, each.emitted
+
+
+def test_blocks_that_several_hold_are_free_once_the_last_of_them_is_gone() -> None:
+    shared = tuple(range(8))
+    both = [
+        running(name, blocks=8, next_blocks=8, tokens=tokens, shared=shared)
+        for name, tokens in (("a", 20), ("b", 10))
+    ]
+    urgent = claim("w", priority=1, next_blocks=5, most_blocks=6)
+    state = State(free_blocks=2, total_blocks=10, running=both, waiting=[urgent])
+    assert plan(state, BOUNDS) == [*preempt("b", "a"), LetIn(SessionId("w"), 5)]
+    # One of them alone would free none.
+    alone = replace(state, running=both, waiting=[urgent._replace(priority=0)])
+    assert plan(alone, BOUNDS) == []
+
+
+def test_nobody_goes_for_blocks_that_the_last_of_their_holders_has_left() -> None:
+    shared = tuple(range(6))
+    pair = [running(name, blocks=6, next_blocks=7, tokens=5, shared=shared) for name in ("a", "b")]
+    third = running("c", priority=1, blocks=4, next_blocks=6, tokens=60)
+    state = State(free_blocks=0, total_blocks=10, running=[*pair, third], waiting=[])
+    assert plan(state, BOUNDS) == preempt("b", "a")

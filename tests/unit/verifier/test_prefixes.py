@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from tests.fakes.scripted_drafter import Followed
@@ -73,7 +74,7 @@ async def test_sessions_that_run_share_blocks_of_a_device_and_have_copies_on_a_c
             shared = 0
             while not together.done():
                 held = [list(s.kv.blocks[:2]) for s in list(core.sessions.values())]
-                shared = max([shared, *map(ledger.shared, held)])
+                shared = max([shared, *(len(ledger.shared(each)) for each in held)])
                 await asyncio.sleep(0)
             texts = [tokens for tokens, _ in await together]
             count = len(alone[0][0])
@@ -258,3 +259,46 @@ async def test_an_own_head_drafts_the_same_behind_what_it_did_not_compute(
         for (text, stats), (truth, known) in zip(mine, reference, strict=True):
             assert text == truth
             assert (stats.accepted, stats.proposed) == (known.accepted, known.proposed)
+
+
+async def test_features_of_large_blocks_are_held_in_several_chunks() -> None:
+    target = FakeTarget(num_blocks=32, block_tokens=48)
+    prompt = tuple((7 * i + i // 5) % 24 for i in range(120))
+    heard: dict[str, Followed] = {}
+    async with verifier(target=target) as rig:
+        propose = good_chain(rig.target)
+
+        def note(followed: Followed) -> Any:
+            heard[str(followed.start.session_id)] = followed
+            return propose(followed)
+
+        await rig.attach(note)
+        assert await check(rig, *(make_spec(name, prompt=prompt) for name in "ab")) == [0, 96]
+        assert rig.service._core.room.prefix_feature_bytes == 2 * 48 * 8
+    features = np.array(heard["b"].features)
+    contexts = [heard["b"].tokens[: i + 1] for i in range(len(features))]
+    assert np.array_equal(features, np.array([2.0 * target.feature(c) for c in contexts]))
+
+
+async def test_blocks_that_a_head_in_the_process_has_missed_are_not_taken_for_whole(
+    tiny_target: Path, tiny_head: Path
+) -> None:
+    prompt = tuple((7 * i) % 300 for i in range(160))
+    async with serving(tiny_target, tiny_head, placement="fused") as service:
+        core, name = service._core, SessionId("p")
+
+        async def changed() -> None:
+            spec = make_spec("p", prompt=prompt, max_new_tokens=4, **PLAIN)
+            async for _ in service.open_session(spec):
+                pass
+
+        run = asyncio.ensure_future(changed())
+        await until(lambda: name in core.sessions and core.sessions[name].written >= 32)
+        await service.set_plan(name, OWN)
+        await run
+        room: Any = core.room
+        assert len(room._prefixes) and not any(k.drafted for k in room._prefixes._kept.values())
+        before = core.counters["prefix_tokens_found"]
+        await run_all(service, OWN, SamplingParams(), prompts=(prompt,))
+        assert core.counters["prefix_tokens_found"] == before
+        assert all(k.drafted for k in room._prefixes._kept.values())
