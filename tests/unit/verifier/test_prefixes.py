@@ -181,9 +181,17 @@ async def test_a_session_whose_features_would_not_fit_computes_them() -> None:
         assert await check(rig, make_spec("b", prompt=PROMPT)) == [0]
 
 
-async def test_what_is_left_goes_where_blocks_are_needed_and_texts_stay_right() -> None:
+@pytest.mark.parametrize("by_tables", [False, True])
+async def test_what_is_left_goes_where_blocks_are_needed_and_texts_stay_right(
+    by_tables: bool,
+) -> None:
     rng = random.Random(7)
-    async with verifier(target=FakeTarget(num_blocks=40), max_sessions=4) as rig:
+    target = FakeTarget(num_blocks=40)
+    target.pool.name_by_tables(by_tables)
+    async with verifier(target=target, max_sessions=6) as rig:
+        lengths: Any = rig.service._core.room.lengths
+        # It lets in more than fit, so that some are preempted.
+        lengths.expected = lambda emitted, most: emitted
         await rig.attach(half_good_chain(rig.target))
         stems = [[rng.randrange(24) for _ in range(30)] for _ in range(3)]
         specs = []
