@@ -85,7 +85,7 @@ format: setup
 	$(BIN)/ruff format .
 
 proto: setup
-	PYTHON=$(BIN)/python sh proto/generate.sh
+	PYTHON=$(abspath $(BIN))/python sh proto/generate.sh
 
 # What is written by the code and committed: a test says when it is out of date.
 generated: setup

@@ -68,6 +68,9 @@ def _verifier(verifier: VerifierSummary) -> str:
             f"preempted {verifier.preemptions_swap} times by swap, "
             f"{verifier.preemptions_recompute} by recompute"
         )
+    if verifier.prefix_tokens_found:
+        share = verifier.prefix_tokens_found / verifier.prefix_tokens_asked
+        parts.append(f"{share:.0%} of prompt tokens were there")
     if verifier.own_methods:
         parts.append(f"drafts itself ({', '.join(verifier.own_methods)})")
     if verifier.simulated_acceptance:

@@ -128,6 +128,8 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
         waiting_sessions=info.waiting_sessions,
         preemptions_swap=info.preemptions_swap,
         preemptions_recompute=info.preemptions_recompute,
+        prefix_tokens_asked=info.prefix_tokens_asked,
+        prefix_tokens_found=info.prefix_tokens_found,
     ).SerializeToString(deterministic=True)
 
 
@@ -188,6 +190,8 @@ def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
         waiting_sessions=message.waiting_sessions,
         preemptions_swap=message.preemptions_swap,
         preemptions_recompute=message.preemptions_recompute,
+        prefix_tokens_asked=message.prefix_tokens_asked,
+        prefix_tokens_found=message.prefix_tokens_found,
     )
 
 

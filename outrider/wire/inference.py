@@ -265,6 +265,10 @@ class VerifierSummary:
     """Preemptions since the start whose K/V was kept in host memory."""
     preemptions_recompute: int = 0
     """Preemptions since the start whose K/V was dropped."""
+    prefix_tokens_asked: int = 0
+    """Tokens of sessions that were let in without K/V, since the start."""
+    prefix_tokens_found: int = 0
+    """Of these, tokens whose K/V other sessions had left behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

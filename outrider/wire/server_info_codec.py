@@ -71,6 +71,8 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 waiting_sessions=verifier.waiting_sessions,
                 preemptions_swap=verifier.preemptions_swap,
                 preemptions_recompute=verifier.preemptions_recompute,
+                prefix_tokens_asked=verifier.prefix_tokens_asked,
+                prefix_tokens_found=verifier.prefix_tokens_found,
             )
             for verifier in info.verifiers
         ],
@@ -130,6 +132,8 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 waiting_sessions=verifier.waiting_sessions,
                 preemptions_swap=verifier.preemptions_swap,
                 preemptions_recompute=verifier.preemptions_recompute,
+                prefix_tokens_asked=verifier.prefix_tokens_asked,
+                prefix_tokens_found=verifier.prefix_tokens_found,
             )
             for verifier in message.verifiers
         ),

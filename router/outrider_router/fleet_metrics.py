@@ -20,6 +20,10 @@ _VERIFIER_GAUGES: dict[str, tuple[str, Callable[[VerifierSummary], float]]] = {
         lambda v: v.waiting_sessions,
     ),
     "kv_cache_usage_ratio": ("Share of this verifier's K/V blocks in use", lambda v: kv_usage([v])),
+    "prefix_found_ratio": (
+        "Share of the prompt tokens that were there, since this verifier's start",
+        lambda v: v.prefix_tokens_found / max(1, v.prefix_tokens_asked),
+    ),
     "draining": ("1 while this verifier takes no new sessions", lambda v: v.draining),
     "acceptance_ratio": (
         "Share of the draft nodes that stood, since this verifier's start",

@@ -66,6 +66,8 @@ def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
         waiting_sessions=info.waiting_sessions if info is not None else 0,
         preemptions_swap=info.preemptions_swap if info is not None else 0,
         preemptions_recompute=info.preemptions_recompute if info is not None else 0,
+        prefix_tokens_asked=info.prefix_tokens_asked if info is not None else 0,
+        prefix_tokens_found=info.prefix_tokens_found if info is not None else 0,
     )
 
 

@@ -109,9 +109,21 @@ def _state(info: ServerInfo, labels: Mapping[str, str]) -> Iterator[Metric]:
         gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=list(labels))
         gauge.add_metric(list(labels.values()), float(value))
         yield gauge
-    preemptions = sum(v.preemptions_swap + v.preemptions_recompute for v in verifiers)
-    counter = CounterMetricFamily(
-        "vllm:num_preemptions", "Sessions preempted by verifiers.", labels=list(labels)
-    )
-    counter.add_metric(list(labels.values()), float(preemptions))
-    yield counter
+    counters = {
+        "num_preemptions": (
+            "Sessions preempted by verifiers.",
+            sum(v.preemptions_swap + v.preemptions_recompute for v in verifiers),
+        ),
+        "prefix_cache_queries": (
+            "Tokens of sessions that were let in without K/V.",
+            sum(v.prefix_tokens_asked for v in verifiers),
+        ),
+        "prefix_cache_hits": (
+            "Of these, tokens whose K/V others had left behind.",
+            sum(v.prefix_tokens_found for v in verifiers),
+        ),
+    }
+    for name, (text, value) in counters.items():
+        counter = CounterMetricFamily(f"vllm:{name}", text, labels=list(labels))
+        counter.add_metric(list(labels.values()), float(value))
+        yield counter

@@ -160,6 +160,8 @@ SERVER_INFOS = st.builds(
             waiting_sessions=UINT32,
             preemptions_swap=UINT32,
             preemptions_recompute=UINT32,
+            prefix_tokens_asked=UINT32,
+            prefix_tokens_found=UINT32,
         ),
         max_size=2,
     ).map(tuple),

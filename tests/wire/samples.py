@@ -546,6 +546,14 @@ SAMPLES["verifier_bundle"] = (
 _BY_NAME = {kind.name: kind for kind in KINDS}
 
 
+SAMPLES["prefix_verifier_info"] = (
+    "verifier_info",
+    replace(
+        SAMPLES["own_verifier_info"][1], prefix_tokens_asked=90_000, prefix_tokens_found=30_000
+    ),
+)
+
+
 def encoder(name: str) -> Callable[[Any], bytes]:
     """The encoding function of a sample."""
     return _BY_NAME[SAMPLES[name][0]].encode

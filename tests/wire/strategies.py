@@ -354,6 +354,8 @@ VERIFIER_INFOS = st.builds(
     waiting_sessions=UINT32,
     preemptions_swap=UINT64,
     preemptions_recompute=UINT64,
+    prefix_tokens_asked=UINT64,
+    prefix_tokens_found=UINT64,
 )
 DRAFTER_INFOS = st.builds(
     messages.DrafterInfo,

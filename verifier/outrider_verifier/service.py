@@ -224,6 +224,8 @@ class VerifierService(SessionIterators):
             waiting_sessions=len(self._core.room.waiting),
             preemptions_swap=counters["preemptions_swap"],
             preemptions_recompute=counters["preemptions_recompute"],
+            prefix_tokens_asked=counters["prefix_tokens_asked"],
+            prefix_tokens_found=counters["prefix_tokens_found"],
         )
 
     async def sessions(self) -> RouterConnection:

@@ -252,7 +252,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., queued: _Optional[int] = ..., queue_bound: _Optional[int] = ..., running: _Optional[int] = ..., verifiers: _Optional[_Iterable[_Union[VerifierSummary, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterSummary, _Mapping]]] = ...) -> None: ...
 
 class VerifierSummary(_message.Message):
-    __slots__ = ("verifier_id", "address", "healthy", "model", "sessions", "max_sessions", "kv_free_blocks", "kv_total_blocks", "own_methods", "simulated_acceptance", "planner", "stats", "hit_idle_us_p50", "draining", "waiting_sessions", "preemptions_swap", "preemptions_recompute")
+    __slots__ = ("verifier_id", "address", "healthy", "model", "sessions", "max_sessions", "kv_free_blocks", "kv_total_blocks", "own_methods", "simulated_acceptance", "planner", "stats", "hit_idle_us_p50", "draining", "waiting_sessions", "preemptions_swap", "preemptions_recompute", "prefix_tokens_asked", "prefix_tokens_found")
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,8 @@ class VerifierSummary(_message.Message):
     WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_SWAP_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_ASKED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_FOUND_FIELD_NUMBER: _ClassVar[int]
     verifier_id: str
     address: str
     healthy: bool
@@ -287,7 +289,9 @@ class VerifierSummary(_message.Message):
     waiting_sessions: int
     preemptions_swap: int
     preemptions_recompute: int
-    def __init__(self, verifier_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., model: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., own_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., hit_idle_us_p50: _Optional[float] = ..., draining: bool = ..., waiting_sessions: _Optional[int] = ..., preemptions_swap: _Optional[int] = ..., preemptions_recompute: _Optional[int] = ...) -> None: ...
+    prefix_tokens_asked: int
+    prefix_tokens_found: int
+    def __init__(self, verifier_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., model: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., own_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., hit_idle_us_p50: _Optional[float] = ..., draining: bool = ..., waiting_sessions: _Optional[int] = ..., preemptions_swap: _Optional[int] = ..., preemptions_recompute: _Optional[int] = ..., prefix_tokens_asked: _Optional[int] = ..., prefix_tokens_found: _Optional[int] = ...) -> None: ...
 
 class DrafterSummary(_message.Message):
     __slots__ = ("drafter_id", "address", "healthy", "methods", "sessions", "draining", "links", "handicap")

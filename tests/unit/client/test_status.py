@@ -63,4 +63,6 @@ def test_a_verifier_that_drains_or_preempts_is_told_from_a_usual_one() -> None:
     pressed = told(waiting_sessions=2, preemptions_swap=5, preemptions_recompute=7)
     assert "2 sessions wait for KV blocks" in pressed
     assert "preempted 5 times by swap, 7 by recompute" in pressed
+    assert "25% of prompt tokens were there" in told(prefix_tokens_asked=80, prefix_tokens_found=20)
+    assert "were there" not in told()
     assert "stop" not in told() and "preempted" not in told()

@@ -74,7 +74,13 @@ async def test_a_tool_that_reads_vllm_finds_our_acceptance(tmp_path: Path) -> No
 
 async def test_vllm_names_say_what_our_own_say(tmp_path: Path) -> None:
     verifier = FakeVerifier()
-    verifier.change_info(kv_free_blocks=64, preemptions_swap=2, preemptions_recompute=3)
+    verifier.change_info(
+        kv_free_blocks=64,
+        preemptions_swap=2,
+        preemptions_recompute=3,
+        prefix_tokens_asked=80,
+        prefix_tokens_found=20,
+    )
     config = {"metrics_compat": MetricsCompat.VLLM}
     async with running_router(tmp_path, {"v": verifier}, **config) as router:
         await collect(router, text_request(max_tokens=10))
@@ -92,6 +98,8 @@ async def test_vllm_names_say_what_our_own_say(tmp_path: Path) -> None:
             "num_requests_waiting": 0,
             "kv_cache_usage_perc": 0.75,
             "num_preemptions_total": 5,
+            "prefix_cache_queries_total": 80,
+            "prefix_cache_hits_total": 20,
         }
         for name, value in expected.items():
             assert sample(router, f"vllm:{name}", **LABELS) == value, name

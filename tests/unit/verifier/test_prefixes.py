@@ -57,6 +57,8 @@ async def test_a_prompt_that_was_served_before_is_computed_from_its_last_block_o
         # The token behind a block is a part of what it is known by.
         assert await check(rig, *again) == [20, 16, 0, 12]
         assert computed(rig) - before == 1 + 4 + 3 + 9
+        info = await rig.service.info()
+        assert (info.prefix_tokens_asked, info.prefix_tokens_found) == (21 + 21 + 20 + 3 + 21, 48)
 
 
 async def test_sessions_that_run_share_blocks_of_a_device_and_have_copies_on_a_cpu(
