@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.client import user
+from outrider.client import GenerateOptions, user
 from tests.integration.stack import Stack, connect, metric, wait_until
 
 STEM = "Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 6 7 8 9. "
@@ -36,10 +36,16 @@ def test_the_text_is_the_same_when_the_prompt_was_there(
 ) -> None:
     prompt = [user(f"{STEM} {drafter} {temperature}")]
     with stack.client() as client:
-        options = {"max_tokens": 48, "ignore_eos": True, "temperature": temperature, "seed": 3}
-        first = client.generate(prompt, drafter=drafter, **options)  # type: ignore[arg-type]
+        options: GenerateOptions = {
+            "max_tokens": 48,
+            "ignore_eos": True,
+            "temperature": temperature,
+            "seed": 3,
+            "drafter": drafter,
+        }
+        first = client.generate(prompt, **options)
         before = found(stack)
-        again = client.generate(prompt, drafter=drafter, **options)  # type: ignore[arg-type]
+        again = client.generate(prompt, **options)
     assert again.token_ids == first.token_ids
     assert found(stack) - before >= 32
     # Whether a lookup finds anything is up to the text.
@@ -49,11 +55,17 @@ def test_the_text_is_the_same_when_the_prompt_was_there(
 def test_a_drafter_that_comes_back_learns_of_what_was_never_computed(stack: Stack) -> None:
     prompt = [user(f"{STEM} a long answer")]
     with connect(stack) as client:
-        options = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
-        truth = client.generate(prompt, drafter="none", **options)  # type: ignore[arg-type]
+        plain: GenerateOptions = {
+            "max_tokens": 400,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "drafter": "none",
+        }
+        drafted: GenerateOptions = {**plain, "drafter": "eagle3"}
+        truth = client.generate(prompt, **plain)
         client.generate(prompt, drafter="eagle3", max_tokens=8)
         before = found(stack)
-        with client.stream(prompt, drafter="eagle3", **options) as stream:  # type: ignore[arg-type]
+        with client.stream(prompt, **drafted) as stream:
             ids = list(next(stream).token_ids)
             stack.drafter.kill()
             stack.drafter.restart()

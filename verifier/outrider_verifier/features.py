@@ -101,7 +101,8 @@ class FeatureStore:
 
     def rows(self, number: int) -> NDArray[np.generic]:
         """[chunk, H] of a chunk."""
-        return self._chunk(number)
+        slab, start = divmod(number * self.chunk, self._slab_rows)
+        return self._slabs[slab][start : start + self.chunk]
 
     def hold(self, number: int) -> None:
         """Have a full chunk stay when its session closes."""
@@ -176,7 +177,7 @@ class FeatureStore:
         assert start < stop <= used, (start, stop, used)
         first, last = start // self.chunk, (stop - 1) // self.chunk
         begin, end = start - first * self.chunk, stop - first * self.chunk
-        chunks = [self._chunk(number) for number in self._chunks[handle][first : last + 1]]
+        chunks = [self.rows(number) for number in self._chunks[handle][first : last + 1]]
         return (chunks[0] if first == last else np.concatenate(chunks))[begin:end]
 
     def close(self, handle: int) -> None:
@@ -230,8 +231,3 @@ class FeatureStore:
         self._holders += [0] * each
         self._free = list(range(first + each - 1, first - 1, -1))
         return slab
-
-    def _chunk(self, number: int) -> NDArray[np.generic]:
-        """[chunk, H]"""
-        slab, start = divmod(number * self.chunk, self._slab_rows)
-        return self._slabs[slab][start : start + self.chunk]

@@ -9,10 +9,10 @@ this process has its K/V there, and the features for a drafter outside.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 
 from outrider.engine.kvcache import KVPool
 from outrider_verifier.features import FeatureStore
@@ -56,7 +56,7 @@ class Prefixes:
         self._counters = counters
         self._kept: dict[_Key, _Kept] = {}
         self._of_block: dict[int, _Kept] = {}
-        self._numbers = count(1)
+        self._numbers = itertools.count(1)
         self._featured: OrderedDict[int, _Kept] = OrderedDict()
         """Those with features, by number; what was used longest ago is first."""
         self._budget = feature_bytes

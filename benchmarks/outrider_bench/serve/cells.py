@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -280,25 +280,29 @@ def handicap_of(cell: dict[str, Any]) -> str:
 
 def key(cell: dict[str, Any]) -> tuple[object, ...]:
     """What identifies a cell of service.json: of two with one key the later one stays."""
-    return tuple(cell.get(name, _BEFORE.get(name)) for name in KEY)
+    return _values(cell)
 
 
 def plain_key(cell: dict[str, Any]) -> tuple[object, ...]:
     """What a cell and the plain decoding that it is compared with have in common."""
     # Plain decoding has nothing to accept: its text is drawn alike under every rule.
-    names = [name for name in KEY if name not in (*_PLACING, "rule")]
-    return tuple(cell.get(name, _BEFORE.get(name)) for name in names)
+    return _values(cell, but=(*_PLACING, "rule"))
 
 
 def lock_step_key(cell: dict[str, Any]) -> tuple[object, ...]:
     """What a cell and the one in lock-step that it is compared with have in common."""
     shape = str(cell["drafts"]).partition("+")[0]
-    return (shape, *(cell.get(name) for name in KEY if name not in _AHEAD_KEYS))
+    return (shape, *_values(cell, but=_AHEAD_KEYS))
 
 
 def greedy_key(cell: dict[str, Any]) -> tuple[object, ...]:
     """What a cell and the greedy one that its rounds are compared with have in common."""
-    return tuple(cell.get(name) for name in KEY if name not in _SAMPLING)
+    return _values(cell, but=_SAMPLING)
+
+
+def _values(cell: dict[str, Any], but: Sequence[str] = ()) -> tuple[object, ...]:
+    """What a cell says of all that identifies it, of some fields nothing."""
+    return tuple(cell.get(name, _BEFORE.get(name)) for name in KEY if name not in but)
 
 
 def parse_list(text: str, allowed: Iterable[str], what: str) -> tuple[str, ...]:
