@@ -71,7 +71,7 @@ async def test_a_round_in_flight_is_settled_before_its_sessions_are_preempted(
 
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 async def test_sessions_with_a_drafter_get_their_texts(way: str) -> None:
-    async with short_of_blocks(40, drafts=0, preemption=way) as (rig, _):
+    async with short_of_blocks(28, drafts=0, preemption=way) as (rig, _):
         await rig.attach(half_good_chain(rig.target))
         plan = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=30_000)
         specs = specs_of(10, plan=plan)
@@ -82,7 +82,7 @@ async def test_sessions_with_a_drafter_get_their_texts(way: str) -> None:
 
 
 async def test_a_session_that_is_preempted_among_hits_gets_its_text() -> None:
-    async with short_of_blocks(40, drafts=0) as (rig, _):
+    async with short_of_blocks(28, drafts=0) as (rig, _):
         await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
         specs = specs_of(8, plan=AHEAD)
         start_together(rig.service, len(specs))

@@ -167,7 +167,8 @@ async def test_copies_are_fetched_one_at_a_time_and_rounds_go_on_meanwhile() -> 
 
 
 async def test_a_session_that_is_preempted_among_hits_gets_its_text() -> None:
-    async with short_of_blocks(40) as rig:
+    # Room for the longest session and little more: whenever which drafts come, some do not fit.
+    async with short_of_blocks(24) as rig:
         await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
         specs = [spec_of(i, plan=AHEAD) for i in range(8)]
         start_together(rig.service, len(specs))
@@ -430,7 +431,7 @@ async def test_metrics_and_info_tell_of_preemptions(way: str) -> None:
         release = hold(rig.service, lambda: preemptions(rig.service) == 1)
         other = asyncio.create_task(rig.run(urgent(max_new_tokens=100)))
         await until(lambda: session_of(rig).waits)
-        assert read("outrider_verifier_sessions_running") == 1
+        await until(lambda: read("outrider_verifier_sessions_running") == 1)
         assert read("outrider_verifier_sessions_waiting") == 1
         assert bool(read("outrider_verifier_swapped_bytes")) is (way == "swap")
         release()
