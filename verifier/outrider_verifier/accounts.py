@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider import trace
 from outrider.errors import InvalidRequestError
 from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, TARGET_ONLY
@@ -19,7 +22,8 @@ from outrider_verifier.effects import RoundReport
 from outrider_verifier.flying import InFlight
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.runner import Decoded, RoundOutcome
-from outrider_verifier.settled import Settled
+from outrider_verifier.sessions import Session
+from outrider_verifier.settled import Alike, Committed, Settled
 
 _NO_ROUND: Final = (0, 0, 0)
 """What is told of a prompt's first token."""
@@ -88,12 +92,51 @@ class Accounts:
         booked.enter(core.counters)
         return emitted
 
+    def follow_up_alike(self, rows: Alike) -> int:
+        """The same for rows that are alike."""
+        if not rows.sessions:
+            return 0
+        counts, drafted = np.array(rows.counts), np.array(rows.drafted)
+        accepted = np.where(drafted > 0, counts - 1, 0)
+        zeros = np.zeros(len(rows), dtype=np.int64)
+        events = np.stack(
+            [
+                np.array([session.ticket for session in rows.sessions]),
+                np.array([session.round_id for session in rows.sessions]),
+                counts,
+                zeros,
+                self._flags(rows.sessions),
+                drafted,
+                accepted,
+            ]
+        )
+        self._core.events().add_all(events, rows.tokens)
+        _Booked(
+            rounds=len(rows),
+            tokens=len(rows.tokens),
+            paused=sum([session.paused for session in rows.sessions]),
+            accepted=int(accepted.sum()),
+            proposed=sum(rows.drafted),
+        ).enter(self._core.counters)
+        return len(rows.tokens)
+
+    def _flags(self, sessions: Sequence[Session]) -> NDArray[np.int64]:
+        """[n]: of their events. Neighbours have the same, nearly always."""
+        core, flags, of_all = self._core, 0, list[int]()
+        last: tuple[object, ...] = ()
+        for session in sessions:
+            pace = session.pace
+            # Of own drafts of all kinds the same is said.
+            kind = None if pace is None else pace.own or id(pace.known)
+            told_by = (kind, session.paused, session.spec.drafter_id)
+            if told_by != last:
+                last = told_by
+                flags = core.policy.planned(session) | core.attached_flag(session)
+            of_all.append(flags)
+        return np.array(of_all)
+
     def keep_features(
-        self,
-        flying: InFlight,
-        decoded: Decoded,
-        prompts: Sequence[Settled],
-        rows: Sequence[Settled],
+        self, flying: InFlight, decoded: Decoded, prompts: Sequence[Settled], rows: Committed
     ) -> None:
         """For drafters that must be caught up some day. `prompts`, `rows`: of the prompts and of
         `decoded`, whoever has ended left out or not."""
@@ -102,12 +145,18 @@ class Accounts:
             return
         block = decoded.block
         # With a block the rows that decode have none of their own.
-        for row in (*prompts, *(rows if block is None else ())):
+        for row in (*prompts, *(rows.apart if block is None else ())):
             if row.result.features is not None and row.reason is None and not row.session.ended:
                 store.append(row.session.handle, row.result.features)
         if block is not None:
             # A session that has ended has no handle.
             store.append_each([row.session.handle for row in flying.verify], block)
+        elif any([session.keeps_features for session in rows.alike.sessions]):
+            features = decoded.features()
+            for session, number in zip(rows.alike.sessions, rows.alike.numbers, strict=True):
+                mine = features[number]
+                if mine is not None and not session.ended:
+                    store.append(session.handle, mine)
 
     def report(self, flying: InFlight, outcome: RoundOutcome, emitted: int) -> float:
         """Post what the round took; returns its seconds, without waiting."""

@@ -337,12 +337,6 @@ class Core:
     ) -> None:
         """Send an event of the session; those of a round leave together. `logprobs` may go on
         behind the tokens; the last three tell of the round: see `SessionEvents`."""
-        if self._emits is None:
-            self._emits = Emits()
-            self.post(self._emits)
-        drafter_id = session.spec.drafter_id
-        if drafter_id is not None and self.drafters.link_of(drafter_id) is not None:
-            flags |= DRAFTER_ATTACHED
         reason = 0 if finish_reason is None else REASON_CODES[finish_reason]
         # In the order of an `Event`.
         fields = (
@@ -350,11 +344,23 @@ class Core:
             session.round_id,
             len(tokens),
             reason,
-            flags,
+            flags | self.attached_flag(session),
             proposed,
             accepted,
         )
-        self._emits.add(fields, tokens, logprobs)
+        self.events().add(fields, tokens, logprobs)
+
+    def events(self) -> Emits:
+        """The events that leave next; more may be added until what was posted is handed over."""
+        if self._emits is None:
+            self._emits = Emits()
+            self.post(self._emits)
+        return self._emits
+
+    def attached_flag(self, session: Session) -> int:
+        """What events say of the session's drafter: DRAFTER_ATTACHED, or 0."""
+        link = self.drafters.link_of(session.spec.drafter_id)
+        return 0 if link is None else DRAFTER_ATTACHED
 
     def seal(self) -> None:
         """What was posted is about to be handed over: no event may join it any more."""

@@ -43,9 +43,11 @@ class Emits:
     """Of the tokens of events whose sessions ask, by their place."""
     _words: list[int] = field(default_factory=list)
     """The fields of each `Event`, event after event: of plain numbers an array is made fastest."""
+    _before: list[NDArray[np.int64]] = field(default_factory=list)
+    """[n, fields]: of those before them."""
 
     def __len__(self) -> int:
-        return len(self._words) // _FIELDS
+        return sum(map(len, self._before)) + len(self._words) // _FIELDS
 
     def add(
         self, event: Iterable[int], tokens: Sequence[int], logprobs: PathLogprobs | None = None
@@ -57,9 +59,24 @@ class Emits:
         self._words.extend(event)
         self.tokens.extend(tokens)
 
+    def add_all(self, events: NDArray[np.int64], tokens: Sequence[int]) -> None:
+        """Add events of sessions that ask for no log-probabilities, [fields of `Event`, n], with
+        their tokens in turn."""
+        self._seal()
+        self._before.append(events.T)
+        self.tokens.extend(tokens)
+
     def columns(self) -> NDArray[np.int64]:
         """[fields of `Event`, n]."""
-        return np.array(self._words, np.int64).reshape(-1, _FIELDS).T
+        self._seal()
+        if len(self._before) != 1:
+            self._before = [np.concatenate([np.empty((0, _FIELDS), np.int64), *self._before])]
+        return self._before[0].T
+
+    def _seal(self) -> None:
+        if self._words:
+            self._before.append(np.array(self._words, np.int64).reshape(-1, _FIELDS))
+            self._words = []
 
     def events(self) -> list[Event]:
         """One by one."""

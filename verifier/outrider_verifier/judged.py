@@ -7,7 +7,6 @@ bucket stand (the root's included), flags, these rows, and the tokens that follo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -63,29 +62,31 @@ class Judged(NamedTuple):
             )
         ]
 
-    def outcomes(self, *, apart: bool = True) -> list[RowOutcome]:
-        """The rows one by one; `apart`: each with its features."""
-        nodes, blank, cut = self.nodes, self.group.blank, self.group.cut
-        if nodes == 1:
-            return self._plain_outcomes(apart)
-        drafted = [self.drafted] * len(self.counts)
-        for number, verified in cut.items():
-            drafted[number] = verified
-        for number in blank:
-            drafted[number] = 0
-        told, first = self.logprobs.get, 2 + nodes
-        return [
-            RowOutcome(
-                tuple(words[first : first + count]),
-                features,
-                of_own,
-                told(number),
-                words[1] & FALLBACK != 0,
-            )
-            for number, (words, count, features, of_own) in enumerate(
-                zip(self.words.tolist(), self.counts, self.row_features(), drafted, strict=True)
-            )
-        ]
+    def own_nodes(self) -> list[int]:
+        """[n]: nodes of its own draft that each row verified."""
+        verified = [self.drafted if self.nodes > 1 else 0] * len(self.counts)
+        if self.nodes > 1:
+            for number, cut in self.group.cut.items():
+                verified[number] = cut
+            for number in self.group.blank:
+                verified[number] = 0
+        return verified
+
+    def apart(self) -> set[int]:
+        """The rows of which flags or log-probabilities are to be told."""
+        flagged = np.flatnonzero(self.words[:, 1] & FALLBACK).tolist()
+        return {*flagged, *self.logprobs} if flagged or self.logprobs else set()
+
+    def outcome(self, number: int, *, drafted: int, apart: bool = True) -> RowOutcome:
+        """One row, which verified so many nodes of its own draft; `apart`: with its features."""
+        words, nodes = self.words[number].tolist(), self.nodes
+        rows, count = self.features, self.counts[number]
+        features = None
+        if apart and rows is not None and self.group.rows[number].session.keeps_features:
+            features = rows[number * nodes : number * nodes + count]
+        tokens = tuple(words[2 + nodes : 2 + nodes + count])
+        told = self.logprobs.get(number)
+        return RowOutcome(tokens, features, drafted, told, words[1] & FALLBACK != 0)
 
     def block(self) -> NDArray[np.generic] | None:
         """See `Decoded.block`."""
@@ -93,17 +94,6 @@ class Judged(NamedTuple):
         if rows is None or self.nodes > 1 or not self.group.all_keep_features:
             return None
         return rows[: len(self.counts)]
-
-    def _plain_outcomes(self, apart: bool) -> list[RowOutcome]:
-        """`outcomes` of rows without nodes, of which a root and a token are all."""
-        told = self.logprobs.get
-        kept = self.row_features() if apart else [None] * len(self.counts)
-        return [
-            RowOutcome((token,), features, 0, told(number), flags & FALLBACK != 0)
-            for number, ((_, flags, _, token), features) in enumerate(
-                zip(self.words.tolist(), kept, strict=True)
-            )
-        ]
 
 
 class Told(NamedTuple):
@@ -131,12 +121,14 @@ def decoded(judged: Sequence[Judged], rows: int) -> Decoded:
     """The outcome of all rows of a round, in the order of the round."""
     if len(judged) == 1 and judged[0].group.places == list(range(rows)):
         (all_rows,) = judged
-        block = all_rows.block()
+        block, drafted = all_rows.block(), all_rows.own_nodes()
         return Decoded(
             counts=all_rows.words[:, 0].astype(np.int64),
             tokens=all_rows.tokens(),
             features=all_rows.row_features,
-            rows=partial(all_rows.outcomes, apart=block is None),
+            row=lambda row: all_rows.outcome(row, drafted=drafted[row], apart=block is None),
+            drafted=drafted,
+            apart=all_rows.apart(),
             block=block,
         )
     return Decoded.of(_placed(judged, rows))
@@ -145,8 +137,10 @@ def decoded(judged: Sequence[Judged], rows: int) -> Decoded:
 def _placed(judged: Sequence[Judged], rows: int) -> list[RowOutcome]:
     """Rows of several launches in the order of the round."""
     outcomes = {
-        place: outcome
+        place: each.outcome(number, drafted=drafted)
         for each in judged
-        for place, outcome in zip(each.group.places, each.outcomes(), strict=True)
+        for number, (place, drafted) in enumerate(
+            zip(each.group.places, each.own_nodes(), strict=True)
+        )
     }
     return [outcomes[place] for place in range(rows)]

@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider_verifier.known import Known, Mark, Tally
-from outrider_verifier.settled import Settled
+from outrider_verifier.sessions import Session
 
 
-def observe_plain(
-    rows: Sequence[Settled], mark: Mark, touched: list[Tally], *, drafts: bool
-) -> list[Settled]:
-    """Add what sessions got that have paused for a while, all that had the same last round at once;
-    returns the other rows. `mark`: the end of this round; `touched` gets what is to be judged;
-    `drafts`: whether any row verified some."""
-    others: list[Settled] = []
+def observe_plain(sessions: Sequence[Session], mark: Mark, touched: list[Tally]) -> list[Session]:
+    """Add what sessions got that have paused for a while, and emitted one token each in a round
+    that ended at `mark`: all that had the same last round at once. Returns those of which more is
+    to be seen; `touched` gets what is to be judged."""
+    others: list[Session] = []
     known: Known | None = None
     last: Mark | None = None
     count = 0
-    for row in rows:
-        session = row.session
+    for session in sessions:
         pace = session.pace
-        if pace is None:
+        if pace is None or pace.own:
             continue
-        steady = session.paused and pace.unsettled <= 0 and not (session.suspect or row.missed)
         before = pace.mark
-        if not steady or before is None or pace.own or (drafts and row.nodes):
-            others.append(row)
+        if pace.unsettled > 0 or session.suspect or before is None:
+            others.append(session)
             continue
         if before is not last or pace.known is not known:
             # Rows that are alike follow each other, nearly always.

@@ -8,12 +8,27 @@ from typing import Final
 
 from outrider.spec.contest import Mode
 from outrider.spec.own_drafts import OwnDrafts
-from outrider_verifier.known import Kind
+from outrider_verifier.known import Kind, Pace
 from outrider_verifier.loads import Loads
-from outrider_verifier.settled import Settled
+from outrider_verifier.settled import Alike, Settled
 
 MAX_KINDS: Final = 256
 """Kinds that are remembered; the oldest one without sessions is forgotten."""
+
+
+OwnRow = tuple[Pace | None, int]
+"""A row that verified an own draft: what the planner keeps of its session, tokens emitted."""
+
+
+def own_rows(apart: Sequence[Settled], alike: Alike) -> list[OwnRow]:
+    """Those of a round's rows that verified own drafts, and nothing else."""
+    own = [
+        (row.session.pace, len(row.tokens)) for row in apart if row.result.drafted and not row.nodes
+    ]
+    if any(alike.drafted):
+        columns = zip(alike.sessions, alike.counts, alike.drafted, strict=True)
+        own += [(session.pace, count) for session, count, drafted in columns if drafted]
+    return own
 
 
 class OwnVerdicts:
@@ -52,7 +67,7 @@ class OwnVerdicts:
         return any(own.mode(load, now) is Mode.PLAIN for _, own in self._concerned())
 
     def observe(
-        self, rows: Sequence[Settled], seconds: float | None, pieces: int, now: float
+        self, rows: Sequence[OwnRow], seconds: float | None, pieces: int, now: float
     ) -> None:
         """`rows` verified own drafts, beside `pieces` of prompts, in a round that took `seconds`;
         None: rows without drafts took part."""
@@ -62,10 +77,12 @@ class OwnVerdicts:
             return
         took_s = loads.times(count, own=True, pieces=pieces)
         host_s = None if seconds is None or not took_s else seconds - took_s
-        kinds = {row.session.pace.known.kind for row in rows if row.session.pace is not None}
+        # There are few, and a name is told apart faster than a kind.
+        known = {id(pace.known): pace.known for pace, _ in rows if pace is not None}
+        kinds = {each.kind for each in known.values()}
         drafts = self._drafts.setdefault(kinds.pop() if len(kinds) == 1 else None, OwnDrafts())
-        emitted = [len(row.tokens) for row in rows]
-        drafts.observe(count, sum(emitted), sum(n * n for n in emitted), host_s=host_s)
+        emitted = [tokens for _, tokens in rows]
+        drafts.observe(count, sum(emitted), sum([n * n for n in emitted]), host_s=host_s)
         drafts.judge(loads.load, plain_s, own_s, now)
 
     def summaries(self, now: float) -> Iterator[tuple[str, Mode, float]]:

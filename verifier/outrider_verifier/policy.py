@@ -30,9 +30,9 @@ from outrider_verifier.kinds import Kinds
 from outrider_verifier.known import Kind, Known, Mark, Pace, Tally, begun_contest, named_gain
 from outrider_verifier.loads import Loads, Times
 from outrider_verifier.observing import observe_plain
-from outrider_verifier.own_verdicts import OwnVerdicts
+from outrider_verifier.own_verdicts import OwnVerdicts, own_rows
 from outrider_verifier.sessions import NO_LIMIT, Session
-from outrider_verifier.settled import Settled
+from outrider_verifier.settled import NO_ROWS, Alike, Settled
 
 REVIEW_ROUNDS: Final = 48
 """Rounds after which a kind's draft length is chosen anew."""
@@ -223,6 +223,7 @@ class Policy:
     def observe_round(
         self,
         rows: Sequence[Settled],
+        alike: Alike = NO_ROWS,
         *,
         seconds: float,
         forward_s: float,
@@ -230,23 +231,26 @@ class Policy:
         now: float,
     ) -> None:
         """A round ended that took `seconds` without waiting, `forward_s` of them for the target's
-        forward. `prompts`: the tokens of each prompt that it took."""
-        decoded = [row for row in rows if row.verified is not None]
-        nodes = sum([row.nodes for row in decoded])
-        own = [row for row in decoded if row.result.drafted and not row.nodes]
+        forward: `rows` and those that were `alike`. `prompts`: the tokens of each prompt that it
+        took."""
+        apart = [row for row in rows if row.verified is not None]
+        count, nodes = len(apart) + len(alike), sum([row.nodes for row in apart])
+        own = own_rows(apart, alike)
         pieces = sum(-(-tokens // self._piece_tokens) for tokens in prompts)
         left_s = self._loads.observe(
-            len(decoded), nodes, pieces, self._piece_tokens, seconds, own=bool(own)
+            count, nodes, pieces, self._piece_tokens, seconds, own=bool(own)
         )
         mark = Mark(now, self._loads.prompts_s, self._loads.alone_s)
         touched: list[Tally] = []
-        for row in observe_plain(decoded, mark, touched, drafts=nodes > 0):
+        for session in observe_plain(alike.sessions, mark, touched):
+            self._observe_row(Settled.plain(session), mark, touched)
+        for row in apart:
             self._observe_row(row, mark, touched)
         if own:
-            self._own.observe(own, seconds if len(own) == len(decoded) else None, pieces, now)
+            self._own.observe(own, seconds if len(own) == count else None, pieces, now)
             self.changed = self.changed or (self._automatic and self._own.plain(now))
-        elif decoded:
-            self._note_costs(len(decoded), nodes, left_s, forward_s - (seconds - left_s))
+        elif count:
+            self._note_costs(count, nodes, left_s, forward_s - (seconds - left_s))
         for tally in touched:
             if self._automatic:
                 self._judge(tally)

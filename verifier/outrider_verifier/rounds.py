@@ -23,7 +23,14 @@ from outrider_verifier.planning import turn
 from outrider_verifier.runner import RoundOutcome, RoundRunner
 from outrider_verifier.schedule import Limits, RoundPlan
 from outrider_verifier.sessions import Session
-from outrider_verifier.settled import Settled, Sheet, commit_prompts, commit_rows
+from outrider_verifier.settled import (
+    Alike,
+    Committed,
+    Settled,
+    Sheet,
+    commit_prompts,
+    commit_rows,
+)
 from outrider_verifier.straight_on import straight_on
 
 logger = logging.getLogger(__name__)
@@ -183,13 +190,13 @@ class Rounds:
         sheet = self._sheet(flying) if may_go_on else flying.sheet(self._core.touched)
         outcome = self._collect(flying)
         failure: _Failure | None = None
-        decoded: list[Settled] | None = None
+        decoded: Committed | None = None
         emitted = 0
         if may_go_on and (hits := sheet.step(outcome.decoded, self._core.inbox)):
             gone_on = hits == len(flying.verify) and self._straight_on(flying, outcome)
             decoded = commit_rows(flying.verify, outcome.decoded, self._idle_since)
             # Who is at its end must not be in the next round.
-            if ended := [row for row in decoded if row.reason]:
+            if ended := [row for row in decoded.apart if row.reason]:
                 emitted = self._accounts.follow_up(ended)
             if gone_on:
                 self._flying, failure = gone_on
@@ -210,9 +217,9 @@ class Rounds:
             time.sleep(GIVE_WAY_S)
         if decoded is None:
             decoded = commit_rows(flying.verify, outcome.decoded, self._idle_since)
-            emitted = self._accounts.follow_up([row for row in decoded if row.reason])
-        settled = prompts + decoded
-        self._book(flying, outcome, settled, emitted)
+            emitted = self._accounts.follow_up([row for row in decoded.apart if row.reason])
+        settled = prompts + decoded.apart
+        self._book(flying, outcome, settled, decoded.alike, emitted)
         # Where the device has nothing to do, and neither a drafter nor a first token is waited for,
         # the next round goes first: threads that hand out what this one emitted would hold this
         # thread up meanwhile.
@@ -232,13 +239,20 @@ class Rounds:
         return failure
 
     def _book(
-        self, flying: InFlight, outcome: RoundOutcome, settled: Sequence[Settled], emitted: int
+        self,
+        flying: InFlight,
+        outcome: RoundOutcome,
+        settled: Sequence[Settled],
+        alike: Alike,
+        emitted: int,
     ) -> None:
         """Account for whoever goes on, and let the planner see the round; `emitted`: the tokens of
         those who do not."""
         emitted += self._accounts.follow_up([row for row in settled if not row.session.ended])
+        emitted += self._accounts.follow_up_alike(alike)
         self._core.policy.observe_round(
             settled,
+            alike,
             seconds=self._accounts.report(flying, outcome, emitted),
             forward_s=outcome.forward_s,
             prompts=[row.num_tokens for row in flying.prefill],

@@ -21,6 +21,8 @@ class RowStates:
         """`decode_tokens`: roots and nodes of one round."""
         self._core, self._engine = core, engine
         self._decode_tokens = decode_tokens
+        self._rows: dict[int, VerifyRow] = {}
+        """Of sessions by their handles, or of those that had them before."""
 
     def all(self) -> list[RowState]:
         """Of all sessions that run."""
@@ -88,7 +90,7 @@ class RowStates:
         prefilling: list[RowState] = []
         nodes = 0
         for session in self._core.room.running.values():
-            spec, drafts = session.spec, session.own_draft > 0
+            spec, drafts = session.spec, session.own_draft
             alone = session.paused or (
                 session.link_id is None and (drafts or not session.plan.speculative)
             )
@@ -99,7 +101,8 @@ class RowStates:
                 prefilling.append(self.of(session, -1))
             elif session.emitted + 1 < spec.max_new_tokens or spec.session_id not in flying:
                 names.append(spec.session_id)
-                nodes += session.own_depth
+                if drafts:
+                    nodes += session.own_depth
         return names, prefilling, nodes
 
     def runs_ahead(self, session: Session) -> bool:
@@ -113,7 +116,7 @@ class RowStates:
         """The rows of a plan, with their proposals taken out of the inbox."""
         sessions = [self._core.sessions[row.session_id] for row in plan.decode]
         if plan.alone:
-            return [VerifyRow(session, own_depth=session.own_depth) for session in sessions]
+            return list(map(self._bare, sessions))
         drafted = [s.handle for s, row in zip(sessions, plan.decode, strict=True) if row.drafted]
         taken = self._core.inbox.take(drafted) if drafted else []
         if len(taken) == len(sessions) and not any([session.outdone for session in sessions]):
@@ -148,5 +151,12 @@ class RowStates:
             # Nobody waits for a drafter that is suspect.
             draft = self._core.stand_ins.missed(session, rows, room)
         if draft is None:
-            return VerifyRow(session, own_depth=session.own_depth)
+            return self._bare(session)
         return VerifyRow(session, draft=draft, stand_in=True)
+
+    def _bare(self, session: Session) -> VerifyRow:
+        """A row without a draft from outside. Most rounds have only such, and all want the same."""
+        row, depth = self._rows.get(session.handle), session.own_depth if session.own_draft else 0
+        if row is None or row.session is not session or row.own_depth != depth:
+            row = self._rows[session.handle] = VerifyRow(session, own_depth=depth)
+        return row

@@ -5,7 +5,7 @@ H feature width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -38,8 +38,7 @@ class RowOutcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Decoded:
-    """What n rows that decode emitted, in columns: all that drafters are told. What only the host's
-    accounts ask for is made row by row, later."""
+    """What n rows that decode emitted, in columns; what else is to be told of a row, apart."""
 
     counts: NDArray[np.int64]
     """[n]: tokens of each row."""
@@ -47,11 +46,15 @@ class Decoded:
     """Of all rows in turn."""
     features: Callable[[], Sequence[NDArray[np.generic] | None]]
     """[n]: as `RowOutcome.features`; asked for if anybody is told."""
-    rows: Callable[[], Sequence[RowOutcome]]
-    """All rows one by one."""
+    row: Callable[[int], RowOutcome]
+    """One row, all of it."""
+    drafted: Sequence[int]
+    """[n]: as `RowOutcome.drafted`."""
+    apart: Container[int]
+    """The rows of which more is to be said than the columns do, features aside."""
     block: NDArray[np.generic] | None = None
-    """[n, H]: their features, if all keep them and emitted one token each; then `rows` have none.
-    """
+    """[n, H]: their features, if all keep them and emitted one token each; then none of them has
+    any in its `row`."""
 
     @classmethod
     def of(cls, rows: Sequence[RowOutcome]) -> Decoded:
@@ -60,8 +63,18 @@ class Decoded:
             counts=np.array([len(row.tokens) for row in rows], dtype=np.int64),
             tokens=np.array([token for row in rows for token in row.tokens], dtype=np.int32),
             features=lambda: [row.features for row in rows],
-            rows=lambda: rows,
+            row=rows.__getitem__,
+            drafted=[row.drafted for row in rows],
+            apart={
+                number
+                for number, row in enumerate(rows)
+                if row.target_only or row.logprobs is not None
+            },
         )
+
+    def rows(self) -> list[RowOutcome]:
+        """All rows one by one."""
+        return [self.row(number) for number in range(len(self.counts))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

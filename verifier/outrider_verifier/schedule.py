@@ -160,7 +160,7 @@ def plan_alone(
         return None
     return RoundPlan(
         prefill=_prompts(prefilling, len(session_ids), limits),
-        decode=tuple([DecodeRow(name) for name in session_ids]),
+        decode=tuple(map(DecodeRow, session_ids)),
         alone=True,
     )
 

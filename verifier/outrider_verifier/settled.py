@@ -1,11 +1,11 @@
-"""A row of a round that was settled, as rounds and the planner see it; and the sheet on which a
+"""Rows of a round that was settled, as rounds and the planner see them; and the sheet on which a
 round's verdicts are worked out in columns, n rows that decode. Committing is here, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -37,6 +37,11 @@ class Settled:
     fresh: int = 0
     """Of a prompt: positions whose K/V was written for the first time."""
 
+    @classmethod
+    def plain(cls, session: Session) -> Settled:
+        """A row that verified nothing, as far as what it gave is of interest: one token."""
+        return cls(session, RowOutcome((session.root,), None), (session.root,))
+
     @property
     def accepted(self) -> int:
         """Nodes of a draft that stand, whether or not what they emitted was cut off."""
@@ -57,6 +62,39 @@ class Settled:
         """Whether that draft was there before its prefix was."""
         verified = self.verified
         return verified is not None and verified.held is not None and verified.held.ahead
+
+
+@dataclass(slots=True, eq=False)
+class Alike:
+    """Rows whose tokens are committed and that go on, with nothing from outside this process and
+    nothing to be said of them but their tokens: nearly all where nobody drafts elsewhere. So they
+    are accounted for in columns of n."""
+
+    sessions: list[Session] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    """[n]: tokens of each."""
+    tokens: list[int] = field(default_factory=list)
+    """Of all in turn."""
+    drafted: list[int] = field(default_factory=list)
+    """[n]: nodes of its own draft that each verified."""
+    numbers: list[int] = field(default_factory=list)
+    """[n]: their places in the round."""
+
+    def __len__(self) -> int:
+        return len(self.sessions)
+
+
+NO_ROWS: Final = Alike()
+"""Not to be added to."""
+
+
+@dataclass(slots=True, eq=False)
+class Committed:
+    """The rows of a round that decoded, but for those whose sessions had ended."""
+
+    alike: Alike
+    apart: list[Settled]
+    """All others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -149,11 +187,39 @@ class Sheet:
         )
 
 
-def commit_rows(verify: Sequence[VerifyRow], decoded: Decoded, now: float) -> list[Settled]:
+def commit_rows(verify: Sequence[VerifyRow], decoded: Decoded, now: float) -> Committed:
     """Commit what stands of the rows that decoded, where sessions go on; nobody is told. `now`:
     when their roots became known."""
-    rows = zip(verify, decoded.rows(), strict=True)
-    return [_commit(row.session, result, now, row) for row, result in rows if not row.session.ended]
+    alike, apart, end = Alike(), list[Settled](), 0
+    tokens, unlike = decoded.tokens.tolist(), decoded.apart
+    columns = zip(verify, decoded.counts.tolist(), decoded.drafted, strict=True)
+    for number, (row, count, drafted) in enumerate(columns):
+        session, start, end = row.session, end, end + count
+        if session.ended:
+            continue
+        mine = tokens[start:end]
+        if number in unlike or not _goes_on(session, row, mine, drafted):
+            apart.append(_commit(session, decoded.row(number), now, row))
+            continue
+        session.round_id += 1
+        session.append(mine, now)
+        alike.sessions.append(session)
+        alike.counts.append(count)
+        alike.tokens += mine
+        alike.drafted.append(drafted)
+        alike.numbers.append(number)
+    return Committed(alike, apart)
+
+
+def _goes_on(session: Session, row: VerifyRow, tokens: list[int], drafted: int) -> bool:
+    """Whether a row of a session is one of those in `Alike`."""
+    if row.drafted or session.constraint is not None or drafted != row.own_depth:
+        return False
+    if session.emitted + len(tokens) >= session.spec.max_new_tokens:
+        return False
+    if not (session.paused or session.own_draft) and session.plan.speculative:
+        return False
+    return session.stop_ids.isdisjoint(tokens)
 
 
 def commit_prompts(

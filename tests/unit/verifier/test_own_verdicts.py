@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 from outrider_verifier.known import Kind, Known, Pace
 from outrider_verifier.loads import Loads
-from outrider_verifier.own_verdicts import MAX_KINDS, OwnVerdicts
-from outrider_verifier.packing import VerifyRow
-from outrider_verifier.runner import RowOutcome
-from outrider_verifier.sessions import Session
-from outrider_verifier.settled import Settled
+from outrider_verifier.own_verdicts import MAX_KINDS, OwnRow, OwnVerdicts
 
 from outrider.spec.costs import CostTable
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
-from tests.unit.verifier.harness import make_spec
-
-OUTCOME = RowOutcome((), features=None, drafted=4)
 
 
 def times(rows: int, *, own: bool, pieces: int = 0) -> float | None:
@@ -32,12 +23,8 @@ def kind(temperature: float) -> Kind:
 COLD, HOT = kind(0.0), kind(2.0)
 
 
-def row(of: Kind, tokens: int) -> Settled:
-    session = Session.create(
-        make_spec(drafter=None), ticket=1, kv=cast(Any, None), now=0.0, keeps_features=False
-    )
-    session.pace = Pace(Known(of), own=True)
-    return Settled(session, OUTCOME, (1,) * tokens, None, VerifyRow(session=session))
+def row(of: Kind, tokens: int) -> OwnRow:
+    return Pace(Known(of), own=True), tokens
 
 
 def verdicts(*kinds: Kind) -> OwnVerdicts:
@@ -49,7 +36,7 @@ def verdicts(*kinds: Kind) -> OwnVerdicts:
     return own
 
 
-def rounds(own: OwnVerdicts, rows: list[Settled], *, count: int = 20, now: float = 0.0) -> None:
+def rounds(own: OwnVerdicts, rows: list[OwnRow], *, count: int = 20, now: float = 0.0) -> None:
     for _ in range(count):
         own.observe(rows, 0.0065, 0, now)
 

@@ -10,7 +10,7 @@ from outrider_verifier.flying import InFlight
 from outrider_verifier.handover import Handover, Told
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.packing import VerifyRow
-from outrider_verifier.runner import Decoded
+from outrider_verifier.runner import Decoded, RowOutcome
 from outrider_verifier.schedule import RoundPlan
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Sheet
@@ -44,8 +44,14 @@ def decoded(*rows: tuple[int, ...]) -> Decoded:
         counts=np.array([len(row) for row in rows]),
         tokens=np.array([token for row in rows for token in row], dtype=np.int32),
         features=lambda: [np.full((len(row), 2), index) for index, row in enumerate(rows)],
-        rows=list,
+        row=_nothing_more,
+        drafted=[0] * len(rows),
+        apart=(),
     )
+
+
+def _nothing_more(number: int) -> RowOutcome:
+    raise AssertionError(f"nobody is to ask for row {number}")
 
 
 def pieces(told: Told) -> list[list[int]]:

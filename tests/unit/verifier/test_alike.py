@@ -1,0 +1,130 @@
+"""Rows that go on with nothing but tokens are committed and told in columns, as if one by one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from outrider_verifier.effects import Emits, Event
+from outrider_verifier.packing import VerifyRow
+from outrider_verifier.policy import Policy
+from outrider_verifier.rows import Draft
+from outrider_verifier.runner import Decoded, RowOutcome
+from outrider_verifier.sessions import Session
+from outrider_verifier.settled import commit_rows
+
+from outrider.engine.logprobs import PathLogprobs
+from outrider.spec.plan import Plan
+from tests.fakes.scripted_drafter import make_tree
+from tests.fakes.target import FakeTarget
+from tests.unit.verifier.harness import CHAIN, make_spec
+
+STOP, PLAIN = 9, Plan()
+KINDS = ["plain", "paused", "own", "lost its drafter", "looked up", "flagged", "ended"]
+ALIKE = {"plain", "paused", "own"}
+
+
+def session_of(number: int, kind: str, budget: int) -> Session:
+    """A session that has emitted one token of `budget`."""
+    plan = PLAIN if kind == "plain" else CHAIN
+    spec = make_spec(f"s{number}", plan=plan, stop_token_ids=(STOP,), max_new_tokens=budget)
+    kv = FakeTarget(num_blocks=8).pool.allocate(32)
+    made = Session.create(spec, ticket=number, kv=kv, now=0.0, keeps_features=False)
+    made.paused, made.own_draft = kind == "paused", 3 if kind == "own" else 0
+    made.ended = kind == "ended"
+    made.kv.advance(made.length)
+    made.append((7,), 0.0)
+    return made
+
+
+def row_of(session: Session, kind: str) -> VerifyRow:
+    if kind == "looked up":
+        draft = Draft(tree=make_tree([1]), law=None)
+        return VerifyRow(session, draft=draft, stand_in=True)
+    return VerifyRow(session, own_depth=session.own_depth)
+
+
+def state(session: Session) -> list[Any]:
+    """What committing changes."""
+    text = session.tokens[: session.length].tolist()
+    return [text, session.emitted, session.written, session.round_id, session.since]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_is_committed_once_as_if_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = [rng.choice(KINDS) for _ in range(rng.randrange(1, 12))]
+    budgets = [rng.choice((2, 3, 16)) for _ in kinds]
+    outcomes = [
+        RowOutcome(
+            tuple(rng.choice((1, 2, 3, 4, STOP)) for _ in range(rng.randrange(1, 5))),
+            None,
+            3 if kind == "own" else 0,
+            target_only=kind == "flagged",
+        )
+        for kind in kinds
+    ]
+    made = [session_of(i, *each) for i, each in enumerate(zip(kinds, budgets, strict=True))]
+    rows = [row_of(session, kind) for session, kind in zip(made, kinds, strict=True)]
+    committed = commit_rows(rows, Decoded.of(outcomes), 5.0)
+    alike, apart = committed.alike, committed.apart
+
+    twins = [session_of(i, *each) for i, each in enumerate(zip(kinds, budgets, strict=True))]
+    for number, (twin, kind, outcome) in enumerate(zip(twins, kinds, outcomes, strict=True)):
+        if kind != "ended":
+            # What the others of its round are does not matter.
+            one = Decoded.of([outcome._replace(target_only=True)])
+            (alone,) = commit_rows([row_of(twin, kind)], one, 5.0).apart
+            goes_on = kind in ALIKE and alone.reason is None
+            assert (number in alike.numbers) is goes_on
+            assert any(row.session is made[number] for row in apart) is not goes_on
+        assert state(made[number]) == state(twin)
+    tokens = iter(alike.tokens)
+    for session, count, number in zip(alike.sessions, alike.counts, alike.numbers, strict=True):
+        assert session is made[number]
+        assert tuple(next(tokens) for _ in range(count)) == outcomes[number].tokens
+    assert next(tokens, None) is None
+
+
+def test_a_row_that_misses_its_own_draft_stands_apart() -> None:
+    session = session_of(0, "own", 16)
+    (row,) = commit_rows([row_of(session, "own")], Decoded.of([RowOutcome((1,), None)]), 1.0).apart
+    assert row.session is session and row.result.drafted == 0
+
+
+def test_events_leave_in_the_order_in_which_they_were_added() -> None:
+    emits = Emits()
+    emits.add(Event(1, 0, 2, 0, 0, 0, 0), (5, 6))
+    block = np.array([[2, 3], [7, 8], [1, 2], [0, 0], [4, 4], [0, 3], [0, 1]])
+    emits.add_all(block, [10, 11, 12])
+    told = PathLogprobs(np.zeros((1, 1), np.float32), np.zeros((1, 0), np.int32))
+    emits.add(Event(4, 0, 1, 1, 0, 0, 0), (13,), told)
+    emits.add_all(block[:, :1], [14])
+    assert len(emits) == 5
+    assert [event.ticket for event in emits.events()] == [1, 2, 3, 4, 2]
+    assert emits.events()[2] == Event(3, 8, 2, 0, 4, 3, 1)
+    assert emits.tokens == [5, 6, 10, 11, 12, 13, 14]
+    assert list(emits.logprobs) == [3]
+    # Asking changes nothing.
+    assert emits.columns().tolist() == emits.columns().tolist()
+    assert Emits().events() == []
+
+
+def test_own_drafts_are_judged_wherever_their_rows_are() -> None:
+    seen: list[Any] = []
+    for apart in (False, True):
+        policy: Any = Policy(automatic=True, ceiling_s=0.04)
+        policy._own.observe = lambda rows, *rest: seen.append(sorted(n for _, n in rows))
+        policy._own.plain = lambda now: False
+        made = [session_of(i, "own", 16) for i in range(3)]
+        outcomes = [RowOutcome((1,) * (1 + i), None, 3, target_only=apart) for i in range(3)]
+        rows = [row_of(session, "own") for session in made]
+        committed = commit_rows(rows, Decoded.of(outcomes), 1.0)
+        assert len(committed.apart) == (3 if apart else 0)
+        policy.begin_round(3, 1.0)
+        policy.observe_round(
+            committed.apart, committed.alike, seconds=0.01, forward_s=0.01, prompts=(), now=1.0
+        )
+    assert seen == [[1, 2, 3], [1, 2, 3]]
