@@ -131,7 +131,7 @@ class Accounts:
             told_by = (kind, session.paused, session.spec.drafter_id)
             if told_by != last:
                 last = told_by
-                flags = core.policy.planned(session) | core.attached_flag(session)
+                flags = core.policy.planned(session) | core.drafters.attached_flag(session)
             of_all.append(flags)
         return np.array(of_all)
 

@@ -9,7 +9,14 @@ import numpy as np
 
 from outrider.ids import DrafterId
 from outrider.wire.codec import encode_verdicts
-from outrider.wire.messages import Encoded, PlanChange, SessionEnd, Verdicts, VerifierMessage
+from outrider.wire.messages import (
+    DRAFTER_ATTACHED,
+    Encoded,
+    PlanChange,
+    SessionEnd,
+    Verdicts,
+    VerifierMessage,
+)
 from outrider_verifier.commands import Link
 from outrider_verifier.conduct import Conduct, Conducts
 from outrider_verifier.effects import Post, Tell
@@ -46,6 +53,10 @@ class Announcer:
     def link_of(self, drafter_id: DrafterId | None) -> Link | None:
         """The connection of a drafter that is attached now."""
         return None if drafter_id is None else self._links.get(drafter_id)
+
+    def attached_flag(self, session: Session) -> int:
+        """What events say of a session's drafter: DRAFTER_ATTACHED, or 0."""
+        return 0 if self.link_of(session.spec.drafter_id) is None else DRAFTER_ATTACHED
 
     def conduct_on(self, link_id: int | None) -> Conduct | None:
         """How the drafter on a link behaves; None: the link is gone."""

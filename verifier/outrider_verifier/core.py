@@ -24,7 +24,6 @@ from outrider.errors import (
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.wire.messages import (
-    DRAFTER_ATTACHED,
     REASON_CODES,
     AttachedDrafter,
     FinishReason,
@@ -344,7 +343,7 @@ class Core:
             session.round_id,
             len(tokens),
             reason,
-            flags | self.attached_flag(session),
+            flags | self.drafters.attached_flag(session),
             proposed,
             accepted,
         )
@@ -356,11 +355,6 @@ class Core:
             self._emits = Emits()
             self.post(self._emits)
         return self._emits
-
-    def attached_flag(self, session: Session) -> int:
-        """What events say of the session's drafter: DRAFTER_ATTACHED, or 0."""
-        link = self.drafters.link_of(session.spec.drafter_id)
-        return 0 if link is None else DRAFTER_ATTACHED
 
     def seal(self) -> None:
         """What was posted is about to be handed over: no event may join it any more."""

@@ -23,14 +23,7 @@ from outrider_verifier.planning import turn
 from outrider_verifier.runner import RoundOutcome, RoundRunner
 from outrider_verifier.schedule import Limits, RoundPlan
 from outrider_verifier.sessions import Session
-from outrider_verifier.settled import (
-    Alike,
-    Committed,
-    Settled,
-    Sheet,
-    commit_prompts,
-    commit_rows,
-)
+from outrider_verifier.settled import Committed, Settled, Sheet, commit_prompts, commit_rows
 from outrider_verifier.straight_on import straight_on
 
 logger = logging.getLogger(__name__)
@@ -218,8 +211,7 @@ class Rounds:
         if decoded is None:
             decoded = commit_rows(flying.verify, outcome.decoded, self._idle_since)
             emitted = self._accounts.follow_up([row for row in decoded.apart if row.reason])
-        settled = prompts + decoded.apart
-        self._book(flying, outcome, settled, decoded.alike, emitted)
+        self._book(flying, outcome, prompts, decoded, emitted)
         # Where the device has nothing to do, and neither a drafter nor a first token is waited for,
         # the next round goes first: threads that hand out what this one emitted would hold this
         # thread up meanwhile.
@@ -228,7 +220,7 @@ class Rounds:
         # Copying takes long: what clients wait for goes first.
         if not self.holds_back:
             self.flush()
-        self._core.stand_ins.observe(settled)
+        self._core.stand_ins.observe(prompts + decoded.apart)
         self._accounts.keep_features(flying, outcome.decoded, prompts, decoded)
         for row in prompts:
             if row.session.prefilled and not row.session.ended:
@@ -242,17 +234,18 @@ class Rounds:
         self,
         flying: InFlight,
         outcome: RoundOutcome,
-        settled: Sequence[Settled],
-        alike: Alike,
+        prompts: list[Settled],
+        decoded: Committed,
         emitted: int,
     ) -> None:
         """Account for whoever goes on, and let the planner see the round; `emitted`: the tokens of
         those who do not."""
+        settled = prompts + decoded.apart
         emitted += self._accounts.follow_up([row for row in settled if not row.session.ended])
-        emitted += self._accounts.follow_up_alike(alike)
+        emitted += self._accounts.follow_up_alike(decoded.alike)
         self._core.policy.observe_round(
             settled,
-            alike,
+            decoded.alike,
             seconds=self._accounts.report(flying, outcome, emitted),
             forward_s=outcome.forward_s,
             prompts=[row.num_tokens for row in flying.prefill],
