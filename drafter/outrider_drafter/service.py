@@ -48,6 +48,8 @@ from outrider_drafter.worker import DraftWorker
 
 logger = logging.getLogger(__name__)
 
+HEARD_S = 1.5
+"""How long a drafter that ends waits for a router to hear of it; they ask every half second."""
 _BACKLOG_POLL_S, _DRAIN_POLL_S = 0.002, 0.02
 
 
@@ -125,6 +127,8 @@ class DrafterService:
         self.lost = asyncio.Event()
         """Set when a device does not work any more."""
         self._draining = False
+        self._heard = False
+        """Whether anybody asked since it is ending."""
         """Whether a router's operator has removed it."""
         self._ending = False
         """Whether the process is about to end."""
@@ -150,6 +154,7 @@ class DrafterService:
     async def info(self) -> DrafterInfo:
         """Identity and load."""
         self._check_device()
+        self._heard = self._ending
         return DrafterInfo(
             protocol_version=PROTOCOL_VERSION,
             drafter_id=DrafterId(self._config.drafter_id),
@@ -207,11 +212,15 @@ class DrafterService:
         self._draining = draining
 
     async def hand_over(self, timeout_s: float) -> bool:
-        """Say that it leaves, for good, and draft on until all sessions were given to others; False
-        if time ran out."""
+        """Say that it leaves, for good, and draft on until all sessions were given to others and,
+        within HEARD_S, somebody has heard of it: between two sessions it would be taken for lost.
+        False if time ran out."""
         self._ending = True
-        deadline = time.monotonic() + timeout_s
-        while self.num_sessions and time.monotonic() < deadline:
+        began = time.monotonic()
+        heard_by = began + min(HEARD_S, timeout_s) if self._links else began
+        while time.monotonic() < began + timeout_s:
+            if not self.num_sessions and (self._heard or time.monotonic() >= heard_by):
+                break
             await asyncio.sleep(_DRAIN_POLL_S)
         return self.num_sessions == 0
 
