@@ -127,11 +127,11 @@ class DrafterService:
         self.lost = asyncio.Event()
         """Set when a device does not work any more."""
         self._draining = False
-        self._heard = False
-        """Whether anybody asked since it is ending."""
         """Whether a router's operator has removed it."""
         self._ending = False
         """Whether the process is about to end."""
+        self._heard = False
+        """Whether anybody asked since it is ending."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._links: dict[str, _Link] = {}
         self._outboxes: dict[int, Outgoing[DrafterMessage]] = {}
@@ -217,9 +217,9 @@ class DrafterService:
         False if time ran out."""
         self._ending = True
         began = time.monotonic()
-        heard_by = began + min(HEARD_S, timeout_s) if self._links else began
-        while time.monotonic() < began + timeout_s:
-            if not self.num_sessions and (self._heard or time.monotonic() >= heard_by):
+        while (passed := time.monotonic() - began) < timeout_s:
+            unheard = self._links and not self._heard and passed < HEARD_S
+            if not (self.num_sessions or unheard):
                 break
             await asyncio.sleep(_DRAIN_POLL_S)
         return self.num_sessions == 0

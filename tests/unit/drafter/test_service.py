@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from outrider_drafter.ngram import NgramSource
+from outrider_drafter.service import HEARD_S
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod, Plan
@@ -264,6 +265,29 @@ async def test_a_drafter_hands_over_before_it_ends() -> None:
         await verifier.say(SessionEnd(handle=script.handle))
         assert await leaving
         assert service.connected_to(ADDRESS)
+
+
+async def test_a_drafter_without_sessions_ends_once_somebody_has_heard_of_it() -> None:
+    async with running() as (service, verifier, _):
+        await service.attach(ADDRESS)
+        await verifier.connected()
+        # What it said before tells nobody that it leaves.
+        assert not (await service.info()).draining
+        leaving = asyncio.create_task(service.hand_over(20.0))
+        await until(lambda: service.draining)
+        await asyncio.sleep(0.1)
+        assert not leaving.done()
+        assert (await service.info()).draining
+        assert await asyncio.wait_for(leaving, HEARD_S / 2)
+
+
+async def test_a_drafter_of_whom_nobody_asks_ends_all_the_same() -> None:
+    async with running() as (service, verifier, _):
+        # Nobody counts on it before it is attached.
+        assert await asyncio.wait_for(service.hand_over(20.0), HEARD_S / 2)
+        await service.attach(ADDRESS)
+        await verifier.connected()
+        assert await asyncio.wait_for(service.hand_over(20.0), 10.0)
 
 
 async def test_a_drafter_whose_sessions_nobody_takes_ends_in_time() -> None:
