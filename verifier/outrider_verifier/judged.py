@@ -7,6 +7,7 @@ bucket stand (the root's included), flags, these rows, and the tokens that follo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -64,29 +65,33 @@ class Judged(NamedTuple):
 
     def own_nodes(self) -> list[int]:
         """[n]: nodes of its own draft that each row verified."""
-        verified = [self.drafted if self.nodes > 1 else 0] * len(self.counts)
-        if self.nodes > 1:
-            for number, cut in self.group.cut.items():
-                verified[number] = cut
-            for number in self.group.blank:
-                verified[number] = 0
+        if self.nodes == 1:
+            return [0] * len(self.counts)
+        verified = [self.drafted] * len(self.counts)
+        for number, cut in self.group.cut.items():
+            verified[number] = cut
+        for number in self.group.blank:
+            verified[number] = 0
         return verified
 
     def apart(self) -> set[int]:
         """The rows of which flags or log-probabilities are to be told."""
-        flagged = np.flatnonzero(self.words[:, 1] & FALLBACK).tolist()
-        return {*flagged, *self.logprobs} if flagged or self.logprobs else set()
+        return {*np.flatnonzero(self.words[:, 1] & FALLBACK).tolist(), *self.logprobs}
 
-    def outcome(self, number: int, *, drafted: int, apart: bool = True) -> RowOutcome:
-        """One row, which verified so many nodes of its own draft; `apart`: with its features."""
-        words, nodes = self.words[number].tolist(), self.nodes
-        rows, count = self.features, self.counts[number]
-        features = None
-        if apart and rows is not None and self.group.rows[number].session.keeps_features:
-            features = rows[number * nodes : number * nodes + count]
-        tokens = tuple(words[2 + nodes : 2 + nodes + count])
-        told = self.logprobs.get(number)
-        return RowOutcome(tokens, features, drafted, told, words[1] & FALLBACK != 0)
+    def outcomes(self, numbers: Sequence[int], *, with_features: bool = True) -> list[RowOutcome]:
+        """Rows one by one."""
+        told, first, drafted = self.logprobs.get, 2 + self.nodes, self.own_nodes()
+        features = self.row_features() if with_features else [None] * len(self.counts)
+        return [
+            RowOutcome(
+                tuple(words[first : first + words[0]]),
+                features[number],
+                drafted[number],
+                told(number),
+                words[1] & FALLBACK != 0,
+            )
+            for number, words in zip(numbers, self.words[list(numbers)].tolist(), strict=True)
+        ]
 
     def block(self) -> NDArray[np.generic] | None:
         """See `Decoded.block`."""
@@ -121,14 +126,14 @@ def decoded(judged: Sequence[Judged], rows: int) -> Decoded:
     """The outcome of all rows of a round, in the order of the round."""
     if len(judged) == 1 and judged[0].group.places == list(range(rows)):
         (all_rows,) = judged
-        block, drafted = all_rows.block(), all_rows.own_nodes()
+        block = all_rows.block()
         return Decoded(
             counts=all_rows.words[:, 0].astype(np.int64),
             tokens=all_rows.tokens(),
             features=all_rows.row_features,
-            row=lambda row: all_rows.outcome(row, drafted=drafted[row], apart=block is None),
-            drafted=drafted,
-            apart=all_rows.apart(),
+            outcomes=partial(all_rows.outcomes, with_features=block is None),
+            drafted=all_rows.own_nodes,
+            apart=all_rows.apart,
             block=block,
         )
     return Decoded.of(_placed(judged, rows))
@@ -137,10 +142,10 @@ def decoded(judged: Sequence[Judged], rows: int) -> Decoded:
 def _placed(judged: Sequence[Judged], rows: int) -> list[RowOutcome]:
     """Rows of several launches in the order of the round."""
     outcomes = {
-        place: each.outcome(number, drafted=drafted)
+        place: outcome
         for each in judged
-        for number, (place, drafted) in enumerate(
-            zip(each.group.places, each.own_nodes(), strict=True)
+        for place, outcome in zip(
+            each.group.places, each.outcomes(range(len(each.counts))), strict=True
         )
     }
     return [outcomes[place] for place in range(rows)]

@@ -90,7 +90,7 @@ class RowStates:
         prefilling: list[RowState] = []
         nodes = 0
         for session in self._core.room.running.values():
-            spec, drafts = session.spec, session.own_draft
+            spec, drafts = session.spec, session.own_draft > 0
             alone = session.paused or (
                 session.link_id is None and (drafts or not session.plan.speculative)
             )
@@ -101,8 +101,7 @@ class RowStates:
                 prefilling.append(self.of(session, -1))
             elif session.emitted + 1 < spec.max_new_tokens or spec.session_id not in flying:
                 names.append(spec.session_id)
-                if drafts:
-                    nodes += session.own_depth
+                nodes += session.own_depth
         return names, prefilling, nodes
 
     def runs_ahead(self, session: Session) -> bool:
@@ -156,7 +155,7 @@ class RowStates:
 
     def _bare(self, session: Session) -> VerifyRow:
         """A row without a draft from outside. Most rounds have only such, and all want the same."""
-        row, depth = self._rows.get(session.handle), session.own_depth if session.own_draft else 0
+        row, depth = self._rows.get(session.handle), session.own_depth
         if row is None or row.session is not session or row.own_depth != depth:
             row = self._rows[session.handle] = VerifyRow(session, own_depth=depth)
         return row

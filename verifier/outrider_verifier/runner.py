@@ -46,15 +46,15 @@ class Decoded:
     """Of all rows in turn."""
     features: Callable[[], Sequence[NDArray[np.generic] | None]]
     """[n]: as `RowOutcome.features`; asked for if anybody is told."""
-    row: Callable[[int], RowOutcome]
-    """One row, all of it."""
-    drafted: Sequence[int]
+    outcomes: Callable[[Sequence[int]], Sequence[RowOutcome]]
+    """Of the rows with these numbers, one by one."""
+    drafted: Callable[[], Sequence[int]]
     """[n]: as `RowOutcome.drafted`."""
-    apart: Container[int]
+    apart: Callable[[], Container[int]]
     """The rows of which more is to be said than the columns do, features aside."""
     block: NDArray[np.generic] | None = None
-    """[n, H]: their features, if all keep them and emitted one token each; then none of them has
-    any in its `row`."""
+    """[n, H]: their features, if all keep them and emitted one token each; then `outcomes` have
+    none."""
 
     @classmethod
     def of(cls, rows: Sequence[RowOutcome]) -> Decoded:
@@ -63,18 +63,18 @@ class Decoded:
             counts=np.array([len(row.tokens) for row in rows], dtype=np.int64),
             tokens=np.array([token for row in rows for token in row.tokens], dtype=np.int32),
             features=lambda: [row.features for row in rows],
-            row=rows.__getitem__,
-            drafted=[row.drafted for row in rows],
-            apart={
+            outcomes=lambda numbers: [rows[number] for number in numbers],
+            drafted=lambda: [row.drafted for row in rows],
+            apart=lambda: {
                 number
                 for number, row in enumerate(rows)
                 if row.target_only or row.logprobs is not None
             },
         )
 
-    def rows(self) -> list[RowOutcome]:
+    def rows(self) -> Sequence[RowOutcome]:
         """All rows one by one."""
-        return [self.row(number) for number in range(len(self.counts))]
+        return self.outcomes(range(len(self.counts)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -190,16 +190,19 @@ class Sheet:
 def commit_rows(verify: Sequence[VerifyRow], decoded: Decoded, now: float) -> Committed:
     """Commit what stands of the rows that decoded, where sessions go on; nobody is told. `now`:
     when their roots became known."""
-    alike, apart, end = Alike(), list[Settled](), 0
-    tokens, unlike = decoded.tokens.tolist(), decoded.apart
-    columns = zip(verify, decoded.counts.tolist(), decoded.drafted, strict=True)
+    alike, others, end = Alike(), list[int](), 0
+    tokens, unlike = decoded.tokens.tolist(), decoded.apart()
+    columns = zip(verify, decoded.counts.tolist(), decoded.drafted(), strict=True)
     for number, (row, count, drafted) in enumerate(columns):
         session, start, end = row.session, end, end + count
         if session.ended:
             continue
+        if row.drafted or number in unlike:
+            others.append(number)
+            continue
         mine = tokens[start:end]
-        if number in unlike or not _goes_on(session, row, mine, drafted):
-            apart.append(_commit(session, decoded.row(number), now, row))
+        if not _goes_on(session, row, mine, drafted):
+            others.append(number)
             continue
         session.round_id += 1
         session.append(mine, now)
@@ -208,16 +211,19 @@ def commit_rows(verify: Sequence[VerifyRow], decoded: Decoded, now: float) -> Co
         alike.tokens += mine
         alike.drafted.append(drafted)
         alike.numbers.append(number)
+    results = decoded.outcomes(others) if others else ()
+    apart = [
+        _commit(verify[number].session, result, now, verify[number])
+        for number, result in zip(others, results, strict=True)
+    ]
     return Committed(alike, apart)
 
 
 def _goes_on(session: Session, row: VerifyRow, tokens: list[int], drafted: int) -> bool:
-    """Whether a row of a session is one of those in `Alike`."""
-    if row.drafted or session.constraint is not None or drafted != row.own_depth:
+    """Whether a row without a draft from outside is one of those in `Alike`."""
+    if session.constraint is not None or drafted != row.own_depth or session.wishes_drafts:
         return False
-    if session.emitted + len(tokens) >= session.spec.max_new_tokens:
-        return False
-    if not (session.paused or session.own_draft) and session.plan.speculative:
+    if len(tokens) >= session.spec.max_new_tokens - session.emitted:
         return False
     return session.stop_ids.isdisjoint(tokens)
 

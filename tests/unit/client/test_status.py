@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from outrider.client.status_command import describe
 from outrider.ids import DrafterId, VerifierId
 from outrider.spec.plan import DraftMethod
@@ -36,7 +38,7 @@ def test_a_drafter_that_is_slowed_down_is_never_taken_for_a_usual_one() -> None:
 
 
 def test_a_verifier_that_drains_or_preempts_is_told_from_a_usual_one() -> None:
-    def told(**more: object) -> str:
+    def told(**more: Any) -> str:
         verifier = VerifierSummary(
             verifier_id=VerifierId("v"),
             address="a:1",
@@ -46,7 +48,7 @@ def test_a_verifier_that_drains_or_preempts_is_told_from_a_usual_one() -> None:
             max_sessions=8,
             kv_free_blocks=1,
             kv_total_blocks=4,
-            **more,  # type: ignore[arg-type]
+            **more,
         )
         info = ServerInfo(
             version="1",

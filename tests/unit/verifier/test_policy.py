@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from outrider.ids import SessionId
 from outrider.spec.contest import Contest, Mode
 from outrider.spec.sampling import SamplingParams
 from tests.fakes.runner import FakeRunner
-from tests.fakes.scripted_drafter import Draft, Followed, make_tree
+from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, make_tree
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import (
     LONG,
@@ -36,11 +37,11 @@ from tests.unit.verifier.harness import (
 
 
 def test_a_session_that_begins_paused_turns_nobody_else() -> None:
-    policy = Policy(automatic=True, ceiling_s=0.04)
+    policy: Any = Policy(automatic=True, ceiling_s=0.04)
     first = _session(policy)
     policy.begin_round(1, 0.0)
     policy.changed = False
-    policy.pauses = lambda session: True  # type: ignore[method-assign]
+    policy.pauses = lambda session: True
     other = _session(policy, begin=policy.opened)
     assert other.paused and not first.paused and not policy.changed
 
@@ -69,7 +70,7 @@ async def test_own_drafts_that_lose_are_given_up_by_all_and_those_that_win_are_k
             await rig.idle()
 
 
-def slow(rig: Rig, seconds: float, good: bool) -> object:
+def slow(rig: Rig, seconds: float, good: bool) -> ProposeFn:
     """A drafter that takes its time."""
     make = good_chain(rig.target) if good else garbage(rig.target)
 
@@ -83,7 +84,7 @@ def slow(rig: Rig, seconds: float, good: bool) -> object:
 async def test_drafts_that_do_not_pay_are_given_up_for_nearly_all_rounds() -> None:
     async with verifier(planner="automatic") as rig:
         rig.target.forward_s = 0.001
-        await rig.attach(slow(rig, 0.008, good=False))  # type: ignore[arg-type]
+        await rig.attach(slow(rig, 0.008, good=False))
         spec = make_spec(max_new_tokens=300, plan=LONG)
         result = await rig.run(spec)
         assert result.tokens == rig.reference(spec)
@@ -97,7 +98,8 @@ async def test_drafts_that_pay_are_kept() -> None:
     async with verifier(planner="automatic") as rig:
         rig.target.forward_s = 0.02
         # A machine that stalls makes no drafter silent.
-        rig.service._core.policy.patience = lambda session: 30.0  # type: ignore[method-assign]
+        policy: Any = rig.service._core.policy
+        policy.patience = lambda session: 30.0
         await rig.attach(good_chain(rig.target))
         result = await rig.run(make_spec(max_new_tokens=300, plan=LONG))
         assert result.last.stats.emitted / result.last.stats.rounds > 3.5

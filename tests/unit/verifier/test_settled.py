@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,14 +45,14 @@ def decoded(*rows: tuple[int, ...]) -> Decoded:
         counts=np.array([len(row) for row in rows]),
         tokens=np.array([token for row in rows for token in row], dtype=np.int32),
         features=lambda: [np.full((len(row), 2), index) for index, row in enumerate(rows)],
-        row=_nothing_more,
-        drafted=[0] * len(rows),
-        apart=(),
+        outcomes=_nothing_more,
+        drafted=lambda: [0] * len(rows),
+        apart=lambda: (),
     )
 
 
-def _nothing_more(number: int) -> RowOutcome:
-    raise AssertionError(f"nobody is to ask for row {number}")
+def _nothing_more(numbers: Sequence[int]) -> list[RowOutcome]:
+    raise AssertionError(f"nobody is to ask for rows {numbers}")
 
 
 def pieces(told: Told) -> list[list[int]]:
