@@ -30,6 +30,13 @@ BLIND_ROUNDS: Final = 8.0
 DOUBT_ROUNDS: Final = 6.0
 LONG_DOUBT_ROUNDS: Final = 16.0
 """Plain rounds that are compared with speculation before it is left; as for a probe, below."""
+UNCHECKED_ROUNDS: Final = 12.0
+"""Rounds of speculation after which plain ones are measured where they were only expected,"""
+UNCHECKED_LONG: Final = 48.0
+CLEAR_WIN: Final = 1.6
+"""after so many where speculation gains so much that it hardly matters what they take,"""
+CHECK_ROUNDS: Final = 3.0
+"""and how many plain rounds are."""
 LEAST_ROUNDS: Final = 1.9
 """Rounds of speculation without which it is not judged."""
 PROBE_ROUNDS: Final = 6.0
@@ -226,10 +233,21 @@ class Contest:
         else:
             self._note_drafts(seen)
             self._fall_behind(seen)
-        if self._probe is None and self._credit_s >= self._price(_other(mode)):
+        if self._probe is not None:
+            return
+        if self._credit_s >= self._price(_other(mode)):
             if mode is Mode.PLAIN:
                 self._forget_drafts()
             self._probe = _Probe(_other(mode), PROBE_ROUNDS)
+        elif mode is Mode.SPECULATE and self._unchecked:
+            self._probe = _Probe(Mode.PLAIN, CHECK_ROUNDS)
+
+    @property
+    def _unchecked(self) -> bool:
+        """Whether what plain rounds are expected to take decides, and none was ever run here."""
+        if self._plain.rounds or self._drafts.rounds < UNCHECKED_ROUNDS:
+            return False
+        return self.gain < CLEAR_WIN or self._stood.rounds >= UNCHECKED_LONG
 
     def _note_plain(self, seen: Seen) -> None:
         if seen.timed:

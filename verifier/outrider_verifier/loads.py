@@ -18,6 +18,17 @@ MOST_ADDED: Final = 0.9
 """Share of a round's time that prompts may have added by the device's times."""
 FULL: Final = 0.75
 """Share of the sessions without which a round tells nothing of the load."""
+LASTING: Final = 16
+"""Rounds that fewer sessions must last for the load to be a lower one: of a wave that ends, many
+are about to be followed by others."""
+AT_ONCE: Final = 1.5
+"""Doublings of difference that need not last."""
+PLAIN_WINDOW: Final = 48
+"""Plain rounds that tell what one takes: a few that were held up, in a row, tell nothing."""
+LEAST_SEEN: Final = 4.0
+"""How many of them are needed where anything else tells it."""
+BESIDE_PROMPTS: Final = 0.25
+"""What one with prompts counts: what these added is known no better than that."""
 
 
 class Times(Protocol):
@@ -34,6 +45,11 @@ class Loads:
         self.times = times
         self._costs = costs
         self._plain: dict[int, RoundTimes] = {}
+        self._rounds = 0
+        """That were observed."""
+        self._fewer_since: int | None = None
+        """The round since which there have been too few sessions for the load; None: there are
+        not."""
         self.load = 0
         self.sessions = 1
         """Sessions being served, at least 1."""
@@ -45,25 +61,34 @@ class Loads:
     def begin_round(self, sessions: int) -> bool:
         """So many sessions are being served; whether the load is another one now."""
         self.sessions = max(1, sessions)
-        exact = math.log2(self.sessions)
-        if abs(exact - self.load) <= STEADY:
+        above = math.log2(self.sessions) - self.load
+        if above >= -STEADY:
+            self._fewer_since = None
+        if abs(above) <= STEADY or not (above > 0.0 or self._lasts(above)):
             return False
-        before, self.load = self.load, round(exact)
+        before, self.load, self._fewer_since = self.load, round(self.load + above), None
         return self.load != before
+
+    def _lasts(self, above: float) -> bool:
+        """Whether there have been fewer sessions for long enough; `above`: negative doublings."""
+        if self._fewer_since is None:
+            self._fewer_since = self._rounds
+        return above <= -AT_ONCE or self._rounds - self._fewer_since >= LASTING
 
     @property
     def plain_s(self) -> float:
         """A plain round of the present sessions: as seen at this load, or else by the device's
         times and what the host added to them at the nearest load; nan: nothing tells."""
         seen = self._plain.get(self.load)
-        if seen is not None:
+        if seen is not None and seen.rounds >= LEAST_SEEN:
             return seen.mean_s
         device_s = self.times(self.sessions, own=False)
         if not device_s:
-            return math.nan
-        if not self._plain:
+            return math.nan if seen is None else seen.mean_s
+        known = [load for load, found in self._plain.items() if found.rounds >= LEAST_SEEN]
+        if not known:
             return device_s
-        near = min(self._plain, key=lambda load: abs(load - self.load))
+        near = min(known, key=lambda load: abs(load - self.load))
         there_s = self.times(1 << near, own=False)
         return device_s * max(1.0, self._plain[near].mean_s / there_s) if there_s else device_s
 
@@ -83,10 +108,12 @@ class Loads:
         of its tokens."""
         added_s = self._added_s(rows, nodes, pieces, piece_tokens, seconds, own=own)
         self.prompts_s += added_s
+        self._rounds += 1
         if not rows:
             self.alone_s += seconds
         elif not nodes and not own and rows >= FULL * self.sessions:
-            self._plain.setdefault(self.load, RoundTimes()).observe(seconds - added_s)
+            seen = self._plain.setdefault(self.load, RoundTimes(PLAIN_WINDOW))
+            seen.observe(seconds - added_s, BESIDE_PROMPTS if pieces else 1.0)
         return seconds - added_s
 
     def _added_s(

@@ -142,8 +142,11 @@ def test_hopeless_drafts_cost_little_time_where_it_is_known_what_plain_rounds_ta
 def test_one_stalled_round_ends_nothing() -> None:
     contest = told()
     for seconds in (0.0012, 1.0, *[0.0012] * 30, 1.0, *[0.0012] * 200):
-        contest.observe(Mode.SPECULATE, seen(2, seconds))
-        assert contest.mode is Mode.SPECULATE
+        if contest.mode is Mode.PLAIN:
+            contest.observe(Mode.PLAIN, seen(1, PLAIN_S))
+        else:
+            contest.observe(Mode.SPECULATE, seen(2, seconds))
+        assert contest.in_force is Mode.SPECULATE
 
 
 def test_an_expectation_that_is_wrong_costs_one_comparison() -> None:
@@ -153,6 +156,27 @@ def test_an_expectation_that_is_wrong_costs_one_comparison() -> None:
     assert sum(plain) <= 20
     assert contest.mode is Mode.SPECULATE
     assert contest.plain_s == pytest.approx(PLAIN_S, rel=0.5)
+
+
+@pytest.mark.parametrize("wrong", [1.5, 2.0, 2.6, 4.0])
+def test_drafts_that_win_only_by_an_expectation_that_is_too_long_are_soon_left(
+    wrong: float,
+) -> None:
+    # Costs and tokens of 8 sessions of a small model with a drafter outside.
+    world, contest = World(4.3, 0.6), Contest(expected_s=wrong * PLAIN_S)
+    assert world.gain < 0.6
+    for _ in range(150):
+        world.round(contest)
+    assert contest.in_force is Mode.PLAIN
+    assert world.drafted <= (40 if wrong < 3.0 else 110)
+
+
+def test_plain_rounds_are_hardly_measured_where_drafts_win_by_far() -> None:
+    world, contest = World(1.1, 0.8), told()
+    assert world.gain > 2.0
+    modes = [world.round(contest) for _ in range(200)]
+    assert modes.index(Mode.PLAIN) > 60
+    assert modes.count(Mode.PLAIN) <= 8
 
 
 def test_rounds_whose_time_tells_nothing_still_tell_of_tokens() -> None:

@@ -42,6 +42,43 @@ def test_sessions_between_two_loads_change_nothing_back_and_forth() -> None:
     assert loads.load == before
 
 
+def test_fewer_sessions_are_another_load_once_they_last() -> None:
+    loads = Loads(times, CostTable())
+    loads.begin_round(8)
+    for _ in range(3):
+        # A wave ends, and the next one begins within some rounds.
+        for count in (7, 6, 5, 4, 4, 5, 8):
+            assert not loads.begin_round(count)
+            loads.observe(count, 0, 0, 64, 0.001, own=False)
+    changed = 0
+    for _ in range(40):
+        # It is asked for more often than rounds are run.
+        changed += sum([loads.begin_round(4) for _ in range(3)])
+        loads.observe(4, 0, 0, 64, 0.001, own=False)
+        assert loads.load in (2, 3)
+    assert changed == 1 and loads.load == 2
+    assert loads.begin_round(8)
+    assert loads.begin_round(1), "so few are no wave that ends"
+
+
+def test_a_few_rounds_that_were_held_up_are_not_what_a_plain_round_takes() -> None:
+    loads = Loads(times, CostTable())
+    loads.begin_round(8)
+    for _ in range(3):
+        loads.observe(8, 0, 0, 64, 0.004, own=False)
+    assert loads.plain_s == pytest.approx(0.00108)
+    for _ in range(40):
+        loads.observe(8, 0, 0, 64, 0.0011, own=False)
+    for _ in range(8):
+        # Beside prompts it is less clear what a round takes.
+        loads.observe(8, 0, 1, 64, 0.0035, own=False)
+    assert loads.plain_s < 0.0013
+    # At another load that is known the same holds for the host's share.
+    loads.begin_round(64)
+    loads.observe(64, 0, 0, 64, 0.02, own=False)
+    assert loads.plain_s < 0.0021
+
+
 def test_plain_rounds_are_those_seen_or_those_of_the_device_with_the_host_of_the_nearest() -> None:
     loads = Loads(times, CostTable())
     loads.begin_round(8)
