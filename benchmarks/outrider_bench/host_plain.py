@@ -17,33 +17,46 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider_bench.host_canned import Steps, steps_table
 from outrider_bench.host_verifier import WIDTH, AheadSide
 
+LEAN: Final = "head, no features kept"
 WAYS: Final = {
     "no drafter": None,
     "n-gram, paused": DraftMethod.NGRAM,
+    LEAN: DraftMethod.EAGLE3,
     "head, paused": DraftMethod.EAGLE3,
 }
 """How sessions come to decode plainly, and the drafts that they did without."""
+ROUND_S: Final = 0.001
+"""A plain round on a device where it pays to keep no features."""
 
 
 class PlainSide(AheadSide):
     """A verifier's engine thread whose sessions decode plainly, a round always in flight."""
 
     def __init__(
-        self, sessions: int, rounds: int, method: DraftMethod | None, *, width: int = WIDTH
+        self,
+        sessions: int,
+        rounds: int,
+        method: DraftMethod | None,
+        *,
+        lean: bool = False,
+        width: int = WIDTH,
     ) -> None:
+        """`lean`: whether sessions keep no features."""
         super().__init__(sessions, width=width)
         self.plan = Plan() if method is None else Plan(method=method, draft_tokens=4)
         self.drafted = method is not None
         self.open(sessions, rounds + 64, self.plan, drafted=self.drafted)
-        self._pause()
+        self._pause(lean)
         self.mark_steps("verifier: accounts, events")
         for _ in range(8):
             self.plain_round()
         self.steps.taken.clear()
 
-    def _pause(self) -> None:
+    def _pause(self, lean: bool) -> None:
         """Have the planner find that drafts lose, by so much that it does not try them again."""
         policy: Any = self._core.policy
+        if lean:
+            policy._loads.times = lambda rows, **asked: ROUND_S
         for known in policy._kinds.values():
             contest: Any = Contest(in_force=Mode.PLAIN)
             contest._decided = True
@@ -64,7 +77,10 @@ class PlainSide(AheadSide):
 def measure(sessions: int, rounds: int) -> dict[str, Steps]:
     """Run so many rounds of each way in turn; steps by way."""
     with torch.inference_mode():
-        sides = {name: PlainSide(sessions, rounds, method) for name, method in WAYS.items()}
+        sides = {
+            name: PlainSide(sessions, rounds, method, lean=name == LEAN)
+            for name, method in WAYS.items()
+        }
         for _ in range(rounds):
             for side in sides.values():
                 side.plain_round()

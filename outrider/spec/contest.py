@@ -64,6 +64,8 @@ EASY_TOKENS: Final = 1.5
 """Tokens a row without which a lower load is no reason to try."""
 CONFIRMED: Final = 1.0
 """Standard errors by which plain rounds of right now must bear out a doubt."""
+ABLE: Final = 0.75
+"""Share of the sessions that must be able to speculate for it to be tried."""
 CLEAR_GAIN: Final = 1.3
 """Speed relative to plain decoding that other loads are thought to share."""
 
@@ -104,8 +106,12 @@ class Contest:
 
     expected_s: float = math.nan
     """What a plain round is thought to take until any was seen; nan: nothing tells."""
+    ready_s: float = 0.0
+    """What it costs sessions to be able to speculate, before it is tried."""
     in_force: Mode = Mode.SPECULATE
     """The mode of now, probes aside."""
+    due: bool = False
+    """Whether speculation is to be tried as soon as enough sessions are able to."""
     _plain: RoundTimes = field(default_factory=RoundTimes)
     _drafts: RoundTimes = field(default_factory=RoundTimes)
     _stood: Emitted = field(default_factory=Emitted)
@@ -236,6 +242,9 @@ class Contest:
         if self._probe is not None:
             return
         if self._credit_s >= self._price(_other(mode)):
+            self.due = mode is Mode.PLAIN and seen.able < ABLE
+            if self.due:
+                return
             if mode is Mode.PLAIN:
                 self._forget_drafts()
             self._probe = _Probe(_other(mode), PROBE_ROUNDS)
@@ -317,7 +326,7 @@ class Contest:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._deficit = 0.0
+        self._deficit, self.due = 0.0, False
         self._behind = Emitted()
         self._behind_s = RoundTimes()
 
@@ -338,7 +347,7 @@ class Contest:
         if mode is Mode.SPECULATE and not math.isnan(self.gain):
             # What the drafts were when they were left tells it before the first probe does.
             lost_s = max(lost_s, ENOUGH_ROUNDS * self._drafts.mean_s * (1.0 - self.gain))
-        return max(lost_s, 0.5 * usual_s)
+        return max(lost_s, 0.5 * usual_s) + self.ready_s * (mode is Mode.SPECULATE)
 
     def _probed(self, probe: _Probe, seen: Seen) -> None:
         """A round in the mode that is being tried."""

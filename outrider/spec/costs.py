@@ -6,6 +6,7 @@ A shape is the number of sessions in a round and the draft nodes of all of them.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -25,22 +26,22 @@ class CostTable:
     """
 
     def __init__(self) -> None:
-        shape = (len(ROW_STEPS), len(NODE_STEPS))
-        self._seconds: NDArray[np.float64] = np.full(shape, np.nan)
+        self._seconds: dict[tuple[int, int], float] = {}
+        """By place on the grid."""
         self._filled: NDArray[np.float64] | None = None
 
     @property
     def known(self) -> bool:
         """Whether anything was observed."""
-        return bool(np.isfinite(self._seconds).any())
+        return bool(self._seconds)
 
     def observe(self, rows: int, nodes: int, seconds: float) -> None:
         """A forward of `rows` sessions (>= 1) with `nodes` draft nodes took `seconds` > 0."""
         if rows < 1 or not seconds > 0.0:
             return
         cell = _nearest(ROW_STEPS, rows), _nearest(NODE_STEPS, nodes / rows)
-        before = self._seconds[cell]
-        if np.isnan(before):
+        before = self._seconds.get(cell)
+        if before is None:
             self._seconds[cell] = seconds
         else:
             # One round in a thousand takes ten times as long; it says nothing about the others.
@@ -73,8 +74,11 @@ def _nearest(steps: tuple[int, ...], value: float) -> int:
     return above - (above > 0 and value - steps[above - 1] <= steps[above] - value)
 
 
-def _fill(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+def _fill(cells: Mapping[tuple[int, int], float]) -> NDArray[np.float64]:
     """The table without gaps, not falling in either direction."""
+    seconds = np.full((len(ROW_STEPS), len(NODE_STEPS)), np.nan)
+    for cell, value in cells.items():
+        seconds[cell] = value
     rows = np.flatnonzero(np.isfinite(seconds).any(axis=1))
     steps = np.asarray(NODE_STEPS, dtype=np.float64)
     known = np.empty((len(rows), len(steps)))

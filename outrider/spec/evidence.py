@@ -47,6 +47,8 @@ class Seen:
     """Whether it says more of the mode than of the change to it."""
     timed: bool = True
     """Whether its seconds tell anything."""
+    able: float = 1.0
+    """Share of the sessions that could speculate, in [0, 1]."""
 
     @property
     def rounds(self) -> float:
@@ -67,6 +69,8 @@ class RoundTimes:
     _seconds: deque[float] = field(default_factory=deque)
     _weights: deque[float] = field(default_factory=deque)
     _mean: float = math.nan
+    _stale: bool = False
+    """Whether `_mean` is yet to be worked out: most rounds tell what nobody asks."""
 
     def observe(self, seconds: float, rounds: float = 1.0) -> None:
         """A round took `seconds`; one of a part of the sessions counts as a part of a round."""
@@ -75,12 +79,16 @@ class RoundTimes:
         if len(self._seconds) > self.window:
             self._seconds.popleft()
             self._weights.popleft()
+        self._stale = True
+
+    def _work_out(self) -> float:
         lasted: Iterable[float] = self._seconds
-        # Mostly none can be a stall, and every round asks.
+        # Mostly none can be a stall.
         if max(lasted) > OUTLIER * min(lasted):
             most = OUTLIER * self._longest_usual()
             lasted = [min(value, most) for value in self._seconds]
-        self._mean = sum(map(mul, lasted, self._weights)) / sum(self._weights)
+        mean: float = sum(map(mul, lasted, self._weights)) / sum(self._weights)
+        return mean
 
     def _longest_usual(self) -> float:
         """The longest that is no stall, and at least the median."""
@@ -95,7 +103,7 @@ class RoundTimes:
         """Begin anew."""
         self._seconds.clear()
         self._weights.clear()
-        self._mean = math.nan
+        self._mean, self._stale = math.nan, False
 
     @property
     def rounds(self) -> float:
@@ -105,6 +113,8 @@ class RoundTimes:
     @property
     def mean_s(self) -> float:
         """Seconds of a round; nan while nothing is known."""
+        if self._stale:
+            self._mean, self._stale = self._work_out(), False
         return self._mean
 
     @property
@@ -113,13 +123,14 @@ class RoundTimes:
         if not self._seconds:
             return math.inf
         rounds = self.rounds
-        off = [self.clipped(value) / self._mean - 1.0 for value in self._seconds]
+        mean = self.mean_s
+        off = [self.clipped(value) / mean - 1.0 for value in self._seconds]
         spread = sum(w * o * o for w, o in zip(self._weights, off, strict=True)) / rounds
         return math.sqrt((spread + TIME_NOISE**2 / rounds) / rounds)
 
     def clipped(self, seconds: float) -> float:
         """`seconds` of one more round, or as much as a stall counts as."""
-        return min(seconds, OUTLIER * self._mean) if len(self._seconds) > 2 else seconds
+        return min(seconds, OUTLIER * self.mean_s) if len(self._seconds) > 2 else seconds
 
 
 @dataclass(slots=True)

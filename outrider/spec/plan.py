@@ -30,6 +30,10 @@ class DraftMethod(StrEnum):
     MODEL = "model"
 
 
+FEATURE_FED = (DraftMethod.EAGLE3, DraftMethod.EAGLE)
+"""Draft methods that look at target features; the others get tokens only."""
+
+
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise InvalidRequestError(message, reason="INVALID_PLAN")

@@ -87,7 +87,9 @@ class FakeRunner:
     def enter_thread(self) -> None:
         """Nothing to do."""
 
-    def round_s(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:
+    def round_s(
+        self, rows: int, *, own: bool, pieces: int = 0, featured: bool = False
+    ) -> float | None:
         """As set."""
         return None if self.times is None else self.times[own]
 

@@ -49,15 +49,20 @@ class Costs:
     piece: float
     host: float = 0.0
     """What a round takes beyond what the device was measured to."""
+    features: float = 0.0
+    """What keeping features adds to a plain round."""
 
     def of(self, row: Sequence[float], sessions: int) -> float:
         """Seconds for so many sessions."""
-        return float(np.interp(sessions, ROWS, row)) / 1000.0
+        return _between(tuple(row), sessions) / 1000.0
 
-    def times(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:
+    def times(
+        self, rows: int, *, own: bool, pieces: int = 0, featured: bool = False
+    ) -> float | None:
         """What a warm-up finds."""
         row = self.verify if own else self.plain
-        return self.of(row, rows) - self.host / 1000.0 + pieces * self.piece / 1000.0
+        more = pieces * self.piece + self.features * featured
+        return self.of(row, rows) - self.host / 1000.0 + more / 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +111,8 @@ class Service:
     """Session rounds that were decoded plainly by the planner's decision."""
     looked: int = 0
     """Session rounds under look-ahead."""
+    featured: int = 0
+    """Plain rounds with features."""
     turns: int = 0
     """How often sessions went from one of lock-step and look-ahead to the other."""
 
@@ -198,8 +205,8 @@ class Service:
             plan=plan if speculative else Plan(),
             drafter_id=DrafterId("drafter") if speculative and not self.own else None,
         )
-        kv = cast(Any, None)
-        session = Session.create(spec, ticket=index, kv=kv, now=self.now, keeps_features=False)
+        kv, keeps = cast(Any, None), speculative and self.costs.features > 0.0
+        session = Session.create(spec, ticket=index, kv=kv, now=self.now, keeps_features=keeps)
         session.handle = self._answers[index]
         if self.policy is not None:
             session.link_id = None if self.own else 1
@@ -223,6 +230,8 @@ class Service:
                 if not pauses:
                     session.since = self.now
                     resumed.append(session)
+            if self.policy.lets_go(session):
+                self.policy.let_go(session)
             ahead = self.policy.looks_ahead(session)
             if not session.paused and ahead != session.ahead:
                 self.policy.turn_ahead(session, ahead=ahead)
@@ -254,7 +263,11 @@ class Service:
         drafted = [s.session_id in self._ready or s.own_depth > 0 for s in rows]
         pieces = sum(-(-chunk.num_tokens // PIECE) for chunk in plan.prefill)
         stretches = self.ahead is not None and any(s.ahead and not s.paused for s in rows)
-        self.now += self._took(len(rows), any(drafted), pieces, stretches=stretches)
+        took_s = self._took(len(rows), any(drafted), pieces, stretches=stretches)
+        if rows and not any(drafted) and any(s.keeps_features for s in rows):
+            self.featured += 1
+            took_s += self.costs.features / 1000.0
+        self.now += took_s
         self._idle_since, self._round_s = self.now, self.now - began
         settled, told = [], []
         for chunk in plan.prefill:
@@ -366,6 +379,12 @@ class Service:
 
 NOTHING = Proposals.of([])
 """Nobody reads the drafts."""
+
+
+@cache
+def _between(row: tuple[float, ...], sessions: int) -> float:
+    """The value at so many sessions of what is given for `ROWS`."""
+    return float(np.interp(sessions, ROWS, row))
 
 
 @cache

@@ -22,7 +22,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.ids import DrafterId, SessionId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import FEATURE_FED, DraftMethod, Plan
 from outrider.wire.messages import (
     REASON_CODES,
     AttachedDrafter,
@@ -48,7 +48,7 @@ from outrider_verifier.conduct import Conduct
 from outrider_verifier.effects import Answer, Effect, Emits, Fail, Moved, Post
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.forms import begin_constraint
-from outrider_verifier.handover import FEATURE_FED, Handover, may_need_features
+from outrider_verifier.handover import Handover, may_need_features
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.incoming import Incoming
 from outrider_verifier.moving import move
@@ -226,11 +226,12 @@ class Core:
             self.room.enter(session)
             session.handle = self._free_handle()
             self._by_handle[session.handle] = session
-            if keeps and self.store is not None:
-                self.store.open(session.handle)
             self.handover.open(session)
             self.policy.opened(session)
+            if session.keeps_features and self.store is not None:
+                self.store.open(session.handle)
             self.counters["speculation_paused"] += session.paused
+            self.counters["lean_sessions"] += session.lean
             self.stand_ins.follow(session)
             self.drafters.announce(session)
         except Exception:
@@ -269,7 +270,8 @@ class Core:
             raise NotFoundError(f"no session {session_id}", reason="NO_SESSION")
         check_plan(plan, max_tree_nodes=self._max_tree_nodes)
         needs = plan.speculative and plan.method in FEATURE_FED
-        if needs and session.spec.drafter_id is not None and not session.keeps_features:
+        drafted = session.spec.drafter_id is not None
+        if needs and drafted and not (session.keeps_features or session.lean):
             raise InvalidRequestError(
                 f"session {session_id} was opened for another draft method and has no features",
                 reason="NO_FEATURES",

@@ -198,9 +198,11 @@ class DeviceRoundEngine:
         """See `RoundTimes`, as the next two."""
         return self._times.prompt_tokens_beside(rows, crowded)
 
-    def round_s(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:
+    def round_s(
+        self, rows: int, *, own: bool, pieces: int = 0, featured: bool = False
+    ) -> float | None:
         """Seconds of a round without drafts from outside."""
-        return self._times.plain_s(rows, own=own, pieces=pieces)
+        return self._times.plain_s(rows, own=own, pieces=pieces, featured=featured)
 
     def verify_s(self, rows: int, nodes: int) -> float | None:
         """Seconds of a round of rows with drafts from outside."""

@@ -120,7 +120,7 @@ class RoundEngine:
         return None
 
     @staticmethod
-    def round_s(rows: int, *, own: bool, pieces: int = 0) -> float | None:
+    def round_s(rows: int, *, own: bool, pieces: int = 0, featured: bool = False) -> float | None:
         """Not measured."""
         return None
 

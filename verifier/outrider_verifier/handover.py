@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest, extend_ragged
-from outrider.spec.plan import DraftMethod
+from outrider.spec.plan import FEATURE_FED, DraftMethod
 from outrider.wire.messages import (
     FeatureLayout,
     FeatureRows,
@@ -32,8 +32,6 @@ from outrider_verifier.features import FeatureStore
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.sessions import Session
 
-FEATURE_FED = (DraftMethod.EAGLE3, DraftMethod.EAGLE)
-"""Draft methods that look at target features; the others get tokens only."""
 NO_LINK = 0
 """Numbers of links begin at 1."""
 

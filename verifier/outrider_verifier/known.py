@@ -104,6 +104,7 @@ class Tally:
             sessions=self.known.sessions,
             settled=self.settled,
             timed=timed,
+            able=1.0 - self.known.lean / max(1, self.known.sessions),
         )
 
     def add(self, rows: int, tokens: int, squares: int, seconds: float, alone_s: float) -> None:
@@ -136,6 +137,10 @@ class Known:
     contests: dict[int, Contest] = field(default_factory=dict)
     """By load: see `Loads`."""
     sessions: int = 0
+    lean: int = 0
+    """Of these, sessions that keep no features, so that nobody can draft for them."""
+    gathers_until: int = 0
+    """The round of `Loads` until which sessions keep features, so that they can be tried."""
     limit: int = NO_LIMIT
     """Draft levels worth verifying."""
     judged: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -147,11 +152,13 @@ class Known:
     tallies: tuple[Tally, ...] = ()
     """Of lock-step, look-ahead and plain decoding, unsettled and settled: see `tally`."""
     fresh_at: int = -1
-    """The round for which the next four were looked up."""
+    """The round for which the next five were looked up."""
     ahead: bool = False
     """Whether look-ahead is in force."""
     plain: bool = False
     """Whether its sessions are to decode plainly."""
+    lets_go: bool = False
+    """Whether those that do keep no features any more."""
     patience_s: float = 0.0
     why: int = 0
     """Flags of `accounting.REASON_FLAGS`."""
@@ -254,6 +261,8 @@ class Pace:
     known: Known
     own: bool
     """Whether drafts are made in this process."""
+    lean: bool = False
+    """Whether it is counted as one that nobody can draft for."""
     mark: Mark | None = None
     """The end of its last round, shared by the sessions of that; None before its first one."""
     unsettled: int = TURN_ROUNDS

@@ -25,8 +25,14 @@ AT_ONCE: Final = 1.5
 """Doublings of difference that need not last."""
 PLAIN_WINDOW: Final = 48
 """Plain rounds that tell what one takes: a few that were held up, in a row, tell nothing."""
+ASKED_ROUNDS: Final = 4
+"""Rounds for which what a plain one takes is not worked out anew."""
 LEAST_SEEN: Final = 4.0
 """How many of them are needed where anything else tells it."""
+KEEPING_S: Final = 50e-6
+KEEPING_ROW_S: Final = 1e-6
+"""What keeping features takes the host, and of it each session (`bench host --plain`, one core of
+an H200's host: 114 us of 475 with 64 sessions)."""
 BESIDE_PROMPTS: Final = 0.25
 """What one with prompts counts: what these added is known no better than that."""
 
@@ -35,7 +41,9 @@ class Times(Protocol):
     """What the device was measured to take for a round in which so many sessions decode, with or
     without own drafts, beside so many pieces of prompts; None: not known."""
 
-    def __call__(self, rows: int, *, own: bool, pieces: int = 0) -> float | None: ...
+    def __call__(
+        self, rows: int, *, own: bool, pieces: int = 0, featured: bool = False
+    ) -> float | None: ...
 
 
 class Loads:
@@ -45,8 +53,13 @@ class Loads:
         self.times = times
         self._costs = costs
         self._plain: dict[int, RoundTimes] = {}
-        self._rounds = 0
+        """What plain rounds took without features, by load, in what the device was measured to
+        take for their rows; in seconds where it was not."""
+        self.rounds = 0
         """That were observed."""
+        self._asked = (-1, -1)
+        self._ratio = math.nan
+        """What `_find_ratio` found when it was last asked, and when."""
         self._fewer_since: int | None = None
         """The round since which there have been too few sessions for the load; None: there are
         not."""
@@ -72,25 +85,50 @@ class Loads:
     def _lasts(self, above: float) -> bool:
         """Whether there have been fewer sessions for long enough; `above`: negative doublings."""
         if self._fewer_since is None:
-            self._fewer_since = self._rounds
-        return above <= -AT_ONCE or self._rounds - self._fewer_since >= LASTING
+            self._fewer_since = self.rounds
+        return above <= -AT_ONCE or self.rounds - self._fewer_since >= LASTING
 
     @property
     def plain_s(self) -> float:
-        """A plain round of the present sessions: as seen at this load, or else by the device's
-        times and what the host added to them at the nearest load; nan: nothing tells."""
-        seen = self._plain.get(self.load)
-        if seen is not None and seen.rounds >= LEAST_SEEN:
-            return seen.mean_s
+        """A plain round of the present sessions, of which no features are kept: as seen at this
+        load, or else by the device's times and what the host added to them at the nearest load;
+        nan: nothing tells."""
         device_s = self.times(self.sessions, own=False)
-        if not device_s:
-            return math.nan if seen is None else seen.mean_s
+        asked = self.load, self.rounds // ASKED_ROUNDS
+        if asked != self._asked or math.isnan(self._ratio):
+            self._asked, self._ratio = asked, self._find_ratio(device_s is not None)
+        return self._ratio * (device_s or 1.0)
+
+    def _find_ratio(self, timed: bool) -> float:
+        """What plain rounds take in the device's times, or in seconds where it has none."""
+        seen = self._plain.get(self.load)
+        if seen is not None and (seen.rounds >= LEAST_SEEN or not timed):
+            return seen.mean_s
+        if not timed:
+            return math.nan
         known = [load for load, found in self._plain.items() if found.rounds >= LEAST_SEEN]
         if not known:
-            return device_s
+            return 1.0
         near = min(known, key=lambda load: abs(load - self.load))
-        there_s = self.times(1 << near, own=False)
-        return device_s * max(1.0, self._plain[near].mean_s / there_s) if there_s else device_s
+        return max(1.0, self._plain[near].mean_s)
+
+    @property
+    def features_s(self) -> float:
+        """What keeping features adds to a plain round: on the device by its times, on the host as
+        it was measured elsewhere; rounds that were seen, of different moments, differ by more. 0
+        where the device's times are not known."""
+        bare_s = self.times(self.sessions, own=False)
+        with_s = self.times(self.sessions, own=False, featured=True)
+        if not bare_s or not with_s:
+            return 0.0
+        return max(0.0, with_s - bare_s) + KEEPING_S + KEEPING_ROW_S * self.sessions
+
+    @property
+    def features_share(self) -> float:
+        """The same as a share of a plain round without."""
+        # Known only where the device's times are, and so is a plain round.
+        features_s = self.features_s
+        return features_s / self.plain_s if features_s else 0.0
 
     @property
     def round_s(self) -> float:
@@ -101,20 +139,34 @@ class Loads:
         return 0.0 if math.isnan(plain_s) else plain_s
 
     def observe(
-        self, rows: int, nodes: int, pieces: int, piece_tokens: int, seconds: float, *, own: bool
+        self,
+        rows: int,
+        nodes: int,
+        pieces: int,
+        piece_tokens: int,
+        seconds: float,
+        *,
+        own: bool,
+        featured: bool = False,
     ) -> float:
-        """A round took `seconds`; `rows` decoded, `nodes` draft nodes were verified. Returns its
-        seconds without what `pieces` of prompts added, by the device's times or else by their share
-        of its tokens."""
+        """A round took `seconds`; `rows` decoded, `nodes` draft nodes were verified, features were
+        kept or not. Returns its seconds without what `pieces` of prompts added, by the device's
+        times or else by their share of its tokens."""
         added_s = self._added_s(rows, nodes, pieces, piece_tokens, seconds, own=own)
         self.prompts_s += added_s
-        self._rounds += 1
+        self.rounds += 1
         if not rows:
             self.alone_s += seconds
         elif not nodes and not own and rows >= FULL * self.sessions:
-            seen = self._plain.setdefault(self.load, RoundTimes(PLAIN_WINDOW))
-            seen.observe(seconds - added_s, BESIDE_PROMPTS if pieces else 1.0)
+            self._observe_plain(rows, seconds - added_s, pieces > 0, featured=featured)
         return seconds - added_s
+
+    def _observe_plain(self, rows: int, seconds: float, prompts: bool, *, featured: bool) -> None:
+        device_s = self.times(rows, own=False)
+        if featured:
+            seconds /= 1.0 + self.features_share
+        seen = self._plain.setdefault(self.load, RoundTimes(PLAIN_WINDOW))
+        seen.observe(seconds / (device_s or 1.0), BESIDE_PROMPTS if prompts else 1.0)
 
     def _added_s(
         self, rows: int, nodes: int, pieces: int, piece_tokens: int, seconds: float, *, own: bool

@@ -56,6 +56,7 @@ _COUNTERS = {
     "fresh_rounds": "Look-ahead rounds whose proposal was made for a prefix that was there",
     "fresh_accepted_tokens": "Draft nodes accepted in fresh rounds",
     "speculation_paused": "Sessions whose speculation the planner paused",
+    "lean_sessions": "Sessions that keep no features any more, by the planner's decision",
     "speculation_resumed": "Sessions whose speculation the planner resumed",
     "look_ahead_begun": "Sessions that the planner had drafted for ahead of their verdicts",
     "look_ahead_ended": "Sessions that the planner had drafted for in lock-step again",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from outrider.ids import DrafterId
 from outrider_verifier.announcing import Announcer
+from outrider_verifier.lean import never_drafts
 from outrider_verifier.policy import Policy
 from outrider_verifier.sessions import Session
 
@@ -24,7 +25,12 @@ def move(
     if session.own_draft:
         return False
     if drafter_id is not None and not drafters.can_announce(session, drafter_id):
-        return False
+        if not never_drafts(session) or drafters.link_of(drafter_id) is None:
+            return False
+        # Nobody drafts for it, whoever would.
+        session.spec = replace(session.spec, drafter_id=drafter_id)
+        policy.follow(session)
+        return True
     if session.spec.drafter_id == drafter_id and session.link_id is not None:
         return True
     drafters.withdraw(session)

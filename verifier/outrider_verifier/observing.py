@@ -1,11 +1,16 @@
-"""What rounds gave to sessions that have paused speculation: nearly all of them the same (pure)."""
+"""What rounds gave to sessions; to those that are paused nearly always the same (pure)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from outrider_verifier.known import Known, Mark, Tally
 from outrider_verifier.sessions import Session
+from outrider_verifier.settled import Settled
+
+MISS_ROUNDS: Final = 4.0
+"""Plain rounds that a miss counts as at most when drafts are judged."""
 
 
 def observe_plain(sessions: Sequence[Session], mark: Mark, touched: list[Tally]) -> list[Session]:
@@ -34,6 +39,11 @@ def observe_plain(sessions: Sequence[Session], mark: Mark, touched: list[Tally])
     return others
 
 
+def keep_features(sessions: Sequence[Session]) -> bool:
+    """Whether any of them does, so that a round with them makes some."""
+    return any([session.keeps_features for session in sessions])
+
+
 def _add(
     known: Known | None, last: Mark | None, count: int, mark: Mark, touched: list[Tally]
 ) -> None:
@@ -46,3 +56,43 @@ def _add(
     spent_s, alone_s = mark.since(last)
     # Each emitted the one token of a plain round.
     tally.add(count, count, count, count * max(0.0, spent_s), count * alone_s)
+
+
+def observe_row(row: Settled, mark: Mark, touched: list[Tally], round_s: float) -> None:
+    """Add what a session got to what its kind did; `round_s`: a plain round, 0: not known."""
+    session, pace = row.session, row.session.pace
+    if pace is None or pace.own:
+        return
+    last, pace.mark = pace.mark, mark
+    if session.link_id is None and not session.paused:
+        # Without a drafter there was no choice, so nothing is learnt about it.
+        return
+    known, nodes, hit = pace.known, row.nodes, row.hit
+    spent_s, alone_s = (0.0, 0.0) if last is None else mark.since(last)
+    if hit:
+        # Nothing arrived after the root, and yet the drafter follows.
+        session.suspect = False
+        pace.well()
+    if nodes and not row.stood_in:
+        key = nodes, row.accepted
+        known.judged[key] = known.judged.get(key, 0) + 1
+    elif session.suspect or row.missed:
+        absent = row.missed and pace.unheard > 0
+        if round_s:
+            # One drafter that stops is no reason to leave speculation; misses for ever are.
+            spent_s = min(spent_s, MISS_ROUNDS * round_s)
+        pace.went_by(session)
+        if absent:
+            return
+    if last is None:
+        # Its first round: the drafter had the prompt to read, as it will not again.
+        pace.unsettled -= 1
+        return
+    tally = known.tally(session.paused, session.ahead, settled=pace.unsettled <= 0)
+    if not tally.rows:
+        touched.append(tally)
+    count = len(row.tokens)
+    tally.add(1, count, count * count, max(0.0, spent_s), alone_s)
+    tally.hits += hit
+    tally.missed += not nodes
+    pace.unsettled -= 1

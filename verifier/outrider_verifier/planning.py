@@ -33,6 +33,17 @@ def turn(core: Core, now: float, *, flying: RoundPlan | None) -> None:
             _resume(core, session, now)
         if not session.paused:
             _look_ahead(core, session)
+        elif policy.lets_go(session):
+            _let_go(core, session)
+
+
+def _let_go(core: Core, session: Session) -> None:
+    """Keep nothing any more that a drafter would need of a session that is paused."""
+    core.policy.let_go(session)
+    core.drafters.withdraw(session)
+    if core.store is not None:
+        core.store.close(session.handle)
+    core.counters["lean_sessions"] += 1
 
 
 def _look_ahead(core: Core, session: Session) -> None:

@@ -26,18 +26,17 @@ from outrider.spec.estimates import LEAST_ROUNDS, patience_s
 from outrider.spec.evidence import Seen
 from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
+from outrider_verifier import lean
 from outrider_verifier.kinds import Kinds
 from outrider_verifier.known import Kind, Known, Mark, Pace, Tally, begun_contest, named_gain
 from outrider_verifier.loads import Loads, Times
-from outrider_verifier.observing import observe_plain
+from outrider_verifier.observing import keep_features, observe_plain, observe_row
 from outrider_verifier.own_verdicts import OwnVerdicts, own_rows
 from outrider_verifier.sessions import NO_LIMIT, Session
 from outrider_verifier.settled import NO_ROWS, Alike, Settled
 
 REVIEW_ROUNDS: Final = 48
 """Rounds after which a kind's draft length is chosen anew."""
-MISS_ROUNDS: Final = 4.0
-"""Plain rounds that a miss counts as at most when drafts are judged."""
 MOST_ALONE: Final = 0.5
 """Share of a row's time that rounds of nothing but prompts may have taken for it to count."""
 STARVED_ROUNDS: Final = 16
@@ -52,7 +51,7 @@ class Policy:
         *,
         automatic: bool,
         ceiling_s: float,
-        times: Times = lambda rows, *, own, pieces=0: None,
+        times: Times = lambda rows, *, own, pieces=0, featured=False: None,
         piece_tokens: int = 1,
         shares_cores: bool = False,
     ) -> None:
@@ -94,6 +93,8 @@ class Policy:
         session.draft_limit = self.limit(session)
         if not session.paused and self.pauses(session):
             self.turn(session, paused=True)
+        if self.lets_go(session):
+            self.let_go(session)
 
     def follow(self, session: Session) -> None:
         """The plan of a session, or its drafter, has changed."""
@@ -109,7 +110,8 @@ class Policy:
         known = self._kinds.of(Kind.of(session))
         known.sessions += 1
         own = session.own_draft > 0
-        session.pace = pace = Pace(known, own)
+        session.pace = pace = Pace(known, own, lean.never_drafts(session))
+        known.lean += pace.lean
         if known.look is not None:
             known.look.begins(known.sessions)
         session.ahead = self.looks_ahead(session)
@@ -126,6 +128,7 @@ class Policy:
         if session.pace is not None:
             known = session.pace.known
             known.sessions -= 1
+            known.lean -= session.pace.lean
             if session.pace.own:
                 self._own.leave(known.kind)
             session.pace = None
@@ -145,7 +148,21 @@ class Policy:
             return False
         if pace.own:
             return session.paused or self._own.plain(self._now)
-        return self._fresh(pace.known).plain
+        return pace.lean or self._fresh(pace.known).plain
+
+    def lets_go(self, session: Session) -> bool:
+        """Whether a paused session should keep no features any more: see `lean`."""
+        pace = session.pace
+        if pace is None or not (session.paused and session.keeps_features and self._automatic):
+            return False
+        return self._fresh(pace.known).lets_go
+
+    def let_go(self, session: Session) -> None:
+        """The session is kept no features of any more, and so paused to its end."""
+        session.lean, session.keeps_features = True, False
+        if session.pace is not None:
+            session.pace.lean = True
+            session.pace.known.lean += 1
 
     def looks_ahead(self, session: Session) -> bool:
         """Whether the session is to be drafted for ahead of its verdicts, if its plan allows it."""
@@ -237,63 +254,29 @@ class Policy:
         count, nodes = len(apart) + len(alike), sum([row.nodes for row in apart])
         own = own_rows(apart, alike)
         pieces = sum(-(-tokens // self._piece_tokens) for tokens in prompts)
+        featured = keep_features(alike.sessions) or keep_features([row.session for row in rows])
         left_s = self._loads.observe(
-            count, nodes, pieces, self._piece_tokens, seconds, own=bool(own)
+            count, nodes, pieces, self._piece_tokens, seconds, own=bool(own), featured=featured
         )
+        # Plain decoding is that without features: whoever asks for no drafts keeps none.
+        longer = 1.0 + self._loads.features_share * featured
         mark = Mark(now, self._loads.prompts_s, self._loads.alone_s)
         touched: list[Tally] = []
         for session in observe_plain(alike.sessions, mark, touched):
-            self._observe_row(Settled.plain(session), mark, touched)
+            observe_row(Settled.plain(session), mark, touched, self._round_s)
         for row in apart:
-            self._observe_row(row, mark, touched)
+            observe_row(row, mark, touched, self._round_s)
         if own:
             self._own.observe(own, seconds if len(own) == count else None, pieces, now)
             self.changed = self.changed or (self._automatic and self._own.plain(now))
         elif count:
             self._note_costs(count, nodes, left_s, forward_s - (seconds - left_s))
         for tally in touched:
+            if tally.mode is Mode.PLAIN and longer > 1.0:
+                tally.seconds /= longer
             if self._automatic:
                 self._judge(tally)
             tally.clear()
-
-    def _observe_row(self, row: Settled, mark: Mark, touched: list[Tally]) -> None:
-        """Add what a session got to what its kind did."""
-        session, pace = row.session, row.session.pace
-        if pace is None or pace.own:
-            return
-        last, pace.mark = pace.mark, mark
-        if session.link_id is None and not session.paused:
-            # Without a drafter there was no choice, so nothing is learnt about it.
-            return
-        known, nodes, hit = pace.known, row.nodes, row.hit
-        spent_s, alone_s = (0.0, 0.0) if last is None else mark.since(last)
-        if hit:
-            # Nothing arrived after the root, and yet the drafter follows.
-            session.suspect = False
-            pace.well()
-        if nodes and not row.stood_in:
-            key = nodes, row.accepted
-            known.judged[key] = known.judged.get(key, 0) + 1
-        elif session.suspect or row.missed:
-            absent = row.missed and pace.unheard > 0
-            if self._round_s:
-                # One drafter that stops is no reason to leave speculation; misses for ever are.
-                spent_s = min(spent_s, MISS_ROUNDS * self._round_s)
-            pace.went_by(session)
-            if absent:
-                return
-        if last is None:
-            # Its first round: the drafter had the prompt to read, as it will not again.
-            pace.unsettled -= 1
-            return
-        tally = known.tally(session.paused, session.ahead, settled=pace.unsettled <= 0)
-        if not tally.rows:
-            touched.append(tally)
-        count = len(row.tokens)
-        tally.add(1, count, count * count, max(0.0, spent_s), alone_s)
-        tally.hits += hit
-        tally.missed += not nodes
-        pace.unsettled -= 1
 
     def _note_costs(self, rows: int, nodes: int, seconds: float, forward_s: float) -> None:
         # Plain rounds tell no drafter: the host's share is no matter of nodes.
@@ -308,15 +291,20 @@ class Policy:
         known = tally.known
         contest = self._contest(known)
         contest.expected_s = self._loads.plain_s
+        if tally.mode is Mode.PLAIN:
+            contest.ready_s = lean.ready_s(self._loads)
         timed = tally.alone_s <= MOST_ALONE * tally.seconds
         known.starved = 0 if timed else known.starved + 1
         seen = tally.seen(timed=timed or known.starved > STARVED_ROUNDS)
         if not self._judge_ahead(tally, contest, seen):
             before, was = contest.mode, contest.in_force
             contest.observe(tally.mode, seen)
-            if known.look is not None and (contest.mode, contest.in_force) != (before, was):
+            turned = (contest.mode, contest.in_force) != (before, was)
+            if known.look is not None and turned:
                 known.look.follow(contest, was, self._loads.load)
-            self.changed = self.changed or contest.mode is not before
+            self.changed = self.changed or turned
+        if contest.due:
+            lean.gather(known, self._loads)
         known.review += tally.mode is Mode.SPECULATE
         if known.review >= REVIEW_ROUNDS and known.kind.top_k == 1:
             known.review = 0
@@ -384,6 +372,7 @@ class Policy:
             )
             contest = self._contest(known)
             known.plain = contest.mode is Mode.PLAIN
+            known.lets_go = lean.lets_go(known, contest, self._loads)
             known.why = REASON_FLAGS[contest.reason]
         return known
 

@@ -26,6 +26,8 @@ class RoundTimes:
         self._own = Drafts.OWN if drafts_itself else Drafts.NONE
         self._prompt_stretch = prompt_stretch
         self._seconds: Mapping[RoundShape, float] = {}
+        self._plain: dict[tuple[int, bool, int, bool], float | None] = {}
+        """What `plain_s` answered."""
         self._beside: dict[int, int] = {}
         """Prompt tokens beside so many rows, once asked for."""
 
@@ -33,10 +35,18 @@ class RoundTimes:
         """Seconds of each shape of the family."""
         self._seconds = seconds
         self._beside.clear()
+        self._plain.clear()
 
-    def plain_s(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:
-        """Seconds of a round without drafts from outside, with own ones or none."""
-        return self._of(rows, 1, Drafts.OWN if own else Drafts.NONE, pieces)
+    def plain_s(
+        self, rows: int, *, own: bool, pieces: int = 0, featured: bool = False
+    ) -> float | None:
+        """Seconds of a round without drafts from outside, with own ones or none; `featured`:
+        of which features are kept."""
+        asked = rows, own, pieces, featured
+        if asked not in self._plain:
+            drafts = Drafts.OWN if own else Drafts.NONE
+            self._plain[asked] = self._of(rows, 1, drafts, pieces, featured=featured)
+        return self._plain[asked]
 
     def drafted_s(self, rows: int, nodes: int) -> float | None:
         """Seconds of a round that verifies so many nodes of each row from outside."""
@@ -62,10 +72,17 @@ class RoundTimes:
                 most = max(most, pieces)
         return most
 
-    def _of(self, rows: int, nodes: int, drafts: Drafts, pieces: int = 0) -> float | None:
+    def _of(
+        self, rows: int, nodes: int, drafts: Drafts, pieces: int = 0, *, featured: bool = False
+    ) -> float | None:
         if not self._seconds:
             return None
         shape = self._family.fit(
-            rows=rows, nodes=nodes, drafts=drafts, judge=Judge.MATCH, features=False, pieces=pieces
+            rows=rows,
+            nodes=nodes,
+            drafts=drafts,
+            judge=Judge.MATCH,
+            features=featured,
+            pieces=pieces,
         )
         return self._seconds.get(shape)

@@ -141,10 +141,12 @@ class RoundRunner(Protocol):
         """The same for a round in which `rows` sessions decode; `crowded`: many prompts wait."""
         ...
 
-    def round_s(self, rows: int, *, own: bool, pieces: int = 0) -> float | None:
+    def round_s(
+        self, rows: int, *, own: bool, pieces: int = 0, featured: bool = False
+    ) -> float | None:
         """Seconds of the device for a round in which so many sessions decode, with or without
-        drafts of the head in this process, beside so many pieces of prompts; None: not
-        measured."""
+        drafts of the head in this process, beside so many pieces of prompts; `featured`: features
+        of it are kept. None: not measured."""
         ...
 
     def verify_s(self, rows: int, nodes: int) -> float | None:

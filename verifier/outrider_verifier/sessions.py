@@ -47,7 +47,8 @@ class Session:
     """When the current root became known (while prefilling: when the session was opened)."""
     stop_ids: frozenset[int]
     keeps_features: bool
-    """Whether features are kept; fixed at the opening, because they cannot be had later."""
+    """Whether features are kept: from the opening on or not at all, because they cannot be had
+    later."""
     fill_to: int
     """Tokens to prefill: the prompt, or what a preempted session had written when it lost it."""
     most_blocks: int = 0
@@ -76,6 +77,9 @@ class Session:
     """What the policy keeps of it; None: its plan does not speculate."""
     paused: bool = False
     """Whether the policy has it decode plainly; its drafter is told nothing meanwhile."""
+    lean: bool = False
+    """Whether the policy has its features be kept no more: whatever feeds on them never drafts for
+    it again."""
     ahead: bool = False
     """Whether the policy has it drafted for ahead of its verdicts; its drafter is told so."""
     draft_limit: int = NO_LIMIT

@@ -10,12 +10,12 @@ from outrider_verifier.loads import Loads
 from outrider.spec.costs import CostTable
 
 
-def times(rows: int, *, own: bool, pieces: int = 0) -> float | None:
+def times(rows: int, *, own: bool, pieces: int = 0, featured: bool = False) -> float | None:
     """A millisecond and a bit for a row, half of one for a piece."""
     return (1.0 + 0.01 * rows + 0.5 * pieces + own) / 1000.0
 
 
-def unknown(rows: int, *, own: bool, pieces: int = 0) -> float | None:
+def unknown(rows: int, *, own: bool, pieces: int = 0, featured: bool = False) -> float | None:
     """No graphs, no times."""
     return None
 

@@ -11,7 +11,7 @@ from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 
 
-def times(rows: int, *, own: bool, pieces: int = 0) -> float | None:
+def times(rows: int, *, own: bool, pieces: int = 0, featured: bool = False) -> float | None:
     """Own drafts make rounds half as long again."""
     return 0.006 if own else 0.004
 

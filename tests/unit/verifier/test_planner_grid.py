@@ -83,6 +83,44 @@ def test_what_was_found_out_is_kept_for_the_sessions_that_follow(
     assert plain / drafts >= 0.98
 
 
+@pytest.mark.parametrize(("sessions", "waves"), [(1, 24), (8, 16), (32, 12), (64, 12)])
+def test_who_decodes_plainly_does_not_pay_for_features(sessions: int, waves: int) -> None:
+    costs = replace(SMALL, features=0.2)
+    run = replace(service(costs, sessions, 1.5, waves=waves), policy=planner(costs))
+    took_s = run.run()
+    assert plain_s(SMALL, sessions, waves, 0) / took_s >= 0.97
+    assert run.featured < 0.2 * run.rounds
+
+
+@pytest.mark.parametrize("sessions", [1, 8])
+@pytest.mark.parametrize(
+    ("costs", "rounds"),
+    [(replace(LARGE, features=0.02), 3000), (replace(SMALL, features=0.2), 9000)],
+    ids=["kept", "let-go"],
+)
+def test_drafts_that_have_become_good_are_found_whoever_keeps_features(
+    costs: Costs, rounds: int, sessions: int
+) -> None:
+    policy, answer = planner(costs), 110
+    bad = replace(service(costs, sessions, 2.0, waves=20), policy=policy)
+    bad.run()
+    assert bad.paused > 0.9 * bad.decoded
+    assert (bad.featured > 0.8 * bad.rounds) is (costs.plain == LARGE_S)
+    # To the planner the drafter is the same; now it answers at once and is mostly right.
+    good = replace(
+        bad,
+        costs=replace(costs, exchange=(0.3, 0.4, 0.6, 0.8)),
+        extra_tokens=3.0,
+        waves=rounds // answer,
+        now=bad.now + 0.1,
+        seed=1,
+    )
+    good.run()
+    then = replace(good, now=good.now + 0.1, seed=2, paused=0, decoded=0, waves=4)
+    then.run()
+    assert then.paused < 0.1 * then.decoded
+
+
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 @pytest.mark.parametrize(("sessions", "waves"), [(1, 16), (8, 8), (64, 5)])
 def test_longer_runs_of_a_small_model(sessions: int, waves: int, temperature: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from outrider_verifier.known import Mark, Tally
-from outrider_verifier.observing import observe_plain
+from outrider_verifier.observing import observe_plain, observe_row
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.policy import Policy
 from outrider_verifier.rows import trim
@@ -251,7 +251,7 @@ def test_paused_sessions_are_observed_together_as_one_by_one() -> None:
                 assert len(others) == (3, 2, 0, 0)[number]
                 present = [present[0], *others]
             for session in present:
-                policy._observe_row(_row(session), mark, touched)
+                observe_row(_row(session), mark, touched, 0.0)
             for tally in touched:
                 seen[-1].append((number, tally.rows, tally.tokens, tally.seconds, tally.alone_s))
                 tally.clear()

@@ -1,0 +1,249 @@
+"""A session that was paused for good keeps no features: nothing else of it is any different."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from outrider_verifier import lean
+from outrider_verifier.commands import SetDrafter
+from outrider_verifier.known import Kind, Known
+from outrider_verifier.loads import Loads
+from outrider_verifier.policy import Policy
+from outrider_verifier.sessions import Session
+
+from outrider.ids import DrafterId
+from outrider.spec.contest import Contest, Mode
+from outrider.spec.costs import CostTable
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import Rule, SamplingParams
+from tests.fakes.scripted_drafter import ScriptedDrafter
+from tests.unit.verifier.harness import (
+    DRAFTER,
+    LONG,
+    Result,
+    Rig,
+    half_good_chain,
+    make_spec,
+    mid_stream,
+    verifier,
+)
+from tests.waiting import until
+
+OTHER = DrafterId("drafter-1")
+TOKENS = 250
+LOOKUPS = replace(LONG, method=DraftMethod.NGRAM)
+
+
+class Told(Policy):
+    """Does as it is told; sessions that were let go never draft, as ever."""
+
+    plain = False
+    lean = False
+
+    def pauses(self, session: Session) -> bool:
+        """As told."""
+        return self.plain or (session.pace is not None and session.pace.lean)
+
+    def lets_go(self, session: Session) -> bool:
+        """As told."""
+        return self.lean and session.paused and session.keeps_features
+
+    def tell(self, *, plain: bool, lean: bool = False) -> None:
+        """From the next round on."""
+        self.plain, self.lean, self.changed = plain, lean, True
+
+
+@dataclass
+class Stage:
+    """A verifier whose policy does as it is told, and its drafter."""
+
+    rig: Rig
+    policy: Told
+    drafter: ScriptedDrafter
+
+    async def begin(self, name: str = "s", **other: Any) -> asyncio.Task[Result]:
+        """A session that has run some rounds."""
+        spec = make_spec(name, max_new_tokens=TOKENS, plan=LONG, **other)
+        task = asyncio.create_task(self.rig.run(spec))
+        await mid_stream(self.rig, name)
+        return task
+
+    def session(self, name: str = "s") -> Session:
+        """One that is being served."""
+        found = [s for s in self.rig.service._core.sessions.values() if s.session_id == name]
+        return found[0]
+
+    async def let_go(self, name: str = "s") -> None:
+        """Wait until it keeps nothing any more."""
+        self.policy.tell(plain=True, lean=True)
+        await until(lambda: self.session(name).lean)
+
+    def used_bytes(self) -> int:
+        """By features."""
+        store = self.rig.service._core.store
+        assert store is not None
+        return store.used_bytes
+
+
+@asynccontextmanager
+async def stage() -> AsyncIterator[Stage]:
+    """Everything set up."""
+    async with verifier(planner="automatic") as rig:
+        rig.target.forward_s = 0.002
+        policy = Told(automatic=True, ceiling_s=5.0)
+        rig.service._core.policy = policy
+        drafter = await rig.attach(half_good_chain(rig.target))
+        yield Stage(rig, policy, drafter)
+        await rig.idle()
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.7, seed=3)])
+async def test_it_says_what_it_would_and_its_drafter_is_told_goodbye(
+    sampling: SamplingParams,
+) -> None:
+    async with stage() as on:
+        running = await on.begin(sampling=sampling)
+        assert on.used_bytes() > 0
+        await on.let_go()
+        await until(lambda: bool(on.drafter.ended))
+        assert on.used_bytes() == 0 and not on.session().keeps_features
+        # Others are drafted for again; it is not.
+        on.policy.tell(plain=False)
+        result = await running
+        assert result.tokens == on.rig.reference(
+            make_spec(max_new_tokens=TOKENS, sampling=sampling)
+        )
+        assert on.drafter.starts == 1
+        assert result.last.stats.accepted > 0 and result.last.stats.paused_rounds > 10
+        assert on.rig.service._core.counters["lean_sessions"] == 1
+
+
+async def test_who_begins_then_has_none_from_the_start_and_who_begins_later_has_all() -> None:
+    async with stage() as on:
+        first = await on.begin("first")
+        await on.let_go("first")
+        second = await on.begin("second")
+        assert on.session("second").lean and on.used_bytes() == 0
+        on.policy.tell(plain=False)
+        third = await on.begin("third")
+        assert not on.session("third").lean and on.used_bytes() > 0
+        results = await asyncio.gather(first, second, third)
+        told = [result.last.stats for result in results]
+        assert told[1].proposed == 0 and told[2].accepted > 0
+        assert on.drafter.starts == 2 and on.drafter.broken is None
+        for result in results:
+            assert result.tokens == on.rig.reference(make_spec(max_new_tokens=TOKENS))
+
+
+async def test_a_drafter_that_comes_back_is_not_given_what_it_cannot_follow() -> None:
+    async with stage() as on:
+        running = await on.begin()
+        await on.let_go()
+        await on.drafter.detach()
+        again = await on.rig.attach(half_good_chain(on.rig.target), incarnation="2")
+        on.policy.tell(plain=False)
+        result = await running
+        assert result.tokens == on.rig.reference(make_spec(max_new_tokens=TOKENS))
+        assert again.starts == 0
+        assert result.last.stats.paused_rounds > 10
+
+
+async def test_another_plan_is_carried_out_where_it_needs_no_features() -> None:
+    async with stage() as on:
+        running = await on.begin()
+        await on.let_go()
+        name = on.session().session_id
+        # Not refused: whether it drafts is for the planner.
+        await on.rig.service.set_plan(name, replace(LONG, draft_tokens=2))
+        await until(lambda: on.session().paused)
+        on.policy.lean = False
+        await on.rig.service.set_plan(name, Plan())
+        on.policy.tell(plain=False)
+        await on.rig.service.set_plan(name, LOOKUPS)
+        await until(lambda: on.drafter.starts == 2)
+        result = await running
+        assert result.tokens == on.rig.reference(make_spec(max_new_tokens=TOKENS))
+
+
+async def test_it_goes_to_another_drafter_as_others_do() -> None:
+    async with stage() as on:
+        other = await on.rig.attach(
+            half_good_chain(on.rig.target), drafter_id=OTHER, incarnation="2"
+        )
+        running = await on.begin()
+        await on.let_go()
+        core, session = on.rig.service._core, on.session()
+        for drafter_id in (OTHER, DRAFTER, None, OTHER):
+            core.handle(SetDrafter(session.session_id, session.ticket, drafter_id), 0.0)
+            assert session.spec.drafter_id == drafter_id
+        assert core.counters["moves_refused"] == 0
+        result = await running
+        assert result.tokens == on.rig.reference(make_spec(max_new_tokens=TOKENS))
+        assert other.starts == 0
+
+
+# ---- when features are kept no more -------------------------------------------------------------
+
+
+def loads(features_us: float | None) -> Loads:
+    """At load 3, rounds of a millisecond; the device takes so long for features, if it is known."""
+
+    def times(rows: int, *, own: bool, pieces: int = 0, featured: bool = False) -> float | None:
+        return None if features_us is None else 0.001 + 1e-6 * features_us * featured
+
+    made = Loads(times, CostTable())
+    made.begin_round(8)
+    for _ in range(8):
+        made.observe(8, 0, 0, 64, 0.0015, own=False)
+    return made
+
+
+def known(method: DraftMethod = DraftMethod.EAGLE3) -> Known:
+    return Known(Kind(DRAFTER, method, 4, 1, Rule.GREEDY, 0.0))
+
+
+def test_features_are_kept_where_they_cost_little() -> None:
+    plain = Contest(in_force=Mode.PLAIN)
+    # The host takes 58 us more for eight sessions.
+    assert loads(10.0).features_s == pytest.approx(68e-6)
+    assert loads(10.0).features_share == pytest.approx(68e-6 / 1.5e-3)
+    assert lean.lets_go(known(), plain, loads(10.0))
+    assert lean.lets_go(known(), plain, loads(200.0))
+    assert not lean.lets_go(known(DraftMethod.NGRAM), plain, loads(200.0))
+    assert not lean.lets_go(known(), Contest(), loads(200.0))
+    # A round of a large model takes as long again for nothing.
+    large = loads(10.0)
+    for _ in range(64):
+        large.observe(8, 0, 0, 64, 0.004, own=False)
+    assert not lean.lets_go(known(), plain, large)
+    # Processors are not measured at the start.
+    assert not lean.lets_go(known(), plain, loads(None))
+    assert loads(None).features_share == 0.0
+
+
+def test_sessions_keep_them_for_a_while_once_speculation_is_due() -> None:
+    plain, mine, busy = Contest(in_force=Mode.PLAIN), known(), loads(200.0)
+    lean.gather(mine, busy)
+    kept = 0
+    while not lean.lets_go(mine, plain, busy):
+        busy.observe(8, 0, 0, 64, 0.0015, own=False)
+        kept += 1
+    assert kept == lean.GATHER_ROUNDS
+
+
+def test_what_it_costs_to_have_them_again_is_part_of_the_price_of_a_trial() -> None:
+    assert lean.ready_s(loads(None)) == 0.0
+    assert lean.ready_s(loads(200.0)) == pytest.approx(128 * 258e-6)
+
+
+def test_what_features_take_is_no_part_of_a_plain_round() -> None:
+    seen = loads(200.0)
+    before = seen.plain_s
+    for _ in range(64):
+        seen.observe(8, 0, 0, 64, before + seen.features_s, own=False, featured=True)
+    assert seen.plain_s == pytest.approx(before, rel=0.01)
