@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from outrider.spec.evidence import Emitted, RoundTimes, Seen
+from outrider.spec.evidence import SURE, Emitted, RoundTimes, Seen
 from outrider.spec.winnings import Winnings
 
 BUDGET: Final = 0.005
@@ -37,6 +37,13 @@ CLEAR_WIN: Final = 1.6
 """after so many where speculation gains so much that it hardly matters what they take,"""
 CHECK_ROUNDS: Final = 3.0
 """and how many plain rounds are."""
+WORTHLESS: Final = 1.05
+"""Tokens a row below which drafts can win nothing, however little they cost: rows that wait for
+them neither run ahead nor let prompts in as others do."""
+WORTHLESS_ROUNDS: Final = 8.0
+"""Rounds before that is judged."""
+WORTHLESS_PRICE: Final = 4.0
+"""Plain rounds that another look at such drafts counts as: it loses little that is measured."""
 LEAST_ROUNDS: Final = 1.9
 """Rounds of speculation without which it is not judged."""
 PROBE_ROUNDS: Final = 6.0
@@ -238,6 +245,9 @@ class Contest:
             self._winnings.decoded_plainly(seen.rounds)
         else:
             self._note_drafts(seen)
+            if self._worthless:
+                self._leave()
+                return
             self._fall_behind(seen)
         if self._probe is not None:
             return
@@ -307,6 +317,13 @@ class Contest:
         if seen.timed and self.plain_s > 0.0:
             self._winnings.add(max(seconds / self.plain_s, -LOSS_LIMIT * seen.rounds))
 
+    @property
+    def _worthless(self) -> bool:
+        """Whether hardly a draft token stands, chance aside."""
+        if self._stood.rounds < WORTHLESS_ROUNDS:
+            return False
+        return self._stood.mean + SURE * math.sqrt(self._stood.variance) < WORTHLESS
+
     def _loses(self) -> bool:
         """Whether drafts since they were last ahead emit too few tokens for their time."""
         return self._behind.short_of(self._needed(self._behind_s))
@@ -347,6 +364,8 @@ class Contest:
         if mode is Mode.SPECULATE and not math.isnan(self.gain):
             # What the drafts were when they were left tells it before the first probe does.
             lost_s = max(lost_s, ENOUGH_ROUNDS * self._drafts.mean_s * (1.0 - self.gain))
+            if self._worthless:
+                lost_s = max(lost_s, WORTHLESS_PRICE * usual_s)
         return max(lost_s, 0.5 * usual_s) + self.ready_s * (mode is Mode.SPECULATE)
 
     def _probed(self, probe: _Probe, seen: Seen) -> None:
@@ -381,6 +400,8 @@ class Contest:
         """Whether the drafts that are being tried cannot be worth it any more."""
         if probe.mode is Mode.PLAIN or not self._drafts.rounds > LEAST_ROUNDS:
             return False
+        if self._worthless:
+            return True
         hopeless = self._behind.short_of(self._needed(self._drafts), sure=SURE_LOSS)
         self._thin = self._thin and not hopeless
         return hopeless
@@ -408,6 +429,12 @@ class Contest:
             self._thin = not self._behind.short_of(needed, sure=SURE_LOSS)
             # The times when it was ahead are over.
             self._stood, self._drafts = self._behind, self._behind_s
+        self._begin_anew()
+
+    def _leave(self) -> None:
+        """Decode plainly, without a comparison: there is nothing to compare."""
+        self.in_force, self._decided, self._thin = Mode.PLAIN, True, False
+        self._winnings.gave_up(self._stood, math.inf)
         self._begin_anew()
 
 

@@ -67,11 +67,6 @@ class Group:
         )
 
     @property
-    def all_keep_features(self) -> bool:
-        """Whether the session of every row does."""
-        return all([row.session.keeps_features for row in self.rows])
-
-    @property
     def own(self) -> bool:
         """Whether the rows verify drafts of this process's own head."""
         return self.drafts is Drafts.OWN

@@ -96,7 +96,7 @@ class Judged(NamedTuple):
     def block(self) -> NDArray[np.generic] | None:
         """See `Decoded.block`."""
         rows = self.features
-        if rows is None or self.nodes > 1 or not self.group.all_keep_features:
+        if rows is None or self.nodes > 1:
             return None
         return rows[: len(self.counts)]
 

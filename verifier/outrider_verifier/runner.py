@@ -53,8 +53,8 @@ class Decoded:
     apart: Callable[[], Container[int]]
     """The rows of which more is to be said than the columns do, features aside."""
     block: NDArray[np.generic] | None = None
-    """[n, H]: their features, if all keep them and emitted one token each; then `outcomes` have
-    none."""
+    """[n, H]: their features, if any keeps them and all emitted one token each; then `outcomes`
+    have none."""
 
     @classmethod
     def of(cls, rows: Sequence[RowOutcome]) -> Decoded:

@@ -171,6 +171,18 @@ def test_drafts_that_win_only_by_an_expectation_that_is_too_long_are_soon_left(
     assert world.drafted <= (40 if wrong < 3.0 else 110)
 
 
+@pytest.mark.parametrize("cost", [0.97, 1.0, 1.03])
+def test_drafts_of_which_nothing_stands_are_left_however_cheap(cost: float) -> None:
+    world, contest = World(cost, 0.0), told()
+    modes = [world.round(contest) for _ in range(3000)]
+    assert modes.index(Mode.PLAIN) < 200
+    assert modes[300:].count(Mode.SPECULATE) < 0.1 * len(modes)
+    # Once they stand, that is found.
+    world.rate = 0.6
+    modes = [world.round(contest) for _ in range(2500)]
+    assert modes[-100:].count(Mode.SPECULATE) > 90
+
+
 def test_plain_rounds_are_hardly_measured_where_drafts_win_by_far() -> None:
     world, contest = World(1.1, 0.8), told()
     assert world.gain > 2.0
