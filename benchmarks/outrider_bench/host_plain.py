@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import torch
 
-from outrider.spec.contest import Contest, Mode
+from outrider.spec.contest import Contest
+from outrider.spec.modes import Mode
 from outrider.spec.plan import DraftMethod, Plan
 from outrider_bench.host_canned import Steps, steps_table
 from outrider_bench.host_verifier import WIDTH, AheadSide

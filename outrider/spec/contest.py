@@ -12,11 +12,12 @@ of the time served since the last one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from outrider.spec.evidence import SURE, Emitted, RoundTimes, Seen
+from outrider.spec.evidence import SURE, Emitted, RoundTimes, Seen, Stalls
+from outrider.spec.modes import Mode, Reason
+from outrider.spec.probe import CHECK_ROUNDS, DOUBT_ROUNDS, LOSS_LIMIT, PROBE_ROUNDS, Probe
 from outrider.spec.winnings import Winnings
 
 BUDGET: Final = 0.005
@@ -27,16 +28,11 @@ HALF_LIFE: Final = 48.0
 """Rounds after which an emission counts half."""
 BLIND_ROUNDS: Final = 8.0
 """Rounds of speculation before plain ones are measured, where nothing else tells of these."""
-DOUBT_ROUNDS: Final = 6.0
-LONG_DOUBT_ROUNDS: Final = 16.0
-"""Plain rounds that are compared with speculation before it is left; as for a probe, below."""
 UNCHECKED_ROUNDS: Final = 12.0
 """Rounds of speculation after which plain ones are measured where they were only expected,"""
 UNCHECKED_LONG: Final = 48.0
 CLEAR_WIN: Final = 1.6
-"""after so many where speculation gains so much that it hardly matters what they take,"""
-CHECK_ROUNDS: Final = 3.0
-"""and how many plain rounds are."""
+"""or after so many where speculation gains so much that it hardly matters what they take."""
 WORTHLESS: Final = 1.05
 """Tokens a row below which drafts can win nothing, however little they cost: rows that wait for
 them neither run ahead nor let prompts in as others do."""
@@ -46,11 +42,6 @@ WORTHLESS_PRICE: Final = 4.0
 """Plain rounds that another look at such drafts counts as: it loses little that is measured."""
 LEAST_ROUNDS: Final = 1.9
 """Rounds of speculation without which it is not judged."""
-PROBE_ROUNDS: Final = 6.0
-LONG_PROBE_ROUNDS: Final = 24.0
-"""What a probe is extended to while it loses next to nothing: few rounds tell little of tokens."""
-SMALL_LOSS: Final = 1.5
-"""Plain rounds that are next to nothing."""
 ENOUGH_ROUNDS: Final = 3.0
 """Rounds of speculation before its rate may end plain decoding."""
 MARGIN: Final = 1.03
@@ -61,8 +52,6 @@ PROVEN_GAIN: Final = 1.1
 LIMIT: Final = 3.0
 PROVEN_LIMIT: Final = 12.0
 """Plain rounds that speculation may fall behind, since it was last ahead, before it is doubted."""
-LOSS_LIMIT: Final = 6.0
-"""Rounds of the mode in force that a probe may lose before it is broken off."""
 SURE_LOSS: Final = 2.5
 """Standard errors beyond which it is not bad luck that drafts lose."""
 EASIER: Final = 1.2
@@ -75,36 +64,6 @@ ABLE: Final = 0.75
 """Share of the sessions that must be able to speculate for it to be tried."""
 CLEAR_GAIN: Final = 1.3
 """Speed relative to plain decoding that other loads are thought to share."""
-
-
-class Mode(StrEnum):
-    """How sessions of one kind decode."""
-
-    PLAIN = "plain"
-    SPECULATE = "speculate"
-
-
-class Reason(StrEnum):
-    """Why a mode is in force."""
-
-    MEASURING = "measuring"
-    """Too little is known."""
-    FASTER = "faster"
-    """It emits more tokens per second than the other."""
-    PROBE = "probe"
-    """To see whether it has become faster than the other, for a few rounds."""
-
-
-@dataclass(slots=True)
-class _Probe:
-    mode: Mode
-    rounds_left: float
-    doubts: bool = False
-    """Whether speculation is left if plain rounds turn out faster; else they are but refreshed."""
-    lost_s: float = 0.0
-    steady_s: float = 0.0
-    """The same but for the change itself."""
-    first: bool = True
 
 
 @dataclass(slots=True)
@@ -126,9 +85,10 @@ class Contest:
     _behind: Emitted = field(default_factory=Emitted)
     """The same since speculation was last ahead of plain decoding."""
     _behind_s: RoundTimes = field(default_factory=RoundTimes)
+    _stalls: Stalls = field(default_factory=Stalls)
     _deficit: float = 0.0
     """Plain rounds that it has lost since then."""
-    _probe: _Probe | None = None
+    _probe: Probe | None = None
     _decided: bool = False
     _proven: bool = False
     """Whether drafts were well ahead once: so they are trusted for longer."""
@@ -244,6 +204,8 @@ class Contest:
             self._note_plain(seen)
             self._winnings.decoded_plainly(seen.rounds)
         else:
+            if self._stalls.held_up(seen, self._drafts):
+                seen = replace(seen, timed=False)
             self._note_drafts(seen)
             if self._worthless:
                 self._leave()
@@ -251,15 +213,15 @@ class Contest:
             self._fall_behind(seen)
         if self._probe is not None:
             return
-        if self._credit_s >= self._price(_other(mode)):
+        if self._credit_s >= self._price(mode.other):
             self.due = mode is Mode.PLAIN and seen.able < ABLE
             if self.due:
                 return
             if mode is Mode.PLAIN:
                 self._forget_drafts()
-            self._probe = _Probe(_other(mode), PROBE_ROUNDS)
+            self._probe = Probe(mode.other, PROBE_ROUNDS)
         elif mode is Mode.SPECULATE and self._unchecked:
-            self._probe = _Probe(Mode.PLAIN, CHECK_ROUNDS)
+            self._probe = Probe(Mode.PLAIN, CHECK_ROUNDS)
 
     @property
     def _unchecked(self) -> bool:
@@ -335,7 +297,7 @@ class Contest:
     def _doubt(self) -> None:
         """Compare speculation with plain rounds of right now."""
         self._plain.forget()
-        self._probe = _Probe(Mode.PLAIN, DOUBT_ROUNDS, doubts=True)
+        self._probe = Probe(Mode.PLAIN, DOUBT_ROUNDS, doubts=True)
 
     def _forget_drafts(self) -> None:
         self._drafts.forget()
@@ -368,16 +330,11 @@ class Contest:
                 lost_s = max(lost_s, WORTHLESS_PRICE * usual_s)
         return max(lost_s, 0.5 * usual_s) + self.ready_s * (mode is Mode.SPECULATE)
 
-    def _probed(self, probe: _Probe, seen: Seen) -> None:
+    def _probed(self, probe: Probe, seen: Seen) -> None:
         """A round in the mode that is being tried."""
         usual_s = self._usual_s
-        worth = 1.0 if self.in_force is Mode.PLAIN else self._stood.mean
-        if not math.isnan(usual_s):
-            lost = seen.rounds * (seen.round_s - seen.tokens / seen.rows / worth * usual_s)
-            probe.lost_s += lost
-            probe.steady_s += lost * seen.settled
-        if seen.settled or not probe.first:
-            probe.rounds_left -= seen.rounds
+        probe.lose(seen, usual_s, 1.0 if self.in_force is Mode.PLAIN else self._stood.mean)
+        if probe.counts(seen):
             if probe.mode is Mode.PLAIN:
                 self._note_plain(seen)
             else:
@@ -385,18 +342,11 @@ class Contest:
                 self._behind.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
                 took_s = self._drafts.clipped(seen.round_s)
                 self._win(seen.rounds * (seen.tokens / seen.rows * usual_s - took_s), seen)
-        probe.first = probe.first and not seen.settled
-        lost_rounds = probe.lost_s / usual_s
-        broken = lost_rounds > LOSS_LIMIT or self._hopeless(probe)
-        if probe.mode is Mode.PLAIN:
-            cheap, longer = probe.steady_s / usual_s < SMALL_LOSS, LONG_DOUBT_ROUNDS - DOUBT_ROUNDS
-        else:
-            cheap, longer = lost_rounds < SMALL_LOSS, LONG_PROBE_ROUNDS - PROBE_ROUNDS
-        last = -longer if cheap else 0.0
-        if broken or probe.rounds_left <= last:
+        broken = probe.too_dear(usual_s) or self._hopeless(probe)
+        if broken or probe.over(usual_s):
             self._end(probe, broken)
 
-    def _hopeless(self, probe: _Probe) -> bool:
+    def _hopeless(self, probe: Probe) -> bool:
         """Whether the drafts that are being tried cannot be worth it any more."""
         if probe.mode is Mode.PLAIN or not self._drafts.rounds > LEAST_ROUNDS:
             return False
@@ -406,7 +356,7 @@ class Contest:
         self._thin = self._thin and not hopeless
         return hopeless
 
-    def _end(self, probe: _Probe, broken: bool) -> None:
+    def _end(self, probe: Probe, broken: bool) -> None:
         self._probe = None
         lost = max(0.0, probe.lost_s)
         self._cost_s[probe.mode] = lost
@@ -436,7 +386,3 @@ class Contest:
         self.in_force, self._decided, self._thin = Mode.PLAIN, True, False
         self._winnings.gave_up(self._stood, math.inf)
         self._begin_anew()
-
-
-def _other(mode: Mode) -> Mode:
-    return Mode.PLAIN if mode is Mode.SPECULATE else Mode.SPECULATE

@@ -22,6 +22,12 @@ STALLS: Final = 2.0
 """Rounds of the last ones that may be stalls, each of which every session meets once. What is as
 long more often is of the mode: drafts that were not made ahead can take several times as long as
 those that were."""
+HELD_UP: Final = 2.0
+"""Usual rounds beyond which one was held up, if it is alone."""
+LEAST_USUAL: Final = 0.5
+"""Rounds without which nobody knows what is usual: a start is one of parts."""
+FORGOTTEN: Final = 1.0 / 16.0
+"""How much of a stall is forgotten with a round that was none."""
 TIME_NOISE: Final = 0.15
 """Deviation of one round's time, as a share of it."""
 UNSEEN: Final = 2.0
@@ -131,6 +137,25 @@ class RoundTimes:
     def clipped(self, seconds: float) -> float:
         """`seconds` of one more round, or as much as a stall counts as."""
         return min(seconds, OUTLIER * self.mean_s) if len(self._seconds) > 2 else seconds
+
+
+@dataclass(slots=True)
+class Stalls:
+    """Tells rounds that were held up from a mode that has become slow: of the latter there are more
+    than every session meets of the former."""
+
+    _met: float = 0.0
+    """Rounds of late that took too long."""
+
+    def held_up(self, seen: Seen, usual: RoundTimes) -> bool:
+        """Whether a round, `seen`, was: its seconds tell nothing of what such rounds take, which
+        was `usual` before it."""
+        known = seen.timed and usual.rounds >= LEAST_USUAL
+        if not known or seen.round_s <= HELD_UP * usual.mean_s:
+            self._met = max(0.0, self._met - FORGOTTEN * seen.rounds)
+            return False
+        self._met += seen.rounds
+        return self._met <= STALLS
 
 
 @dataclass(slots=True)

@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from outrider.spec.contest import Contest, Mode
+from outrider.spec.contest import Contest
 from outrider.spec.evidence import Emitted, Seen
+from outrider.spec.modes import Mode
 from outrider.spec.stale import StaleShare
 from outrider.spec.ways import Lap, Ways
 

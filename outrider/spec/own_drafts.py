@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-from outrider.spec.contest import Mode
 from outrider.spec.evidence import Emitted, RoundTimes
+from outrider.spec.modes import Mode
 
 SOLID_ROUNDS: Final = 6.0
 SOLID_ROWS: Final = 12.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from outrider.spec.contest import Mode, Reason
+from outrider.spec.modes import Mode, Reason
 from outrider.wire.messages import (
     DECISION_SHIFT,
     PAUSED,

@@ -51,6 +51,10 @@ class Costs:
     """What a round takes beyond what the device was measured to."""
     features: float = 0.0
     """What keeping features adds to a plain round."""
+    reading: float = 0.2
+    """What the drafter takes for a prompt, or for what was missed in a pause."""
+    queued: float = 0.0
+    """Share of an exchange in which the drafter works, and takes up no other batch."""
 
     def of(self, row: Sequence[float], sessions: int) -> float:
         """Seconds for so many sessions."""
@@ -136,6 +140,7 @@ class Service:
         """Those of whom the next draft was made ahead."""
         self._branched: set[SessionId] = set()
         """Those for whose present drafts the drafter drafts ahead."""
+        self._drafter_busy = self.now
         self._idle_since = began = self.now
         self._round_s = 0.0
         while self._left or self._live:
@@ -350,10 +355,12 @@ class Service:
         )
         if first:
             # Prompts, or what was missed in a pause, have to be read.
-            took = 1.5 * took + 0.0002 * len(told)
+            took = 1.5 * took + self.costs.reading / 1000.0 * len(told)
+        begins = max(self.now, self._drafter_busy)
+        self._drafter_busy = begins + self.costs.queued * took
         for session in told:
             late = self.ahead.late / 1000.0 if self.ahead and session.ahead else 0.0
-            entry = (self.now + took + late, session.ticket, session.session_id, session.length)
+            entry = (begins + took + late, session.ticket, session.session_id, session.length)
             heapq.heappush(self._proposals, entry)
 
     def _hit(self, session: Session) -> bool:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from outrider.ids import DrafterId
-from outrider.spec.contest import Contest, Mode
+from outrider.spec.contest import Contest
 from outrider.spec.estimates import AcceptanceEstimate, ArrivalEstimate
 from outrider.spec.evidence import Seen
 from outrider.spec.look_ahead import LookAhead
+from outrider.spec.modes import Mode
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider_verifier.sessions import NO_LIMIT, Session

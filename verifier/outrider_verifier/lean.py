@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from outrider.spec.contest import Contest, Mode
+from outrider.spec.contest import Contest
+from outrider.spec.modes import Mode
 from outrider.spec.plan import FEATURE_FED
 from outrider_verifier.known import Known
 from outrider_verifier.loads import Loads

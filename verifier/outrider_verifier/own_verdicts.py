@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from outrider.spec.contest import Mode
+from outrider.spec.modes import Mode
 from outrider.spec.own_drafts import OwnDrafts
 from outrider_verifier.known import Kind, Pace
 from outrider_verifier.loads import Loads

@@ -19,11 +19,12 @@ from typing import Final
 import numpy as np
 
 from outrider.ids import DrafterId
-from outrider.spec.contest import Contest, Mode, Reason
+from outrider.spec.contest import Contest
 from outrider.spec.costs import GAIN, CostTable
 from outrider.spec.draft_length import choose_length
 from outrider.spec.estimates import LEAST_ROUNDS, patience_s
 from outrider.spec.evidence import Seen
+from outrider.spec.modes import Mode, Reason
 from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
 from outrider_verifier import lean

@@ -10,7 +10,7 @@ from outrider_router.metrics import RouterMetrics
 from outrider_router.tally import Tally
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from outrider.spec.contest import Reason
+from outrider.spec.modes import Reason
 from outrider.wire.accounting import REASON_FLAGS, add_round, decision_of
 from outrider.wire.messages import (
     FALLBACK,

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec.contest import Contest, Mode, Reason
+from outrider.spec.contest import Contest
 from outrider.spec.evidence import Seen
+from outrider.spec.modes import Mode, Reason
 from tests.grids import thorough
 
 PLAIN_S = 0.001
@@ -147,6 +148,29 @@ def test_one_stalled_round_ends_nothing() -> None:
         else:
             contest.observe(Mode.SPECULATE, seen(2, seconds))
         assert contest.in_force is Mode.SPECULATE
+
+
+@pytest.mark.parametrize("begun", [8, 40])
+def test_a_stall_that_sessions_meet_in_two_halves_ends_nothing(begun: int) -> None:
+    # Three tokens in 2.5 plain rounds: 1.2 of plain decoding, nothing to be proud of yet.
+    contest = told()
+    for seconds in (*[0.0025] * begun, 0.04, 0.03, *[0.0025] * 60):
+        if contest.mode is Mode.PLAIN:
+            contest.observe(Mode.PLAIN, seen(1, PLAIN_S))
+        for _ in range(2):
+            half = Seen(rows=32, tokens=96, squares=288, seconds=32 * seconds, sessions=64)
+            contest.observe(Mode.SPECULATE, half)
+        assert contest.in_force is Mode.SPECULATE
+
+
+def test_rounds_that_have_become_long_are_no_stall() -> None:
+    contest, long = told(), 0
+    for seconds in (*[0.0025] * 60, *[0.01] * 60):
+        drafts = contest.mode is Mode.SPECULATE
+        contest.observe(contest.mode, seen(3, seconds) if drafts else seen(1, PLAIN_S))
+        long += drafts and seconds > 0.0025
+    assert contest.in_force is Mode.PLAIN
+    assert long <= 6
 
 
 def test_an_expectation_that_is_wrong_costs_one_comparison() -> None:

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from outrider.spec.contest import Contest, Mode
+from outrider.spec.contest import Contest
 from outrider.spec.evidence import Seen
 from outrider.spec.look_ahead import LookAhead
+from outrider.spec.modes import Mode
 
 LOCKSTEP_S = 0.007
 ROUNDS = 1500

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from outrider.spec.contest import Mode
+from outrider.spec.modes import Mode
 from outrider.spec.own_drafts import OwnDrafts
 
 PLAIN_S = 0.004

@@ -17,8 +17,9 @@ from outrider_verifier.policy import Policy
 from outrider_verifier.sessions import Session
 
 from outrider.ids import DrafterId
-from outrider.spec.contest import Contest, Mode
+from outrider.spec.contest import Contest
 from outrider.spec.costs import CostTable
+from outrider.spec.modes import Mode
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.fakes.scripted_drafter import ScriptedDrafter

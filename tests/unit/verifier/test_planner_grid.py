@@ -11,7 +11,15 @@ from dataclasses import replace
 import pytest
 from outrider_verifier.policy import Policy
 
-from tests.fakes.simulated_service import PIECE, ROWS, Costs, Service, over_plain, plain_s
+from tests.fakes.simulated_service import (
+    PIECE,
+    ROWS,
+    Ahead,
+    Costs,
+    Service,
+    over_plain,
+    plain_s,
+)
 from tests.grids import thorough
 
 EXTRA = {0.0: 2.2, 0.7: 1.6, 1.0: 1.1, 1.5: 0.4, 2.0: 0.02}
@@ -81,6 +89,29 @@ def test_what_was_found_out_is_kept_for_the_sessions_that_follow(
         drafts += second.run()
         plain += plain_s(costs, sessions, 2, seed + 50)
     assert plain / drafts >= 0.98
+
+
+@pytest.mark.parametrize("reading", [0.5, 1.5])
+def test_drafts_that_win_survive_stalls_and_the_burst_in_which_64_sessions_begin(
+    reading: float,
+) -> None:
+    costs = Costs(
+        plain=(4.0, 4.2, 4.4, 4.6),
+        verify=(4.3, 4.7, 6.0, 7.0),
+        exchange=(1.6, 2.2, 3.6, 5.5),
+        piece=0.25,
+        host=0.2,
+        features=0.03,
+        reading=reading,
+        queued=0.7,
+    )
+    left = 0
+    for seed in range(10):
+        run = replace(service(costs, 64, 0.0, waves=3), seed=seed, policy=planner(costs))
+        run.ahead, run.stalls = Ahead(hits=0.3, stale=0.9, late=1.5), 0.02
+        run.run()
+        left += run.paused > 0.3 * run.decoded
+    assert left <= 1
 
 
 @pytest.mark.parametrize(("sessions", "waves"), [(1, 24), (8, 16), (32, 12), (64, 12)])

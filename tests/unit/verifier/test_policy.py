@@ -21,7 +21,8 @@ from outrider_verifier.settled import Settled
 
 from outrider.engine.kvcache import KVPool
 from outrider.ids import SessionId
-from outrider.spec.contest import Contest, Mode
+from outrider.spec.contest import Contest
+from outrider.spec.modes import Mode
 from outrider.spec.sampling import SamplingParams
 from tests.fakes.runner import FakeRunner
 from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, make_tree

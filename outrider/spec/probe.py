@@ -1,0 +1,70 @@
+"""A few rounds in the mode that is not in force, to see what it gives (pure).
+
+What it may lose is bounded: it is broken off when it has lost too much, and goes on for longer
+while it loses next to nothing, because few rounds tell little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from outrider.spec.evidence import Seen
+from outrider.spec.modes import Mode
+
+DOUBT_ROUNDS: Final = 6.0
+LONG_DOUBT_ROUNDS: Final = 16.0
+"""Plain rounds that are compared with speculation before it is left, and what they are extended
+to; as for one with drafts, below."""
+PROBE_ROUNDS: Final = 6.0
+LONG_PROBE_ROUNDS: Final = 24.0
+CHECK_ROUNDS: Final = 3.0
+"""Plain rounds of a probe where none was ever run."""
+SMALL_LOSS: Final = 1.5
+"""Plain rounds that are next to nothing."""
+LOSS_LIMIT: Final = 6.0
+"""Rounds of the mode in force that a probe may lose before it is broken off."""
+
+
+@dataclass(slots=True)
+class Probe:
+    """One that is being made. `usual_s`, below: seconds of a round in the mode in force, nan if
+    that is unknown."""
+
+    mode: Mode
+    rounds_left: float
+    doubts: bool = False
+    """Whether speculation is left if plain rounds turn out faster; else they are but refreshed."""
+    lost_s: float = 0.0
+    _steady_s: float = 0.0
+    """The same but for the change itself."""
+    _first: bool = True
+
+    def lose(self, seen: Seen, usual_s: float, worth: float) -> None:
+        """A round, `seen`, took longer than it was worth; `worth`: tokens that a row emits in one
+        of the mode in force."""
+        if usual_s > 0.0:
+            lost = seen.rounds * (seen.round_s - seen.tokens / seen.rows / worth * usual_s)
+            self.lost_s += lost
+            self._steady_s += lost * seen.settled
+
+    def counts(self, seen: Seen) -> bool:
+        """Count a round; whether it tells of the mode, as the first ones do not while they tell of
+        the change to it."""
+        counted = seen.settled or not self._first
+        self._first = self._first and not seen.settled
+        self.rounds_left -= seen.rounds * counted
+        return counted
+
+    def too_dear(self, usual_s: float) -> bool:
+        """Whether it has lost too much."""
+        return self.lost_s / usual_s > LOSS_LIMIT
+
+    def over(self, usual_s: float) -> bool:
+        """Whether enough rounds were run."""
+        if self.mode is Mode.PLAIN:
+            lost_s, longer = self._steady_s, LONG_DOUBT_ROUNDS - DOUBT_ROUNDS
+        else:
+            lost_s, longer = self.lost_s, LONG_PROBE_ROUNDS - PROBE_ROUNDS
+        cheap = lost_s / usual_s < SMALL_LOSS
+        return self.rounds_left <= (-longer if cheap else 0.0)
