@@ -22,8 +22,9 @@ from outrider.transport.letterbox import Letterbox
 from outrider_verifier.commands import Attached, Command, Detached, Stop
 from outrider_verifier.core import Core
 from outrider_verifier.effects import Answer, Effect, Tell, told_by_link
+from outrider_verifier.failing import device_lost_error
 from outrider_verifier.lanes import Lanes
-from outrider_verifier.rounds import Rounds, device_lost_error
+from outrider_verifier.rounds import Rounds
 from outrider_verifier.schedule import RoundPlan
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class EngineLoop:
         self._loop = loop
         self._dispatch = dispatch
         self._on_lost = on_lost
+        self._failing = rounds.failing
         rounds.flush = self._flush
         self._commands: Letterbox[Command] = Letterbox()
         self._stopping = False
@@ -90,11 +92,11 @@ class EngineLoop:
     def _serve(self) -> None:
         wait_until: float | None = None
         idle_since = time.monotonic()
-        while not (self._stopping or self._rounds.device_lost):
+        while not (self._stopping or self._failing.device_lost):
             awaited = wait_until is not None
             idle = awaited or not self._core.sessions
             taken = self._take_commands(wait_until, block=idle)
-            if self._rounds.device_lost:
+            if self._failing.device_lost:
                 break
             if awaited and not taken and self._rounds.over:
                 # Nothing has come since the last plan: the next one is made with the outcome.
@@ -121,10 +123,10 @@ class EngineLoop:
         # Nothing may be left running on a device when the thread is gone.
         self._rounds.settle()
         self._lanes.close()
-        if self._rounds.device_lost:
+        if self._failing.device_lost:
             self._drop_all(device_lost_error())
         self._flush()
-        if self._rounds.device_lost:
+        if self._failing.device_lost:
             with contextlib.suppress(RuntimeError):  # the asyncio loop is closed
                 self._loop.call_soon_threadsafe(self._on_lost)
 
@@ -184,8 +186,8 @@ class EngineLoop:
     def _judged(self, answer: Answer, bug: InternalError) -> Answer:
         """The answer to a command that failed: opening a session writes to the device, which may
         have failed while no round was in flight."""
-        self._rounds.check_device(bug)
-        return Answer(answer.future, device_lost_error()) if self._rounds.device_lost else answer
+        self._failing.check_device(bug)
+        return Answer(answer.future, device_lost_error()) if self._failing.device_lost else answer
 
     def _guarded_plan(self, now: float) -> RoundPlan:
         try:
@@ -197,9 +199,9 @@ class EngineLoop:
     def _give_up(self, bug: Exception) -> None:
         """State that cannot be trusted is dropped; the loop goes on with none."""
         logger.exception("engine failed; all sessions are dropped")
-        self._rounds.check_device(bug)
+        self._failing.check_device(bug)
         error: OutriderError = InternalError(f"{type(bug).__name__}: {bug}", reason="ENGINE_FAILED")
-        self._drop_all(device_lost_error() if self._rounds.device_lost else error)
+        self._drop_all(device_lost_error() if self._failing.device_lost else error)
 
     def _drop_all(self, error: OutriderError) -> None:
         try:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from outrider import trace
-from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.spec.costs import GAIN
 from outrider_verifier.accounts import Accounts
 from outrider_verifier.core import Core
+from outrider_verifier.failing import Failing
 from outrider_verifier.flying import InFlight, await_drafts, prompted
 from outrider_verifier.next_round import NextRound
 from outrider_verifier.packing import PrefillRow, VerifyRow
@@ -42,11 +42,6 @@ _Failure = tuple[list[Session], Exception]
 """Sessions that a round was to have, and why it has not."""
 _Attempt = tuple[InFlight | None, _Failure | None]
 """A round that was submitted, or whom it failed."""
-
-
-def device_lost_error() -> UnavailableError:
-    """For whoever is served by, or calls, a verifier whose device does not work any more."""
-    return UnavailableError("the verifier has lost its device", reason="DEVICE_LOST")
 
 
 class Rounds:
@@ -78,9 +73,8 @@ class Rounds:
         whether another thread has them now."""
         self.holds_back = False
         """Whether what the last round emitted is handed over once the next one was submitted."""
-        self.device_lost = False
-        """Whether the device was found not to work after a failure; no round can follow."""
-        core.room.failed = self._fail_one
+        self.failing = Failing(core, engine)
+        core.room.failed = self.failing.one
 
     @property
     def flying(self) -> bool:
@@ -152,7 +146,7 @@ class Rounds:
         self.settle(alone=flying is None)
         self._flying = flying
         if failure is not None:
-            self._fail(*failure)
+            self.failing.all(*failure)
         elif flying is not None and not self._may_stay_in_flight(flying):
             self.settle()
 
@@ -164,17 +158,17 @@ class Rounds:
         On a lost device it is dropped; its sessions have yet to be failed.
         """
         flying, self._flying = self._flying, None
-        if flying is None or self.device_lost:
+        if flying is None or self.failing.device_lost:
             return
         failure: _Failure | None = None
         began = trace.now()
         try:
             failure = self._settle(flying, go_on=go_on, alone=alone)
         except Exception as bug:
-            self._fail(flying.sessions, bug)
+            self.failing.all(flying.sessions, bug)
         trace.span("settle", began, len(flying.verify))
         if failure is not None:
-            self._fail(*failure)
+            self.failing.all(*failure)
 
     def _settle(self, flying: InFlight, *, go_on: bool, alone: bool) -> _Failure | None:
         """Act on the outcome of a round; what failed if the next one could not be submitted."""
@@ -295,15 +289,7 @@ class Rounds:
             self._core.room.grow_ahead(flying.sessions, tokens)
         except Exception as bug:
             logger.exception("blocks were not told of ahead of their round")
-            self.check_device(bug)
-
-    def check_device(self, bug: BaseException | None) -> None:
-        """After a failure, `bug` if it is known: note whether the device is the reason."""
-        if self.device_lost or self._engine.usable:
-            return
-        self.device_lost = True
-        self._core.counters["device_losses"] += 1
-        logger.critical("the device is lost", exc_info=bug)
+            self.failing.check_device(bug)
 
     def _straight_on(self, flying: InFlight, outcome: RoundOutcome) -> _Attempt | None:
         """Submit the round of hits that follows `flying`, before that is booked; None where it is
@@ -380,25 +366,3 @@ class Rounds:
         self._sheet(flying)
         flying.expect(self._engine.verify_s)
         return True
-
-    def _fail_one(self, session: Session, bug: Exception) -> None:
-        """A session could not be let in."""
-        if isinstance(bug, OutriderError):
-            self._core.fail(session, bug)
-        else:
-            self._fail([session], bug)
-
-    def _fail(self, sessions: Sequence[Session], bug: Exception) -> None:
-        self._core.counters["failed_rounds"] += 1
-        self.check_device(bug)
-        error: OutriderError
-        if self.device_lost:
-            error = device_lost_error()
-        else:
-            logger.error("round failed", exc_info=bug, extra={"sessions": len(sessions)})
-            error = InternalError(
-                f"the round failed: {type(bug).__name__}: {bug}", reason="ROUND_FAILED"
-            )
-        for session in sessions:
-            if not session.ended:
-                self._core.fail(session, error)

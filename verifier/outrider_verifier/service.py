@@ -51,11 +51,11 @@ from outrider_verifier.effects import (
     told_by_link,
 )
 from outrider_verifier.engine import Projection, RoundEngine, Target
+from outrider_verifier.failing import device_lost_error
 from outrider_verifier.forms import Forms
 from outrider_verifier.lanes import Lanes
 from outrider_verifier.loop import EngineLoop
 from outrider_verifier.metrics import Metrics, stats_of
-from outrider_verifier.rounds import device_lost_error
 from outrider_verifier.routers import RouterHub
 from outrider_verifier.runner import RoundRunner
 
