@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from outrider.spec.evidence import SURE, Emitted, RoundTimes, Seen, Stalls
+from outrider.spec.gathering import ABLE, LEAST_ABLE, Gathering
 from outrider.spec.modes import Mode, Reason
 from outrider.spec.probe import CHECK_ROUNDS, DOUBT_ROUNDS, LOSS_LIMIT, PROBE_ROUNDS, Probe
 from outrider.spec.winnings import Winnings
@@ -60,8 +61,6 @@ EASY_TOKENS: Final = 1.5
 """Tokens a row without which a lower load is no reason to try."""
 CONFIRMED: Final = 1.0
 """Standard errors by which plain rounds of right now must bear out a doubt."""
-ABLE: Final = 0.75
-"""Share of the sessions that must be able to speculate for it to be tried."""
 CLEAR_GAIN: Final = 1.3
 """Speed relative to plain decoding that other loads are thought to share."""
 
@@ -76,8 +75,6 @@ class Contest:
     """What it costs sessions to be able to speculate, before it is tried."""
     in_force: Mode = Mode.SPECULATE
     """The mode of now, probes aside."""
-    due: bool = False
-    """Whether speculation is to be tried as soon as enough sessions are able to."""
     _plain: RoundTimes = field(default_factory=RoundTimes)
     _drafts: RoundTimes = field(default_factory=RoundTimes)
     _stood: Emitted = field(default_factory=Emitted)
@@ -98,6 +95,7 @@ class Contest:
     """The gain that another load makes likely."""
     _thin: bool = False
     """Whether bad luck may have ended speculation."""
+    _gathering: Gathering = field(default_factory=Gathering)
     _credit_s: float = 0.0
     _cost_s: dict[Mode, float] = field(default_factory=dict)
     """What the last probe of a mode lost."""
@@ -185,6 +183,9 @@ class Contest:
         if probe is not None:
             if probe.mode is mode:
                 self._probed(probe, seen)
+            elif mode is Mode.PLAIN and seen.able < LEAST_ABLE:
+                # Nobody is left to try it with.
+                self._probe = None
         elif mode is self.in_force:
             self._went_on(mode, seen)
 
@@ -213,15 +214,28 @@ class Contest:
             self._fall_behind(seen)
         if self._probe is not None:
             return
-        if self._credit_s >= self._price(mode.other):
-            self.due = mode is Mode.PLAIN and seen.able < ABLE
-            if self.due:
-                return
+        affordable = self._credit_s >= self._price(mode.other) * self._gathering.share
+        if affordable and mode is Mode.PLAIN and seen.able < ABLE:
+            if not self._gathering.wait(seen):
+                self._credit_s = 0.0
+            return
+        self._gathering.end()
+        if affordable:
             if mode is Mode.PLAIN:
                 self._forget_drafts()
             self._probe = Probe(mode.other, PROBE_ROUNDS)
         elif mode is Mode.SPECULATE and self._unchecked:
             self._probe = Probe(Mode.PLAIN, CHECK_ROUNDS)
+
+    @property
+    def due(self) -> bool:
+        """Whether speculation is to be tried as soon as enough sessions are able to."""
+        return self._gathering.due
+
+    @property
+    def compared(self) -> bool:
+        """Whether plain rounds were run here, so that its verdict is its own."""
+        return self._plain.rounds > 0.0
 
     @property
     def _unchecked(self) -> bool:
@@ -305,7 +319,8 @@ class Contest:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._deficit, self.due = 0.0, False
+        self._deficit = 0.0
+        self._gathering.end()
         self._behind = Emitted()
         self._behind_s = RoundTimes()
 
@@ -384,5 +399,6 @@ class Contest:
     def _leave(self) -> None:
         """Decode plainly, without a comparison: there is nothing to compare."""
         self.in_force, self._decided, self._thin = Mode.PLAIN, True, False
+        self._credit_s = min(0.0, self._credit_s)
         self._winnings.gave_up(self._stood, math.inf)
         self._begin_anew()

@@ -154,7 +154,7 @@ class Stalls:
         if not known or seen.round_s <= HELD_UP * usual.mean_s:
             self._met = max(0.0, self._met - FORGOTTEN * seen.rounds)
             return False
-        self._met += seen.rounds
+        self._met = min(self._met + seen.rounds, STALLS + 1.0)
         return self._met <= STALLS
 
 

@@ -216,7 +216,7 @@ class Service:
         if self.policy is not None:
             session.link_id = None if self.own else 1
             session.own_draft = DRAFT if self.own else 0
-            self.policy.follow(session)
+            self.policy.opened(session)
         self._live[name] = session
 
     def _turn(self) -> None:

@@ -30,14 +30,18 @@ def pays(loads: Loads) -> bool:
     return loads.features_share >= LEAN_SHARE
 
 
-def ready_s(loads: Loads) -> float:
+def ready_s(known: Known, loads: Loads) -> float:
     """Seconds that it costs to have sessions keep features until they can be drafted for."""
-    return PREPARE_ROUNDS * loads.features_s if pays(loads) else 0.0
+    needed = known.kind.method in FEATURE_FED and pays(loads)
+    return PREPARE_ROUNDS * loads.features_s if needed else 0.0
 
 
 def lets_go(known: Known, contest: Contest, loads: Loads) -> bool:
-    """Whether sessions of a kind keep no features from now on; `contest`: that of the load."""
+    """Whether sessions of a kind keep no features from now on; `contest`: that of the load. For
+    good, so it takes a load that has lasted, at which plain decoding was seen to be faster."""
     if contest.in_force is not Mode.PLAIN or contest.trying or known.kind.method not in FEATURE_FED:
+        return False
+    if not (loads.steady and contest.compared):
         return False
     return pays(loads) and loads.rounds >= known.gathers_until
 

@@ -63,6 +63,8 @@ class Loads:
         self._fewer_since: int | None = None
         """The round since which there have been too few sessions for the load; None: there are
         not."""
+        self._changed_at = 0
+        """The round since which the load is what it is."""
         self.load = 0
         self.sessions = 1
         """Sessions being served, at least 1."""
@@ -80,7 +82,14 @@ class Loads:
         if abs(above) <= STEADY or not (above > 0.0 or self._lasts(above)):
             return False
         before, self.load, self._fewer_since = self.load, round(self.load + above), None
+        if self.load != before:
+            self._changed_at = self.rounds
         return self.load != before
+
+    @property
+    def steady(self) -> bool:
+        """Whether the load has been what it is for a while."""
+        return self.rounds - self._changed_at >= LASTING
 
     def _lasts(self, above: float) -> bool:
         """Whether there have been fewer sessions for long enough; `above`: negative doublings."""
@@ -152,7 +161,9 @@ class Loads:
         """A round took `seconds`; `rows` decoded, `nodes` draft nodes were verified, features were
         kept or not. Returns its seconds without what `pieces` of prompts added, by the device's
         times or else by their share of its tokens."""
-        added_s = self._added_s(rows, nodes, pieces, piece_tokens, seconds, own=own)
+        added_s = self._added_s(
+            rows, nodes, pieces, piece_tokens, seconds, own=own, featured=featured
+        )
         self.prompts_s += added_s
         self.rounds += 1
         if not rows:
@@ -169,7 +180,15 @@ class Loads:
         seen.observe(seconds / (device_s or 1.0), BESIDE_PROMPTS if prompts else 1.0)
 
     def _added_s(
-        self, rows: int, nodes: int, pieces: int, piece_tokens: int, seconds: float, *, own: bool
+        self,
+        rows: int,
+        nodes: int,
+        pieces: int,
+        piece_tokens: int,
+        seconds: float,
+        *,
+        own: bool,
+        featured: bool,
     ) -> float:
         if not pieces:
             return 0.0
@@ -177,7 +196,8 @@ class Loads:
         # others may have to wait for, is what speculation costs.
         beside = rows or self.sessions
         with_s = self.times(beside, own=own, pieces=pieces)
-        without_s = self.times(beside, own=own)
+        # Rounds with prompts make features whether or not they are kept.
+        without_s = self.times(beside, own=own, featured=featured)
         if with_s and without_s:
             return min(max(0.0, with_s - without_s), MOST_ADDED * seconds)
         prompts = pieces * piece_tokens

@@ -29,6 +29,7 @@ def move(
             return False
         # Nobody drafts for it, whoever would.
         session.spec = replace(session.spec, drafter_id=drafter_id)
+        session.suspect, session.losses = False, 0
         policy.follow(session)
         return True
     if session.spec.drafter_id == drafter_id and session.link_id is not None:

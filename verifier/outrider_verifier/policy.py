@@ -293,7 +293,7 @@ class Policy:
         contest = self._contest(known)
         contest.expected_s = self._loads.plain_s
         if tally.mode is Mode.PLAIN:
-            contest.ready_s = lean.ready_s(self._loads)
+            contest.ready_s = lean.ready_s(known, self._loads)
         timed = tally.alone_s <= MOST_ALONE * tally.seconds
         known.starved = 0 if timed else known.starved + 1
         seen = tally.seen(timed=timed or known.starved > STARVED_ROUNDS)
@@ -304,6 +304,8 @@ class Policy:
             if known.look is not None and turned:
                 known.look.follow(contest, was, self._loads.load)
             self.changed = self.changed or turned
+            if turned:
+                known.gathers_until = 0
         if contest.due:
             lean.gather(known, self._loads)
         known.review += tally.mode is Mode.SPECULATE
@@ -373,7 +375,11 @@ class Policy:
             )
             contest = self._contest(known)
             known.plain = contest.mode is Mode.PLAIN
-            known.lets_go = lean.lets_go(known, contest, self._loads)
+            lets_go = lean.lets_go(known, contest, self._loads)
+            if lets_go and not known.lets_go:
+                # Whoever is paused already was not asked about it.
+                self.changed = self._automatic
+            known.lets_go = lets_go
             known.why = REASON_FLAGS[contest.reason]
         return known
 

@@ -19,6 +19,7 @@ from outrider_verifier.sessions import Session
 from outrider.ids import DrafterId
 from outrider.spec.contest import Contest
 from outrider.spec.costs import CostTable
+from outrider.spec.evidence import Seen
 from outrider.spec.modes import Mode
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
@@ -199,8 +200,15 @@ def loads(features_us: float | None) -> Loads:
 
     made = Loads(times, CostTable())
     made.begin_round(8)
-    for _ in range(8):
+    for _ in range(20):
         made.observe(8, 0, 0, 64, 0.0015, own=False)
+    return made
+
+
+def left() -> Contest:
+    """One in which plain rounds were seen and are in force."""
+    made = Contest(in_force=Mode.PLAIN)
+    made.observe(Mode.PLAIN, Seen(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8))
     return made
 
 
@@ -209,7 +217,7 @@ def known(method: DraftMethod = DraftMethod.EAGLE3) -> Known:
 
 
 def test_features_are_kept_where_they_cost_little() -> None:
-    plain = Contest(in_force=Mode.PLAIN)
+    plain = left()
     # The host takes 58 us more for eight sessions.
     assert loads(10.0).features_s == pytest.approx(68e-6)
     assert loads(10.0).features_share == pytest.approx(68e-6 / 1.5e-3)
@@ -228,7 +236,7 @@ def test_features_are_kept_where_they_cost_little() -> None:
 
 
 def test_sessions_keep_them_for_a_while_once_speculation_is_due() -> None:
-    plain, mine, busy = Contest(in_force=Mode.PLAIN), known(), loads(200.0)
+    plain, mine, busy = left(), known(), loads(200.0)
     lean.gather(mine, busy)
     kept = 0
     while not lean.lets_go(mine, plain, busy):
@@ -238,8 +246,42 @@ def test_sessions_keep_them_for_a_while_once_speculation_is_due() -> None:
 
 
 def test_what_it_costs_to_have_them_again_is_part_of_the_price_of_a_trial() -> None:
-    assert lean.ready_s(loads(None)) == 0.0
-    assert lean.ready_s(loads(200.0)) == pytest.approx(128 * 258e-6)
+    assert lean.ready_s(known(), loads(None)) == 0.0
+    assert lean.ready_s(known(), loads(200.0)) == pytest.approx(128 * 258e-6)
+    # Others need none.
+    for method in (DraftMethod.NGRAM, DraftMethod.MODEL):
+        assert lean.ready_s(known(method), loads(200.0)) == 0.0
+
+
+def test_nobody_is_let_go_by_a_verdict_of_another_load_or_of_one_that_just_began() -> None:
+    plain, busy = left(), loads(200.0)
+    assert lean.lets_go(known(), plain, busy)
+    assert not lean.lets_go(known(), Contest.beside(plain), busy)
+    # The last session of a wave, or none.
+    busy.begin_round(0)
+    assert not lean.lets_go(known(), plain, busy)
+    for _ in range(16):
+        busy.observe(1, 0, 0, 64, 0.001, own=False)
+    assert lean.lets_go(known(), plain, busy)
+
+
+def test_sessions_gather_for_a_trial_only_so_long() -> None:
+    contest, due = left(), 0
+    for _ in range(4000):
+        seen = Seen(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8, able=0.5)
+        contest.observe(Mode.PLAIN, seen)
+        due += contest.due
+        assert contest.mode is Mode.PLAIN
+    assert 256 <= due < 0.5 * 4000
+
+
+def test_a_trial_for_which_nobody_is_left_is_over() -> None:
+    contest = left()
+    while contest.mode is Mode.PLAIN:
+        contest.observe(Mode.PLAIN, Seen(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8))
+    few = Seen(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8, able=0.0)
+    contest.observe(Mode.PLAIN, few)
+    assert contest.mode is contest.in_force is Mode.PLAIN
 
 
 def test_what_features_take_is_no_part_of_a_plain_round() -> None:

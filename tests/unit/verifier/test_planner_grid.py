@@ -119,14 +119,14 @@ def test_who_decodes_plainly_does_not_pay_for_features(sessions: int, waves: int
     costs = replace(SMALL, features=0.2)
     run = replace(service(costs, sessions, 1.5, waves=waves), policy=planner(costs))
     took_s = run.run()
-    assert plain_s(SMALL, sessions, waves, 0) / took_s >= 0.97
-    assert run.featured < 0.2 * run.rounds
+    assert plain_s(SMALL, sessions, waves, 0) / took_s >= 0.98
+    assert run.featured < 0.03 * run.rounds
 
 
 @pytest.mark.parametrize("sessions", [1, 8])
 @pytest.mark.parametrize(
     ("costs", "rounds"),
-    [(replace(LARGE, features=0.02), 3000), (replace(SMALL, features=0.2), 9000)],
+    [(replace(LARGE, features=0.02), 3000), (replace(SMALL, features=0.2), 12_000)],
     ids=["kept", "let-go"],
 )
 def test_drafts_that_have_become_good_are_found_whoever_keeps_features(
@@ -147,9 +147,10 @@ def test_drafts_that_have_become_good_are_found_whoever_keeps_features(
         seed=1,
     )
     good.run()
-    then = replace(good, now=good.now + 0.1, seed=2, paused=0, decoded=0, waves=4)
+    then = replace(good, now=good.now + 0.1, seed=2, paused=0, decoded=0, waves=20)
     then.run()
-    assert then.paused < 0.1 * then.decoded
+    # At its end there are fewer sessions, where drafts are yet to be tried again.
+    assert then.paused < 0.2 * then.decoded
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
