@@ -22,7 +22,7 @@ from outrider_verifier.effects import RoundReport
 from outrider_verifier.flying import InFlight
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.runner import Decoded, RoundOutcome
-from outrider_verifier.sessions import Session
+from outrider_verifier.sessions import Session, keep_features
 from outrider_verifier.settled import Alike, Committed, Settled
 
 _NO_ROUND: Final = (0, 0, 0)
@@ -151,7 +151,7 @@ class Accounts:
         if block is not None:
             # A session that has ended has no handle.
             store.append_each([row.session.handle for row in flying.verify], block)
-        elif any([session.keeps_features for session in rows.alike.sessions]):
+        elif keep_features(rows.alike.sessions):
             features = decoded.features()
             for session, number in zip(rows.alike.sessions, rows.alike.numbers, strict=True):
                 mine = features[number]

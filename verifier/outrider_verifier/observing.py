@@ -39,11 +39,6 @@ def observe_plain(sessions: Sequence[Session], mark: Mark, touched: list[Tally])
     return others
 
 
-def keep_features(sessions: Sequence[Session]) -> bool:
-    """Whether any of them does, so that a round with them makes some."""
-    return any([session.keeps_features for session in sessions])
-
-
 def _add(
     known: Known | None, last: Mark | None, count: int, mark: Mark, touched: list[Tally]
 ) -> None:

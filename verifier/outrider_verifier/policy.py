@@ -31,9 +31,9 @@ from outrider_verifier import lean
 from outrider_verifier.kinds import Kinds
 from outrider_verifier.known import Kind, Known, Mark, Pace, Tally, begun_contest, named_gain
 from outrider_verifier.loads import Loads, Times
-from outrider_verifier.observing import keep_features, observe_plain, observe_row
+from outrider_verifier.observing import observe_plain, observe_row
 from outrider_verifier.own_verdicts import OwnVerdicts, own_rows
-from outrider_verifier.sessions import NO_LIMIT, Session
+from outrider_verifier.sessions import NO_LIMIT, Session, keep_features
 from outrider_verifier.settled import NO_ROWS, Alike, Settled
 
 REVIEW_ROUNDS: Final = 48

@@ -280,6 +280,11 @@ class Session:
         return fresh
 
 
+def keep_features(sessions: Sequence[Session]) -> bool:
+    """Whether any of them does, so that a round with them makes some."""
+    return any([session.keeps_features for session in sessions])
+
+
 def check_spec(
     spec: SessionSpec, *, vocab_size: int, max_context_len: int, max_tree_nodes: int
 ) -> None:
