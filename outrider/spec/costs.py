@@ -17,6 +17,9 @@ NODE_STEPS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Nodes of one session."""
 GAIN: Final = 1.0 / 8.0
 """What a new observation weighs against the mean of the old ones."""
+FIRST: Final = 4
+"""Observations of a shape of which the shortest stands: a round that was held up, of a shape that
+is seldom met, would stand for it for long, and for all larger ones."""
 
 
 class CostTable:
@@ -28,6 +31,8 @@ class CostTable:
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, int], float] = {}
         """By place on the grid."""
+        self._seen: dict[tuple[int, int], int] = {}
+        """How often, up to FIRST."""
         self._filled: NDArray[np.float64] | None = None
 
     @property
@@ -40,9 +45,9 @@ class CostTable:
         if rows < 1 or not seconds > 0.0:
             return
         cell = _nearest(ROW_STEPS, rows), _nearest(NODE_STEPS, nodes / rows)
-        before = self._seconds.get(cell)
-        if before is None:
-            self._seconds[cell] = seconds
+        before, seen = self._seconds.get(cell, seconds), self._seen.get(cell, 0)
+        if seen < FIRST:
+            self._seconds[cell], self._seen[cell] = min(before, seconds), seen + 1
         else:
             # One round in a thousand takes ten times as long; it says nothing about the others.
             self._seconds[cell] += GAIN * (min(seconds, 3.0 * before) - before)

@@ -20,10 +20,14 @@ PROBE_ROUNDS: Final = 6.0
 LONG_PROBE_ROUNDS: Final = 24.0
 CHECK_ROUNDS: Final = 3.0
 """Plain rounds of a probe where none was ever run."""
+CHANGED: Final = 0.5
+"""Rounds in the other mode with which the change to it is over: a few sessions that began in it are
+not the many that came to it."""
 SMALL_LOSS: Final = 1.5
 """Plain rounds that are next to nothing."""
 LOSS_LIMIT: Final = 6.0
-"""Rounds of the mode in force that a probe may lose before it is broken off."""
+"""Rounds of the mode in force that a probe may lose before it is broken off. What the change itself
+took is lost by then, and would be again with the next one: it is no reason to learn nothing."""
 
 
 @dataclass(slots=True)
@@ -38,7 +42,8 @@ class Probe:
     lost_s: float = 0.0
     _steady_s: float = 0.0
     """The same but for the change itself."""
-    _first: bool = True
+    _settled: float = 0.0
+    """Rounds that told of the mode and not of the change to it."""
 
     def lose(self, seen: Seen, usual_s: float, worth: float) -> None:
         """A round, `seen`, took longer than it was worth; `worth`: tokens that a row emits in one
@@ -50,21 +55,20 @@ class Probe:
 
     def counts(self, seen: Seen) -> bool:
         """Count a round; whether it tells of the mode, as the first ones do not while they tell of
-        the change to it."""
-        counted = seen.settled or not self._first
-        self._first = self._first and not seen.settled
+        the change to it. Later ones are a mode's that sessions come to all the time."""
+        counted = seen.settled or self._settled >= CHANGED
+        self._settled += seen.rounds * seen.settled
         self.rounds_left -= seen.rounds * counted
         return counted
 
     def too_dear(self, usual_s: float) -> bool:
         """Whether it has lost too much."""
-        return self.lost_s / usual_s > LOSS_LIMIT
+        return self._steady_s / usual_s > LOSS_LIMIT
 
     def over(self, usual_s: float) -> bool:
         """Whether enough rounds were run."""
+        longer = LONG_PROBE_ROUNDS - PROBE_ROUNDS
         if self.mode is Mode.PLAIN:
-            lost_s, longer = self._steady_s, LONG_DOUBT_ROUNDS - DOUBT_ROUNDS
-        else:
-            lost_s, longer = self.lost_s, LONG_PROBE_ROUNDS - PROBE_ROUNDS
-        cheap = lost_s / usual_s < SMALL_LOSS
+            longer = LONG_DOUBT_ROUNDS - DOUBT_ROUNDS
+        cheap = self._steady_s / usual_s < SMALL_LOSS
         return self.rounds_left <= (-longer if cheap else 0.0)

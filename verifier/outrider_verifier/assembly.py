@@ -52,6 +52,7 @@ def assemble(
         automatic=automatic,
         ceiling_s=config.ceiling_s,
         times=runner.round_s,
+        verify_s=runner.verify_s,
         piece_tokens=runner.piece_tokens,
         shares_cores=not config.device.startswith("cuda"),
     )

@@ -22,10 +22,13 @@ HOLD_ROUNDS: Final = 16
 that this is in vain."""
 MAX_HOLD_ROUNDS: Final = 256
 TURN_ROUNDS: Final = 1
+RESUME_ROUNDS: Final = 3
 AHEAD_ROUNDS: Final = 2
-"""Rounds of a session that tell of a change and not of what is changed to: of one between plain
-decoding and speculation, and of one between lock-step and look-ahead, where the drafts of the round
-under way are of the old way still."""
+"""Rounds of a session that tell of a change and not of what is changed to: of one that begins or
+pauses; of one that is drafted for again, which the drafter has to catch up with, as with all others
+that were paused, and which are out of step until then (64 sessions at an 8B's cost: 17 to 25 ms a
+round for some three rounds, then 11); and of one between lock-step and look-ahead, where the drafts
+of the round under way are of the old way still."""
 
 
 class Kind(NamedTuple):
@@ -142,8 +145,8 @@ class Known:
     """Of these, sessions that keep no features, so that nobody can draft for them."""
     gathers_until: int = 0
     """The round of `Loads` until which sessions keep features, so that they can be tried."""
-    limit: int = NO_LIMIT
-    """Draft levels worth verifying."""
+    limits: dict[int, int] = field(default_factory=dict)
+    """Draft levels worth verifying, by load; absent: all."""
     judged: dict[tuple[int, int], int] = field(default_factory=dict)
     """Rounds by (levels of the draft, levels that stood) since the last review."""
     review: int = 0
@@ -173,6 +176,10 @@ class Known:
     def tally(self, paused: bool, ahead: bool, *, settled: bool) -> Tally:
         """Where a row of a session counts that is paused or drafted for ahead."""
         return self.tallies[2 * (2 if paused else ahead) + settled]
+
+    def limit(self, load: int) -> int:
+        """Draft levels worth verifying at a load: one session's says nothing of many."""
+        return self.limits.get(load, NO_LIMIT)
 
     @property
     def arrival(self) -> ArrivalEstimate:
@@ -268,6 +275,9 @@ class Pace:
     """The end of its last round, shared by the sessions of that; None before its first one."""
     unsettled: int = TURN_ROUNDS
     """Rounds to come that tell of a change."""
+    catching_up: int = 0
+    """Rounds without a draft that may yet go by before they tell of more than that its drafter has
+    to catch up with it."""
     holding: bool = True
     """Whether its drafter is thought to be catching up, and given more time for that."""
     missed_len: int = -1
@@ -282,8 +292,17 @@ class Pace:
 
     def turned(self, *, paused: bool) -> None:
         """The session pauses or resumes."""
-        self.unsettled = max(self.unsettled, TURN_ROUNDS)
+        self.unsettled = max(self.unsettled, TURN_ROUNDS if paused else RESUME_ROUNDS)
+        self.catching_up = 0 if paused else HOLD_ROUNDS
         self.holding = not paused
+
+    def settle(self, *, drafted: bool) -> None:
+        """A round of it went by, with or without a draft."""
+        if not drafted and self.catching_up > 0:
+            self.catching_up -= 1
+            return
+        self.catching_up = 0
+        self.unsettled -= 1
 
     def turned_ahead(self) -> None:
         """It goes over to look-ahead or to lock-step."""

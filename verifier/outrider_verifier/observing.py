@@ -81,7 +81,7 @@ def observe_row(row: Settled, mark: Mark, touched: list[Tally], round_s: float) 
             return
     if last is None:
         # Its first round: the drafter had the prompt to read, as it will not again.
-        pace.unsettled -= 1
+        pace.settle(drafted=nodes > 0)
         return
     tally = known.tally(session.paused, session.ahead, settled=pace.unsettled <= 0)
     if not tally.rows:
@@ -90,4 +90,4 @@ def observe_row(row: Settled, mark: Mark, touched: list[Tally], round_s: float) 
     tally.add(1, count, count * count, max(0.0, spent_s), alone_s)
     tally.hits += hit
     tally.missed += not nodes
-    pace.unsettled -= 1
+    pace.settle(drafted=nodes > 0)

@@ -13,10 +13,12 @@ chance sooner or later. Times are seconds of one clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.ids import DrafterId
 from outrider.spec.contest import Contest
@@ -53,16 +55,19 @@ class Policy:
         automatic: bool,
         ceiling_s: float,
         times: Times = lambda rows, *, own, pieces=0, featured=False: None,
+        verify_s: Callable[[int, int], float | None] = lambda rows, nodes: None,
         piece_tokens: int = 1,
         shares_cores: bool = False,
     ) -> None:
         """`automatic`: False carries plans out as they are. `ceiling_s`: see `patience_s`.
-        `piece_tokens`: prompt tokens of a piece, as `times` counts them. `shares_cores`: whether
+        `verify_s`: seconds of a forward over so many rows, of so many nodes each; None where that
+        was not measured. `piece_tokens`: prompt tokens of a piece, as `times` counts them.
+        `shares_cores`: whether
         the target computes where a drafter of this host does, so that what is drafted ahead is
         likely to cost more than it hides."""
         self._automatic = automatic
         self._ceiling_s = ceiling_s
-        self._times = times
+        self._times, self._verify_s = times, verify_s
         self.costs = CostTable()
         """Forwards by the shape of their round."""
         self._kinds = Kinds(automatic=automatic, begins_ahead=not shares_cores)
@@ -180,7 +185,9 @@ class Policy:
         at the cut are none of them, so every cut would be a miss.
         """
         pace = session.pace
-        return NO_LIMIT if pace is None or self.looks_ahead(session) else pace.known.limit
+        if pace is None or self.looks_ahead(session):
+            return NO_LIMIT
+        return pace.known.limit(self._loads.load)
 
     def turn(self, session: Session, *, paused: bool) -> None:
         """The session pauses or resumes speculation with its next round."""
@@ -312,9 +319,9 @@ class Policy:
         if known.review >= REVIEW_ROUNDS and known.kind.top_k == 1:
             known.review = 0
             known.share()
-            limit = self._length(known)
-            self.changed = self.changed or limit != known.limit
-            known.limit = limit
+            load, limit = self._loads.load, self._length(known)
+            self.changed = self.changed or limit != known.limit(load)
+            known.limits[load] = limit
 
     def _judge_ahead(self, tally: Tally, contest: Contest, seen: Seen) -> bool:
         """Weigh look-ahead against lock-step, while nothing is being tried against plain decoding;
@@ -331,14 +338,22 @@ class Policy:
 
     def _length(self, known: Known) -> int:
         """The length of a chain; whether to draft at all is for the contest."""
-        rows, longest = 1 << self._loads.load, known.kind.draft_tokens
+        longest = known.kind.draft_tokens
         length = choose_length(
             known.acceptance.reached(longest),
-            lambda lengths: self.costs.estimates(rows, lengths * np.float64(rows)),
+            partial(self._lengths_s, self._loads.sessions),
             extra_s=known.waits_s + self._host_s,
-            present=min(known.limit, longest),
+            present=min(known.limit(self._loads.load), longest),
         )
         return NO_LIMIT if length >= longest else length
+
+    def _lengths_s(self, rows: int, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        """float64 [n] -> [n]: a forward over `rows` chains by their length, as it was measured at
+        the start; where it was not, as rounds took that were seen."""
+        measured = [self._verify_s(rows, 1 + int(length)) for length in lengths]
+        if None in measured:
+            return self.costs.estimates(rows, lengths * np.float64(rows))
+        return np.asarray(measured, dtype=np.float64)
 
     # ---- reports -------------------------------------------------------------------------------
 

@@ -105,6 +105,16 @@ def test_more_nodes_never_cost_less(rounds: list[tuple[int, int, float]], rows: 
     assert not table.known or (np.diff(times) >= -1e-12).all()
 
 
+def test_a_stall_of_a_shape_that_is_seldom_met_does_not_stand_for_it() -> None:
+    table = CostTable()
+    for seconds in (0.004, 0.2, 0.0041):
+        table.observe(64, 256, seconds)
+    for seconds in (0.2, 0.0039):
+        table.observe(1, 4, seconds)
+    assert table.estimate(1, 4) == pytest.approx(0.0039)
+    assert table.estimate(64, 256) == pytest.approx(0.004)
+
+
 def test_bad_observations_are_ignored() -> None:
     table = CostTable()
     for rows, seconds in ((0, 1.0), (1, 0.0), (1, math.nan), (1, -1.0)):

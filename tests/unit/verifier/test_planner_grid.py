@@ -30,6 +30,16 @@ LARGE = Costs(plain=LARGE_S, verify=(4.3, 5.0, 7.6, 11.4), exchange=TODAY, piece
 SMALL = Costs(plain=SMALL_S, verify=(1.1, 1.3, 2.0, 3.2), exchange=TODAY, piece=0.15, host=0.5)
 LARGE_OWN = replace(LARGE, verify=(4.6, 5.2, 7.0, 9.6), exchange=OWN)
 SMALL_OWN = replace(SMALL, verify=(1.5, 1.7, 2.4, 3.6), exchange=OWN)
+BURST = Costs(
+    plain=(4.0, 4.2, 4.4, 4.6),
+    verify=(4.3, 4.7, 6.0, 7.0),
+    exchange=(1.6, 2.2, 3.6, 5.5),
+    piece=0.25,
+    host=0.2,
+    features=0.03,
+    queued=0.7,
+)
+"""As LARGE, of another day; the drafter takes up one batch after the other."""
 SEEDS = {1: 16, 8: 4, 32: 4, 64: 2}
 """A single session's whole run is two answers, of which one may have three tokens."""
 
@@ -91,20 +101,28 @@ def test_what_was_found_out_is_kept_for_the_sessions_that_follow(
     assert plain / drafts >= 0.98
 
 
+@pytest.mark.parametrize("sessions", [32, 64])
+def test_drafts_that_have_become_good_are_found_though_many_sessions_come_back_slowly(
+    sessions: int,
+) -> None:
+    # All have to be caught up with: until then rounds take twice as long, and some have no draft.
+    costs = replace(BURST, reading=1.0)
+    for seed in range(2):
+        run = replace(service(costs, sessions, 2.0, waves=3), seed=seed, policy=planner(costs))
+        run.run()
+        assert run.paused > 0.5 * run.decoded
+        run = replace(run, extra_tokens=EXTRA[0.0], waves=4)
+        for wave in range(3):
+            run = replace(run, now=run.now + 0.1, seed=seed + 100 + wave, paused=0, decoded=0)
+            run.run()
+        assert run.paused < 0.5 * run.decoded
+
+
 @pytest.mark.parametrize("reading", [0.5, 1.5])
 def test_drafts_that_win_survive_stalls_and_the_burst_in_which_64_sessions_begin(
     reading: float,
 ) -> None:
-    costs = Costs(
-        plain=(4.0, 4.2, 4.4, 4.6),
-        verify=(4.3, 4.7, 6.0, 7.0),
-        exchange=(1.6, 2.2, 3.6, 5.5),
-        piece=0.25,
-        host=0.2,
-        features=0.03,
-        reading=reading,
-        queued=0.7,
-    )
+    costs = replace(BURST, reading=reading)
     left = 0
     for seed in range(10):
         run = replace(service(costs, 64, 0.0, waves=3), seed=seed, policy=planner(costs))

@@ -104,7 +104,7 @@ def test_drafts_that_were_branched_from_are_not_shortened() -> None:
         policy = Policy(automatic=True, ceiling_s=0.04, shares_cores=shares_cores)
         session = _session(policy)
         assert session.pace is not None
-        session.pace.known.limit = 2
+        session.pace.known.limits[0] = 2
         assert policy.limit(session) == limit
 
 

@@ -201,21 +201,34 @@ def test_drafts_are_shortened_for_forwards_that_cost_not_for_what_the_host_takes
 ) -> None:
     policy = Policy(automatic=True, ceiling_s=0.04)
     session = _session(policy)
-    draft = trim(make_tree([1, 2, 3, 4]), None, 4)
-    tokens, now = tuple(range(stood + 1)), 0.0
-    for count in range(120):
-        policy.begin_round(1, now)
-        if count % 4:
-            now += forward_s + host_s
-            row = _row(session, tokens, VerifyRow(session, draft=draft))
-            policy.observe_round(
-                [row], seconds=forward_s + host_s, forward_s=forward_s, prompts=(), now=now
-            )
-        else:
-            now += 0.004
-            plain = [_row(session)]
-            policy.observe_round(plain, seconds=0.004, forward_s=0.004, prompts=(), now=now)
+    _speculate(policy, session, stood=stood, forward_s=forward_s, host_s=host_s)
     assert (policy.limit(session) < 4) is shortened
+
+
+@pytest.mark.parametrize(("measured", "shortened"), [(0.0, False), (0.005, True)])
+def test_what_the_device_was_measured_to_take_decides_how_long_drafts_are(
+    measured: float, shortened: bool
+) -> None:
+    # Seen in service: at one session, a few rounds that were held up.
+    policy = Policy(
+        automatic=True,
+        ceiling_s=0.04,
+        verify_s=lambda rows, nodes: 0.004 + measured * (nodes - 1),
+    )
+    session = _session(policy)
+    _speculate(policy, session, stood=1, forward_s=0.02, host_s=0.0)
+    assert (policy.limit(session) < 4) is shortened
+
+
+def test_a_length_that_one_session_is_worth_is_not_forced_on_many() -> None:
+    policy = Policy(automatic=True, ceiling_s=0.04)
+    session = _session(policy)
+    _speculate(policy, session, stood=1, forward_s=0.02, host_s=0.0)
+    assert policy.limit(session) < 4
+    policy.changed = False
+    policy.begin_round(64, 100.0)
+    assert policy.changed
+    assert policy.limit(session) >= 4
 
 
 def test_a_round_of_64_sessions_is_observed_in_no_time() -> None:
@@ -288,6 +301,26 @@ def _row(
 ) -> Settled:
     result = RowOutcome(tokens, features=None)
     return Settled(session, result, tokens, None, verified or VerifyRow(session=session))
+
+
+def _speculate(
+    policy: Policy, session: Session, *, stood: int, forward_s: float, host_s: float
+) -> None:
+    """Rounds of which `stood` of four draft tokens stand, and every fourth one is plain."""
+    draft = trim(make_tree([1, 2, 3, 4]), None, 4)
+    tokens, now = tuple(range(stood + 1)), 0.0
+    for count in range(120):
+        policy.begin_round(1, now)
+        if count % 4:
+            now += forward_s + host_s
+            row = _row(session, tokens, VerifyRow(session, draft=draft))
+            policy.observe_round(
+                [row], seconds=forward_s + host_s, forward_s=forward_s, prompts=(), now=now
+            )
+        else:
+            now += 0.004
+            plain = [_row(session)]
+            policy.observe_round(plain, seconds=0.004, forward_s=0.004, prompts=(), now=now)
 
 
 def _round(policy: Policy, session: Session) -> None:
