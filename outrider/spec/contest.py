@@ -358,7 +358,7 @@ class Contest:
                 took_s = self._drafts.clipped(seen.round_s)
                 self._win(seen.rounds * (seen.tokens / seen.rows * usual_s - took_s), seen)
         broken = probe.too_dear(usual_s) or self._hopeless(probe)
-        if broken or probe.over(usual_s):
+        if broken or probe.over(usual_s) or (probe.won and self._succeeded(probe)):
             self._end(probe, broken)
 
     def _hopeless(self, probe: Probe) -> bool:
@@ -371,14 +371,18 @@ class Contest:
         self._thin = self._thin and not hopeless
         return hopeless
 
+    def _succeeded(self, probe: Probe) -> bool:
+        """Whether speculation, being tried, is seen to be faster."""
+        enough = probe.mode is Mode.SPECULATE and self._drafts.rounds >= ENOUGH_ROUNDS
+        return enough and self.gain > MARGIN
+
     def _end(self, probe: Probe, broken: bool) -> None:
         self._probe = None
         lost = max(0.0, probe.lost_s)
         self._cost_s[probe.mode] = lost
         self._credit_s = min(0.0, self._credit_s - lost)
         if probe.mode is Mode.SPECULATE:
-            enough = self._drafts.rounds >= ENOUGH_ROUNDS
-            if enough and not broken and self.gain > MARGIN:
+            if not broken and self._succeeded(probe):
                 self.in_force = Mode.SPECULATE
             self._begin_anew()
             return

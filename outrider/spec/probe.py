@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from outrider.spec.evidence import Seen
+from outrider.spec.evidence import OUTLIER, Seen
 from outrider.spec.modes import Mode
 
 DOUBT_ROUNDS: Final = 6.0
@@ -51,7 +51,8 @@ class Probe:
         if usual_s > 0.0:
             lost = seen.rounds * (seen.round_s - seen.tokens / seen.rows / worth * usual_s)
             self.lost_s += lost
-            self._steady_s += lost * seen.settled
+            # One that was held up says nothing of the mode.
+            self._steady_s += min(lost, OUTLIER * seen.rounds * usual_s) * seen.settled
 
     def counts(self, seen: Seen) -> bool:
         """Count a round; whether it tells of the mode, as the first ones do not while they tell of
@@ -64,6 +65,11 @@ class Probe:
     def too_dear(self, usual_s: float) -> bool:
         """Whether it has lost too much."""
         return self._steady_s / usual_s > LOSS_LIMIT
+
+    @property
+    def won(self) -> bool:
+        """Whether it has lasted long enough, and gained by it."""
+        return self.rounds_left <= 0.0 and self._steady_s < 0.0
 
     def over(self, usual_s: float) -> bool:
         """Whether enough rounds were run."""
