@@ -39,6 +39,8 @@ WORTHLESS: Final = 1.05
 them neither run ahead nor let prompts in as others do."""
 WORTHLESS_ROUNDS: Final = 8.0
 """Rounds before that is judged."""
+LEAST_PRICE: Final = 0.5
+"""Rounds of the mode in force that any probe counts as."""
 WORTHLESS_PRICE: Final = 4.0
 """Plain rounds that another look at such drafts counts as: it loses little that is measured."""
 LEAST_ROUNDS: Final = 1.9
@@ -214,7 +216,10 @@ class Contest:
             self._fall_behind(seen)
         if self._probe is not None:
             return
-        affordable = self._credit_s >= self._price(mode.other) * self._gathering.share
+        share = self._gathering.share
+        # The least price that there is first: mostly not even that is there.
+        affordable = self._credit_s >= LEAST_PRICE * usual_s * share
+        affordable = affordable and self._credit_s >= self._price(mode.other) * share
         if affordable and mode is Mode.PLAIN and seen.able < ABLE:
             if not self._gathering.wait(seen):
                 self._credit_s = 0.0
@@ -343,7 +348,7 @@ class Contest:
             lost_s = max(lost_s, ENOUGH_ROUNDS * self._drafts.mean_s * (1.0 - self.gain))
             if self._worthless:
                 lost_s = max(lost_s, WORTHLESS_PRICE * usual_s)
-        return max(lost_s, 0.5 * usual_s) + self.ready_s * (mode is Mode.SPECULATE)
+        return max(lost_s, LEAST_PRICE * usual_s) + self.ready_s * (mode is Mode.SPECULATE)
 
     def _probed(self, probe: Probe, seen: Seen) -> None:
         """A round in the mode that is being tried."""

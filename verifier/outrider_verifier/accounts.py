@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider import trace
 from outrider.errors import InvalidRequestError
-from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, TARGET_ONLY
+from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, PAUSED, TARGET_ONLY
 from outrider_verifier.core import Core
 from outrider_verifier.effects import RoundReport
 from outrider_verifier.flying import InFlight
@@ -25,6 +24,9 @@ from outrider_verifier.runner import Decoded, RoundOutcome
 from outrider_verifier.sessions import Session, keep_features
 from outrider_verifier.settled import Alike, Committed, Settled
 
+EVENT_COLUMNS: Final = 7
+"""Of `Emits.add_all`."""
+_OWN: Final = object()
 _NO_ROUND: Final = (0, 0, 0)
 """What is told of a prompt's first token."""
 
@@ -96,44 +98,41 @@ class Accounts:
         """The same for rows that are alike."""
         if not rows.sessions:
             return 0
-        counts, drafted = np.array(rows.counts), np.array(rows.drafted)
-        accepted = np.where(drafted > 0, counts - 1, 0)
-        zeros = np.zeros(len(rows), dtype=np.int64)
-        events = np.stack(
-            [
-                np.array([session.ticket for session in rows.sessions]),
-                np.array([session.round_id for session in rows.sessions]),
-                counts,
-                zeros,
-                self._flags(rows.sessions),
-                drafted,
-                accepted,
-            ]
-        )
+        events = np.zeros((EVENT_COLUMNS, len(rows)), dtype=np.int64)
+        tickets, rounds, counts, _, flags, drafted, accepted = events
+        tickets[:] = [session.ticket for session in rows.sessions]
+        rounds[:] = [session.round_id for session in rows.sessions]
+        counts[:] = rows.counts
+        flags[:] = self._flags(rows.sessions)
+        if any(rows.drafted):
+            drafted[:] = rows.drafted
+            np.subtract(counts, 1, out=accepted, where=drafted > 0)
         self._core.events().add_all(events, rows.tokens)
         _Booked(
             rounds=len(rows),
             tokens=len(rows.tokens),
-            paused=sum([session.paused for session in rows.sessions]),
+            paused=int(np.count_nonzero(flags & PAUSED)),
             accepted=int(accepted.sum()),
             proposed=sum(rows.drafted),
         ).enter(self._core.counters)
         return len(rows.tokens)
 
-    def _flags(self, sessions: Sequence[Session]) -> NDArray[np.int64]:
+    def _flags(self, sessions: Sequence[Session]) -> list[int]:
         """[n]: of their events. Neighbours have the same, nearly always."""
         core, flags, of_all = self._core, 0, list[int]()
-        last: tuple[object, ...] = ()
+        told_by: object = self
+        paused = False
         for session in sessions:
             pace = session.pace
-            # Of own drafts of all kinds the same is said.
-            kind = None if pace is None else pace.own or id(pace.known)
-            told_by = (kind, session.paused, session.spec.drafter_id)
-            if told_by != last:
-                last = told_by
+            by: object = session.spec.drafter_id
+            if pace is not None:
+                # A kind has one drafter; of own drafts of all kinds the same is said.
+                by = _OWN if pace.own else pace.known
+            if (by is not told_by and by != told_by) or session.paused is not paused:
+                told_by, paused = by, session.paused
                 flags = core.policy.planned(session) | core.drafters.attached_flag(session)
             of_all.append(flags)
-        return np.array(of_all)
+        return of_all
 
     def keep_features(
         self, flying: InFlight, decoded: Decoded, prompts: Sequence[Settled], rows: Committed

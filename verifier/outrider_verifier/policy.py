@@ -267,7 +267,7 @@ class Policy:
             count, nodes, pieces, self._piece_tokens, seconds, own=bool(own), featured=featured
         )
         # Plain decoding is that without features: whoever asks for no drafts keeps none.
-        longer = 1.0 + self._loads.features_share * featured
+        longer = 1.0 + self._loads.features_share if featured else 1.0
         mark = Mark(now, self._loads.prompts_s, self._loads.alone_s)
         touched: list[Tally] = []
         for session in observe_plain(alike.sessions, mark, touched):
