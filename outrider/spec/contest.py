@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from outrider.spec.behind import LEAST_ROUNDS, Behind
 from outrider.spec.evidence import SURE, Emitted, RoundTimes, Seen, Stalls
 from outrider.spec.gathering import ABLE, LEAST_ABLE, Gathering
 from outrider.spec.modes import Mode, Reason
@@ -43,8 +44,6 @@ LEAST_PRICE: Final = 0.5
 """Rounds of the mode in force that any probe counts as."""
 WORTHLESS_PRICE: Final = 4.0
 """Plain rounds that another look at such drafts counts as: it loses little that is measured."""
-LEAST_ROUNDS: Final = 1.9
-"""Rounds of speculation without which it is not judged."""
 ENOUGH_ROUNDS: Final = 3.0
 """Rounds of speculation before its rate may end plain decoding."""
 MARGIN: Final = 1.03
@@ -52,9 +51,6 @@ MARGIN: Final = 1.03
 PROVEN_ROUNDS: Final = 32.0
 PROVEN_GAIN: Final = 1.1
 """Rounds and speed relative to plain decoding after which speculation is trusted for longer."""
-LIMIT: Final = 3.0
-PROVEN_LIMIT: Final = 12.0
-"""Plain rounds that speculation may fall behind, since it was last ahead, before it is doubted."""
 SURE_LOSS: Final = 2.5
 """Standard errors beyond which it is not bad luck that drafts lose."""
 EASIER: Final = 1.2
@@ -81,12 +77,8 @@ class Contest:
     _drafts: RoundTimes = field(default_factory=RoundTimes)
     _stood: Emitted = field(default_factory=Emitted)
     """Of rounds with drafts."""
-    _behind: Emitted = field(default_factory=Emitted)
-    """The same since speculation was last ahead of plain decoding."""
-    _behind_s: RoundTimes = field(default_factory=RoundTimes)
+    _behind: Behind = field(default_factory=Behind)
     _stalls: Stalls = field(default_factory=Stalls)
-    _deficit: float = 0.0
-    """Plain rounds that it has lost since then."""
     _probe: Probe | None = None
     _decided: bool = False
     _proven: bool = False
@@ -265,16 +257,11 @@ class Contest:
             )
 
     def _fall_behind(self, seen: Seen) -> None:
-        """Doubt speculation when it has lost too much since it was last ahead of plain decoding.
-
-        Sums tell a slow decline and a sudden one apart from bad luck sooner than a mean does.
-        """
-        self._behind.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
-        if seen.timed:
-            self._behind_s.observe(seen.round_s, seen.rounds)
-        plain_s, rounds = self.plain_s, self._behind_s.rounds
+        """Doubt speculation when it has lost too much since it was last ahead of plain decoding."""
+        behind, plain_s = self._behind, self.plain_s
+        behind.observe(seen)
         if math.isnan(plain_s):
-            if self._behind.rounds >= BLIND_ROUNDS and rounds > LEAST_ROUNDS:
+            if behind.emitted.rounds >= BLIND_ROUNDS and behind.times.rounds > LEAST_ROUNDS:
                 self._doubt()
             return
         # Without a time of its own a round is taken to have lasted as long as others.
@@ -283,13 +270,9 @@ class Contest:
             return
         lost = seen.rounds * (took_s / plain_s - seen.tokens / seen.rows)
         self._win(-lost * plain_s, seen)
-        # A stall may not weigh on all that follow it.
-        self._deficit = min(self._deficit + lost, 2.0 * PROVEN_LIMIT)
-        if self._deficit <= 0.0:
+        if not behind.lose(lost):
             self._begin_anew()
-            return
-        limit = PROVEN_LIMIT if self._proven or self.gain > 1.0 else LIMIT
-        if self._deficit > limit and rounds > LEAST_ROUNDS and self._loses():
+        elif behind.doubtful(plain_s, proven=self._proven or self.gain > 1.0):
             self._doubt()
 
     def _win(self, seconds: float, seen: Seen) -> None:
@@ -305,14 +288,6 @@ class Contest:
             return False
         return self._stood.mean + SURE * math.sqrt(self._stood.variance) < WORTHLESS
 
-    def _loses(self) -> bool:
-        """Whether drafts since they were last ahead emit too few tokens for their time."""
-        return self._behind.short_of(self._needed(self._behind_s))
-
-    def _needed(self, drafts: RoundTimes) -> float:
-        """Tokens that a row must emit to be worth such rounds."""
-        return drafts.mean_s / self.plain_s
-
     def _doubt(self) -> None:
         """Compare speculation with plain rounds of right now."""
         self._plain.forget()
@@ -324,10 +299,8 @@ class Contest:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._deficit = 0.0
         self._gathering.end()
-        self._behind = Emitted()
-        self._behind_s = RoundTimes()
+        self._behind = Behind()
 
     def _lost_s(self, mode: Mode, seen: Seen) -> float:
         """Seconds of a session that this round took longer than the usual ones of `mode`."""
@@ -359,7 +332,8 @@ class Contest:
                 self._note_plain(seen)
             else:
                 self._note_drafts(seen)
-                self._behind.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
+                emitted = self._behind.emitted
+                emitted.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
                 took_s = self._drafts.clipped(seen.round_s)
                 self._win(seen.rounds * (seen.tokens / seen.rows * usual_s - took_s), seen)
         broken = probe.too_dear(usual_s) or self._hopeless(probe)
@@ -372,7 +346,8 @@ class Contest:
             return False
         if self._worthless:
             return True
-        hopeless = self._behind.short_of(self._needed(self._drafts), sure=SURE_LOSS)
+        needed = self._drafts.mean_s / self.plain_s
+        hopeless = self._behind.emitted.short_of(needed, sure=SURE_LOSS)
         self._thin = self._thin and not hopeless
         return hopeless
 
@@ -394,15 +369,16 @@ class Contest:
         if not probe.doubts:
             return
         self._decided = True
-        needed = self._needed(self._behind_s)
+        behind, plain_s = self._behind, self.plain_s
+        emitted, needed = behind.emitted, behind.needed(plain_s)
         # Now it is known what plain rounds take.
-        self._winnings.add(self._deficit - self._behind.rounds * (needed - self._behind.mean))
-        if not broken and self._behind.short_of(needed, sure=CONFIRMED):
+        self._winnings.add(behind.deficit - emitted.rounds * (needed - emitted.mean))
+        if not broken and behind.short_of(plain_s, sure=CONFIRMED):
             self.in_force = Mode.PLAIN
-            self._winnings.gave_up(self._behind, needed)
-            self._thin = not self._behind.short_of(needed, sure=SURE_LOSS)
+            self._winnings.gave_up(emitted, needed)
+            self._thin = not behind.short_of(plain_s, sure=SURE_LOSS)
             # The times when it was ahead are over.
-            self._stood, self._drafts = self._behind, self._behind_s
+            self._stood, self._drafts = emitted, behind.times
         self._begin_anew()
 
     def _leave(self) -> None:

@@ -171,14 +171,16 @@ class FeatureStore:
         self._next[handles] = places + 1
         self._write(places, elements)
 
-    def read(self, handle: int, start: int, stop: int) -> NDArray[np.generic]:
-        """[stop - start, H] of positions start .. stop, at least one; they must be held."""
+    def read(self, handle: int, start: int, stop: int) -> list[NDArray[np.generic]]:
+        """Positions start .. stop, at least one, as pieces [m, H]; they must be held. Views: what
+        is still needed when the session may have ended has to be copied."""
         used = self._used(handle)
         assert start < stop <= used, (start, stop, used)
         first, last = start // self.chunk, (stop - 1) // self.chunk
-        begin, end = start - first * self.chunk, stop - first * self.chunk
-        chunks = [self.rows(number) for number in self._chunks[handle][first : last + 1]]
-        return (chunks[0] if first == last else np.concatenate(chunks))[begin:end]
+        pieces = [self.rows(number) for number in self._chunks[handle][first : last + 1]]
+        pieces[-1] = pieces[-1][: stop - last * self.chunk]
+        pieces[0] = pieces[0][start - first * self.chunk :]
+        return pieces
 
     def close(self, handle: int) -> None:
         """Free a session's features; idempotent."""

@@ -22,10 +22,8 @@ from outrider.wire.messages import (
     SessionSpec,
     SessionStart,
     TensorDtype,
-    Verdict,
     Verdicts,
     VerifierMessage,
-    WireTensor,
 )
 from outrider_verifier.commands import Link
 from outrider_verifier.features import FeatureStore
@@ -218,25 +216,26 @@ class Handover:
         told, digest = int(self._tokens[handle]), int(self._digests[handle])
         for start in range(int(self._features[handle]), written, self._chunk_tokens):
             stop = min(start + self._chunk_tokens, written)
-            wire = None
+            pieces: list[NDArray[np.generic]] = []
             if self._with_features[handle]:
                 assert self._store is not None
-                rows = self._store.read(handle, start, stop)
-                wire = WireTensor(dtype=self._dtype, data=rows)
+                pieces = self._store.read(handle, start, stop)
             whole = stop == written and session.prefilled
             upto = session.length if whole else stop
             tokens = session.tokens[told:upto]
             digest = extend_digest(digest, tokens)
-            verdict = Verdict(
-                handle=handle,
-                start=told,
-                tokens=tokens,
-                prefix_digest=digest,
-                feature_start=start,
-                features=wire,
-                draft_wanted=whole and session.draft_wanted,
+            yield Verdicts(
+                handles=_column([handle]),
+                starts=_column([told]),
+                token_counts=_column([len(tokens)]),
+                tokens=np.array(tokens, dtype=np.int32),
+                digests=np.array([digest], dtype=np.uint64),
+                feature_starts=_column([start]),
+                feature_counts=_column([stop - start if pieces else 0]),
+                draft_wanted=np.array([whole and session.draft_wanted]),
+                # Of hundreds of tokens these are megabytes: they are copied where they are written.
+                features=FeatureRows(dtype=self._dtype, pieces=tuple(pieces)) if pieces else None,
             )
-            yield Verdicts.of([verdict])
             told = upto
             self._tokens[handle], self._features[handle] = told, stop
             self._digests[handle] = digest

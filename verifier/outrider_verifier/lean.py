@@ -32,10 +32,8 @@ def pays(loads: Loads) -> bool:
 
 def ready_s(known: Known, loads: Loads) -> float:
     """Seconds that it costs to have sessions keep features until they can be drafted for."""
-    if known.kind.method not in FEATURE_FED:
-        return 0.0
-    features_s = loads.features_s
-    return PREPARE_ROUNDS * features_s if features_s >= LEAN_SHARE * loads.plain_s else 0.0
+    needed = known.kind.method in FEATURE_FED and pays(loads)
+    return PREPARE_ROUNDS * loads.features_share * loads.plain_s if needed else 0.0
 
 
 def lets_go(known: Known, contest: Contest, loads: Loads) -> bool:

@@ -6,7 +6,7 @@ A load is a power of two of sessions, by its exponent. Times are seconds.
 from __future__ import annotations
 
 import math
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from outrider.spec.costs import CostTable
 from outrider.spec.evidence import RoundTimes
@@ -46,12 +46,30 @@ class Times(Protocol):
     ) -> float | None: ...
 
 
+class Ran(NamedTuple):
+    """A round that ended."""
+
+    rows: int
+    """Sessions that decoded in it."""
+    nodes: int
+    """Draft nodes from outside that were verified."""
+    pieces: int
+    """Of prompts."""
+    seconds: float
+    own: bool = False
+    """Whether drafts of the head in this process were verified."""
+    featured: bool = False
+    """Whether features of it were kept."""
+
+
 class Loads:
     """The load of now, and what was seen of plain rounds at each."""
 
-    def __init__(self, times: Times, costs: CostTable) -> None:
+    def __init__(self, times: Times, costs: CostTable, *, piece_tokens: int = 1) -> None:
+        """`piece_tokens`: prompt tokens of a piece, as `times` counts them."""
         self.times = times
         self._costs = costs
+        self._piece_tokens = piece_tokens
         self._plain: dict[int, RoundTimes] = {}
         """What plain rounds took without features, by load, in what the device was measured to
         take for their rows; in seconds where it was not."""
@@ -60,6 +78,9 @@ class Loads:
         self._asked = (-1, -1)
         self._ratio = math.nan
         """What `_find_ratio` found when it was last asked, and when."""
+        self._share_asked = (0, -1)
+        self._share = 0.0
+        """The same of `features_share`."""
         self._fewer_since: int | None = None
         """The round since which there have been too few sessions for the load; None: there are
         not."""
@@ -135,9 +156,13 @@ class Loads:
     @property
     def features_share(self) -> float:
         """The same as a share of a plain round without."""
-        # Known only where the device's times are, and so is a plain round.
-        features_s = self.features_s
-        return features_s / self.plain_s if features_s else 0.0
+        asked = self.sessions, self.rounds // ASKED_ROUNDS
+        if asked != self._share_asked:
+            # Known only where the device's times are, and so is a plain round.
+            features_s = self.features_s
+            self._share_asked = asked
+            self._share = features_s / self.plain_s if features_s else 0.0
+        return self._share
 
     @property
     def round_s(self) -> float:
@@ -147,58 +172,35 @@ class Loads:
             plain_s = self._costs.estimate(self.sessions, 0)
         return 0.0 if math.isnan(plain_s) else plain_s
 
-    def observe(
-        self,
-        rows: int,
-        nodes: int,
-        pieces: int,
-        piece_tokens: int,
-        seconds: float,
-        *,
-        own: bool,
-        featured: bool = False,
-    ) -> float:
-        """A round took `seconds`; `rows` decoded, `nodes` draft nodes were verified, features were
-        kept or not. Returns its seconds without what `pieces` of prompts added, by the device's
-        times or else by their share of its tokens."""
-        added_s = self._added_s(
-            rows, nodes, pieces, piece_tokens, seconds, own=own, featured=featured
-        )
+    def observe(self, ran: Ran) -> float:
+        """A round ended. Returns its seconds without what prompts added, by the device's times or
+        else by their share of its tokens."""
+        added_s = self._added_s(ran)
         self.prompts_s += added_s
         self.rounds += 1
-        if not rows:
-            self.alone_s += seconds
-        elif not nodes and not own and rows >= FULL * self.sessions:
-            self._observe_plain(rows, seconds - added_s, pieces > 0, featured=featured)
-        return seconds - added_s
+        if not ran.rows:
+            self.alone_s += ran.seconds
+        elif not ran.nodes and not ran.own and ran.rows >= FULL * self.sessions:
+            self._observe_plain(ran, ran.seconds - added_s)
+        return ran.seconds - added_s
 
-    def _observe_plain(self, rows: int, seconds: float, prompts: bool, *, featured: bool) -> None:
-        device_s = self.times(rows, own=False)
-        if featured:
+    def _observe_plain(self, ran: Ran, seconds: float) -> None:
+        device_s = self.times(ran.rows, own=False)
+        if ran.featured:
             seconds /= 1.0 + self.features_share
         seen = self._plain.setdefault(self.load, RoundTimes(PLAIN_WINDOW))
-        seen.observe(seconds / (device_s or 1.0), BESIDE_PROMPTS if prompts else 1.0)
+        seen.observe(seconds / (device_s or 1.0), BESIDE_PROMPTS if ran.pieces else 1.0)
 
-    def _added_s(
-        self,
-        rows: int,
-        nodes: int,
-        pieces: int,
-        piece_tokens: int,
-        seconds: float,
-        *,
-        own: bool,
-        featured: bool,
-    ) -> float:
-        if not pieces:
+    def _added_s(self, ran: Ran) -> float:
+        if not ran.pieces:
             return 0.0
         # Alone they are charged as they would be beside the sessions: a round of their own, which
         # others may have to wait for, is what speculation costs.
-        beside = rows or self.sessions
-        with_s = self.times(beside, own=own, pieces=pieces)
+        beside = ran.rows or self.sessions
+        with_s = self.times(beside, own=ran.own, pieces=ran.pieces)
         # Rounds with prompts make features whether or not they are kept.
-        without_s = self.times(beside, own=own, featured=featured)
+        without_s = self.times(beside, own=ran.own, featured=ran.featured)
         if with_s and without_s:
-            return min(max(0.0, with_s - without_s), MOST_ADDED * seconds)
-        prompts = pieces * piece_tokens
-        return seconds * prompts / (prompts + beside + nodes)
+            return min(max(0.0, with_s - without_s), MOST_ADDED * ran.seconds)
+        prompts = ran.pieces * self._piece_tokens
+        return ran.seconds * prompts / (prompts + beside + ran.nodes)

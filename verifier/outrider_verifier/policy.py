@@ -14,16 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from outrider.ids import DrafterId
 from outrider.spec.contest import Contest
-from outrider.spec.costs import GAIN, CostTable
-from outrider.spec.draft_length import choose_length
+from outrider.spec.costs import CostTable
 from outrider.spec.estimates import LEAST_ROUNDS, patience_s
 from outrider.spec.evidence import Seen
 from outrider.spec.modes import Mode, Reason
@@ -32,14 +27,13 @@ from outrider.wire.messages import PAUSED
 from outrider_verifier import lean
 from outrider_verifier.kinds import Kinds
 from outrider_verifier.known import Kind, Known, Mark, Pace, Tally, begun_contest, named_gain
-from outrider_verifier.loads import Loads, Times
+from outrider_verifier.lengths import Lengths
+from outrider_verifier.loads import Loads, Ran, Times
 from outrider_verifier.observing import observe_plain, observe_row
 from outrider_verifier.own_verdicts import OwnVerdicts, own_rows
 from outrider_verifier.sessions import NO_LIMIT, Session, keep_features
 from outrider_verifier.settled import NO_ROWS, Alike, Settled
 
-REVIEW_ROUNDS: Final = 48
-"""Rounds after which a kind's draft length is chosen anew."""
 MOST_ALONE: Final = 0.5
 """Share of a row's time that rounds of nothing but prompts may have taken for it to count."""
 STARVED_ROUNDS: Final = 16
@@ -67,18 +61,16 @@ class Policy:
         likely to cost more than it hides."""
         self._automatic = automatic
         self._ceiling_s = ceiling_s
-        self._times, self._verify_s = times, verify_s
         self.costs = CostTable()
         """Forwards by the shape of their round."""
+        self._lengths = Lengths(self.costs, verify_s)
         self._kinds = Kinds(automatic=automatic, begins_ahead=not shares_cores)
-        self._loads = Loads(times, self.costs)
+        self._loads = Loads(times, self.costs, piece_tokens=piece_tokens)
         self._own = OwnVerdicts(self._loads)
         self._piece_tokens = piece_tokens
         self._round = 0
         self._round_s = 0.0
         """A plain round at this load; 0: not known."""
-        self._host_s = 0.0
-        """What rounds with drafts take outside the target's forward."""
         self._now = 0.0
         self.changed = False
         """Whether `pauses`, `limit` or `looks_ahead` may answer differently than before; for the
@@ -263,9 +255,7 @@ class Policy:
         own = own_rows(apart, alike)
         pieces = sum(-(-tokens // self._piece_tokens) for tokens in prompts)
         featured = keep_features(alike.sessions) or keep_features([row.session for row in rows])
-        left_s = self._loads.observe(
-            count, nodes, pieces, self._piece_tokens, seconds, own=bool(own), featured=featured
-        )
+        left_s = self._loads.observe(Ran(count, nodes, pieces, seconds, bool(own), featured))
         # Plain decoding is that without features: whoever asks for no drafts keeps none.
         longer = 1.0 + self._loads.features_share if featured else 1.0
         mark = Mark(now, self._loads.prompts_s, self._loads.alone_s)
@@ -290,7 +280,7 @@ class Policy:
         # Plain rounds tell no drafter: the host's share is no matter of nodes.
         self.costs.observe(rows, nodes, forward_s)
         if nodes:
-            self._host_s += GAIN * (max(0.0, seconds - forward_s) - self._host_s)
+            self._lengths.observe(seconds - forward_s)
         else:
             self._round_s = self._loads.round_s
 
@@ -316,12 +306,8 @@ class Policy:
         if contest.due:
             lean.gather(known, self._loads)
         known.review += tally.mode is Mode.SPECULATE
-        if known.review >= REVIEW_ROUNDS and known.kind.top_k == 1:
-            known.review = 0
-            known.share()
-            load, limit = self._loads.load, self._length(known)
-            self.changed = self.changed or limit != known.limit(load)
-            known.limits[load] = limit
+        other = self._lengths.review(known, self._loads.load, self._loads.sessions)
+        self.changed = self.changed or other
 
     def _judge_ahead(self, tally: Tally, contest: Contest, seen: Seen) -> bool:
         """Weigh look-ahead against lock-step, while nothing is being tried against plain decoding;
@@ -335,25 +321,6 @@ class Policy:
             contest.renew()
         self.changed = self.changed or look.ahead(load) is not before
         return tried or look.trying(load)
-
-    def _length(self, known: Known) -> int:
-        """The length of a chain; whether to draft at all is for the contest."""
-        longest = known.kind.draft_tokens
-        length = choose_length(
-            known.acceptance.reached(longest),
-            partial(self._lengths_s, self._loads.sessions),
-            extra_s=known.waits_s + self._host_s,
-            present=min(known.limit(self._loads.load), longest),
-        )
-        return NO_LIMIT if length >= longest else length
-
-    def _lengths_s(self, rows: int, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """float64 [n] -> [n]: a forward over `rows` chains by their length, as it was measured at
-        the start; where it was not, as rounds took that were seen."""
-        measured = [self._verify_s(rows, 1 + int(length)) for length in lengths]
-        if None in measured:
-            return self.costs.estimates(rows, lengths * np.float64(rows))
-        return np.asarray(measured, dtype=np.float64)
 
     # ---- reports -------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import pytest
 from outrider_verifier import lean
 from outrider_verifier.commands import SetDrafter
 from outrider_verifier.known import Kind, Known
-from outrider_verifier.loads import Loads
+from outrider_verifier.loads import Loads, Ran
 from outrider_verifier.policy import Policy
 from outrider_verifier.sessions import Session
 
@@ -201,7 +201,7 @@ def loads(features_us: float | None) -> Loads:
     made = Loads(times, CostTable())
     made.begin_round(8)
     for _ in range(20):
-        made.observe(8, 0, 0, 64, 0.0015, own=False)
+        made.observe(Ran(8, 0, 0, 0.0015))
     return made
 
 
@@ -228,7 +228,7 @@ def test_features_are_kept_where_they_cost_little() -> None:
     # A round of a large model takes as long again for nothing.
     large = loads(10.0)
     for _ in range(64):
-        large.observe(8, 0, 0, 64, 0.004, own=False)
+        large.observe(Ran(8, 0, 0, 0.004))
     assert not lean.lets_go(known(), plain, large)
     # Processors are not measured at the start.
     assert not lean.lets_go(known(), plain, loads(None))
@@ -240,7 +240,7 @@ def test_sessions_keep_them_for_a_while_once_speculation_is_due() -> None:
     lean.gather(mine, busy)
     kept = 0
     while not lean.lets_go(mine, plain, busy):
-        busy.observe(8, 0, 0, 64, 0.0015, own=False)
+        busy.observe(Ran(8, 0, 0, 0.0015))
         kept += 1
     assert kept == lean.GATHER_ROUNDS
 
@@ -261,7 +261,7 @@ def test_nobody_is_let_go_by_a_verdict_of_another_load_or_of_one_that_just_began
     busy.begin_round(0)
     assert not lean.lets_go(known(), plain, busy)
     for _ in range(16):
-        busy.observe(1, 0, 0, 64, 0.001, own=False)
+        busy.observe(Ran(1, 0, 0, 0.001))
     assert lean.lets_go(known(), plain, busy)
 
 
@@ -288,5 +288,5 @@ def test_what_features_take_is_no_part_of_a_plain_round() -> None:
     seen = loads(200.0)
     before = seen.plain_s
     for _ in range(64):
-        seen.observe(8, 0, 0, 64, before + seen.features_s, own=False, featured=True)
+        seen.observe(Ran(8, 0, 0, before + seen.features_s, own=False, featured=True))
     assert seen.plain_s == pytest.approx(before, rel=0.01)

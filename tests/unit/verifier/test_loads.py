@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from outrider_verifier.loads import Loads
+from outrider_verifier.loads import Loads, Ran
 
 from outrider.spec.costs import CostTable
 
@@ -49,12 +49,12 @@ def test_fewer_sessions_are_another_load_once_they_last() -> None:
         # A wave ends, and the next one begins within some rounds.
         for count in (7, 6, 5, 4, 4, 5, 8):
             assert not loads.begin_round(count)
-            loads.observe(count, 0, 0, 64, 0.001, own=False)
+            loads.observe(Ran(count, 0, 0, 0.001))
     changed = 0
     for _ in range(40):
         # It is asked for more often than rounds are run.
         changed += sum([loads.begin_round(4) for _ in range(3)])
-        loads.observe(4, 0, 0, 64, 0.001, own=False)
+        loads.observe(Ran(4, 0, 0, 0.001))
         assert loads.load in (2, 3)
     assert changed == 1 and loads.load == 2
     assert loads.begin_round(8)
@@ -65,17 +65,17 @@ def test_a_few_rounds_that_were_held_up_are_not_what_a_plain_round_takes() -> No
     loads = Loads(times, CostTable())
     loads.begin_round(8)
     for _ in range(3):
-        loads.observe(8, 0, 0, 64, 0.004, own=False)
+        loads.observe(Ran(8, 0, 0, 0.004))
     assert loads.plain_s == pytest.approx(0.00108)
     for _ in range(40):
-        loads.observe(8, 0, 0, 64, 0.0011, own=False)
+        loads.observe(Ran(8, 0, 0, 0.0011))
     for _ in range(8):
         # Beside prompts it is less clear what a round takes.
-        loads.observe(8, 0, 1, 64, 0.0035, own=False)
+        loads.observe(Ran(8, 0, 1, 0.0035))
     assert loads.plain_s < 0.0013
     # At another load that is known the same holds for the host's share.
     loads.begin_round(64)
-    loads.observe(64, 0, 0, 64, 0.02, own=False)
+    loads.observe(Ran(64, 0, 0, 0.02))
     assert loads.plain_s < 0.0021
 
 
@@ -84,14 +84,14 @@ def test_plain_rounds_are_those_seen_or_those_of_the_device_with_the_host_of_the
     loads.begin_round(8)
     assert loads.plain_s == pytest.approx(0.00108)
     for _ in range(5):
-        loads.observe(8, 0, 0, 64, 0.00216, own=False)
+        loads.observe(Ran(8, 0, 0, 0.00216))
     assert loads.plain_s == pytest.approx(0.00216)
     loads.begin_round(64)
     assert loads.plain_s == pytest.approx(2.0 * 0.00164)
     # Rounds of a few of the sessions, of drafts or of own drafts are no plain rounds.
-    loads.observe(8, 0, 0, 64, 1.0, own=False)
-    loads.observe(64, 256, 0, 64, 1.0, own=False)
-    loads.observe(64, 0, 0, 64, 1.0, own=True)
+    loads.observe(Ran(8, 0, 0, 1.0))
+    loads.observe(Ran(64, 256, 0, 1.0))
+    loads.observe(Ran(64, 0, 0, 1.0, own=True))
     assert loads.plain_s == pytest.approx(2.0 * 0.00164)
 
 
@@ -100,25 +100,25 @@ def test_without_times_nothing_is_expected_before_it_was_seen() -> None:
     loads.begin_round(4)
     assert math.isnan(loads.plain_s)
     assert loads.round_s == 0.0
-    loads.observe(4, 0, 0, 1, 0.01, own=False)
+    loads.observe(Ran(4, 0, 0, 0.01))
     assert loads.plain_s == loads.round_s == 0.01
 
 
 def test_what_prompts_add_is_left_out_by_the_devices_times() -> None:
     loads = Loads(times, CostTable())
     loads.begin_round(8)
-    assert loads.observe(8, 0, 2, 64, 0.0025, own=False) == pytest.approx(0.0015)
+    assert loads.observe(Ran(8, 0, 2, 0.0025)) == pytest.approx(0.0015)
     assert loads.prompts_s == pytest.approx(0.001)
     assert loads.alone_s == 0.0
     # Alone they count as they would beside the sessions; that others had to wait is not left out.
-    loads.observe(0, 0, 2, 64, 0.004, own=False)
+    loads.observe(Ran(0, 0, 2, 0.004))
     assert loads.prompts_s == pytest.approx(0.002)
     assert loads.alone_s == pytest.approx(0.004)
     # However wrong the times are, a round took something.
-    assert loads.observe(8, 0, 16, 64, 0.001, own=False) == pytest.approx(0.0001)
+    assert loads.observe(Ran(8, 0, 16, 0.001)) == pytest.approx(0.0001)
 
 
 def test_without_times_prompts_take_their_share_of_the_tokens() -> None:
     loads = Loads(unknown, CostTable())
     loads.begin_round(4)
-    assert loads.observe(4, 12, 48, 1, 0.064, own=False) == pytest.approx(0.016)
+    assert loads.observe(Ran(4, 12, 48, 0.064)) == pytest.approx(0.016)

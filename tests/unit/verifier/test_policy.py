@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from outrider_verifier.known import Mark, Tally
+from outrider_verifier.known import HOLD_ROUNDS, RESUME_ROUNDS, Mark, Tally
 from outrider_verifier.observing import observe_plain, observe_row
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.policy import Policy
@@ -229,6 +229,26 @@ def test_a_length_that_one_session_is_worth_is_not_forced_on_many() -> None:
     policy.begin_round(64, 100.0)
     assert policy.changed
     assert policy.limit(session) >= 4
+
+
+def test_a_session_that_comes_back_tells_of_drafts_when_it_has_had_three() -> None:
+    policy = Policy(automatic=True, ceiling_s=0.04)
+    drafted = trim(make_tree([1, 2, 3, 4]), None, 4)
+    for without in (4, HOLD_ROUNDS + 3):
+        session = _session(policy)
+        pace = session.pace
+        assert pace is not None
+        policy.turn(session, paused=True)
+        policy.turn(session, paused=False)
+        for _ in range(1 + without):
+            _round(policy, session)
+        # However long its drafter takes to catch up, it is not for ever.
+        assert pace.unsettled == (RESUME_ROUNDS if without == 4 else RESUME_ROUNDS - 4)
+        for _ in range(RESUME_ROUNDS):
+            row = _row(session, (1, 2), VerifyRow(session, draft=drafted))
+            policy.observe_round([row], seconds=0.001, forward_s=0.001, prompts=(), now=1.0)
+        assert pace.unsettled <= 0
+        policy.leave(session)
 
 
 def test_a_round_of_64_sessions_is_observed_in_no_time() -> None:

@@ -228,7 +228,7 @@ async def test_preempted_in_the_middle_of_its_prompt_a_session_goes_on_correctly
         await until(lambda: session.emitted > 3)
         store = rig.service._core.store
         assert store is not None
-        kept = store.read(session.handle, 0, 60)
+        kept = np.concatenate(store.read(session.handle, 0, 60))
         expected = [2 * rig.target.feature(prompt[: end + 1]) for end in range(60)]
         assert np.array_equal(kept, np.stack(expected))
         result = await running

@@ -1,0 +1,68 @@
+"""A probe is bounded by what it loses once the change is over, and ends when it has won."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.spec.evidence import Seen
+from outrider.spec.modes import Mode
+from outrider.spec.probe import LONG_PROBE_ROUNDS, LOSS_LIMIT, PROBE_ROUNDS, Probe
+
+USUAL_S = 0.005
+
+
+def seen(tokens: float, seconds: float, *, settled: bool = True, rows: int = 64) -> Seen:
+    return Seen(
+        rows=rows,
+        tokens=rows * tokens,
+        squares=rows * tokens * tokens,
+        seconds=rows * seconds,
+        sessions=64,
+        settled=settled,
+    )
+
+
+def lost(*rounds: Seen) -> Probe:
+    probe = Probe(Mode.SPECULATE, PROBE_ROUNDS)
+    for each in rounds:
+        probe.lose(each, USUAL_S, 1.0)
+        probe.counts(each)
+    return probe
+
+
+def test_what_the_change_takes_is_lost_but_breaks_nothing_off() -> None:
+    probe = lost(seen(1.0, 0.25, settled=False))
+    assert probe.lost_s == pytest.approx(0.245)
+    assert not probe.too_dear(USUAL_S)
+    assert not probe.over(USUAL_S)
+
+
+def test_rounds_that_lose_do() -> None:
+    rounds = [seen(1.0, 3.0 * USUAL_S)] * int(LOSS_LIMIT)
+    count = next(n for n in range(1, 9) if lost(*rounds[:n]).too_dear(USUAL_S))
+    assert 3 <= count <= 4
+
+
+def test_one_stall_does_not() -> None:
+    probe = lost(seen(3.0, 0.1))
+    assert not probe.too_dear(USUAL_S)
+    assert lost(*[seen(3.0, 0.1)] * 3).too_dear(USUAL_S)
+
+
+def test_one_that_has_won_is_known_when_it_has_lasted_as_long_as_it_must() -> None:
+    good = seen(3.0, 2.5 * USUAL_S)
+    assert not lost(*[good] * (int(PROBE_ROUNDS) - 1)).won
+    probe = lost(*[good] * int(PROBE_ROUNDS))
+    assert probe.won
+    assert not probe.over(USUAL_S)
+    assert lost(*[good] * int(LONG_PROBE_ROUNDS)).over(USUAL_S)
+
+
+def test_a_few_sessions_that_began_in_it_do_not_speak_for_the_many_that_came_to_it() -> None:
+    few, many = seen(3.0, 0.01, rows=2), seen(1.0, 0.03, settled=False, rows=62)
+    probe = lost(few)
+    assert not probe.counts(many)
+    probe = lost(replace(seen(3.0, 0.01), rows=40))
+    assert probe.counts(many)
