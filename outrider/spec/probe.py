@@ -1,7 +1,7 @@
 """A few rounds in the mode that is not in force, to see what it gives (pure).
 
-What it may lose is bounded: it is broken off when it has lost too much, and goes on for longer
-while it loses next to nothing, because few rounds tell little.
+What it may lose is bounded, the change itself aside: it is broken off when it has lost too much,
+and goes on for longer while it loses next to nothing, because few rounds tell little.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LONG_PROBE_ROUNDS: Final = 24.0
 CHECK_ROUNDS: Final = 3.0
 """Plain rounds of a probe where none was ever run."""
 CHANGED: Final = 0.5
-"""Rounds in the other mode with which the change to it is over: a few sessions that began in it are
-not the many that came to it."""
+"""Share of the rounds that must tell of the mode for the others to count, too: a few sessions that
+began in it are not the many that come to it."""
 SMALL_LOSS: Final = 1.5
 """Plain rounds that are next to nothing."""
 LOSS_LIMIT: Final = 6.0
@@ -43,7 +43,8 @@ class Probe:
     _steady_s: float = 0.0
     """The same but for the change itself."""
     _settled: float = 0.0
-    """Rounds that told of the mode and not of the change to it."""
+    _rounds: float = 0.0
+    """Rounds that told of the mode and not of the change to it, and all of them."""
 
     def lose(self, seen: Seen, usual_s: float, worth: float) -> None:
         """A round, `seen`, took longer than it was worth; `worth`: tokens that a row emits in one
@@ -55,10 +56,11 @@ class Probe:
             self._steady_s += min(lost, OUTLIER * seen.rounds * usual_s) * seen.settled
 
     def counts(self, seen: Seen) -> bool:
-        """Count a round; whether it tells of the mode, as the first ones do not while they tell of
-        the change to it. Later ones are a mode's that sessions come to all the time."""
-        counted = seen.settled or self._settled >= CHANGED
+        """Count a round; whether it tells of the mode, as most do not at first while they tell of
+        the change to it. Later such ones are a mode's that sessions come to all the time."""
+        self._rounds += seen.rounds
         self._settled += seen.rounds * seen.settled
+        counted = seen.settled or self._settled > CHANGED * self._rounds
         self.rounds_left -= seen.rounds * counted
         return counted
 

@@ -119,7 +119,8 @@ class Announcer:
         if session.pace is not None:
             session.pace.silent = session.suspect
         for message in self._handover.announce(session, link):
-            self.tell(session, message)
+            # Before the next round is planned it may end, and others be given what it held.
+            self._post(_tell(link.link_id, message).owned())
         self._on_link[link.link_id].asked(1)
 
     def announce_again(self, session: Session) -> None:

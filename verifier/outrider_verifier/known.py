@@ -21,6 +21,13 @@ HOLD_ROUNDS: Final = 16
 """Rounds without a wait after which a suspect drafter is waited for once more; doubles each time
 that this is in vain."""
 MAX_HOLD_ROUNDS: Final = 256
+CATCH_UP_ROUNDS: Final = 16
+"""Rounds without a draft in which a session that resumes says nothing of drafts."""
+MISS_COST: Final = 4
+"""What one that waited in vain counts as of these: it has cost all that a miss does."""
+CATCH_UP_S: Final = 1.0
+"""How long a drafter that was missed once may be silent before rounds that do not wait for it count
+among them: reading what 64 sessions missed takes .25 s."""
 TURN_ROUNDS: Final = 1
 RESUME_ROUNDS: Final = 3
 AHEAD_ROUNDS: Final = 2
@@ -277,7 +284,9 @@ class Pace:
     """Rounds to come that tell of a change."""
     catching_up: int = 0
     """Rounds without a draft that may yet go by before they tell of more than that its drafter has
-    to catch up with it."""
+    to catch up with it,"""
+    late_at: float = 0.0
+    """and from when on those count that do not wait."""
     holding: bool = True
     """Whether its drafter is thought to be catching up, and given more time for that."""
     missed_len: int = -1
@@ -290,23 +299,25 @@ class Pace:
     hold_after: int = HOLD_ROUNDS
     """How many of these there may be before it is waited for once more."""
 
-    def turned(self, *, paused: bool) -> None:
+    def turned(self, now: float, *, paused: bool) -> None:
         """The session pauses or resumes."""
         self.unsettled = max(self.unsettled, TURN_ROUNDS if paused else RESUME_ROUNDS)
-        self.catching_up = 0 if paused else HOLD_ROUNDS
+        self.catching_up = 0 if paused else CATCH_UP_ROUNDS
+        self.late_at = now + CATCH_UP_S
         self.holding = not paused
 
-    def settle(self, *, drafted: bool) -> None:
-        """A round of it went by, with or without a draft."""
+    def settle(self, *, drafted: bool, missed: bool = False) -> None:
+        """A round of it went by, with or without a draft of its drafter; `missed`: it had waited
+        for one."""
         if not drafted and self.catching_up > 0:
-            self.catching_up -= 1
+            self.catching_up -= MISS_COST if missed else 1
             return
         self.catching_up = 0
         self.unsettled -= 1
 
     def turned_ahead(self) -> None:
         """It goes over to look-ahead or to lock-step."""
-        self.unsettled = AHEAD_ROUNDS
+        self.unsettled = max(self.unsettled, AHEAD_ROUNDS)
 
     def resumed(self) -> None:
         """It was preempted: what passed since its last round tells nothing of rounds."""

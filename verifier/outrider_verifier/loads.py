@@ -172,9 +172,9 @@ class Loads:
             plain_s = self._costs.estimate(self.sessions, 0)
         return 0.0 if math.isnan(plain_s) else plain_s
 
-    def observe(self, ran: Ran) -> float:
-        """A round ended. Returns its seconds without what prompts added, by the device's times or
-        else by their share of its tokens."""
+    def observe(self, ran: Ran) -> None:
+        """A round ended. What prompts added to it is left out, by the device's times or else by
+        their share of its tokens."""
         added_s = self._added_s(ran)
         self.prompts_s += added_s
         self.rounds += 1
@@ -182,7 +182,6 @@ class Loads:
             self.alone_s += ran.seconds
         elif not ran.nodes and not ran.own and ran.rows >= FULL * self.sessions:
             self._observe_plain(ran, ran.seconds - added_s)
-        return ran.seconds - added_s
 
     def _observe_plain(self, ran: Ran, seconds: float) -> None:
         device_s = self.times(ran.rows, own=False)

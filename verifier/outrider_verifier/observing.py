@@ -78,10 +78,14 @@ def observe_row(row: Settled, mark: Mark, touched: list[Tally], round_s: float) 
             spent_s = min(spent_s, MISS_ROUNDS * round_s)
         pace.went_by(session)
         if absent:
+            if mark.at >= pace.late_at:
+                pace.settle(drafted=False)
             return
+    # What was looked up in its own text says nothing of its drafter.
+    drafted = nodes > 0 and not row.stood_in
     if last is None:
         # Its first round: the drafter had the prompt to read, as it will not again.
-        pace.settle(drafted=nodes > 0)
+        pace.settle(drafted=drafted, missed=row.missed)
         return
     tally = known.tally(session.paused, session.ahead, settled=pace.unsettled <= 0)
     if not tally.rows:
@@ -90,4 +94,4 @@ def observe_row(row: Settled, mark: Mark, touched: list[Tally], round_s: float) 
     tally.add(1, count, count * count, max(0.0, spent_s), alone_s)
     tally.hits += hit
     tally.missed += not nodes
-    pace.settle(drafted=nodes > 0)
+    pace.settle(drafted=drafted, missed=row.missed)

@@ -185,7 +185,7 @@ class Policy:
         """The session pauses or resumes speculation with its next round."""
         session.paused = paused
         if session.pace is not None:
-            session.pace.turned(paused=paused)
+            session.pace.turned(self._now, paused=paused)
             if paused and session.pace.own:
                 # The head's K/V ends here: its drafts cannot be had again.
                 session.own_draft = 0
@@ -255,7 +255,7 @@ class Policy:
         own = own_rows(apart, alike)
         pieces = sum(-(-tokens // self._piece_tokens) for tokens in prompts)
         featured = keep_features(alike.sessions) or keep_features([row.session for row in rows])
-        left_s = self._loads.observe(Ran(count, nodes, pieces, seconds, bool(own), featured))
+        self._loads.observe(Ran(count, nodes, pieces, seconds, bool(own), featured))
         # Plain decoding is that without features: whoever asks for no drafts keeps none.
         longer = 1.0 + self._loads.features_share if featured else 1.0
         mark = Mark(now, self._loads.prompts_s, self._loads.alone_s)
@@ -267,22 +267,20 @@ class Policy:
         if own:
             self._own.observe(own, seconds if len(own) == count else None, pieces, now)
             self.changed = self.changed or (self._automatic and self._own.plain(now))
-        elif count:
-            self._note_costs(count, nodes, left_s, forward_s - (seconds - left_s))
+        elif count and not pieces:
+            # Of a round with prompts nobody knows well what is left without them.
+            self.costs.observe(count, nodes, forward_s)
+            if nodes:
+                # Plain rounds tell no drafter: the host's share is no matter of nodes.
+                self._lengths.observe(seconds - forward_s)
+        if count and not (own or nodes):
+            self._round_s = self._loads.round_s
         for tally in touched:
             if tally.mode is Mode.PLAIN and longer > 1.0:
                 tally.seconds /= longer
             if self._automatic:
                 self._judge(tally)
             tally.clear()
-
-    def _note_costs(self, rows: int, nodes: int, seconds: float, forward_s: float) -> None:
-        # Plain rounds tell no drafter: the host's share is no matter of nodes.
-        self.costs.observe(rows, nodes, forward_s)
-        if nodes:
-            self._lengths.observe(seconds - forward_s)
-        else:
-            self._round_s = self._loads.round_s
 
     def _judge(self, tally: Tally) -> None:
         """Let the contests of a kind see what the kind's sessions got."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from outrider_verifier.known import HOLD_ROUNDS, RESUME_ROUNDS, Mark, Tally
+from outrider_verifier.known import CATCH_UP_ROUNDS, MISS_COST, RESUME_ROUNDS, Mark, Tally
 from outrider_verifier.observing import observe_plain, observe_row
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.policy import Policy
@@ -35,6 +35,8 @@ from tests.unit.verifier.harness import (
     make_spec,
     verifier,
 )
+
+_DRAFT = trim(make_tree([1, 2, 3, 4]), None, 4)
 
 
 def test_a_session_that_begins_paused_turns_nobody_else() -> None:
@@ -233,8 +235,7 @@ def test_a_length_that_one_session_is_worth_is_not_forced_on_many() -> None:
 
 def test_a_session_that_comes_back_tells_of_drafts_when_it_has_had_three() -> None:
     policy = Policy(automatic=True, ceiling_s=0.04)
-    drafted = trim(make_tree([1, 2, 3, 4]), None, 4)
-    for without in (4, HOLD_ROUNDS + 3):
+    for without in (4, CATCH_UP_ROUNDS + 3):
         session = _session(policy)
         pace = session.pace
         assert pace is not None
@@ -245,9 +246,43 @@ def test_a_session_that_comes_back_tells_of_drafts_when_it_has_had_three() -> No
         # However long its drafter takes to catch up, it is not for ever.
         assert pace.unsettled == (RESUME_ROUNDS if without == 4 else RESUME_ROUNDS - 4)
         for _ in range(RESUME_ROUNDS):
-            row = _row(session, (1, 2), VerifyRow(session, draft=drafted))
+            row = _row(session, (1, 2), VerifyRow(session, draft=_DRAFT))
             policy.observe_round([row], seconds=0.001, forward_s=0.001, prompts=(), now=1.0)
         assert pace.unsettled <= 0
+        policy.leave(session)
+
+
+def test_neither_lookups_nor_a_turn_of_look_ahead_end_the_catching_up() -> None:
+    policy = Policy(automatic=True, ceiling_s=0.04)
+    found = VerifyRow(session := _session(policy), draft=_DRAFT, stand_in=True)
+    pace = session.pace
+    assert pace is not None
+    policy.turn(session, paused=True)
+    policy.turn(session, paused=False)
+    policy.turn_ahead(session, ahead=True)
+    for _ in range(4):
+        row = _row(session, (1, 2), found)
+        policy.observe_round([row], seconds=0.001, forward_s=0.001, prompts=(), now=1.0)
+    assert pace.unsettled == RESUME_ROUNDS
+
+
+def test_a_drafter_that_is_missed_for_long_does_not_catch_up_for_ever() -> None:
+    policy = Policy(automatic=True, ceiling_s=0.04)
+    for waits, rounds in ((True, 3 + CATCH_UP_ROUNDS // MISS_COST), (False, 3 + CATCH_UP_ROUNDS)):
+        session = _session(policy)
+        pace = session.pace
+        assert pace is not None
+        policy.begin_round(1, 0.0)
+        policy.turn(session, paused=True)
+        policy.turn(session, paused=False)
+        pace.unheard = 0 if waits else 1
+        row = replace(_row(session), missed=True)
+        for count in range(rounds):
+            assert pace.unsettled > 0, (waits, count)
+            # Whoever waits for nothing is asked after a second only.
+            for now in (0.5, 2.0)[waits:]:
+                policy.observe_round([row], seconds=1e-3, forward_s=1e-3, prompts=(), now=now)
+        assert pace.unsettled == 0
         policy.leave(session)
 
 
