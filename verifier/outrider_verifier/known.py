@@ -317,7 +317,7 @@ class Pace:
 
     def turned_ahead(self) -> None:
         """It goes over to look-ahead or to lock-step."""
-        self.unsettled = max(self.unsettled, AHEAD_ROUNDS)
+        self.unsettled = AHEAD_ROUNDS
 
     def resumed(self) -> None:
         """It was preempted: what passed since its last round tells nothing of rounds."""

@@ -252,14 +252,13 @@ def test_a_session_that_comes_back_tells_of_drafts_when_it_has_had_three() -> No
         policy.leave(session)
 
 
-def test_neither_lookups_nor_a_turn_of_look_ahead_end_the_catching_up() -> None:
+def test_lookups_do_not_end_the_catching_up() -> None:
     policy = Policy(automatic=True, ceiling_s=0.04)
     found = VerifyRow(session := _session(policy), draft=_DRAFT, stand_in=True)
     pace = session.pace
     assert pace is not None
     policy.turn(session, paused=True)
     policy.turn(session, paused=False)
-    policy.turn_ahead(session, ahead=True)
     for _ in range(4):
         row = _row(session, (1, 2), found)
         policy.observe_round([row], seconds=0.001, forward_s=0.001, prompts=(), now=1.0)
