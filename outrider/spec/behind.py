@@ -31,7 +31,7 @@ class Behind:
 
     def observe(self, seen: Seen) -> None:
         """A round with drafts."""
-        self.emitted.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
+        self.emitted.see(seen)
         if seen.timed:
             self.times.observe(seen.round_s, seen.rounds)
 

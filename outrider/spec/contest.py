@@ -247,7 +247,7 @@ class Contest:
 
     def _note_drafts(self, seen: Seen) -> None:
         self._stood.fade(seen.rounds / HALF_LIFE)
-        self._stood.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
+        self._stood.see(seen)
         if seen.timed:
             self._drafts.observe(seen.round_s, seen.rounds)
         if self._stood.rounds >= PROVEN_ROUNDS / 2.0 and not math.isnan(self.gain):
@@ -332,8 +332,7 @@ class Contest:
                 self._note_plain(seen)
             else:
                 self._note_drafts(seen)
-                emitted = self._behind.emitted
-                emitted.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
+                self._behind.emitted.see(seen)
                 took_s = self._drafts.clipped(seen.round_s)
                 self._win(seen.rounds * (seen.tokens / seen.rows * usual_s - took_s), seen)
         broken = probe.too_dear(usual_s) or self._hopeless(probe)

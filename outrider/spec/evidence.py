@@ -174,6 +174,10 @@ class Emitted:
         self.squares += squares
         self.rounds += rounds
 
+    def see(self, seen: Seen) -> None:
+        """`observe` what was seen of a round."""
+        self.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
+
     def fade(self, half_lives: float) -> None:
         """Count what is known less."""
         keep = 0.5**half_lives

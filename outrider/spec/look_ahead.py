@@ -104,7 +104,7 @@ class LookAhead:
         """The round by what rows with drafts emit: one without emits a token."""
         drafted = _drafted(seen, missed)
         self._drafted.fade(seen.rounds / HALF_LIFE)
-        self._drafted.observe(drafted.rows, drafted.tokens, drafted.squares, drafted.rounds)
+        self._drafted.see(drafted)
         usual = self._drafted.mean
         rows = drafted.rows + missed / (usual if usual > 1.0 else 1.0)
         return Lap(rows / max(1, seen.sessions), seen.seconds / rows, seen.settled, seen.timed)

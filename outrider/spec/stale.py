@@ -69,7 +69,7 @@ class StaleShare:
         mine, other = self._near[ahead], self._near[not ahead]
         if not other.rows:
             mine.fade(seen.rounds / NEAR_ROUNDS)
-        mine.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
+        mine.see(seen)
         self._since += seen.rounds
         self._sessions = max(1, seen.sessions)
         if other.rows and self._since >= NEAR_ROUNDS:

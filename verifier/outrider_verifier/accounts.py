@@ -17,15 +17,13 @@ from outrider import trace
 from outrider.errors import InvalidRequestError
 from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, PAUSED, TARGET_ONLY
 from outrider_verifier.core import Core
-from outrider_verifier.effects import RoundReport
+from outrider_verifier.effects import EVENT_FIELDS, RoundReport
 from outrider_verifier.flying import InFlight
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.runner import Decoded, RoundOutcome
 from outrider_verifier.sessions import Session, keep_features
 from outrider_verifier.settled import Alike, Committed, Settled
 
-EVENT_COLUMNS: Final = 7
-"""Of `Emits.add_all`."""
 _OWN: Final = object()
 _NO_ROUND: Final = (0, 0, 0)
 """What is told of a prompt's first token."""
@@ -98,7 +96,7 @@ class Accounts:
         """The same for rows that are alike."""
         if not rows.sessions:
             return 0
-        events = np.zeros((EVENT_COLUMNS, len(rows)), dtype=np.int64)
+        events = np.zeros((EVENT_FIELDS, len(rows)), dtype=np.int64)
         tickets, rounds, counts, _, flags, drafted, accepted = events
         tickets[:] = [session.ticket for session in rows.sessions]
         rounds[:] = [session.round_id for session in rows.sessions]

@@ -30,7 +30,7 @@ class Event(NamedTuple):
     accepted: int
 
 
-_FIELDS: Final = len(Event._fields)
+EVENT_FIELDS: Final = len(Event._fields)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class Emits:
     """[n, fields]: of those before them."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._before)) + len(self._words) // _FIELDS
+        return sum(map(len, self._before)) + len(self._words) // EVENT_FIELDS
 
     def add(
         self, event: Iterable[int], tokens: Sequence[int], logprobs: PathLogprobs | None = None
@@ -70,12 +70,12 @@ class Emits:
         """[fields of `Event`, n]."""
         self._seal()
         if len(self._before) != 1:
-            self._before = [np.concatenate([np.empty((0, _FIELDS), np.int64), *self._before])]
+            self._before = [np.concatenate([np.empty((0, EVENT_FIELDS), np.int64), *self._before])]
         return self._before[0].T
 
     def _seal(self) -> None:
         if self._words:
-            self._before.append(np.array(self._words, np.int64).reshape(-1, _FIELDS))
+            self._before.append(np.array(self._words, np.int64).reshape(-1, EVENT_FIELDS))
             self._words = []
 
     def events(self) -> list[Event]:
