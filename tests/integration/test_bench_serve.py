@@ -49,7 +49,7 @@ def test_the_file_has_every_cell_with_every_figure(
         "placement": "separate",
         "drafts": "chain-2",
         "sessions": "1,2",
-        "max-tokens": 12,
+        "max-tokens": 64,  # many messages: on busy cores a router joins those of some rounds
         "limit": 4,
         "requests": 4,
         "waves": 2,
@@ -75,7 +75,7 @@ def test_the_file_has_every_cell_with_every_figure(
         assert set(cell) >= CELL
         assert cell["requests"] == 4 * cell["sessions"]
         assert cell["failed"] == {}
-        assert cell["tokens"] <= 12 * cell["requests"]
+        assert cell["tokens"] <= 64 * cell["requests"]
         figures = (cell[name] for name in CELL - {"temperature"})
         assert all(figure > 0 for figure in figures if isinstance(figure, float))
         assert {"p50", "p90", "p99"} == set(cell["ttft_ms"]) == set(cell["itl_ms"])
