@@ -76,6 +76,8 @@ class LoopChannel:
         self._loop = loop
         self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._write: Callable[[bytes], Any] | None = None
+        self._writing: set[asyncio.Future[Any]] = set()
+        """Nobody else is sure to hold them until they are done."""
 
     async def serve(self, stream: Any) -> None:
         """Run the stream on the event loop until it ends."""
@@ -91,7 +93,9 @@ class LoopChannel:
 
     def _begin(self, frame: bytes) -> None:
         assert self._write is not None
-        self._writing = asyncio.ensure_future(self._write(frame))
+        writing = asyncio.ensure_future(self._write(frame))
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
 
 
 class StreamChannel:

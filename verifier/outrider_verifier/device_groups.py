@@ -62,8 +62,8 @@ class Group:
     @property
     def keeps_features(self) -> bool:
         """Whether any session of the launch keeps features."""
-        return any(row.session.keeps_features for row in self.rows) or any(
-            chunk.row.session.keeps_features for chunk in self.chunks
+        return any([row.session.keeps_features for row in self.rows]) or any(
+            [chunk.row.session.keeps_features for chunk in self.chunks]
         )
 
     @property
@@ -134,7 +134,7 @@ def _all_plain(verify: Sequence[VerifyRow]) -> bool:
 
 
 def _judge(seats: Sequence[Seat]) -> Judge:
-    return Judge.MATCH if all(seat.plain for seat in seats) else Judge.SAMPLED
+    return Judge.MATCH if all([seat.plain for seat in seats]) else Judge.SAMPLED
 
 
 def _fitting(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from outrider.engine.device.own_head import OwnHead
@@ -35,17 +35,17 @@ class Seat:
     """Whether the own head has its K/V of all that was written so far."""
     told: int = 0
     """K/V blocks that the device knows of."""
+    plain: bool = field(init=False)
+    """Whether its tokens are compared, and by logits as they are."""
+
+    def __post_init__(self) -> None:
+        self.plain = self.matching and not self.warped
 
     @classmethod
     def of(cls, session: Session, slot: int, *, warped: bool) -> Seat:
         """The seat of a session that begins in `slot`."""
         matching = session.spec.sampling.effective_rule in MATCHING
         return cls(slot, matching, warped, told=session.kv.num_blocks)
-
-    @property
-    def plain(self) -> bool:
-        """Whether its tokens are compared, and by logits as they are."""
-        return self.matching and not self.warped
 
 
 class Seats:
@@ -128,6 +128,8 @@ class Seats:
     ) -> frozenset[int]:
         """A launch of these rows and prompts is submitted, with own drafts or without: note whose
         own draft follows their prefix behind it. Which of the rows have none to verify yet."""
+        if self._own_head is None:
+            return _NOBODY
         if not own:
             # The head misses what is written.
             for seat in (*seats, *(self.of(row.session) for row in prompts)):

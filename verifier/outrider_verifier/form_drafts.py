@@ -33,9 +33,11 @@ class Emitted(NamedTuple):
 def leaves_drafts_out(group: Group) -> bool:
     """Whether the head may leave out a launch's drafts: they would be thrown away, because every
     session of it that is to be drafted for is in a grammar."""
+    if not group.own:
+        return False
     ended = [chunk.row.session for chunk in group.chunks if chunk.row.last]
     sessions = [*(row.session for row in group.rows), *ended]
-    return group.own and all([session.constraint is not None for session in sessions])
+    return all([session.constraint is not None for session in sessions])
 
 
 def begin_under_masks(
@@ -70,8 +72,10 @@ def begin_under_masks(
 def follow_forms(group: Group, drafts: FormDrafts | None) -> None:
     """Let the own drafts of a launch follow the grammars that its sessions are in, and let it judge
     by these. Waits for the device if there are any."""
+    if drafts is None or not group.own:
+        return
     places = [n for n, row in enumerate(group.rows) if row.session.constraint is not None]
-    if drafts is None or not group.own or not places:
+    if not places:
         return
     found = (_chains if drafts.are_chains else _trees)(group, places, drafts)
     legal: list[NDArray[np.uint32] | None] = [None] * len(group.rows)

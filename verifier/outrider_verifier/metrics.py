@@ -6,10 +6,11 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from outrider.histogram import BatchHistogram, PartsHistogram
 from outrider.wire.messages import SpecStats
 from outrider_verifier.effects import RoundReport
 from outrider_verifier.preemption import Way
@@ -180,25 +181,24 @@ class Metrics(Collector):
         self.medians = Medians()
         self._counts = counts
         self._gauges = gauges
-        self._round = Histogram(
+        self._parts = PartsHistogram(
             "outrider_verifier_round_seconds",
             "Time of a round by part",
-            ["part"],
-            buckets=_BUCKETS,
-            registry=self.registry,
-        )
-        self._parts = {part: self._round.labels(part) for part in _PARTS}
-        self._rows = Histogram(
+            _PARTS,
+            _BUCKETS,
+            self.registry,
+        ).parts
+        self._rows = BatchHistogram(
             "outrider_verifier_round_rows",
             "Token rows of a round's forward",
-            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
-            registry=self.registry,
+            (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+            self.registry,
         )
-        self._hit_idle = Histogram(
+        self._hit_idle = BatchHistogram(
             "outrider_verifier_hit_idle_seconds",
             "Time from the end of a round to the submission of the next one, where all are hits",
-            buckets=_IDLE_BUCKETS,
-            registry=self.registry,
+            _IDLE_BUCKETS,
+            self.registry,
         )
         self.registry.register(self)
 

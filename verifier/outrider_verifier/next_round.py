@@ -36,7 +36,7 @@ class NextRound:
 
     def behind(self, flying: RoundPlan) -> RoundPlan:
         """The round to submit behind `flying`."""
-        found = self.rows.alone(set(flying.session_ids))
+        found = self.rows.alone(flying)
         if found is not None:
             names, prefilling, nodes = found
             plan = plan_alone(names, self._limits, prefilling, own_nodes=nodes)

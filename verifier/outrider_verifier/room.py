@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Final
 
 from outrider import trace
@@ -153,7 +153,7 @@ class Room:
         if short and self._hold_all(short, tokens):
             self._runner.tell_grown()
 
-    def ready(self, now: float, *, touched: int, flying: Collection[SessionId]) -> bool:
+    def ready(self, now: float, *, touched: int, flying: Container[SessionId]) -> bool:
         """Before a round is planned: let in whom there is room for, preempt whom the policy picks,
         and have blocks for every running session. False: the round in flight, with the sessions
         `flying`, is to be settled first. `touched`: see `Core`."""

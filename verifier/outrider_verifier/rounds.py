@@ -89,7 +89,7 @@ class Rounds:
         """What to do now; while a round is in flight, an empty plan means to settle it, at once or,
         if the plan says when to look again, once it has `landed`."""
         flying, room = self._flying, self._core.room
-        under_way = () if flying is None else flying.plan.session_ids
+        under_way = () if flying is None else flying.plan
         if not room.ready(now, touched=self._core.touched, flying=under_way):
             return RoundPlan()
         turn(self._core, now, flying=None if flying is None else flying.plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Container, Sequence
 
 from outrider.ids import SessionId
 from outrider_verifier.core import Core
@@ -78,7 +78,7 @@ class RowStates:
         )
 
     def alone(
-        self, flying: Collection[SessionId]
+        self, flying: Container[SessionId]
     ) -> tuple[list[SessionId], list[RowState], int] | None:
         """The sessions that decode in the round to submit behind the one in flight, with the
         sessions `flying`, those with prompt tokens left, and how many nodes of own drafts the
@@ -90,18 +90,21 @@ class RowStates:
         prefilling: list[RowState] = []
         nodes = 0
         for session in self._core.room.running.values():
-            spec, drafts = session.spec, session.own_draft > 0
-            alone = session.paused or (
-                session.link_id is None and (drafts or not session.plan.speculative)
-            )
-            if not alone or session.constraint is not None:
+            if not session.paused and (
+                session.link_id is not None
+                or not (session.own_draft or not session.plan.speculative)
+            ):
                 return None
+            if session.constraint is not None:
+                return None
+            spec = session.spec
             # Every round emits a token at least.
             if session.prefill_sent < session.fill_to:
                 prefilling.append(self.of(session, -1))
             elif session.emitted + 1 < spec.max_new_tokens or spec.session_id not in flying:
                 names.append(spec.session_id)
-                nodes += session.own_depth
+                if session.own_draft:
+                    nodes += session.own_depth
         return names, prefilling, nodes
 
     def runs_ahead(self, session: Session) -> bool:
@@ -115,7 +118,7 @@ class RowStates:
         """The rows of a plan, with their proposals taken out of the inbox."""
         sessions = [self._core.sessions[row.session_id] for row in plan.decode]
         if plan.alone:
-            return list(map(self._bare, sessions))
+            return self._all_bare(sessions)
         drafted = [s.handle for s, row in zip(sessions, plan.decode, strict=True) if row.drafted]
         taken = self._core.inbox.take(drafted) if drafted else []
         if len(taken) == len(sessions) and not any([session.outdone for session in sessions]):
@@ -152,6 +155,18 @@ class RowStates:
         if draft is None:
             return self._bare(session)
         return VerifyRow(session, draft=draft, stand_in=True)
+
+    def _all_bare(self, sessions: Sequence[Session]) -> list[VerifyRow]:
+        """`_bare` of each; mostly nothing has changed, and nothing is called."""
+        rows = self._rows
+        return [
+            row
+            if (row := rows.get(session.handle)) is not None
+            and row.session is session
+            and row.own_depth == (session.own_draft and session.own_depth)
+            else self._bare(session)
+            for session in sessions
+        ]
 
     def _bare(self, session: Session) -> VerifyRow:
         """A row without a draft from outside. Most rounds have only such, and all want the same."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -98,6 +99,10 @@ class DecodeRow(NamedTuple):
     """Whether it goes without one because what is looked up is better."""
 
 
+_bare_row = lru_cache(maxsize=4096)(DecodeRow)
+"""Of a session: it is asked for round after round."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
     """A round to run now, or (no rows at all) nothing before `wait_until`."""
@@ -114,6 +119,10 @@ class RoundPlan:
     def session_ids(self) -> list[SessionId]:
         """The sessions of the round, prompts first."""
         return [row.session_id for row in self.prefill] + [row.session_id for row in self.decode]
+
+    def __contains__(self, session_id: object) -> bool:
+        """Whether the session is in the round; meant to be asked rarely."""
+        return session_id in self.session_ids
 
     @property
     def empty(self) -> bool:
@@ -160,7 +169,7 @@ def plan_alone(
         return None
     return RoundPlan(
         prefill=_prompts(prefilling, len(session_ids), limits),
-        decode=tuple(map(DecodeRow, session_ids)),
+        decode=tuple(map(_bare_row, session_ids)),
         alone=True,
     )
 

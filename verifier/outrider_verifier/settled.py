@@ -4,6 +4,7 @@ round's verdicts are worked out in columns, n rows that decode. Committing is he
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,6 +22,8 @@ from outrider_verifier.runner import Decoded, RowOutcome
 from outrider_verifier.sessions import Session
 
 _NOBODY: Final = Told.present([], [])
+_NO_NUMBERS: Final = np.empty(0, dtype=np.int64)
+_NONE: Final = np.empty(0, dtype=np.bool_)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +83,28 @@ class Alike:
     numbers: list[int] = field(default_factory=list)
     """[n]: their places in the round."""
 
+    @classmethod
+    def of(
+        cls,
+        verify: Sequence[VerifyRow],
+        numbers: list[int],
+        counts: Sequence[int],
+        tokens: Sequence[int],
+        drafted: Sequence[int],
+    ) -> Alike:
+        """The rows with these numbers, of a round in columns."""
+        sessions = [row.session for row in verify]
+        if len(numbers) == len(sessions):
+            return cls(sessions, list(counts), list(tokens), list(drafted), numbers)
+        ends = list(itertools.accumulate(counts))
+        return cls(
+            [sessions[number] for number in numbers],
+            [counts[number] for number in numbers],
+            [t for number in numbers for t in tokens[ends[number] - counts[number] : ends[number]]],
+            [drafted[number] for number in numbers],
+            numbers,
+        )
+
     def __len__(self) -> int:
         return len(self.sessions)
 
@@ -120,10 +145,11 @@ class Sheet:
     @classmethod
     def of(cls, sessions: list[Session]) -> Sheet:
         """The sheet of a round that is not settled."""
-        if not any([is_told(session) for session in sessions]):
-            sessions = []
+        # Of those that pause, without a call.
+        if not any([not session.paused and is_told(session) for session in sessions]):
+            return cls([], _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NONE, _NONE, frozenset())
         columns = np.array([_columns(session) for session in sessions], dtype=np.int64)
-        handles, lengths, most, told, wishes = np.ascontiguousarray(columns.reshape(-1, 5).T)
+        handles, lengths, most, told, wishes = np.ascontiguousarray(columns.T)
         stop_ids = frozenset[int]().union(*{session.stop_ids for session in sessions})
         return cls(sessions, handles, lengths, most, told != 0, wishes != 0, stop_ids)
 
@@ -190,42 +216,36 @@ class Sheet:
 def commit_rows(verify: Sequence[VerifyRow], decoded: Decoded, now: float) -> Committed:
     """Commit what stands of the rows that decoded, where sessions go on; nobody is told. `now`:
     when their roots became known."""
-    alike, others, end = Alike(), list[int](), 0
+    going, others, end = list[int](), list[int](), 0
     tokens, unlike = decoded.tokens.tolist(), decoded.apart()
-    columns = zip(verify, decoded.counts.tolist(), decoded.drafted(), strict=True)
-    for number, (row, count, drafted) in enumerate(columns):
+    counts, drafted = decoded.counts.tolist(), decoded.drafted()
+    for number, (row, count, own) in enumerate(zip(verify, counts, drafted, strict=True)):
         session, start, end = row.session, end, end + count
         if session.ended:
             continue
-        if row.drafted or number in unlike:
+        emitted = tokens[start:end]
+        if (
+            number in unlike
+            or row.drafted
+            or own != row.own_depth
+            or session.constraint is not None
+            # What `remaining` and `wishes_drafts` say, mostly without calls: rounds have many rows.
+            or count >= session.spec.max_new_tokens - session.emitted
+            or not (session.paused or session.own_draft or not session.plan.speculative)
+            or not session.stop_ids.isdisjoint(emitted)
+        ):
             others.append(number)
             continue
-        mine = tokens[start:end]
-        if not _goes_on(session, row, mine, drafted):
-            others.append(number)
-            continue
+        going.append(number)
         session.round_id += 1
-        session.append(mine, now)
-        alike.sessions.append(session)
-        alike.counts.append(count)
-        alike.tokens += mine
-        alike.drafted.append(drafted)
-        alike.numbers.append(number)
+        session.append(emitted, now)
+    alike = Alike.of(verify, going, counts, tokens, drafted)
     results = decoded.outcomes(others) if others else ()
     apart = [
         _commit(verify[number].session, result, now, verify[number])
         for number, result in zip(others, results, strict=True)
     ]
     return Committed(alike, apart)
-
-
-def _goes_on(session: Session, row: VerifyRow, tokens: list[int], drafted: int) -> bool:
-    """Whether a row without a draft from outside is one of those in `Alike`."""
-    if session.constraint is not None or drafted != row.own_depth or session.wishes_drafts:
-        return False
-    if len(tokens) >= session.spec.max_new_tokens - session.emitted:
-        return False
-    return session.stop_ids.isdisjoint(tokens)
 
 
 def commit_prompts(
