@@ -90,9 +90,9 @@ class RowStates:
         prefilling: list[RowState] = []
         nodes = 0
         for session in self._core.room.running.values():
+            # Without a pace its plan does not speculate.
             if not session.paused and (
-                session.link_id is not None
-                or not (session.own_draft or not session.plan.speculative)
+                session.link_id is not None or not (session.own_draft or session.pace is None)
             ):
                 return None
             if session.constraint is not None:

@@ -229,9 +229,9 @@ def commit_rows(verify: Sequence[VerifyRow], decoded: Decoded, now: float) -> Co
             or row.drafted
             or own != row.own_depth
             or session.constraint is not None
-            # What `remaining` and `wishes_drafts` say, mostly without calls: rounds have many rows.
+            # What `remaining` and `wishes_drafts` say, without calls: rounds have many rows.
             or count >= session.spec.max_new_tokens - session.emitted
-            or not (session.paused or session.own_draft or not session.plan.speculative)
+            or not (session.paused or session.own_draft or session.pace is None)
             or not session.stop_ids.isdisjoint(emitted)
         ):
             others.append(number)
