@@ -20,7 +20,6 @@ from outrider.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from outrider.histogram import BatchHistogram
 from outrider.wire.messages import (
     FALLBACK,
     HIT,
@@ -30,6 +29,7 @@ from outrider.wire.messages import (
     SessionEvents,
 )
 from outrider_router.failover import Cause
+from outrider_router.histogram import BatchHistogram
 from outrider_router.pool import Why
 from outrider_router.quarantine import Reason
 from outrider_router.slow_readers import SLOW_READER

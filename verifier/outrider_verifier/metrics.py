@@ -6,11 +6,10 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from outrider.histogram import BatchHistogram, PartsHistogram
 from outrider.wire.messages import SpecStats
 from outrider_verifier.effects import RoundReport
 from outrider_verifier.preemption import Way
@@ -181,24 +180,25 @@ class Metrics(Collector):
         self.medians = Medians()
         self._counts = counts
         self._gauges = gauges
-        self._parts = PartsHistogram(
+        self._round = Histogram(
             "outrider_verifier_round_seconds",
             "Time of a round by part",
-            _PARTS,
-            _BUCKETS,
-            self.registry,
-        ).parts
-        self._rows = BatchHistogram(
+            ["part"],
+            buckets=_BUCKETS,
+            registry=self.registry,
+        )
+        self._parts = {part: self._round.labels(part) for part in _PARTS}
+        self._rows = Histogram(
             "outrider_verifier_round_rows",
             "Token rows of a round's forward",
-            (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
-            self.registry,
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+            registry=self.registry,
         )
-        self._hit_idle = BatchHistogram(
+        self._hit_idle = Histogram(
             "outrider_verifier_hit_idle_seconds",
             "Time from the end of a round to the submission of the next one, where all are hits",
-            _IDLE_BUCKETS,
-            self.registry,
+            buckets=_IDLE_BUCKETS,
+            registry=self.registry,
         )
         self.registry.register(self)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from outrider_router.histogram import BatchHistogram
 from outrider_router.metrics import RouterMetrics
 from outrider_router.tally import Tally
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from outrider.spec.modes import Reason
 from outrider.wire.accounting import REASON_FLAGS, add_round, decision_of
@@ -102,6 +104,21 @@ def test_a_message_of_events_counts_what_its_rounds_count(rounds: Rounds) -> Non
         for depth in range(len(stats.accepted_per_depth))
     ]
     assert per_depth == list(stats.accepted_per_depth)
+
+
+def test_a_batch_histogram_says_what_prometheus_own_says() -> None:
+    values, buckets = [0.001, 0.0011, 0.5, 7.0, 0.02], (0.001, 0.02, 1.0)
+    mine, theirs = CollectorRegistry(), CollectorRegistry()
+    batch = BatchHistogram("x_seconds", "Text.", buckets, mine)
+    single = Histogram("x_seconds", "Text.", buckets=buckets, registry=theirs)
+    batch.observe()
+    batch.observe(*values[:3])
+    batch.observe(*values[3:])
+    for value in values:
+        single.observe(value)
+    text = generate_latest(theirs).decode()
+    kept = [line for line in text.splitlines() if "created" not in line]
+    assert generate_latest(mine).decode().splitlines() == kept
 
 
 def test_decisions_are_told_in_words() -> None:
