@@ -175,7 +175,8 @@ class Inbox:
         message = Message(proposals)
         fresh: list[Kept] = []
         for kept in self._best(message, places, offers):
-            held = self._held(kept)
+            seat = self._seats[kept.handle]
+            held = seat.usable if kept.digest == seat.digest else seat.later.get(kept.digest)
             if held is None:
                 fresh.append(kept)
             elif kept.promise > held.promise:
@@ -204,12 +205,15 @@ class Inbox:
         """Remove and return the proposals for these sessions' current prefixes; all must have
         one. Those without laws are entries of one message."""
         result: list[Held] = []
+        taken: list[Kept] = []
         for handle in handles:
             seat = self._seats[handle]
-            kept = seat.usable
+            kept, seat.usable = seat.usable, None
             assert kept is not None, handle
+            taken.append(kept)
             result.append(Held(kept.message.proposals, kept.entry, kept.nodes, seat.ahead))
-            self._forget(kept)
+        self._count -= len(taken)
+        self._messages.drop_all(taken)
         return result if len(result) < 2 else _collected(result)
 
     def _best(self, message: Message, places: Sequence[int], offers: Offers) -> list[Kept]:
@@ -248,11 +252,6 @@ class Inbox:
                 del chosen[handle, digest]
             chosen[handle, digest] = kept
         return list(chosen.values())
-
-    def _held(self, kept: Kept) -> Kept | None:
-        """The draft that is held for the same prefix."""
-        seat = self._seats[kept.handle]
-        return seat.usable if kept.digest == seat.digest else seat.later.get(kept.digest)
 
     def _place_of(self, kept: Kept) -> int:
         """The place for a new draft: of those for later the one that was written longest ago."""

@@ -83,11 +83,12 @@ class Incoming:
         if offers.stale:
             handles = proposals.handles
             self._note_stale(handles[offers.stale], set(handles[offers.late].tolist()), now)
-        arrived = {int(proposals.handles[place]): place for place in offers.current}
-        for handle, place in arrived.items():
+        columns = proposals.handles[offers.current], proposals.prefix_lens[offers.current]
+        arrived = dict(zip(*(column.tolist() for column in columns), strict=True))
+        for handle, length in arrived.items():
             session = self._of_handle(handle)
             session.proposal_at = now
-            self._arrivals.append((session, int(proposals.prefix_lens[place]), now))
+            self._arrivals.append((session, length, now))
 
     def garbled(self, command: Garbled, now: float) -> None:
         """A message came that could not be read."""

@@ -99,8 +99,8 @@ class DecodeRow(NamedTuple):
     """Whether it goes without one because what is looked up is better."""
 
 
-_bare_row = lru_cache(maxsize=4096)(DecodeRow)
-"""Of a session: it is asked for round after round."""
+_row_of = lru_cache(maxsize=4096)(DecodeRow)
+"""Of a session the same row is asked for round after round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ def plan_drafted(
     """
     if not session_ids or len(session_ids) + sum(nodes) > limits.decode_tokens:
         return None
-    return RoundPlan(decode=tuple([DecodeRow(name, True) for name in session_ids]))
+    return RoundPlan(decode=tuple([_row_of(name, True) for name in session_ids]))
 
 
 def plan_alone(
@@ -169,7 +169,7 @@ def plan_alone(
         return None
     return RoundPlan(
         prefill=_prompts(prefilling, len(session_ids), limits),
-        decode=tuple(map(_bare_row, session_ids)),
+        decode=tuple(map(_row_of, session_ids)),
         alone=True,
     )
 

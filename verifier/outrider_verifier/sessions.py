@@ -193,8 +193,11 @@ class Session:
 
     @property
     def draft_wanted(self) -> bool:
-        """Whether a drafter's proposal for the current prefix could help."""
-        return self.wishes_drafts and self.max_draft_depth > 0
+        """Whether a drafter's proposal for the current prefix could help: what `wishes_drafts` and
+        `max_draft_depth` say, in one go, because rounds ask it of every session."""
+        if self.paused or self.own_draft or self.draft_limit <= 0:
+            return False
+        return self.spec.max_new_tokens - self.emitted > 1 and self.plan.speculative
 
     @property
     def wishes_drafts(self) -> bool:
