@@ -265,7 +265,7 @@ class DeviceRoundEngine:
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> DeviceFlight:
         """Launch the round."""
         self._seats.tell_grown()
-        seats = [self._seats.of(row.session) for row in verify]
+        seats = self._seats.of_all([row.session for row in verify])
         groups = group_rows(verify, seats, self.rounds.family.most_rows)
         add_prompts(
             groups,

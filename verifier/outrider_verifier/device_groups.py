@@ -105,8 +105,8 @@ def group_rows(
         places = list(range(len(verify)))
         return [Group(places, list(verify), list(seats), slots, judge=_judge(seats))]
     kinds = [row.own_depth > 0 and seat.drafted for row, seat in zip(verify, seats, strict=True)]
-    if len(kinds) == 1:
-        return [_group([0], list(verify), list(seats), own=kinds[0])]
+    if len(kinds) == 1 or (kinds and all(kinds)):
+        return [_group(list(range(len(kinds))), list(verify), list(seats), own=kinds[0])]
     groups: list[Group] = []
     for own in sorted(set(kinds)):
         alike = [place for place, other in enumerate(kinds) if other is own]

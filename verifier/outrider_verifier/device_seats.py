@@ -69,6 +69,11 @@ class Seats:
         """The seat of a session that is not suspended."""
         return self._seats[session.ticket]
 
+    def of_all(self, sessions: Sequence[Session]) -> list[Seat]:
+        """[n]: the same of each."""
+        seats = self._seats
+        return [seats[session.ticket] for session in sessions]
+
     def resume(self, session: Session) -> bool:
         """See `RoundRunner`; the device is told all that it knew of the session, but for a draft of
         its own: the next round has none."""

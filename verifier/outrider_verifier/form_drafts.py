@@ -33,11 +33,12 @@ class Emitted(NamedTuple):
 def leaves_drafts_out(group: Group) -> bool:
     """Whether the head may leave out a launch's drafts: they would be thrown away, because every
     session of it that is to be drafted for is in a grammar."""
-    if not group.own:
-        return False
-    ended = [chunk.row.session for chunk in group.chunks if chunk.row.last]
-    sessions = [*(row.session for row in group.rows), *ended]
-    return all([session.constraint is not None for session in sessions])
+    # The first row mostly tells.
+    return (
+        group.own
+        and all(row.session.constraint is not None for row in group.rows)
+        and all(c.row.session.constraint is not None for c in group.chunks if c.row.last)
+    )
 
 
 def begin_under_masks(

@@ -216,9 +216,10 @@ class Session:
         The token budget does not bound it: what exceeds that is cut off the emission, and a round
         may be submitted before the budget left is known.
         """
-        if not self.own_draft or self.paused:
+        own, wanted = self.own_draft, self.plan.draft_tokens
+        if not own or self.paused:
             return 0
-        return min(self.own_draft, self.plan.draft_tokens)
+        return own if own < wanted else wanted
 
     @property
     def has_drafter(self) -> bool:

@@ -145,8 +145,10 @@ class Sheet:
     @classmethod
     def of(cls, sessions: list[Session]) -> Sheet:
         """The sheet of a round that is not settled."""
-        # Of those that pause, without a call.
-        if not any([not session.paused and is_told(session) for session in sessions]):
+        # As `is_told`, without calls.
+        if not any(
+            [not s.paused and s.spec.drafter_id is not None and not s.ended for s in sessions]
+        ):
             return cls([], _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NONE, _NONE, frozenset())
         columns = np.array([_columns(session) for session in sessions], dtype=np.int64)
         handles, lengths, most, told, wishes = np.ascontiguousarray(columns.T)
