@@ -204,13 +204,13 @@ class Inbox:
     def take(self, handles: Sequence[int]) -> list[Held]:
         """Remove and return the proposals for these sessions' current prefixes; all must have
         one. Those without laws are entries of one message."""
+        seats = [self._seats[handle] for handle in handles]
+        taken = [seat.usable for seat in seats if seat.usable is not None]
+        # Before anything is changed: who plans with what is not there loses nothing.
+        assert len(set(taken)) == len(handles), handles
         result: list[Held] = []
-        taken: list[Kept] = []
-        for handle in handles:
-            seat = self._seats[handle]
-            kept, seat.usable = seat.usable, None
-            assert kept is not None, handle
-            taken.append(kept)
+        for seat, kept in zip(seats, taken, strict=True):
+            seat.usable = None
             result.append(Held(kept.message.proposals, kept.entry, kept.nodes, seat.ahead))
         self._count -= len(taken)
         self._messages.drop_all(taken)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 from outrider.ids import SessionId
 from outrider_verifier.core import Core
@@ -77,18 +77,16 @@ class RowStates:
             priority=spec.priority,
         )
 
-    def alone(
-        self, flying: Container[SessionId]
-    ) -> tuple[list[SessionId], list[RowState], int] | None:
-        """The sessions that decode in the round to submit behind the one in flight, with the
-        sessions `flying`, those with prompt tokens left, and how many nodes of own drafts the
-        former have, where none that runs needs anything from outside; None: `all` are to be looked
-        at."""
+    def alone(self, flying: RoundPlan) -> tuple[list[SessionId], list[RowState], int] | None:
+        """The sessions that decode in the round to submit behind `flying`, those with prompt tokens
+        left, and how many nodes of own drafts the former have, where none that runs needs anything
+        from outside; None: `all` are to be looked at."""
         if not self._engine.run_ahead or self._core.policy.changed:
             return None
         names: list[SessionId] = []
         prefilling: list[RowState] = []
         nodes = 0
+        under_way: set[SessionId] | None = None
         for session in self._core.room.running.values():
             # Without a pace its plan does not speculate.
             if not session.paused and (
@@ -98,13 +96,17 @@ class RowStates:
             if session.constraint is not None:
                 return None
             spec = session.spec
-            # Every round emits a token at least.
             if session.prefill_sent < session.fill_to:
                 prefilling.append(self.of(session, -1))
-            elif session.emitted + 1 < spec.max_new_tokens or spec.session_id not in flying:
-                names.append(spec.session_id)
-                if session.own_draft:
-                    nodes += session.own_depth
+                continue
+            if session.emitted + 1 >= spec.max_new_tokens:
+                # Every round emits a token at least, so the one in flight may be its last.
+                under_way = set(flying.session_ids) if under_way is None else under_way
+                if spec.session_id in under_way:
+                    continue
+            names.append(spec.session_id)
+            if session.own_draft:
+                nodes += session.own_depth
         return names, prefilling, nodes
 
     def runs_ahead(self, session: Session) -> bool:

@@ -121,7 +121,7 @@ class RoundPlan:
         return [row.session_id for row in self.prefill] + [row.session_id for row in self.decode]
 
     def __contains__(self, session_id: object) -> bool:
-        """Whether the session is in the round; meant to be asked rarely."""
+        """Whether the session is in the round; of many, `session_ids` is to be asked."""
         return session_id in self.session_ids
 
     @property

@@ -74,7 +74,8 @@ class Session:
     own_draft: int = 0
     """Draft length of the head in this process, which drafts for the session; 0: it does not."""
     pace: Pace | None = None
-    """What the policy keeps of it; None: its plan does not speculate."""
+    """What the policy keeps of it; None: its plan does not speculate, by which rounds tell, or it
+    has ended."""
     paused: bool = False
     """Whether the policy has it decode plainly; its drafter is told nothing meanwhile."""
     lean: bool = False

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -23,7 +23,7 @@ from outrider_verifier.sessions import Session
 
 _NOBODY: Final = Told.present([], [])
 _NO_NUMBERS: Final = np.empty(0, dtype=np.int64)
-_NONE: Final = np.empty(0, dtype=np.bool_)
+_NO_FLAGS: Final = np.empty(0, dtype=np.bool_)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,14 +73,14 @@ class Alike:
     nothing to be said of them but their tokens: nearly all where nobody drafts elsewhere. So they
     are accounted for in columns of n."""
 
-    sessions: list[Session] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    sessions: list[Session]
+    counts: list[int]
     """[n]: tokens of each."""
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
     """Of all in turn."""
-    drafted: list[int] = field(default_factory=list)
+    drafted: list[int]
     """[n]: nodes of its own draft that each verified."""
-    numbers: list[int] = field(default_factory=list)
+    numbers: list[int]
     """[n]: their places in the round."""
 
     @classmethod
@@ -109,8 +109,7 @@ class Alike:
         return len(self.sessions)
 
 
-NO_ROWS: Final = Alike()
-"""Not to be added to."""
+NO_ROWS: Final = Alike([], [], [], [], [])
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +148,7 @@ class Sheet:
         if not any(
             [not s.paused and s.spec.drafter_id is not None and not s.ended for s in sessions]
         ):
-            return cls([], _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NONE, _NONE, frozenset())
+            return cls([], _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_FLAGS, _NO_FLAGS, frozenset())
         columns = np.array([_columns(session) for session in sessions], dtype=np.int64)
         handles, lengths, most, told, wishes = np.ascontiguousarray(columns.T)
         stop_ids = frozenset[int]().union(*{session.stop_ids for session in sessions})
@@ -231,7 +230,8 @@ def commit_rows(verify: Sequence[VerifyRow], decoded: Decoded, now: float) -> Co
             or row.drafted
             or own != row.own_depth
             or session.constraint is not None
-            # What `remaining` and `wishes_drafts` say, without calls: rounds have many rows.
+            # What `remaining` and `wishes_drafts` say, without calls: there are many rows. One
+            # without a pace does not speculate.
             or count >= session.spec.max_new_tokens - session.emitted
             or not (session.paused or session.own_draft or session.pace is None)
             or not session.stop_ids.isdisjoint(emitted)
@@ -300,5 +300,5 @@ def _columns(session: Session) -> tuple[int, int, int, bool, bool]:
 
 def is_told(session: Session) -> bool:
     """Whether a drafter hears of what the session commits; of one that has ended, and whose place
-    another may have, nobody does."""
+    another may have, nobody does. `Sheet.of` asks the same of all of a round, without calls."""
     return session.spec.drafter_id is not None and not (session.paused or session.ended)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container
 from itertools import count
 from typing import Any
 
@@ -18,7 +18,7 @@ def preempt_often(service: VerifierService, *, every: int = 3, most: int = 4) ->
     room: Any = service._core.room
     ready, rounds = room.ready, count(1)
 
-    def restless(now: float, *, touched: int, flying: Collection[SessionId]) -> bool:
+    def restless(now: float, *, touched: int, flying: Container[SessionId]) -> bool:
         running = [s for s in room.running.values() if s.preemptions < most]
         due = room.pressed or next(rounds) % every == 0
         if due and running:
@@ -39,7 +39,7 @@ def hold(service: VerifierService, since: Callable[[], bool]) -> Callable[[], No
     room: Any = service._core.room
     ready, over = room.ready, False
 
-    def holding(now: float, *, touched: int, flying: Collection[SessionId]) -> bool:
+    def holding(now: float, *, touched: int, flying: Container[SessionId]) -> bool:
         if not over and since():
             time.sleep(0.001)
             return False

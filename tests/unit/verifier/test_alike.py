@@ -34,7 +34,7 @@ def session_of(number: int, kind: str, budget: int) -> Session:
     kv = FakeTarget(num_blocks=8).pool.allocate(32)
     made = Session.create(spec, ticket=number, kv=kv, now=0.0, keeps_features=False)
     made.paused, made.own_draft = kind == "paused", 3 if kind == "own" else 0
-    made.pace = Pace(Known(Kind.of(made)), own=False) if plan.speculative else None
+    made.pace = Pace(Known(Kind.of(made)), own=kind == "own") if plan.speculative else None
     made.ended = kind == "ended"
     made.kv.advance(made.length)
     made.append((7,), 0.0)

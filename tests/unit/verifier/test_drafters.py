@@ -241,11 +241,15 @@ async def test_a_plan_change_turns_speculation_off_and_on() -> None:
         spec = make_spec(max_new_tokens=120)
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
+        session = rig.service._core.sessions[SessionId("s")]
+        assert session.pace is not None
         await rig.service.set_plan(SessionId("s"), PLAIN)
+        assert session.pace is None  # by this rounds tell that it does not speculate
         await until(lambda: SessionId("s") not in drafter.sessions)
-        rounds = rig.service._core.sessions[SessionId("s")].round_id
-        await until(lambda: rig.service._core.sessions[SessionId("s")].round_id > rounds + 3)
+        rounds = session.round_id
+        await until(lambda: session.round_id > rounds + 3)
         await rig.service.set_plan(SessionId("s"), CHAIN)
+        assert session.pace is not None
         result = await running
         assert result.tokens == rig.reference(spec)
         assert drafter.starts == 2

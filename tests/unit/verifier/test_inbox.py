@@ -99,6 +99,17 @@ def test_a_proposal_for_the_current_prefix_is_taken_once() -> None:
     assert len(box) == 0
 
 
+def test_whoever_takes_what_is_not_there_takes_nothing() -> None:
+    box = inbox()
+    offer(box, proposal(7))
+    for handles in ([A, B], [A, A]):
+        with pytest.raises(AssertionError):
+            box.take(handles)
+        assert peek(box, A) is not None and len(box) == 1
+    box.drop(A)
+    assert (len(box), box.nbytes) == (0, 0)
+
+
 def test_drafts_of_one_message_are_told_apart() -> None:
     box = inbox()
     move(box, B, digest=8, prefix_len=20)
