@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from outrider.errors import InvalidRequestError
 
@@ -30,6 +31,8 @@ class DraftMethod(StrEnum):
     MODEL = "model"
 
 
+_NONE: Final = DraftMethod.NONE
+"""Rounds ask it of every session, and a member is looked up slowly."""
 FEATURE_FED = (DraftMethod.EAGLE3, DraftMethod.EAGLE)
 """Draft methods that look at target features; the others get tokens only."""
 
@@ -89,4 +92,4 @@ class Plan:
     @property
     def speculative(self) -> bool:
         """Whether any draft is wanted."""
-        return self.method is not DraftMethod.NONE and self.draft_tokens > 0
+        return self.method is not _NONE and self.draft_tokens > 0

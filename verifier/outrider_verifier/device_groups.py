@@ -16,6 +16,7 @@ from outrider.engine.device.shapes import Drafts, Judge
 from outrider.wire.messages import Proposals
 from outrider_verifier.device_seats import Seat
 from outrider_verifier.packing import PrefillRow, VerifyRow, legal_masks
+from outrider_verifier.sessions import keep_features
 
 _NO_ROWS: Final = RoundRows.of([])
 
@@ -62,8 +63,8 @@ class Group:
     @property
     def keeps_features(self) -> bool:
         """Whether any session of the launch keeps features."""
-        return any([row.session.keeps_features for row in self.rows]) or any(
-            [chunk.row.session.keeps_features for chunk in self.chunks]
+        return keep_features([row.session for row in self.rows]) or keep_features(
+            [chunk.row.session for chunk in self.chunks]
         )
 
     @property

@@ -164,6 +164,10 @@ class Loads:
             self._share = features_s / self.plain_s if features_s else 0.0
         return self._share
 
+    def stretch(self, *, featured: bool) -> float:
+        """How many times as long plain rounds last whose features are kept, if they are."""
+        return 1.0 + self.features_share if featured else 1.0
+
     @property
     def round_s(self) -> float:
         """The same where something must be known: by forwards of other shapes; 0: unknown."""
@@ -185,8 +189,7 @@ class Loads:
 
     def _observe_plain(self, ran: Ran, seconds: float) -> None:
         device_s = self.times(ran.rows, own=False)
-        if ran.featured:
-            seconds /= 1.0 + self.features_share
+        seconds /= self.stretch(featured=ran.featured)
         seen = self._plain.setdefault(self.load, RoundTimes(PLAIN_WINDOW))
         seen.observe(seconds / (device_s or 1.0), BESIDE_PROMPTS if ran.pieces else 1.0)
 

@@ -257,7 +257,7 @@ class Policy:
         featured = keep_features(alike.sessions) or keep_features([row.session for row in rows])
         self._loads.observe(Ran(count, nodes, pieces, seconds, bool(own), featured))
         # Plain decoding is that without features: whoever asks for no drafts keeps none.
-        longer = 1.0 + self._loads.features_share if featured else 1.0
+        longer = self._loads.stretch(featured=featured)
         mark = Mark(now, self._loads.prompts_s, self._loads.alone_s)
         touched: list[Tally] = []
         for session in observe_plain(alike.sessions, mark, touched):

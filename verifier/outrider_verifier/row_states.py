@@ -88,12 +88,9 @@ class RowStates:
         nodes = 0
         under_way: set[SessionId] | None = None
         for session in self._core.room.running.values():
-            # Without a pace its plan does not speculate.
-            if not session.paused and (
-                session.link_id is not None or not (session.own_draft or session.pace is None)
-            ):
+            if session.wishes_drafts or session.constraint is not None:
                 return None
-            if session.constraint is not None:
+            if session.link_id is not None and not session.paused:
                 return None
             spec = session.spec
             if session.prefill_sent < session.fill_to:
@@ -120,7 +117,7 @@ class RowStates:
         """The rows of a plan, with their proposals taken out of the inbox."""
         sessions = [self._core.sessions[row.session_id] for row in plan.decode]
         if plan.alone:
-            return self._all_bare(sessions)
+            return self._bare(sessions)
         drafted = [s.handle for s, row in zip(sessions, plan.decode, strict=True) if row.drafted]
         taken = self._core.inbox.take(drafted) if drafted else []
         if len(taken) == len(sessions) and not any([session.outdone for session in sessions]):
@@ -155,24 +152,15 @@ class RowStates:
             # Nobody waits for a drafter that is suspect.
             draft = self._core.stand_ins.missed(session, rows, room)
         if draft is None:
-            return self._bare(session)
+            return self._bare([session])[0]
         return VerifyRow(session, draft=draft, stand_in=True)
 
-    def _all_bare(self, sessions: Sequence[Session]) -> list[VerifyRow]:
-        """`_bare` of each; mostly nothing has changed, and nothing is called."""
-        rows = self._rows
-        return [
-            row
-            if (row := rows.get(session.handle)) is not None
-            and row.session is session
-            and row.own_depth == (session.own_draft and session.own_depth)
-            else self._bare(session)
-            for session in sessions
-        ]
-
-    def _bare(self, session: Session) -> VerifyRow:
-        """A row without a draft from outside. Most rounds have only such, and all want the same."""
-        row, depth = self._rows.get(session.handle), session.own_depth
-        if row is None or row.session is not session or row.own_depth != depth:
-            row = self._rows[session.handle] = VerifyRow(session, own_depth=depth)
-        return row
+    def _bare(self, sessions: Sequence[Session]) -> list[VerifyRow]:
+        """Rows without a draft from outside. Most rounds have only such, and all want the same."""
+        found: list[VerifyRow] = []
+        for session in sessions:
+            row, depth = self._rows.get(session.handle), session.own_draft and session.own_depth
+            if row is None or row.session is not session or row.own_depth != depth:
+                row = self._rows[session.handle] = VerifyRow(session, own_depth=depth)
+            found.append(row)
+        return found

@@ -74,8 +74,7 @@ class Session:
     own_draft: int = 0
     """Draft length of the head in this process, which drafts for the session; 0: it does not."""
     pace: Pace | None = None
-    """What the policy keeps of it; None: its plan does not speculate, by which rounds tell, or it
-    has ended."""
+    """What the policy keeps of it; None: its plan does not speculate."""
     paused: bool = False
     """Whether the policy has it decode plainly; its drafter is told nothing meanwhile."""
     lean: bool = False
@@ -194,16 +193,13 @@ class Session:
 
     @property
     def draft_wanted(self) -> bool:
-        """Whether a drafter's proposal for the current prefix could help: what `wishes_drafts` and
-        `max_draft_depth` say, in one go, because rounds ask it of every session."""
-        if self.paused or self.own_draft or self.draft_limit <= 0:
-            return False
-        return self.spec.max_new_tokens - self.emitted > 1 and self.plan.speculative
+        """Whether a drafter's proposal for the current prefix could help."""
+        return self.wishes_drafts and self.max_draft_depth > 0
 
     @property
     def wishes_drafts(self) -> bool:
         """Whether drafts of a drafter are verified as long as the budget lasts."""
-        return self.plan.speculative and not self.own_draft and not self.paused
+        return not (self.paused or self.own_draft) and self.plan.speculative
 
     @property
     def outdone(self) -> bool:

@@ -74,20 +74,20 @@ class Alike:
     are accounted for in columns of n."""
 
     sessions: list[Session]
-    counts: list[int]
+    counts: Sequence[int]
     """[n]: tokens of each."""
-    tokens: list[int]
+    tokens: Sequence[int]
     """Of all in turn."""
-    drafted: list[int]
+    drafted: Sequence[int]
     """[n]: nodes of its own draft that each verified."""
-    numbers: list[int]
+    numbers: Sequence[int]
     """[n]: their places in the round."""
 
     @classmethod
     def of(
         cls,
         verify: Sequence[VerifyRow],
-        numbers: list[int],
+        numbers: Sequence[int],
         counts: Sequence[int],
         tokens: Sequence[int],
         drafted: Sequence[int],
@@ -95,7 +95,7 @@ class Alike:
         """The rows with these numbers, of a round in columns."""
         sessions = [row.session for row in verify]
         if len(numbers) == len(sessions):
-            return cls(sessions, list(counts), list(tokens), list(drafted), numbers)
+            return cls(sessions, counts, tokens, drafted, numbers)
         ends = list(itertools.accumulate(counts))
         return cls(
             [sessions[number] for number in numbers],
@@ -144,10 +144,7 @@ class Sheet:
     @classmethod
     def of(cls, sessions: list[Session]) -> Sheet:
         """The sheet of a round that is not settled."""
-        # As `is_told`, without calls.
-        if not any(
-            [not s.paused and s.spec.drafter_id is not None and not s.ended for s in sessions]
-        ):
+        if not any(map(is_told, sessions)):
             return cls([], _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_FLAGS, _NO_FLAGS, frozenset())
         columns = np.array([_columns(session) for session in sessions], dtype=np.int64)
         handles, lengths, most, told, wishes = np.ascontiguousarray(columns.T)
@@ -230,10 +227,8 @@ def commit_rows(verify: Sequence[VerifyRow], decoded: Decoded, now: float) -> Co
             or row.drafted
             or own != row.own_depth
             or session.constraint is not None
-            # What `remaining` and `wishes_drafts` say, without calls: there are many rows. One
-            # without a pace does not speculate.
+            or session.wishes_drafts
             or count >= session.spec.max_new_tokens - session.emitted
-            or not (session.paused or session.own_draft or session.pace is None)
             or not session.stop_ids.isdisjoint(emitted)
         ):
             others.append(number)
@@ -300,5 +295,5 @@ def _columns(session: Session) -> tuple[int, int, int, bool, bool]:
 
 def is_told(session: Session) -> bool:
     """Whether a drafter hears of what the session commits; of one that has ended, and whose place
-    another may have, nobody does. `Sheet.of` asks the same of all of a round, without calls."""
+    another may have, nobody does."""
     return session.spec.drafter_id is not None and not (session.paused or session.ended)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from outrider_verifier.effects import Emits, Event
-from outrider_verifier.known import Kind, Known, Pace
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.policy import Policy
 from outrider_verifier.rows import Draft
@@ -34,7 +33,6 @@ def session_of(number: int, kind: str, budget: int) -> Session:
     kv = FakeTarget(num_blocks=8).pool.allocate(32)
     made = Session.create(spec, ticket=number, kv=kv, now=0.0, keeps_features=False)
     made.paused, made.own_draft = kind == "paused", 3 if kind == "own" else 0
-    made.pace = Pace(Known(Kind.of(made)), own=kind == "own") if plan.speculative else None
     made.ended = kind == "ended"
     made.kv.advance(made.length)
     made.append((7,), 0.0)

@@ -244,7 +244,7 @@ async def test_a_plan_change_turns_speculation_off_and_on() -> None:
         session = rig.service._core.sessions[SessionId("s")]
         assert session.pace is not None
         await rig.service.set_plan(SessionId("s"), PLAIN)
-        assert session.pace is None  # by this rounds tell that it does not speculate
+        assert session.pace is None
         await until(lambda: SessionId("s") not in drafter.sessions)
         rounds = session.round_id
         await until(lambda: session.round_id > rounds + 3)
