@@ -22,11 +22,12 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.process import run, tune_collector
+from outrider.transport.ray.calls import actor_named
 from outrider.transport.status import ErrorStatus, from_status, to_status
 from outrider_ray.config import LaunchConfig
 from outrider_ray.fleet import members_there
 from outrider_ray.keeper import FIRST_PAUSE_S, next_pause
-from outrider_ray.members import group_name
+from outrider_ray.members import Member, group_name
 
 logger = logging.getLogger(__name__)
 
@@ -222,26 +223,35 @@ def stop_detached(namespace: str) -> bool:
 
 
 def _kill_members(namespace: str) -> int:
-    """End the actors that are there and give their places back; how many there were."""
+    """End the actors that are there and give their places back; how many there were.
+
+    Raises UnavailableError for those that Ray still knows after a while.
+    """
     import ray
     from ray.util import get_placement_group, remove_placement_group
 
-    members = members_there(namespace)
-    for member in members:
-        with contextlib.suppress(ValueError):
-            ray.kill(ray.get_actor(member.name, namespace=namespace))
-        # Groups are called after their first members.
-        with contextlib.suppress(ValueError):
-            remove_placement_group(get_placement_group(group_name((member,))))
-    return len(members)
+    ended: set[Member] = set()
+    until = time.monotonic() + STOP_S
+    # Ray says that an actor is there until its process is gone, or its node is given up.
+    while there := members_there(namespace):
+        for member in there:
+            with contextlib.suppress(UnavailableError):
+                ray.kill(actor_named(member.name, namespace))
+            # Groups are called after their first members.
+            with contextlib.suppress(ValueError):
+                remove_placement_group(get_placement_group(group_name((member,))))
+        ended.update(there)
+        if time.monotonic() > until:
+            names = ", ".join(member.name for member in there)
+            raise UnavailableError(f"Ray does not let go of {names}", reason="PEER_LOST")
+        time.sleep(_LOOK_S)
+    return len(ended)
 
 
 def _find(namespace: str) -> Any:
-    import ray
-
     try:
-        return ray.get_actor(SUPERVISOR, namespace=namespace)
-    except ValueError:
+        return actor_named(SUPERVISOR, namespace)
+    except UnavailableError:
         raise NotFoundError(
             f"no detached fleet in the namespace {namespace}", reason="NO_FLEET"
         ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 from outrider.errors import (
     ConnectionLostError,
@@ -61,15 +61,23 @@ class HostCalls:
         return reply.value
 
 
-async def find_host(address: str, config: RayConfig) -> HostCalls:
-    """The host named `address`; UnavailableError if there is none."""
+def actor_named(name: str, namespace: str) -> Any:
+    """The handle of an actor. UnavailableError if there is none, or it is just being removed."""
     import ray
 
     try:
+        return ray.get_actor(name, namespace=namespace)
+    # Ray forgets a job's classes before the names of its last actors: it then asserts that what it
+    # finds for the class is bytes.
+    except (ValueError, AssertionError):
+        raise UnavailableError(f"no actor named {name}", reason="UNREACHABLE") from None
+
+
+async def find_host(address: str, config: RayConfig) -> HostCalls:
+    """The host named `address`; UnavailableError if there is none."""
+    try:
         async with asyncio.timeout(config.control_timeout_s):
-            actor = await asyncio.to_thread(ray.get_actor, address, namespace=config.namespace)
-    except ValueError:
-        raise UnavailableError(f"no actor named {address}", reason="UNREACHABLE") from None
+            actor = await asyncio.to_thread(actor_named, address, config.namespace)
     except TimeoutError:
         raise UnavailableError(f"the look-up of {address} hangs", reason="UNREACHABLE") from None
-    return HostCalls(cast("Any", actor), address, config)
+    return HostCalls(actor, address, config)
