@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = Tokenizer.load(config.model)
     with LocalCluster(config) as cluster, Client(cluster.address, timeout_s=600.0) as client:
         drafts = {"draft_tokens": args.draft_tokens, "draft_top_k": args.draft_topk}
+        # As the automatic planner has it where drafter and target share their cores.
+        drafts["look_ahead"] = 0
 
         def speculative(prompt: BenchPrompt) -> tuple[tuple[int, ...], float]:
             return _timed(client, prompt, args.max_tokens, drafter="eagle3", **drafts)

@@ -20,7 +20,13 @@ from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.metrics_port import PortMetrics, serve_metrics
-from outrider.process import add_tls_arguments, run, tune_process
+from outrider.process import (
+    add_tls_arguments,
+    in_brief_thread,
+    run,
+    tune_process,
+    wait_awake_briefly,
+)
 from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
 from outrider_drafter.config import DTYPES, DrafterConfig
@@ -103,7 +109,7 @@ async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
     if config.bench_exchange_delay_ms:
         dialer = SlowDialer(dialer, config.bench_exchange_delay_ms)
         join = dialer.join_lane
-    service = await asyncio.to_thread(build_service, config, dialer, awake, join)
+    service = await in_brief_thread(build_service, config, dialer, awake, join)
     tune_process()
     awake.adopt_thread()
     metrics_address = _serve_metrics(config, service.metrics.registry)
@@ -157,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
+        wait_awake_briefly()
         spans = exporting(config.tracing, "outrider-drafter", config.drafter_id)
         with recording(config.trace_file, "drafter"), spans:
             return run(serve(config))

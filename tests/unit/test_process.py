@@ -72,3 +72,73 @@ def test_what_stays_is_not_walked_over_and_the_rest_seldom() -> None:
     assert frozen > 10_000
     # By Python's own thresholds 31.
     assert full <= 8
+
+
+_TEAMS = """
+import asyncio, os, time
+import torch
+from outrider.process import in_brief_thread
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def compute():
+    torch.ones(1 << 20).sum()
+    return threads()
+
+async def main():
+    before = threads()
+    during = await in_brief_thread(compute)
+    until = time.monotonic() + 10.0
+    while threads() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    kept = await asyncio.to_thread(compute)
+    time.sleep(0.5)
+    print(during - before, threads() - before)
+
+torch.set_num_threads(3)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted on Linux")
+def test_a_thread_that_loads_a_model_leaves_no_team_behind() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", _TEAMS], capture_output=True, text=True, check=True, timeout=60
+    )
+    # Three that compute, then none; an executor's thread keeps its own and all of them.
+    assert said.stdout.split() == ["3", "3"]
+
+
+_SPINS = """
+import os, sys
+from outrider.process import wait_awake_briefly
+wait_awake_briefly()
+print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "spins"),
+    [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "None")],
+)
+def test_threads_wait_awake_as_an_operator_says_or_briefly(
+    settings: dict[str, str], spins: str
+) -> None:
+    known = {name: value for name, value in os.environ.items() if name[:4] not in ("GOMP", "OMP_")}
+    said = subprocess.run(
+        [sys.executable, "-c", _SPINS],
+        env={**known, **settings},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.split() == [spins, "False"]
+
+
+@pytest.mark.parametrize("module", ["outrider_verifier.__main__", "outrider_drafter.__main__"])
+def test_torch_is_not_loaded_before_that_is_said(module: str) -> None:
+    # OpenMP's library reads it when it is loaded.
+    code = f"import sys, {module}; print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "False"

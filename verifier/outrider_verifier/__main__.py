@@ -20,7 +20,13 @@ from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.logs import setup_logging
 from outrider.metrics_port import PortMetrics, serve_metrics
-from outrider.process import add_tls_arguments, run, tune_process
+from outrider.process import (
+    add_tls_arguments,
+    in_brief_thread,
+    run,
+    tune_process,
+    wait_awake_briefly,
+)
 from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
 from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
@@ -112,7 +118,7 @@ async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
         interval_s=config.heartbeat_ms / 1000.0, timeout_s=config.silence_ms / 1000.0
     )
     grpc_config = GrpcConfig(heartbeat=heartbeat, lanes=config.lanes)
-    service = await asyncio.to_thread(build_service, config, awake)
+    service = await in_brief_thread(build_service, config, awake)
     tune_process()
     ports = PortMetrics(service.metrics.registry)
     access = Access(tls=config.tls, on_refused=ports.refused, on_handshake=ports.handshake)
@@ -155,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
+        wait_awake_briefly()
         spans = exporting(config.tracing, "outrider-verifier", config.verifier_id)
         with recording(config.trace_file, "verifier"), spans:
             return run(serve(config))

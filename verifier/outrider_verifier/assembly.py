@@ -88,6 +88,7 @@ def _limits(config: VerifierConfig, runner: RoundRunner) -> Limits:
         piece_tokens=runner.piece_tokens,
         decode_tokens=config.decode_tokens_per_round,
         gather_s=config.gather_s,
+        gather_rounds=config.gather_rounds,
     )
 
 

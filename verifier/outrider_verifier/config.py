@@ -27,7 +27,7 @@ PREEMPTIONS = (AUTOMATIC_PREEMPTION, *(way.value for way in Way))
 
 AUTOMATIC = -1.0
 CPU_CEILING_S, CUDA_CEILING_S = 0.2, 0.04
-CPU_GATHER_S, CUDA_GATHER_S = 0.001, 0.005
+CPU_GATHER_ROUNDS, CUDA_GATHER_S = 2.0, 0.005
 CPU_PREFILL, CUDA_PREFILL = 256, 2048
 
 
@@ -110,8 +110,9 @@ class VerifierConfig:
     decode_tokens_per_round: int = 1024
     """Verify rows (roots and nodes) of all sessions in one round."""
     gather_ms: float = -1.0
-    """How long a ready row waits for other rows' proposals, so that they share a forward; -1: 1 ms
-    on a CPU, 5 ms on a CUDA device, where a round of more rows takes hardly longer."""
+    """How long a ready row waits for other rows' proposals, so that they share a forward; -1: 5 ms
+    on a CUDA device, where a round of more rows takes hardly longer, and as long as two rounds take
+    on a CPU, where a drafter of the same cores is done sooner if no round runs beside it."""
     planner: Annotated[str, OneOf(PLANNERS)] = AUTOMATIC_PLANNER
     """Whether sessions speculate, how long their drafts are and how long they wait for them:
     automatic follows what is measured, within their plans; fixed carries plans out as they are."""
@@ -207,7 +208,13 @@ class VerifierConfig:
         """`gather_ms` in seconds, with the automatic value resolved."""
         if self.gather_ms != AUTOMATIC:
             return self.gather_ms / 1000.0
-        return CUDA_GATHER_S if self.device.startswith("cuda") else CPU_GATHER_S
+        return CUDA_GATHER_S if self.device.startswith("cuda") else 0.0
+
+    @property
+    def gather_rounds(self) -> float:
+        """The same in rounds."""
+        automatic = self.gather_ms == AUTOMATIC and not self.device.startswith("cuda")
+        return CPU_GATHER_ROUNDS if automatic else 0.0
 
     @property
     def ceiling_s(self) -> float:

@@ -32,7 +32,10 @@ class Limits:
     decode_tokens: int
     """Roots and nodes of all sessions in one round; one row always fits."""
     gather_s: float
-    """How long the first ready row waits for rows whose proposals may still come."""
+    """How long the first ready row waits for rows whose proposals may still come,"""
+    gather_rounds: float = 0.0
+    """and that is so many rounds at least. Where the drafter computes on the target's cores, a
+    round that goes at once makes both slower, and those that wait miss it all the same."""
     yield_s: float = 0.05
     """How long a ready row stays out of rounds with prompts of a higher priority, which are the
     shorter for it."""
@@ -208,7 +211,8 @@ def plan_round(
     if deadlines and not _fill_a_half(ready, most_rows):
         first = min([entry.at for entry in ready] + [row.since for row in prefilling])
         first = max(first, idle_since)
-        window_s = limits.gather_s * min(1.0, len(deadlines) / max(1, len(ready)))
+        window_s = max(limits.gather_s, limits.gather_rounds * times.round_s)
+        window_s *= min(1.0, len(deadlines) / max(1, len(ready)))
         if any([entry.hit for entry in ready]):
             window_s = min(window_s, worth_waiting(len(ready), len(deadlines), times))
         gathered = first + window_s

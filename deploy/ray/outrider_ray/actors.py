@@ -16,7 +16,7 @@ from outrider_verifier.config import VerifierConfig
 
 from outrider.awake import AwakeCores
 from outrider.logs import setup_logging
-from outrider.process import tune_process
+from outrider.process import in_brief_thread, tune_process
 from outrider.transport.ray import RayConfig, RayDialer
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ async def _built(
 ) -> AsyncGenerator[ServiceT]:
     """What `build` makes, until `end`, in a process tuned for it that ends with its device."""
     with AwakeCores.claim(awake_cores) as awake:
-        service = await asyncio.to_thread(build, awake)
+        service = await in_brief_thread(build, awake)
         tune_process()
         awake.adopt_thread()
         watch = asyncio.create_task(end_when(service.lost))

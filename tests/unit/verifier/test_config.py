@@ -56,19 +56,21 @@ def test_a_verifier_configuration_out_of_range_is_refused(changes: dict[str, obj
 
 
 @pytest.mark.parametrize(
-    ("settings", "seconds"),
+    ("settings", "seconds", "rounds"),
     [
-        ({}, 0.001),
-        ({"device": "cuda"}, 0.005),
-        ({"device": "cuda:1", "gather_ms": -1}, 0.005),
-        ({"device": "cuda:1", "gather_ms": 2}, 0.002),
-        ({"gather_ms": 0}, 0.0),
+        ({}, 0.0, 2.0),
+        ({"device": "cuda"}, 0.005, 0.0),
+        ({"device": "cuda:1", "gather_ms": -1}, 0.005, 0.0),
+        ({"device": "cuda:1", "gather_ms": 2}, 0.002, 0.0),
+        ({"gather_ms": 0}, 0.0, 0.0),
+        ({"gather_ms": 2}, 0.002, 0.0),
     ],
 )
 def test_how_long_rows_are_gathered_follows_the_device(
-    settings: dict[str, object], seconds: float
+    settings: dict[str, object], seconds: float, rounds: float
 ) -> None:
-    assert load_config(VerifierConfig, None, settings).gather_s == seconds
+    config = load_config(VerifierConfig, None, settings)
+    assert (config.gather_s, config.gather_rounds) == (seconds, rounds)
 
 
 def test_flags_place_the_head_and_simulate() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from outrider_verifier.schedule import Limits, RowState, Times, plan_round
 
@@ -33,6 +35,23 @@ def test_many_wait_for_few_only_shortly(ready: int, awaited: int, gathered: floa
     assert waiting.empty
     assert waiting.wait_until == pytest.approx(1.0 + gathered)
     begun = plan_round(rows(ready, awaited), 1.0 + 1.1 * gathered, LIMITS)
+    assert len(begun.decode) == ready
+
+
+@pytest.mark.parametrize(
+    ("ready", "awaited", "round_s", "gathered"),
+    [(1, 1, 0.05, 0.1), (4, 2, 0.05, 0.05), (1, 1, 0.0, 0.004), (1, 1, 0.001, 0.004)],
+)
+def test_where_the_drafter_takes_the_same_cores_it_is_waited_for_by_the_round(
+    ready: int, awaited: int, round_s: float, gathered: float
+) -> None:
+    limits = replace(LIMITS, gather_rounds=2.0)
+    # However long it usually takes: beside a round it takes as long as that.
+    times = Times(answer_s=1.0, round_s=round_s)
+    waiting = plan_round(rows(ready, awaited), 1.0 + 0.9 * gathered, limits, times=times)
+    assert waiting.empty
+    assert waiting.wait_until == pytest.approx(1.0 + gathered)
+    begun = plan_round(rows(ready, awaited), 1.0 + 1.1 * gathered, limits, times=times)
     assert len(begun.decode) == ready
 
 
