@@ -65,6 +65,12 @@ def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> Ve
         logger.info(
             "products measured", extra={"threads": torch.get_num_threads(), "products": products}
         )
+    if config.drafts_itself and torch.device(config.device).type == "cpu":
+        logger.warning(
+            "a head in the verifier is for GPUs: on a CPU its rounds run a device's programs over"
+            " unpacked weights, several times as long as with a drafter of its own",
+            extra={"placement": config.placement},
+        )
     if config.simulated_acceptance:
         logger.warning(
             "SIMULATED ACCEPTANCE: drafts stand by chance, the text is not the model's",
