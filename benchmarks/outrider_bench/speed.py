@@ -66,8 +66,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = Tokenizer.load(config.model)
     with LocalCluster(config) as cluster, Client(cluster.address, timeout_s=600.0) as client:
         drafts = {"draft_tokens": args.draft_tokens, "draft_top_k": args.draft_topk}
-        # As the automatic planner has it where drafter and target share their cores.
-        drafts["look_ahead"] = 0
+        drafts["look_ahead"] = _look_ahead(config)
 
         def speculative(prompt: BenchPrompt) -> tuple[tuple[int, ...], float]:
             return _timed(client, prompt, args.max_tokens, drafter="eagle3", **drafts)
@@ -88,6 +87,11 @@ def run(args: argparse.Namespace) -> None:
             speculative(prompt)
         info = _verifier_info(cluster)
     _report(args, config, lanes, keep, info)
+
+
+def _look_ahead(config: LocalConfig) -> int:
+    """As the automatic planner begins: in lock-step where drafter and target share their cores."""
+    return int(config.device != "cpu")
 
 
 def _timed(
@@ -154,6 +158,7 @@ def _report(
         "threads": args.threads,
         "draft_tokens": args.draft_tokens,
         "draft_topk": args.draft_topk,
+        "look_ahead": _look_ahead(config),
         "max_tokens": args.max_tokens,
         "prompts": len(everything),
         "prompts_without_loops": len(keep),

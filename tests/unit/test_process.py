@@ -136,9 +136,49 @@ def test_threads_wait_awake_as_an_operator_says_or_briefly(
     assert said.stdout.split() == [spins, "False"]
 
 
-@pytest.mark.parametrize("module", ["outrider_verifier.__main__", "outrider_drafter.__main__"])
-def test_torch_is_not_loaded_before_that_is_said(module: str) -> None:
-    # OpenMP's library reads it when it is loaded.
-    code = f"import sys, {module}; print('torch' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "False"
+_STARTS = """
+import os, sys, threading, time, types
+program = __import__(sys.argv[1], fromlist=["main"])
+from outrider.errors import InvalidRequestError
+seen = {}
+
+def build_service(*parts):
+    # OpenMP's library reads it when torch is loaded.
+    seen.update(spins=os.environ.get("GOMP_SPINCOUNT"), torch="torch" in sys.modules)
+    seen["thread"] = threading.current_thread()
+
+def tune_process():
+    until = time.monotonic() + 10.0
+    while seen["thread"].is_alive() and time.monotonic() < until:
+        time.sleep(0.01)
+    print(seen["spins"], seen["torch"], seen["thread"].is_alive())
+    raise InvalidRequestError("enough", reason="TEST")
+
+name = sys.argv[1].partition(".")[0] + ".build"
+sys.modules[name] = types.ModuleType(name)
+sys.modules[name].build_service = build_service
+program.tune_process = tune_process
+program.main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [
+        ("outrider_verifier.__main__", ("--model", "m")),
+        ("outrider_drafter.__main__", ("--methods", "ngram")),
+    ],
+)
+def test_a_process_loads_in_a_thread_that_ends_and_torch_once_that_is_said(
+    module: str, flags: tuple[str, ...]
+) -> None:
+    known = {name: value for name, value in os.environ.items() if name[:4] not in ("GOMP", "OMP_")}
+    said = subprocess.run(
+        [sys.executable, "-c", _STARTS, module, *flags],
+        env=known,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert said.stdout.split() == ["20000", "False", "False"]

@@ -205,14 +205,14 @@ class VerifierConfig:
 
     @property
     def gather_s(self) -> float:
-        """`gather_ms` in seconds, with the automatic value resolved."""
+        """`gather_ms` in seconds, with the automatic value resolved where that is a time."""
         if self.gather_ms != AUTOMATIC:
             return self.gather_ms / 1000.0
         return CUDA_GATHER_S if self.device.startswith("cuda") else 0.0
 
     @property
     def gather_rounds(self) -> float:
-        """The same in rounds."""
+        """The automatic value where that is a number of rounds; 0: it is a time."""
         automatic = self.gather_ms == AUTOMATIC and not self.device.startswith("cuda")
         return CPU_GATHER_ROUNDS if automatic else 0.0
 

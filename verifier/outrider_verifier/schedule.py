@@ -34,8 +34,9 @@ class Limits:
     gather_s: float
     """How long the first ready row waits for rows whose proposals may still come,"""
     gather_rounds: float = 0.0
-    """and that is so many rounds at least. Where the drafter computes on the target's cores, a
-    round that goes at once makes both slower, and those that wait miss it all the same."""
+    """and that is so many rounds at least, if the drafter usually answers within them. Where it
+    computes on the target's cores, a round that goes at once makes both slower, and those that
+    wait miss it all the same."""
     yield_s: float = 0.05
     """How long a ready row stays out of rounds with prompts of a higher priority, which are the
     shorter for it."""
@@ -211,11 +212,7 @@ def plan_round(
     if deadlines and not _fill_a_half(ready, most_rows):
         first = min([entry.at for entry in ready] + [row.since for row in prefilling])
         first = max(first, idle_since)
-        window_s = max(limits.gather_s, limits.gather_rounds * times.round_s)
-        window_s *= min(1.0, len(deadlines) / max(1, len(ready)))
-        if any([entry.hit for entry in ready]):
-            window_s = min(window_s, worth_waiting(len(ready), len(deadlines), times))
-        gathered = first + window_s
+        gathered = first + _window_s(prefilling, ready, len(deadlines), limits, times)
         if now < gathered:
             return RoundPlan(wait_until=min(gathered, *deadlines))
     return _round(prefilling, ready, limits, most_rows)
@@ -229,6 +226,22 @@ def _not_giving_way(
         return ready
     highest = max([row.priority for row in prefilling])
     return [entry for entry in ready if entry.priority >= highest or now - entry.at >= yield_s]
+
+
+def _window_s(
+    prefilling: list[RowState], ready: list[_Ready], awaited: int, limits: Limits, times: Times
+) -> float:
+    """How long the first ready row waits for so many."""
+    rounds_s = limits.gather_rounds * times.round_s
+    highest = max([row.priority for row in prefilling], default=None)
+    outranked = highest is not None and any([entry.priority < highest for entry in ready])
+    # Who has waited in vain waits no more, and nobody waits for what is known not to come in time.
+    if outranked or times.answer_s > rounds_s or any([entry.row.missed for entry in ready]):
+        rounds_s = 0.0
+    window_s = max(limits.gather_s, rounds_s) * min(1.0, awaited / max(1, len(ready)))
+    if any([entry.hit for entry in ready]):
+        return min(window_s, worth_waiting(len(ready), awaited, times))
+    return window_s
 
 
 def worth_waiting(ready: int, awaited: int, times: Times) -> float:

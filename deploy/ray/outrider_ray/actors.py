@@ -16,7 +16,7 @@ from outrider_verifier.config import VerifierConfig
 
 from outrider.awake import AwakeCores
 from outrider.logs import setup_logging
-from outrider.process import in_brief_thread, tune_process
+from outrider.process import in_brief_thread, tune_process, wait_awake_briefly
 from outrider.transport.ray import RayConfig, RayDialer
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ async def end_when(lost: asyncio.Event) -> None:
 
 
 def prepare(threads: int, log_level: str) -> None:
-    """Logs as JSON on stderr, which Ray keeps; the number of threads before torch reads it."""
+    """Logs as JSON on stderr, which Ray keeps; the number of threads, and how long they wait awake,
+    before torch reads it."""
     setup_logging(log_level)
     # Ray's own adds a field to every record.
     logging.setLogRecordFactory(logging.LogRecord)
@@ -98,3 +99,4 @@ def prepare(threads: int, log_level: str) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     else:
         os.environ.pop("OMP_NUM_THREADS", None)
+    wait_awake_briefly()

@@ -27,7 +27,7 @@ from outrider.transport.status import ErrorStatus, from_status, to_status
 from outrider_ray.config import LaunchConfig
 from outrider_ray.fleet import members_there
 from outrider_ray.keeper import FIRST_PAUSE_S, next_pause
-from outrider_ray.members import Member, group_name
+from outrider_ray.members import group_name
 
 logger = logging.getLogger(__name__)
 
@@ -211,26 +211,23 @@ def stop_detached(namespace: str) -> bool:
     try:
         actor = _find(namespace)
     except NotFoundError:
-        if not _kill_members(namespace):
+        if not members_there(namespace):
             raise
-        return True
+        return _kill_members(namespace)
     try:
-        return bool(_ask(actor, "stop", 10 * STOP_S))
+        in_time = bool(_ask(actor, "stop", 10 * STOP_S))
     finally:
         ray.kill(actor)
         # An actor that was just being made is nobody's by now.
-        _kill_members(namespace)
+        gone = _kill_members(namespace)
+    return in_time and gone
 
 
-def _kill_members(namespace: str) -> int:
-    """End the actors that are there and give their places back; how many there were.
-
-    Raises UnavailableError for those that Ray still knows after a while.
-    """
+def _kill_members(namespace: str) -> bool:
+    """End the actors that are there and give their places back; whether Ray lets go of them."""
     import ray
     from ray.util import get_placement_group, remove_placement_group
 
-    ended: set[Member] = set()
     until = time.monotonic() + STOP_S
     # Ray says that an actor is there until its process is gone, or its node is given up.
     while there := members_there(namespace):
@@ -240,12 +237,12 @@ def _kill_members(namespace: str) -> int:
             # Groups are called after their first members.
             with contextlib.suppress(ValueError):
                 remove_placement_group(get_placement_group(group_name((member,))))
-        ended.update(there)
         if time.monotonic() > until:
-            names = ", ".join(member.name for member in there)
-            raise UnavailableError(f"Ray does not let go of {names}", reason="PEER_LOST")
+            names = [member.name for member in there]
+            logger.warning("Ray does not let go of actors", extra={"actors": names})
+            return False
         time.sleep(_LOOK_S)
-    return len(ended)
+    return True
 
 
 def _find(namespace: str) -> Any:

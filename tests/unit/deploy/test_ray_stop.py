@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import ray
 import ray.util
 from outrider_ray import supervisor
 from outrider_ray.supervisor import fleet_status, stop_detached
 
-from outrider.errors import NotFoundError, UnavailableError
+from outrider.errors import NotFoundError
 
 NAMESPACE = "here"
 
@@ -24,8 +26,8 @@ class Cluster:
         monkeypatch.setattr(ray, "kill", self.kill)
         monkeypatch.setattr(ray.util, "list_named_actors", self.named)
         monkeypatch.setattr(ray.util, "get_placement_group", self.no_group)
-        monkeypatch.setattr(supervisor.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(supervisor.time, "sleep", self.sleep)
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(supervisor, "time", clock)
 
     def get(self, name: str, namespace: str) -> str:
         if name not in self.actors:
@@ -58,10 +60,18 @@ def test_actors_that_are_just_being_removed_are_waited_for(
     assert cluster.actors == {}
 
 
-def test_an_actor_that_stays_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_that_stays_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     cluster = Cluster(monkeypatch, {"drafter-0": False})
     cluster.lingers = True
-    with pytest.raises(UnavailableError, match="drafter-0"):
+    assert not stop_detached(NAMESPACE)
+    assert [record.actors for record in caplog.records] == [["drafter-0"]]  # type: ignore[attr-defined]
+
+
+def test_where_nothing_is_there_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cluster(monkeypatch, {})
+    with pytest.raises(NotFoundError, match=NAMESPACE):
         stop_detached(NAMESPACE)
 
 

@@ -10,6 +10,8 @@ from outrider_verifier.schedule import Limits, RowState, Times, plan_round
 from outrider.ids import SessionId
 
 LIMITS = Limits(prefill_tokens=64, decode_tokens=1000, gather_s=0.004)
+BY_ROUNDS = replace(LIMITS, gather_rounds=2.0)
+"""Of a target on CPUs."""
 
 
 def rows(ready: int, awaited: int) -> list[RowState]:
@@ -45,14 +47,35 @@ def test_many_wait_for_few_only_shortly(ready: int, awaited: int, gathered: floa
 def test_where_the_drafter_takes_the_same_cores_it_is_waited_for_by_the_round(
     ready: int, awaited: int, round_s: float, gathered: float
 ) -> None:
-    limits = replace(LIMITS, gather_rounds=2.0)
-    # However long it usually takes: beside a round it takes as long as that.
-    times = Times(answer_s=1.0, round_s=round_s)
-    waiting = plan_round(rows(ready, awaited), 1.0 + 0.9 * gathered, limits, times=times)
+    # Beside a round it takes as long as that.
+    times = Times(answer_s=1.5 * round_s, round_s=round_s)
+    waiting = plan_round(rows(ready, awaited), 1.0 + 0.9 * gathered, BY_ROUNDS, times=times)
     assert waiting.empty
     assert waiting.wait_until == pytest.approx(1.0 + gathered)
-    begun = plan_round(rows(ready, awaited), 1.0 + 1.1 * gathered, limits, times=times)
+    begun = plan_round(rows(ready, awaited), 1.0 + 1.1 * gathered, BY_ROUNDS, times=times)
     assert len(begun.decode) == ready
+
+
+def test_what_is_known_to_take_longer_is_not_waited_for_by_the_round() -> None:
+    times = Times(answer_s=0.11, round_s=0.05)
+    plan = plan_round(rows(2, 2), 1.0 + 1.1 * LIMITS.gather_s, BY_ROUNDS, times=times)
+    assert len(plan.decode) == 2
+
+
+def test_who_has_waited_in_vain_does_not_wait_by_the_round() -> None:
+    made = [row._replace(since=1.1) for row in rows(0, 2)]
+    made[0] = made[0]._replace(since=0.0)
+    times = Times(answer_s=0.01, round_s=0.05)
+    plan = plan_round(made, 1.0 + 1.1 * LIMITS.gather_s, BY_ROUNDS, times=times)
+    assert [row.missed for row in plan.decode] == [True]
+
+
+def test_a_prompt_of_a_higher_priority_does_not_wait_by_the_round_with_others() -> None:
+    prompt = RowState(session_id=SessionId("p"), prefill_left=9, nodes=None, since=1.06, priority=5)
+    times = Times(answer_s=0.01, round_s=0.05)
+    # The ready row has given way for as long as it does.
+    plan = plan_round([*rows(1, 1), prompt], 1.065, BY_ROUNDS, times=times)
+    assert len(plan.prefill) == len(plan.decode) == 1
 
 
 def mixed(hits: int, awaited: int, *, patience_s: float = 1.0) -> list[RowState]:
