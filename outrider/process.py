@@ -25,7 +25,7 @@ KEPT_BYTES: Final = 128 << 20
 """Freed memory at the end of a heap that goes back to the system only beyond this size."""
 SPINS: Final = 20_000
 """About a millisecond where a pause takes 140 cycles, a quarter of it where it takes 40."""
-_SPINS: Final = "GOMP_SPINCOUNT"
+_SPIN_COUNT: Final = "GOMP_SPINCOUNT"
 _LARGEST_IN_HEAP: Final = 32 << 20
 """The most that glibc allows."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -71,8 +71,8 @@ def wait_awake_briefly() -> None:
     imported. From one product to the next they need some tens of microseconds. libgomp's own 16 ms
     (Intel Xeon) takes a core from the process whose turn it is after a forward, and from this one's
     event loop. Where an operator has said otherwise in the environment, nothing changes."""
-    if not any(name in os.environ for name in ("OMP_WAIT_POLICY", _SPINS)):
-        os.environ[_SPINS] = str(SPINS)
+    if not any(name in os.environ for name in ("OMP_WAIT_POLICY", _SPIN_COUNT)):
+        os.environ[_SPIN_COUNT] = str(SPINS)
 
 
 def tune_process() -> None:

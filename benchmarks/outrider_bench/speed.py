@@ -65,8 +65,11 @@ def run(args: argparse.Namespace) -> None:
     baseline = TransformersBaseline(config.model, dtype=config.element_type, threads=args.threads)
     tokenizer = Tokenizer.load(config.model)
     with LocalCluster(config) as cluster, Client(cluster.address, timeout_s=600.0) as client:
-        drafts = {"draft_tokens": args.draft_tokens, "draft_top_k": args.draft_topk}
-        drafts["look_ahead"] = _look_ahead(config)
+        drafts = {
+            "draft_tokens": args.draft_tokens,
+            "draft_top_k": args.draft_topk,
+            "look_ahead": _look_ahead(config),
+        }
 
         def speculative(prompt: BenchPrompt) -> tuple[tuple[int, ...], float]:
             return _timed(client, prompt, args.max_tokens, drafter="eagle3", **drafts)

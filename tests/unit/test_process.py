@@ -8,6 +8,26 @@ import sys
 
 import pytest
 
+_OWN = ("MALLOC", "OMP_")
+"""What an operator's settings of memory and threads have in their names."""
+
+
+def said(code: str, *args: str, **settings: str) -> list[str]:
+    """The words that a program prints where an operator has set only these."""
+    known = {
+        name: value for name, value in os.environ.items() if not any(own in name for own in _OWN)
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        env={**known, **settings},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout.split()
+
+
 _FAULTS = """
 import resource
 from outrider.process import keep_freed_memory
@@ -27,16 +47,7 @@ _PAGES = 2 * (3 << 20) // 4096
 
 def _faults(**settings: str) -> float:
     """Page faults for each time."""
-    known = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
-    done = subprocess.run(
-        [sys.executable, "-c", _FAULTS],
-        env={**known, **settings},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    return float(done.stdout)
+    return float(*said(_FAULTS, **settings))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="faults are counted on Linux")
@@ -65,10 +76,7 @@ print(gc.get_freeze_count(), gc.get_stats()[2]["collections"] - full)
 
 
 def test_what_stays_is_not_walked_over_and_the_rest_seldom() -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", _COLLECTIONS], capture_output=True, text=True, check=True
-    )
-    frozen, full = map(int, said.stdout.split())
+    frozen, full = map(int, said(_COLLECTIONS))
     assert frozen > 10_000
     # By Python's own thresholds 31.
     assert full <= 8
@@ -103,11 +111,8 @@ asyncio.run(main())
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted on Linux")
 def test_a_thread_that_loads_a_model_leaves_no_team_behind() -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", _TEAMS], capture_output=True, text=True, check=True, timeout=60
-    )
     # Three that compute, then none; an executor's thread keeps its own and all of them.
-    assert said.stdout.split() == ["3", "3"]
+    assert said(_TEAMS) == ["3", "3"]
 
 
 _SPINS = """
@@ -125,15 +130,7 @@ print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
 def test_threads_wait_awake_as_an_operator_says_or_briefly(
     settings: dict[str, str], spins: str
 ) -> None:
-    known = {name: value for name, value in os.environ.items() if name[:4] not in ("GOMP", "OMP_")}
-    said = subprocess.run(
-        [sys.executable, "-c", _SPINS],
-        env={**known, **settings},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert said.stdout.split() == [spins, "False"]
+    assert said(_SPINS, **settings) == [spins, "False"]
 
 
 _STARTS = """
@@ -172,13 +169,4 @@ program.main(sys.argv[2:])
 def test_a_process_loads_in_a_thread_that_ends_and_torch_once_that_is_said(
     module: str, flags: tuple[str, ...]
 ) -> None:
-    known = {name: value for name, value in os.environ.items() if name[:4] not in ("GOMP", "OMP_")}
-    said = subprocess.run(
-        [sys.executable, "-c", _STARTS, module, *flags],
-        env=known,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert said.stdout.split() == ["20000", "False", "False"]
+    assert said(_STARTS, module, *flags) == ["20000", "False", "False"]

@@ -54,7 +54,7 @@ def assemble(
         times=runner.round_s,
         verify_s=runner.verify_s,
         piece_tokens=runner.piece_tokens,
-        shares_cores=not config.device.startswith("cuda"),
+        shares_cores=not config.on_cuda,
     )
     core = Core(
         pool=pool,

@@ -204,28 +204,33 @@ class VerifierConfig:
         _require(self.planner in PLANNERS, f"planner must be one of {', '.join(PLANNERS)}")
 
     @property
+    def on_cuda(self) -> bool:
+        """Whether the target computes on a CUDA device; else on cores that drafters share."""
+        return self.device.startswith("cuda")
+
+    @property
     def gather_s(self) -> float:
         """`gather_ms` in seconds, with the automatic value resolved where that is a time."""
         if self.gather_ms != AUTOMATIC:
             return self.gather_ms / 1000.0
-        return CUDA_GATHER_S if self.device.startswith("cuda") else 0.0
+        return CUDA_GATHER_S if self.on_cuda else 0.0
 
     @property
     def gather_rounds(self) -> float:
         """The automatic value where that is a number of rounds; 0: it is a time."""
-        automatic = self.gather_ms == AUTOMATIC and not self.device.startswith("cuda")
+        automatic = self.gather_ms == AUTOMATIC and not self.on_cuda
         return CPU_GATHER_ROUNDS if automatic else 0.0
 
     @property
     def ceiling_s(self) -> float:
         """The longest wait for a proposal where the planner chooses it, unless two rounds take
         longer: what a stopped drafter costs."""
-        return CUDA_CEILING_S if self.device.startswith("cuda") else CPU_CEILING_S
+        return CUDA_CEILING_S if self.on_cuda else CPU_CEILING_S
 
     @property
     def prefill_tokens(self) -> int:
         """`prefill_tokens_per_round` with the automatic value resolved."""
-        automatic = CUDA_PREFILL if self.device.startswith("cuda") else CPU_PREFILL
+        automatic = CUDA_PREFILL if self.on_cuda else CPU_PREFILL
         return self.prefill_tokens_per_round or automatic
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -195,13 +196,14 @@ def plan_round(
     A decoding row is ready when it has a proposal, when none is expected, or when its patience
     is over. Ready rows go oldest first within `decode_tokens`; prompts by priority, then in order
     of opening, within `prefill_tokens`. While other rows still await proposals, a round starts only
-    `gather_s` after its first row became ready, so that proposals of one draft batch share it; or
-    after the last round ended, `idle_since`, if that was later: else the sessions of two rounds,
-    each ready while the other runs, would never share one. Few are waited for as many times
-    shorter as they are fewer than those that wait for them. `most_rows`: of a half, where sessions
-    take turns (`halves`); nothing is gathered beyond half of one. A row whose proposal was there
-    before it could be used, by look-ahead, gathers only as long as `worth_waiting` says. Rows of a
-    lower priority than a prompt's give way to it, up to `yield_s`, and it waits for nobody.
+    `gather_s`, or `gather_rounds`, after its first row became ready, so that proposals of one draft
+    batch share it; or after the last round ended, `idle_since`, if that was later: else the
+    sessions of two rounds, each ready while the other runs, would never share one. Few are waited
+    for as many times shorter as they are fewer than those that wait for them. `most_rows`: of a
+    half, where sessions take turns (`halves`); nothing is gathered beyond half of one. A row whose
+    proposal was there before it could be used, by look-ahead, gathers only as long as
+    `worth_waiting` says. Rows of a lower priority than a prompt's give way to it, up to `yield_s`,
+    and it waits for nobody.
     """
     prefilling, ready, deadlines = _sorted_out(rows, now)
     if not ready and not prefilling:
@@ -224,21 +226,27 @@ def _not_giving_way(
     """The ready rows that need not, or have long enough."""
     if not prefilling:
         return ready
-    highest = max([row.priority for row in prefilling])
+    highest = _highest(prefilling)
     return [entry for entry in ready if entry.priority >= highest or now - entry.at >= yield_s]
+
+
+def _highest(prefilling: list[RowState]) -> float:
+    """Of the priorities of prompts; below all others where there are none."""
+    return max([row.priority for row in prefilling], default=-math.inf)
 
 
 def _window_s(
     prefilling: list[RowState], ready: list[_Ready], awaited: int, limits: Limits, times: Times
 ) -> float:
     """How long the first ready row waits for so many."""
-    rounds_s = limits.gather_rounds * times.round_s
-    highest = max([row.priority for row in prefilling], default=None)
-    outranked = highest is not None and any([entry.priority < highest for entry in ready])
-    # Who has waited in vain waits no more, and nobody waits for what is known not to come in time.
-    if outranked or times.answer_s > rounds_s or any([entry.row.missed for entry in ready]):
-        rounds_s = 0.0
-    window_s = max(limits.gather_s, rounds_s) * min(1.0, awaited / max(1, len(ready)))
+    window_s, rounds_s = limits.gather_s, limits.gather_rounds * times.round_s
+    # Nobody waits longer for what is known not to come in time,
+    if rounds_s > window_s and times.answer_s <= rounds_s:
+        highest = _highest(prefilling)
+        # or once a row has waited in vain, or gives way to a prompt.
+        if not any([entry.row.missed or entry.priority < highest for entry in ready]):
+            window_s = rounds_s
+    window_s *= min(1.0, awaited / max(1, len(ready)))
     if any([entry.hit for entry in ready]):
         return min(window_s, worth_waiting(len(ready), awaited, times))
     return window_s

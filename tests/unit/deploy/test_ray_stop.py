@@ -66,7 +66,7 @@ def test_an_actor_that_stays_is_named(
     cluster = Cluster(monkeypatch, {"drafter-0": False})
     cluster.lingers = True
     assert not stop_detached(NAMESPACE)
-    assert [record.actors for record in caplog.records] == [["drafter-0"]]  # type: ignore[attr-defined]
+    assert [record.__dict__["actors"] for record in caplog.records] == [["drafter-0"]]
 
 
 def test_where_nothing_is_there_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

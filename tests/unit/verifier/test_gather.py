@@ -29,15 +29,20 @@ def rows(ready: int, awaited: int) -> list[RowState]:
     ]
 
 
+def assert_gathers(ready: int, awaited: int, gathered: float, limits: Limits, times: Times) -> None:
+    """That the ready rows wait for the others so long and then go."""
+    waiting = plan_round(rows(ready, awaited), 1.0 + 0.9 * gathered, limits, times=times)
+    assert waiting.empty
+    assert waiting.wait_until == pytest.approx(1.0 + gathered)
+    begun = plan_round(rows(ready, awaited), 1.0 + 1.1 * gathered, limits, times=times)
+    assert len(begun.decode) == ready
+
+
 @pytest.mark.parametrize(
     ("ready", "awaited", "gathered"), [(1, 1, 0.004), (1, 7, 0.004), (4, 2, 0.002), (8, 1, 0.0005)]
 )
 def test_many_wait_for_few_only_shortly(ready: int, awaited: int, gathered: float) -> None:
-    waiting = plan_round(rows(ready, awaited), 1.0 + 0.9 * gathered, LIMITS)
-    assert waiting.empty
-    assert waiting.wait_until == pytest.approx(1.0 + gathered)
-    begun = plan_round(rows(ready, awaited), 1.0 + 1.1 * gathered, LIMITS)
-    assert len(begun.decode) == ready
+    assert_gathers(ready, awaited, gathered, LIMITS, Times())
 
 
 @pytest.mark.parametrize(
@@ -49,11 +54,7 @@ def test_where_the_drafter_takes_the_same_cores_it_is_waited_for_by_the_round(
 ) -> None:
     # Beside a round it takes as long as that.
     times = Times(answer_s=1.5 * round_s, round_s=round_s)
-    waiting = plan_round(rows(ready, awaited), 1.0 + 0.9 * gathered, BY_ROUNDS, times=times)
-    assert waiting.empty
-    assert waiting.wait_until == pytest.approx(1.0 + gathered)
-    begun = plan_round(rows(ready, awaited), 1.0 + 1.1 * gathered, BY_ROUNDS, times=times)
-    assert len(begun.decode) == ready
+    assert_gathers(ready, awaited, gathered, BY_ROUNDS, times)
 
 
 def test_what_is_known_to_take_longer_is_not_waited_for_by_the_round() -> None:
