@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from outrider.client.flags import at_least, fan_out, number_from
 from outrider.client.local import CPU, CUDA, DEVICES, SEPARATE
@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--placement",
         metavar="A,B",
-        help="plain, separate, colocated, fused; plain is always measured; default: plain,separate",
+        help="plain, separate, colocated, fused; plain is always measured, unless it "
+        "has waves --in-turn; default: plain,separate",
     )
     add("--model", default=DEFAULT_MODEL, help="name, directory, or widened (8B cost)")
     add("--wide", metavar="SHAPE", help="widen --model: HIDDEN,INNER,LAYERS,HEADS,KV_HEADS")
@@ -125,7 +126,7 @@ def _add_drafts(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="how many times as long drafts take, by waiting; a start of services each; default: 1",
     )
-    add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    add("--temperature", metavar="A,B", help="0 (default) is greedy; of a grid: 0 to 2")
     add("--rule", choices=[rule.value for rule in Rule], default=Rule.COUPLED.value)
     add("--top-p", type=float, default=1.0)
     add("--min-p", type=float, default=0.0)
@@ -198,15 +199,13 @@ def _report(args: argparse.Namespace, content: dict[str, object]) -> None:
         print(json.dumps(content), flush=True)
 
 
-def row(cell: dict[str, object]) -> tuple[object, ...]:
+def row(cell: dict[str, Any]) -> tuple[object, ...]:
     """A line of the table."""
     first, between = cell["ttft_ms"], cell["itl_ms"]
-    assert isinstance(first, dict)
-    assert isinstance(between, dict)
     load = cell["sessions"] if cell["rate"] is None else f"{cell['rate']}/s"
-    names = ("tokens_per_s", "steady_tokens_per_s", "over_plain", "over_lockstep", "efficiency")
-    figures = (*names, "emitted_per_round", "first_wave_ratio")
+    speeds = (cell["tokens_per_s"], cell["steady_tokens_per_s"], results.over_plain(cell))
+    figures = ("over_lockstep", "efficiency", "emitted_per_round", "first_wave_ratio")
     drafts = f"{cell['drafts']}{handicap_of(cell)}"
     where = (cell["placement"], drafts, cell["temperature"], cell["rule"], load)
     times = (first.get("p50"), first.get("p99"), between.get("p50"), between.get("p99"))
-    return (*where, *(cell[name] for name in figures), *times)
+    return (*where, *speeds, *(cell[name] for name in figures), *times)

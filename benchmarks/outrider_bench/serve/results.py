@@ -122,11 +122,18 @@ def round_cost(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
     return worst
 
 
+def over_plain(cell: dict[str, Any]) -> float | None:
+    """What of plain decoding it is: of the waves in turn where there are any (a service of its own
+    was measured at another time); None if neither is known."""
+    found = cell.get("over_plain_in_turn") or cell.get("over_plain")
+    return None if found is None else float(found)
+
+
 def floor_ratio(cells: Sequence[dict[str, Any]]) -> float | None:
     """The smallest tokens/s over plain decoding of all closed loops that speculate; in an open one
     both are what arrives."""
     closed = [cell for cell in cells if cell["sessions"] and cell["drafts"] != NONE]
-    ratios = [cell["over_plain"] for cell in closed if cell.get("over_plain")]
+    ratios = [ratio for ratio in map(over_plain, closed) if ratio]
     return min(ratios) if ratios else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
@@ -90,7 +90,7 @@ class Run:
         if args.router is None:
             names = args.placement or (GRID_PLACEMENTS if grid else SEPARATE)
             wanted = parse_list(names, PLACEMENTS, "--placement")
-            places = [name for name in PLACEMENTS if name == PLAIN or name in wanted]
+            places = places_of(wanted, args.in_turn)
             self._services = plan_services(places, self._drafts, awake, handicaps_of(args))
         elif handicaps_of(args) != (NO_HANDICAP,):
             raise InvalidRequestError(
@@ -168,7 +168,8 @@ class Run:
         plain = Service(placement=PLAIN, drafts=(Drafts(),), awake_cores=awake)
         drafts = drafts_at(placement, self._drafts)
         drafted = Service(placement=placement, drafts=drafts, awake_cores=awake)
-        for service in (plain,) if placement == PLAIN else (plain, drafted):
+        services = {PLAIN: plain, placement: plain if placement == PLAIN else drafted}
+        for service in map(services.__getitem__, places_of((placement,), self._args.in_turn)):
             self._measure_cells(meter, nullcontext(fleet), list(self._cells(service, model, fleet)))
 
     def _measure_service(self, meter: Meter, machine: Machine, service: Service) -> None:
@@ -255,10 +256,9 @@ class Run:
         self._content = results.merge(self._content, {**self._about, "cells": [facts]})
         say(
             f"{cell}: {facts['tokens_per_s']} tokens/s, steady {facts['steady_tokens_per_s']}, "
-            f"{facts['over_plain']} of plain, {facts['emitted_per_round']} a round, "
+            f"{results.over_plain(facts)} of plain, {facts['emitted_per_round']} a round, "
             f"hit rate {facts['hit_rate']}, "
             f"first wave {facts['first_wave_ratio']}"
-            f"{_in_turn(facts)}"
         )
         if facts["failed"]:
             self.failed.append(f"{cell}: {facts['failed']}")
@@ -276,9 +276,10 @@ class Run:
         )
 
 
-def _in_turn(facts: dict[str, Any]) -> str:
-    over = facts.get("over_plain_in_turn")
-    return "" if over is None else f", {over} of plain in turn"
+def places_of(wanted: Sequence[str], in_turn: bool) -> list[str]:
+    """The placements to measure, plain decoding first: it is what the others are compared with, so
+    it is left out only if it has its waves beside theirs."""
+    return [name for name in PLACEMENTS if name in wanted or (name == PLAIN and not in_turn)]
 
 
 def parse_sessions(text: str) -> tuple[int, ...]:
@@ -340,10 +341,11 @@ def _numbers(text: str, what: str, *, low: float) -> tuple[float, ...]:
 
 
 def samplings_of(args: argparse.Namespace) -> tuple[Sampling, ...]:
-    """What --sampling lists, a grid's temperatures, or the one that the flags describe."""
+    """What --sampling lists, a grid's temperatures, or what the flags describe."""
     if args.sampling:
         return tuple(SETS[name] for name in parse_list(args.sampling, SETS, "--sampling"))
-    temperatures = GRID_TEMPERATURES if args.grid else (args.temperature,)
+    said = _numbers(args.temperature or "0", "--temperature", low=0.0)
+    temperatures = GRID_TEMPERATURES if args.grid and args.temperature is None else said
     return tuple(
         Sampling(
             temperature=temperature,

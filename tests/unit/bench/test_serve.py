@@ -30,7 +30,13 @@ from outrider_bench.serve.lab import FORWARD, Lab, efficiency, read_lab
 from outrider_bench.serve.loads import Size, arrivals, make_load, shares
 from outrider_bench.serve.measure import Budget, compare_in_turn, describe_cell, ratio
 from outrider_bench.serve.picture import draw, lines, title
-from outrider_bench.serve.run import drafts_of, handicaps_of, parse_sessions, samplings_of
+from outrider_bench.serve.run import (
+    drafts_of,
+    handicaps_of,
+    parse_sessions,
+    places_of,
+    samplings_of,
+)
 from outrider_bench.serve.waves import Answer, Wave
 
 from outrider.errors import InvalidRequestError
@@ -389,6 +395,11 @@ class TestResults:
         assert results.floor_ratio(cells) == 1.1
         assert results.floor_ratio(cells[:1]) is None
 
+    def test_waves_in_turn_say_more_than_a_service_of_its_own(self) -> None:
+        cell = described(over_plain=1.4) | {"over_plain_in_turn": 0.98}
+        assert results.over_plain(cell) == results.floor_ratio([cell]) == 0.98
+        assert results.over_plain(described(over_plain=None)) is None
+
     def test_the_cost_of_a_round_is_the_worst_at_equal_sessions(self) -> None:
         def cells(sessions: int, **costs: float) -> list[dict[str, Any]]:
             at = replace(CELL, sessions=sessions)
@@ -470,16 +481,23 @@ class TestFlags:
             with pytest.raises(InvalidRequestError, match="must be numbers"):
                 handicaps_of(args)
 
+    def test_plain_decoding_is_measured_unless_it_has_waves_in_turn(self) -> None:
+        assert places_of(("fused", "separate"), False) == ["plain", "separate", "fused"]
+        assert places_of(("fused", "separate"), True) == ["separate", "fused"]
+        assert places_of(("plain",), True) == ["plain"]
+
     def test_a_grid_has_its_temperatures(self) -> None:
         args = argparse.Namespace(
             sampling=None,
             grid=True,
-            temperature=0.0,
+            temperature=None,
             rule="coupled",
             top_p=1.0,
             min_p=0.0,
             repetition_penalty=1.0,
         )
         assert [sampling.temperature for sampling in samplings_of(args)] == [0, 0.7, 1, 1.5, 2]
+        args.temperature = "1,2"
+        assert [sampling.temperature for sampling in samplings_of(args)] == [1, 2]
         args.sampling = "greedy,rejection"
         assert samplings_of(args) == (SETS["greedy"], SETS["rejection"])
