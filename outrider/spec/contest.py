@@ -44,6 +44,11 @@ LEAST_PRICE: Final = 0.5
 """Rounds of the mode in force that any probe counts as."""
 WORTHLESS_PRICE: Final = 4.0
 """Plain rounds that another look at such drafts counts as: it loses little that is measured."""
+FIRST_PRICE: Final = 2.0
+"""Rounds of the mode in force that a probe counts as which was never made,"""
+COMING_BACK: Final = 0.15
+"""and with drafts, for each session that comes back to them, what its drafter has to read (64 at an
+8B's cost: .1 to .25 s, 20 to 50 rounds)."""
 ENOUGH_ROUNDS: Final = 3.0
 """Rounds of speculation before its rate may end plain decoding."""
 MARGIN: Final = 1.03
@@ -106,6 +111,8 @@ class Contest:
         if halvings > 0 and new._thought > 1.0 and stood.mean > EASY_TOKENS:
             new.in_force = Mode.SPECULATE
         new._winnings = Winnings.beside(other._winnings, plain=new.in_force is Mode.PLAIN)
+        # The fewer sessions, the less their drafter has to read.
+        new._cost_s = {mode: lost * 0.5**halvings for mode, lost in other._cost_s.items()}
         return new
 
     @property
@@ -211,7 +218,7 @@ class Contest:
         share = self._gathering.share
         # The least price that there is first: mostly not even that is there.
         affordable = self._credit_s >= LEAST_PRICE * usual_s * share
-        affordable = affordable and self._credit_s >= self._price(mode.other) * share
+        affordable = affordable and self._credit_s >= self._price(mode.other, seen) * share
         if affordable and mode is Mode.PLAIN and seen.able < ABLE:
             if not self._gathering.wait(seen):
                 self._credit_s = 0.0
@@ -310,12 +317,13 @@ class Contest:
             lost = seen.round_s - seen.tokens / seen.rows / self._stood.mean * self._drafts.mean_s
         return 0.0 if math.isnan(lost) else lost * seen.rounds
 
-    def _price(self, mode: Mode) -> float:
-        """Seconds that a probe of `mode` may be expected to lose."""
+    def _price(self, mode: Mode, seen: Seen) -> float:
+        """Seconds that a probe of `mode` may be expected to lose; `seen`: the last round."""
         usual_s = self._usual_s
         if math.isnan(usual_s):
             return math.inf
-        lost_s = self._cost_s.get(mode, 2.0 * usual_s)
+        coming = seen.sessions if mode is Mode.SPECULATE else 0
+        lost_s = self._cost_s.get(mode, (FIRST_PRICE + COMING_BACK * coming) * usual_s)
         if mode is Mode.SPECULATE and not math.isnan(self.gain):
             # What the drafts were when they were left tells it before the first probe does.
             lost_s = max(lost_s, ENOUGH_ROUNDS * self._drafts.mean_s * (1.0 - self.gain))

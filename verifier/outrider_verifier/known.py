@@ -168,6 +168,8 @@ class Known:
     """Whether look-ahead is in force."""
     plain: bool = False
     """Whether its sessions are to decode plainly."""
+    held: bool = False
+    """Whether those that do, and those that begin, go on so until the load has lasted."""
     lets_go: bool = False
     """Whether those that do keep no features any more."""
     patience_s: float = 0.0
@@ -251,6 +253,12 @@ def begun_contest(known: Known, others: Iterable[Known], load: int) -> Contest:
         if other is not known and known.kind.no_easier_than(other.kind):
             return Contest.beside(found)
     return held.get(load) or Contest()
+
+
+def plain_above(known: Known, load: int) -> bool:
+    """Whether plain decoding has been found to be faster at any higher load."""
+    higher = (found for other, found in known.contests.items() if other > load)
+    return any(found.decided and found.in_force is Mode.PLAIN for found in higher)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

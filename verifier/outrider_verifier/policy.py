@@ -26,7 +26,16 @@ from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
 from outrider_verifier import lean
 from outrider_verifier.kinds import Kinds
-from outrider_verifier.known import Kind, Known, Mark, Pace, Tally, begun_contest, named_gain
+from outrider_verifier.known import (
+    Kind,
+    Known,
+    Mark,
+    Pace,
+    Tally,
+    begun_contest,
+    named_gain,
+    plain_above,
+)
 from outrider_verifier.lengths import Lengths
 from outrider_verifier.loads import Loads, Ran, Times
 from outrider_verifier.observing import observe_plain, observe_row
@@ -69,6 +78,8 @@ class Policy:
         self._own = OwnVerdicts(self._loads)
         self._piece_tokens = piece_tokens
         self._round = 0
+        self._steady = False
+        """Whether the load had lasted when the last round was planned."""
         self._round_s = 0.0
         """A plain round at this load; 0: not known."""
         self._now = 0.0
@@ -89,7 +100,7 @@ class Policy:
             self.changed = self._automatic
             return
         session.draft_limit = self.limit(session)
-        if not session.paused and self.pauses(session):
+        if not session.paused and self._begins_plainly(session):
             self.turn(session, paused=True)
         if self.lets_go(session):
             self.let_go(session)
@@ -138,15 +149,30 @@ class Policy:
         if self._loads.begin_round(sessions):
             self.changed = self._automatic
             self._round_s = self._loads.round_s
+        if self._steady is not self._loads.steady:
+            self._steady = self._loads.steady
+            self.changed = self._automatic
 
     def pauses(self, session: Session) -> bool:
-        """Whether the session should decode plainly now, whatever its plan wishes for."""
+        """Whether the session should decode plainly now, whatever its plan wishes for.
+
+        A drafter has much to catch up with for sessions that were paused, so a lower load than one
+        at which they are must last before they resume; and one that has just risen is likely to
+        rise on, to where those that begin would be paused.
+        """
         pace = session.pace
         if not self._automatic or pace is None:
             return False
         if pace.own:
             return session.paused or self._own.plain(self._now)
-        return pace.lean or self._fresh(pace.known).plain
+        known = self._fresh(pace.known)
+        return pace.lean or known.plain or (known.held and session.paused)
+
+    def _begins_plainly(self, session: Session) -> bool:
+        """Whether the session decodes plainly from its first round on."""
+        pace = session.pace
+        held = self._automatic and pace is not None and self._fresh(pace.known).held
+        return held or self.pauses(session)
 
     def lets_go(self, session: Session) -> bool:
         """Whether a paused session should keep no features any more: see `lean`."""
@@ -355,6 +381,8 @@ class Policy:
             )
             contest = self._contest(known)
             known.plain = contest.mode is Mode.PLAIN
+            held = not (self._steady or contest.trying)
+            known.held = held and plain_above(known, self._loads.load)
             lets_go = lean.lets_go(known, contest, self._loads)
             if lets_go and not known.lets_go:
                 # Whoever is paused already was not asked about it.

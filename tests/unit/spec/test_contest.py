@@ -301,6 +301,40 @@ def test_drafts_that_lost_by_far_are_not_tried_before_their_probe_is_paid_for() 
     assert world.drafted < 8
 
 
+def _plain_rounds_before_a_try(contest: Contest, sessions: int) -> int:
+    plain = Seen(
+        rows=sessions,
+        tokens=sessions,
+        squares=sessions,
+        seconds=0.005 * sessions,
+        sessions=sessions,
+    )
+    rounds = 0
+    while not contest.trying:
+        contest.observe(Mode.PLAIN, plain)
+        rounds += 1
+    return rounds
+
+
+def test_a_first_try_is_the_dearer_the_more_sessions_have_to_come_back_for_it() -> None:
+    one, many = (
+        _plain_rounds_before_a_try(Contest(in_force=Mode.PLAIN), sessions) for sessions in (1, 64)
+    )
+    assert one < 500 < 2000 < many
+
+
+def test_what_a_try_has_lost_is_known_at_the_next_load_too() -> None:
+    contest = Contest(in_force=Mode.PLAIN)
+    _plain_rounds_before_a_try(contest, 64)
+    while contest.trying:
+        contest.observe(
+            Mode.SPECULATE, Seen(rows=64, tokens=64.0, squares=64.0, seconds=64 * 0.2, sessions=64)
+        )
+    halved = Contest.beside(contest, 1)
+    assert _plain_rounds_before_a_try(halved, 32) > 5000
+    assert _plain_rounds_before_a_try(Contest(in_force=Mode.PLAIN), 32) < 2000
+
+
 @pytest.mark.parametrize(("cost", "rate"), [(1.2, 0.8), (4.0, 0.3), (1.05, 0.0)])
 def test_what_another_load_found_is_only_a_beginning(cost: float, rate: float) -> None:
     world, other = World(cost, rate), told()

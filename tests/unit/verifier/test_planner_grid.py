@@ -112,7 +112,7 @@ def test_drafts_that_have_become_good_are_found_though_many_sessions_come_back_s
         run.run()
         assert run.paused > 0.5 * run.decoded
         run = replace(run, extra_tokens=EXTRA[0.0], waves=4)
-        for wave in range(3):
+        for wave in range(5):
             run = replace(run, now=run.now + 0.1, seed=seed + 100 + wave, paused=0, decoded=0)
             run.run()
         assert run.paused < 0.5 * run.decoded

@@ -1,0 +1,93 @@
+"""Sessions that decode plainly under a high load resume at a lower one once that has lasted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider_verifier.loads import LASTING, Ran
+from outrider_verifier.policy import Policy
+from outrider_verifier.sessions import Session
+
+from outrider.spec.contest import Contest
+from outrider.spec.modes import Mode
+from tests.unit.verifier.harness import LONG, make_spec
+
+MANY, FEW = 6, 3
+"""Loads: 64 sessions and 8."""
+
+
+class Stage:
+    """A planner that has found plain decoding to be faster under many sessions, and drafts under
+    few."""
+
+    def __init__(self, found: dict[int, Mode]) -> None:
+        self.policy: Any = Policy(automatic=True, ceiling_s=0.04)
+        self.sessions: list[Session] = []
+        self.open()
+        for load, mode in found.items():
+            contest = Contest(in_force=mode)
+            contest._decided = True
+            self.known.contests[load] = contest
+
+    @property
+    def known(self) -> Any:
+        pace = self.sessions[0].pace
+        assert pace is not None
+        return pace.known
+
+    def open(self) -> Session:
+        kv: Any = None
+        session = Session.create(
+            make_spec(plan=LONG), ticket=1, kv=kv, now=0.0, keeps_features=False
+        )
+        session.link_id = 1
+        self.policy.opened(session)
+        self.sessions.append(session)
+        return session
+
+    def rounds(self, sessions: int, count: int) -> list[int]:
+        """So many rounds of so many sessions; after each of them, how many of those that are known
+        decode plainly."""
+        seen = []
+        for _ in range(count):
+            self.policy.begin_round(sessions, 0.0)
+            if self.policy.changed:
+                self.policy.changed = False
+                for session in self.sessions:
+                    pauses = self.policy.pauses(session)
+                    if pauses != session.paused:
+                        self.policy.turn(session, paused=pauses)
+            self.policy._loads.observe(Ran(sessions, 0, 0, 0.005))
+            seen.append(sum(session.paused for session in self.sessions))
+        return seen
+
+
+def test_who_was_paused_resumes_once_fewer_sessions_have_lasted() -> None:
+    stage = Stage({MANY: Mode.PLAIN, FEW: Mode.SPECULATE})
+    for _ in range(3):
+        stage.open()
+    assert stage.rounds(64, 40)[-1] == 4
+    # A wave that ends is at every load for some rounds only.
+    for sessions in (22, 5, 1):
+        assert set(stage.rounds(sessions, LASTING - 1)) == {4}
+    stage.rounds(64, 40)
+    assert stage.rounds(8, 2 * LASTING + 2)[LASTING - 1 :: LASTING + 2] == [4, 0]
+
+
+def test_who_begins_in_a_burst_begins_plainly_where_its_end_is_plain() -> None:
+    for most, plainly in ((Mode.PLAIN, True), (Mode.SPECULATE, False)):
+        stage = Stage({MANY: most, FEW: Mode.SPECULATE})
+        stage.rounds(1, 2 * LASTING)
+        stage.rounds(8, 1)
+        assert stage.open().paused is plainly
+        # Who has begun with drafts goes on with them.
+        assert not stage.sessions[0].paused
+        assert stage.rounds(8, LASTING + 1)[-1] == 0
+        assert not stage.open().paused
+
+
+def test_a_planner_that_decides_nothing_holds_nobody() -> None:
+    stage = Stage({MANY: Mode.PLAIN, FEW: Mode.SPECULATE})
+    stage.policy._automatic = False
+    stage.rounds(8, 1)
+    assert not stage.open().paused
