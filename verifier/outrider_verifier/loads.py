@@ -112,6 +112,12 @@ class Loads:
         """Whether the load has been what it is for a while."""
         return self.rounds - self._changed_at >= LASTING
 
+    @property
+    def settled(self) -> bool:
+        """The same for longer, a round for each session: sessions that come back to drafts cost
+        their drafter that much, so there must be something to gain by it."""
+        return self.rounds - self._changed_at >= LASTING + self.sessions
+
     def _lasts(self, above: float) -> bool:
         """Whether there have been fewer sessions for long enough; `above`: negative doublings."""
         if self._fewer_since is None:

@@ -78,7 +78,7 @@ class Policy:
         self._own = OwnVerdicts(self._loads)
         self._piece_tokens = piece_tokens
         self._round = 0
-        self._steady = False
+        self._settled = False
         """Whether the load had lasted when the last round was planned."""
         self._round_s = 0.0
         """A plain round at this load; 0: not known."""
@@ -149,8 +149,8 @@ class Policy:
         if self._loads.begin_round(sessions):
             self.changed = self._automatic
             self._round_s = self._loads.round_s
-        if self._steady is not self._loads.steady:
-            self._steady = self._loads.steady
+        if self._settled is not self._loads.settled:
+            self._settled = self._loads.settled
             self.changed = self._automatic
 
     def pauses(self, session: Session) -> bool:
@@ -381,7 +381,7 @@ class Policy:
             )
             contest = self._contest(known)
             known.plain = contest.mode is Mode.PLAIN
-            held = not (self._steady or contest.trying)
+            held = not (self._settled or contest.trying)
             known.held = held and plain_above(known, self._loads.load)
             lets_go = lean.lets_go(known, contest, self._loads)
             if lets_go and not known.lets_go:
