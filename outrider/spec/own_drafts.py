@@ -3,8 +3,10 @@
 Such a head follows a session from its prompt on: once a session has decoded plainly its drafts are
 gone for good, so nothing can be probed. What can be known without: how many tokens a row emits,
 how long a round takes, and how long the device was measured to take for the same round with and
-without drafts. The host's share is the same for both. What rows emit does not depend on how many
-there are, so all loads share what is learnt; a verdict is of one load.
+without drafts. The host's share lies between nothing, for plain rounds run ahead of it, and what it
+is with drafts; where that decides, plain rounds are run for a moment, once at each load. What rows
+emit does not depend on how many there are, so all loads share what is learnt; a verdict is of one
+load.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ TIME_NOISE: Final = 0.05
 """Deviation of one round's time: the device's are known."""
 SURE: Final = 2.5
 """Standard errors by which they must be worth too little."""
+CLEAR_GAIN: Final = 2.0
+"""What drafts seem to gain, if the host's share is the same, beyond which it decides nothing."""
+TRIAL_S: Final = 0.25
+"""How long sessions decode plainly to see what such rounds take."""
 FIRST_HOLD_S: Final = 30.0
 LONGEST_HOLD_S: Final = 1800.0
 """How long sessions begin without drafts; doubles each time that drafts are given up again."""
@@ -43,6 +49,8 @@ class OwnDrafts:
     _until: dict[int, float] = field(default_factory=dict)
     _hold_s: dict[int, float] = field(default_factory=dict)
     """By load."""
+    _tried: set[int] = field(default_factory=set)
+    """Loads at which plain rounds were run to be seen."""
 
     @property
     def gain(self) -> float:
@@ -67,24 +75,35 @@ class OwnDrafts:
         if host_s is not None:
             self._host.observe(max(0.0, host_s))
 
-    def judge(self, load: int, plain_s: float, own_s: float, now: float) -> None:
+    def judge(
+        self, load: int, plain_s: float, own_s: float, now: float, *, seen_s: float | None = None
+    ) -> None:
         """Give drafts up at this load if the device's times for a round of its sessions, without
-        drafts and with them, leave them no chance."""
+        drafts and with them, leave them no chance; `seen_s`: what such plain rounds were seen to
+        take, the host's share included."""
         host_s = self._host.mean_s
         if math.isnan(host_s):
             # Rounds of both kinds are in flight: until others are seen the device alone tells.
             host_s = 0.0
-        needed = (own_s + host_s) / (plain_s + host_s)
+        round_s = own_s + host_s
+        needed = round_s / (seen_s or plain_s + host_s)
         self._gain = self._stood.mean / needed
         if self._new.rounds < SOLID_ROUNDS or self._new.rows < SOLID_ROWS:
             return
         if now < self._until.get(load, -math.inf):
             return
-        if not self._stood.short_of(needed, sure=SURE, time_noise=TIME_NOISE):
+        if not self._short_of(needed):
             if self._gain >= 1.0:
                 self._hold_s.pop(load, None)
+            unsure = seen_s is None and self._gain < CLEAR_GAIN and load not in self._tried
+            if unsure and self._short_of(round_s / plain_s):
+                self._tried.add(load)
+                self._until[load] = now + TRIAL_S
             return
         hold_s = self._hold_s.get(load, FIRST_HOLD_S)
         self._until[load] = now + hold_s
         self._hold_s[load] = min(2.0 * hold_s, LONGEST_HOLD_S)
         self._new = Emitted()
+
+    def _short_of(self, needed: float) -> bool:
+        return self._stood.short_of(needed, sure=SURE, time_noise=TIME_NOISE)

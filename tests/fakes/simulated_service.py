@@ -49,6 +49,8 @@ class Costs:
     piece: float
     host: float = 0.0
     """What a round takes beyond what the device was measured to."""
+    own_host: float = 0.0
+    """How much more of that there is with own drafts."""
     features: float = 0.0
     """What keeping features adds to a plain round."""
     reading: float = 0.2
@@ -66,7 +68,7 @@ class Costs:
         """What a warm-up finds."""
         row = self.verify if own else self.plain
         more = pieces * self.piece + self.features * featured
-        return self.of(row, rows) - self.host / 1000.0 + more / 1000.0
+        return self.of(row, rows) - (self.host - more) / 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,6 +316,7 @@ class Service:
         seconds = pieces * costs.piece / 1000.0
         if rows:
             seconds += costs.of(costs.verify if drafted else costs.plain, rows)
+            seconds += costs.own_host / 1000.0 * drafted
         else:
             seconds += costs.of(costs.plain, 1)
         if stretches and self.ahead is not None:

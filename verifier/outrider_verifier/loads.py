@@ -135,6 +135,14 @@ class Loads:
             self._asked, self._ratio = asked, self._find_ratio(device_s is not None)
         return self._ratio * (device_s or 1.0)
 
+    def seen_plain_s(self, rows: int) -> float | None:
+        """A plain round of so many sessions, as such rounds were seen at this load; None: they were
+        not, or too few."""
+        seen, device_s = self._plain.get(self.load), self.times(rows, own=False)
+        if seen is None or seen.rounds < LEAST_SEEN:
+            return None
+        return seen.mean_s * (device_s or 1.0)
+
     def _find_ratio(self, timed: bool) -> float:
         """What plain rounds take in the device's times, or in seconds where it has none."""
         seen = self._plain.get(self.load)

@@ -83,7 +83,7 @@ class OwnVerdicts:
         drafts = self._drafts.setdefault(kinds.pop() if len(kinds) == 1 else None, OwnDrafts())
         emitted = [tokens for _, tokens in rows]
         drafts.observe(count, sum(emitted), sum([n * n for n in emitted]), host_s=host_s)
-        drafts.judge(loads.load, plain_s, own_s, now)
+        drafts.judge(loads.load, plain_s, own_s, now, seen_s=loads.seen_plain_s(count))
 
     def summaries(self, now: float) -> Iterator[tuple[str, Mode, float]]:
         """Of each kind being served: its name, what it is to do, and what drafts gain."""

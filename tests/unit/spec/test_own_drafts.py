@@ -25,6 +25,7 @@ def run(
     rows: int = 8,
     start: float = 0.0,
     seed: int = 0,
+    seen_s: float | None = None,
 ) -> int | None:
     """The round in which drafts were given up; `clean`: the share of rounds without prompts."""
     rng = np.random.default_rng(seed)
@@ -38,7 +39,7 @@ def run(
         beyond_s = took - cost * PLAIN_S if rng.random() < clean else None
         squares = float((emitted**2).sum())
         own.observe(rows, float(emitted.sum()), squares, host_s=beyond_s)
-        own.judge(LOAD, PLAIN_S, cost * PLAIN_S, now)
+        own.judge(LOAD, PLAIN_S, cost * PLAIN_S, now, seen_s=seen_s)
         if own.mode(LOAD, now) is Mode.PLAIN:
             return count
     return None
@@ -98,4 +99,29 @@ def test_rounds_without_rows_tell_nothing() -> None:
 def test_a_host_that_is_slow_makes_drafts_worth_more() -> None:
     slow, fast = OwnDrafts(), OwnDrafts()
     assert run(fast, tokens=1.3, cost=1.6, host_s=0.0) is not None
-    assert run(slow, tokens=1.3, cost=1.6, host_s=0.02) is None
+    assert run(slow, tokens=1.3, cost=1.6, host_s=0.02, seen_s=PLAIN_S + 0.02) is None
+
+
+def test_a_host_whose_work_plain_rounds_hide_makes_them_worth_less() -> None:
+    own = OwnDrafts()
+    assert run(own, tokens=1.8, cost=1.6, host_s=0.004, seen_s=PLAIN_S) is not None
+    assert own.mode(LOAD, own._until[LOAD] - 1.0) is Mode.PLAIN
+    assert own.gain < 0.9
+
+
+def test_plain_rounds_are_run_for_a_moment_once_where_the_hosts_share_in_them_decides() -> None:
+    own = OwnDrafts()
+    began = run(own, tokens=1.8, cost=1.6, host_s=0.004)
+    assert began is not None
+    until = own._until[LOAD]
+    assert own.mode(LOAD, until - 0.2) is Mode.PLAIN and own.mode(LOAD, until) is Mode.SPECULATE
+    # They were not seen, and it is not tried again.
+    assert run(own, tokens=1.8, cost=1.6, host_s=0.004, start=until) is None
+    # Or they were, and it is as it was hoped or it is not.
+    for seen_s, kept in ((PLAIN_S + 0.004, True), (PLAIN_S, False)):
+        then = run(own, tokens=1.8, cost=1.6, host_s=0.004, start=until, seen_s=seen_s)
+        assert (then is None) is kept
+
+
+def test_where_the_hosts_share_does_not_matter_no_plain_rounds_are_run() -> None:
+    assert run(OwnDrafts(), tokens=2.6, cost=1.2, host_s=0.002) is None
