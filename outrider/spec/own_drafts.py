@@ -30,7 +30,8 @@ SURE: Final = 2.5
 CLEAR_GAIN: Final = 2.0
 """What drafts seem to gain, if the host's share is the same, beyond which it decides nothing."""
 TRIAL_S: Final = 0.25
-"""How long sessions decode plainly to see what such rounds take."""
+TRIAL_ROUNDS: Final = 8.0
+"""How long sessions decode plainly to see what such rounds take, and how many at least."""
 FIRST_HOLD_S: Final = 30.0
 LONGEST_HOLD_S: Final = 1800.0
 """How long sessions begin without drafts; doubles each time that drafts are given up again."""
@@ -98,7 +99,7 @@ class OwnDrafts:
             unsure = seen_s is None and self._gain < CLEAR_GAIN and load not in self._tried
             if unsure and self._short_of(round_s / plain_s):
                 self._tried.add(load)
-                self._until[load] = now + TRIAL_S
+                self._until[load] = now + max(TRIAL_S, TRIAL_ROUNDS * round_s)
             return
         hold_s = self._hold_s.get(load, FIRST_HOLD_S)
         self._until[load] = now + hold_s

@@ -171,8 +171,9 @@ class Policy:
     def _begins_plainly(self, session: Session) -> bool:
         """Whether the session decodes plainly from its first round on."""
         pace = session.pace
-        held = self._automatic and pace is not None and self._fresh(pace.known).held
-        return held or self.pauses(session)
+        if not self._automatic or pace is None or pace.own:
+            return self.pauses(session)
+        return self._fresh(pace.known).held or self.pauses(session)
 
     def lets_go(self, session: Session) -> bool:
         """Whether a paused session should keep no features any more: see `lean`."""
