@@ -126,7 +126,7 @@ def test_plain_rounds_are_run_for_a_moment_once_where_the_hosts_share_in_them_de
 def test_slow_rounds_have_time_for_as_many() -> None:
     own = OwnDrafts()
     for _ in range(20):
-        own.observe(8, 20.0, 60.0, host_s=0.3)
+        own.observe(8, 16.0, 40.0, host_s=0.3)
     own.judge(LOAD, 0.05, 0.1, 10.0)
     assert own.mode(LOAD, 13.0) is Mode.PLAIN and own.mode(LOAD, 14.0) is Mode.SPECULATE
 
