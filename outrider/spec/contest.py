@@ -97,7 +97,11 @@ class Contest:
     _gathering: Gathering = field(default_factory=Gathering)
     _credit_s: float = 0.0
     _cost_s: dict[Mode, float] = field(default_factory=dict)
-    """What the last probe of a mode lost."""
+    """What the last probe of a mode lost,"""
+    _likely_cost_s: float = 0.0
+    """and what one of speculation lost at a higher load, the sessions that there were aside."""
+    _found: bool = False
+    """Whether plain decoding was found to be faster here, and not only at another load."""
 
     @classmethod
     def beside(cls, other: Contest, halvings: int = 0) -> Contest:
@@ -111,14 +115,21 @@ class Contest:
         if halvings > 0 and new._thought > 1.0 and stood.mean > EASY_TOKENS:
             new.in_force = Mode.SPECULATE
         new._winnings = Winnings.beside(other._winnings, plain=new.in_force is Mode.PLAIN)
-        # The fewer sessions, the less their drafter has to read.
-        new._cost_s = {mode: lost * 0.5**halvings for mode, lost in other._cost_s.items()}
+        if halvings > 0:
+            # The fewer sessions, the less their drafter has to read.
+            lost_s = other._cost_s.get(Mode.SPECULATE, other._likely_cost_s)
+            new._likely_cost_s = lost_s * 0.5**halvings
         return new
 
     @property
     def decided(self) -> bool:
         """Whether enough is known for a verdict."""
         return self._decided
+
+    @property
+    def found_plain(self) -> bool:
+        """Whether plain decoding is in force, and was found to be faster at this very load."""
+        return self._found and self.in_force is Mode.PLAIN
 
     @property
     def mode(self) -> Mode:
@@ -322,8 +333,11 @@ class Contest:
         usual_s = self._usual_s
         if math.isnan(usual_s):
             return math.inf
-        coming = seen.sessions if mode is Mode.SPECULATE else 0
-        lost_s = self._cost_s.get(mode, (FIRST_PRICE + COMING_BACK * coming) * usual_s)
+        lost_s = self._cost_s.get(mode, math.nan)
+        if math.isnan(lost_s):
+            coming = seen.sessions if mode is Mode.SPECULATE else 0
+            likely_s = self._likely_cost_s if mode is Mode.SPECULATE else 0.0
+            lost_s = max(likely_s, (FIRST_PRICE + COMING_BACK * coming) * usual_s)
         if mode is Mode.SPECULATE and not math.isnan(self.gain):
             # What the drafts were when they were left tells it before the first probe does.
             lost_s = max(lost_s, ENOUGH_ROUNDS * self._drafts.mean_s * (1.0 - self.gain))
@@ -371,6 +385,8 @@ class Contest:
         if probe.mode is Mode.SPECULATE:
             if not broken and self._succeeded(probe):
                 self.in_force = Mode.SPECULATE
+            else:
+                self._found = True
             self._begin_anew()
             return
         if not probe.doubts:
@@ -381,7 +397,7 @@ class Contest:
         # Now it is known what plain rounds take.
         self._winnings.add(behind.deficit - emitted.rounds * (needed - emitted.mean))
         if not broken and behind.short_of(plain_s, sure=CONFIRMED):
-            self.in_force = Mode.PLAIN
+            self.in_force, self._found = Mode.PLAIN, True
             self._winnings.gave_up(emitted, needed)
             self._thin = not behind.short_of(plain_s, sure=SURE_LOSS)
             # The times when it was ahead are over.
@@ -391,6 +407,7 @@ class Contest:
     def _leave(self) -> None:
         """Decode plainly, without a comparison: there is nothing to compare."""
         self.in_force, self._decided, self._thin = Mode.PLAIN, True, False
+        self._found = True
         self._credit_s = min(0.0, self._credit_s)
         self._winnings.gave_up(self._stood, math.inf)
         self._begin_anew()

@@ -3,10 +3,11 @@
 Such a head follows a session from its prompt on: once a session has decoded plainly its drafts are
 gone for good, so nothing can be probed. What can be known without: how many tokens a row emits,
 how long a round takes, and how long the device was measured to take for the same round with and
-without drafts. The host's share lies between nothing, for plain rounds run ahead of it, and what it
-is with drafts; where that decides, plain rounds are run for a moment, once at each load. What rows
-emit does not depend on how many there are, so all loads share what is learnt; a verdict is of one
-load.
+without drafts. What a round takes beyond that is hidden where plain ones run ahead, or grows with
+what is verified (noise for each node, T > 0): so plain rounds that were seen decide. Where there
+were none, and drafts would lose if a plain round had only the root's share of it, some are run: for
+a moment, but sessions that are alive then decode plainly to their end. What rows emit does not
+depend on how many there are, so all loads share what is learnt; a verdict is of one load.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ SURE: Final = 2.5
 """Standard errors by which they must be worth too little."""
 CLEAR_GAIN: Final = 2.0
 """What drafts seem to gain, if the host's share is the same, beyond which it decides nothing."""
+HOST_ROUNDS: Final = 4.0
+"""Rounds that tell the host's share at a load."""
+MOST_TRIALS: Final = 3
+"""Of which nothing was seen, because the load changed meanwhile."""
 TRIAL_S: Final = 0.25
 TRIAL_ROUNDS: Final = 8.0
 """How long sessions decode plainly to see what such rounds take, and how many at least."""
@@ -42,16 +47,16 @@ class OwnDrafts:
     """The mode in which sessions of a verifier with a head of its own begin."""
 
     _stood: Emitted = field(default_factory=Emitted)
-    _host: RoundTimes = field(default_factory=RoundTimes)
-    """What rounds took beyond the device's time."""
+    _host: dict[int, RoundTimes] = field(default_factory=dict)
+    """What rounds took beyond the device's time, by load."""
     _new: Emitted = field(default_factory=Emitted)
     """Since the last verdict."""
     _gain: float = math.nan
     _until: dict[int, float] = field(default_factory=dict)
     _hold_s: dict[int, float] = field(default_factory=dict)
     """By load."""
-    _tried: set[int] = field(default_factory=set)
-    """Loads at which plain rounds were run to be seen."""
+    _trials: dict[int, int] = field(default_factory=dict)
+    """How often plain rounds were run at a load to be seen."""
 
     @property
     def gain(self) -> float:
@@ -63,7 +68,13 @@ class OwnDrafts:
         return Mode.PLAIN if now < self._until.get(load, -math.inf) else Mode.SPECULATE
 
     def observe(
-        self, rows: int, tokens: float, squares: float, *, host_s: float | None = None
+        self,
+        rows: int,
+        tokens: float,
+        squares: float,
+        *,
+        load: int = 0,
+        host_s: float | None = None,
     ) -> None:
         """In a round `rows` sessions verified own drafts and emitted `tokens`, the sum of their
         squares being `squares`; it took `host_s` longer than the device was measured to: None if
@@ -74,18 +85,26 @@ class OwnDrafts:
         self._stood.observe(rows, tokens, squares, 1.0)
         self._new.observe(rows, tokens, squares, 1.0)
         if host_s is not None:
-            self._host.observe(max(0.0, host_s))
+            self._host.setdefault(load, RoundTimes()).observe(max(0.0, host_s))
 
     def judge(
-        self, load: int, plain_s: float, own_s: float, now: float, *, seen_s: float | None = None
+        self,
+        load: int,
+        plain_s: float,
+        own_s: float,
+        now: float,
+        *,
+        nodes: int = 1,
+        seen_s: float | None = None,
     ) -> None:
         """Give drafts up at this load if the device's times for a round of its sessions, without
         drafts and with them, leave them no chance; `seen_s`: what such plain rounds were seen to
-        take, the host's share included."""
-        host_s = self._host.mean_s
-        if math.isnan(host_s):
-            # Rounds of both kinds are in flight: until others are seen the device alone tells.
-            host_s = 0.0
+        take, the host's share included, and `nodes` of a draft what else is known of that."""
+        host = self._host.get(load)
+        # Rounds of both kinds are in flight: until others are seen the device alone tells.
+        host_s = 0.0 if host is None else host.mean_s
+        if host is None or host.rounds < HOST_ROUNDS:
+            seen_s = None
         round_s = own_s + host_s
         needed = round_s / (seen_s or plain_s + host_s)
         self._gain = self._stood.mean / needed
@@ -96,9 +115,10 @@ class OwnDrafts:
         if not self._short_of(needed):
             if self._gain >= 1.0:
                 self._hold_s.pop(load, None)
-            unsure = seen_s is None and self._gain < CLEAR_GAIN and load not in self._tried
-            if unsure and self._short_of(round_s / plain_s):
-                self._tried.add(load)
+            trials = self._trials.get(load, 0)
+            unsure = seen_s is None and self._gain < CLEAR_GAIN and trials < MOST_TRIALS
+            if unsure and self._short_of(round_s / (plain_s + host_s / (1 + nodes))):
+                self._trials[load] = trials + 1
                 self._until[load] = now + max(TRIAL_S, TRIAL_ROUNDS * round_s)
             return
         hold_s = self._hold_s.get(load, FIRST_HOLD_S)

@@ -169,7 +169,9 @@ class Known:
     plain: bool = False
     """Whether its sessions are to decode plainly."""
     held: bool = False
-    """Whether those that do, and those that begin, go on so until the load has lasted."""
+    """Whether those that are paused stay so until the load has lasted,"""
+    begins_plainly: bool = False
+    """and those that begin do so without drafts."""
     lets_go: bool = False
     """Whether those that do keep no features any more."""
     patience_s: float = 0.0
@@ -255,10 +257,10 @@ def begun_contest(known: Known, others: Iterable[Known], load: int) -> Contest:
     return held.get(load) or Contest()
 
 
-def plain_above(known: Known, load: int) -> bool:
-    """Whether plain decoding has been found to be faster at any higher load."""
-    higher = (found for other, found in known.contests.items() if other > load)
-    return any(found.decided and found.in_force is Mode.PLAIN for found in higher)
+def plain_within(known: Known, above: int, most: float) -> bool:
+    """Whether plain decoding was found to be faster at a load above one, and up to another."""
+    held = known.contests
+    return any(above < load <= most and held[load].found_plain for load in held)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

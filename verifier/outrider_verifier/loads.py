@@ -21,6 +21,9 @@ FULL: Final = 0.75
 LASTING: Final = 16
 """Rounds that fewer sessions must last for the load to be a lower one: of a wave that ends, many
 are about to be followed by others."""
+BURST: Final = 2
+RISING: Final = 8
+"""Doublings, and rounds from one to the next, that make many sessions that come a burst."""
 AT_ONCE: Final = 1.5
 """Doublings of difference that need not last."""
 PLAIN_WINDOW: Final = 48
@@ -86,6 +89,9 @@ class Loads:
         not."""
         self._changed_at = 0
         """The round since which the load is what it is."""
+        self._base = self._peak = 0
+        """The load that this one has risen from within some rounds, and the highest since one was
+        settled."""
         self.load = 0
         self.sessions = 1
         """Sessions being served, at least 1."""
@@ -103,9 +109,24 @@ class Loads:
         if abs(above) <= STEADY or not (above > 0.0 or self._lasts(above)):
             return False
         before, self.load, self._fewer_since = self.load, round(self.load + above), None
-        if self.load != before:
-            self._changed_at = self.rounds
-        return self.load != before
+        if self.load == before:
+            return False
+        if self.rounds - self._changed_at > RISING:
+            self._base = before
+        self._base = min(self._base, self.load)
+        self._peak = max(before if self.settled else self._peak, self.load)
+        self._changed_at = self.rounds
+        return True
+
+    @property
+    def bursts(self) -> bool:
+        """Whether sessions have just come so fast that more of them are likely to."""
+        return not self.settled and self.load - self._base >= BURST
+
+    @property
+    def fell_from(self) -> int:
+        """The highest load since one was settled; the present one where it is."""
+        return self.load if self.settled else self._peak
 
     @property
     def steady(self) -> bool:

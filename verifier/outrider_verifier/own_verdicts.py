@@ -82,8 +82,11 @@ class OwnVerdicts:
         kinds = {each.kind for each in known.values()}
         drafts = self._drafts.setdefault(kinds.pop() if len(kinds) == 1 else None, OwnDrafts())
         emitted = [tokens for _, tokens in rows]
-        drafts.observe(count, sum(emitted), sum([n * n for n in emitted]), host_s=host_s)
-        drafts.judge(loads.load, plain_s, own_s, now, seen_s=loads.seen_plain_s(count))
+        squares = sum([n * n for n in emitted])
+        drafts.observe(count, sum(emitted), squares, load=loads.load, host_s=host_s)
+        nodes = max([each.kind.draft_tokens for each in known.values()], default=1)
+        seen_s = loads.seen_plain_s(count)
+        drafts.judge(loads.load, plain_s, own_s, now, nodes=nodes, seen_s=seen_s)
 
     def summaries(self, now: float) -> Iterator[tuple[str, Mode, float]]:
         """Of each kind being served: its name, what it is to do, and what drafts gain."""

@@ -34,7 +34,7 @@ from outrider_verifier.known import (
     Tally,
     begun_contest,
     named_gain,
-    plain_above,
+    plain_within,
 )
 from outrider_verifier.lengths import Lengths
 from outrider_verifier.loads import Loads, Ran, Times
@@ -92,6 +92,7 @@ class Policy:
     def opened(self, session: Session) -> None:
         """A session begins. No round has it yet, so what is in force for its kind holds for it at
         once."""
+        self._now = max(self._now, session.since)
         pace = self._join(session)
         if pace is None:
             return
@@ -157,8 +158,8 @@ class Policy:
         """Whether the session should decode plainly now, whatever its plan wishes for.
 
         A drafter has much to catch up with for sessions that were paused, so a lower load than one
-        at which they are must last before they resume; and one that has just risen is likely to
-        rise on, to where those that begin would be paused.
+        at which they are must last before they resume; and in a burst those that begin would soon
+        be paused.
         """
         pace = session.pace
         if not self._automatic or pace is None:
@@ -173,7 +174,7 @@ class Policy:
         pace = session.pace
         if not self._automatic or pace is None or pace.own:
             return self.pauses(session)
-        return self._fresh(pace.known).held or self.pauses(session)
+        return self._fresh(pace.known).begins_plainly or self.pauses(session)
 
     def lets_go(self, session: Session) -> bool:
         """Whether a paused session should keep no features any more: see `lean`."""
@@ -382,8 +383,7 @@ class Policy:
             )
             contest = self._contest(known)
             known.plain = contest.mode is Mode.PLAIN
-            held = not (self._settled or contest.trying)
-            known.held = held and plain_above(known, self._loads.load)
+            self._hold(known, contest)
             lets_go = lean.lets_go(known, contest, self._loads)
             if lets_go and not known.lets_go:
                 # Whoever is paused already was not asked about it.
@@ -391,6 +391,15 @@ class Policy:
             known.lets_go = lets_go
             known.why = REASON_FLAGS[contest.reason]
         return known
+
+    def _hold(self, known: Known, contest: Contest) -> None:
+        """Whether sessions go on plainly, or begin so, until the load has lasted: it has fallen
+        from one at which they were paused, or rises to one."""
+        loads, waits = self._loads, not (self._settled or contest.trying)
+        known.held = waits and plain_within(known, loads.load, loads.fell_from)
+        known.begins_plainly = known.held or (
+            waits and loads.bursts and plain_within(known, loads.load, math.inf)
+        )
 
     def _contest(self, known: Known) -> Contest:
         load = self._loads.load

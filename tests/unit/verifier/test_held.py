@@ -26,7 +26,7 @@ class Stage:
         self.open()
         for load, mode in found.items():
             contest = Contest(in_force=mode)
-            contest._decided = True
+            contest._decided = contest._found = True
             self.known.contests[load] = contest
 
     @property
@@ -85,6 +85,39 @@ def test_who_begins_in_a_burst_begins_plainly_where_its_end_is_plain() -> None:
         assert not stage.sessions[0].paused
         assert stage.rounds(8, LASTING + 9)[-1] == 0
         assert not stage.open().paused
+
+
+def test_sessions_that_come_and_go_by_twos_are_no_burst() -> None:
+    stage = Stage({MANY: Mode.PLAIN, FEW: Mode.SPECULATE})
+    stage.rounds(1, 2 * LASTING)
+    for sessions in (2, 1, 2, 4, 2, 3) * 4:
+        stage.rounds(sessions, 9)
+        assert not stage.open().paused
+    assert stage.rounds(2, 1) == [0]
+
+
+def test_a_trial_of_plain_rounds_holds_nobody_afterwards() -> None:
+    stage = Stage({MANY: Mode.PLAIN, FEW: Mode.SPECULATE})
+    stage.rounds(1, 2 * LASTING)
+    stage.rounds(8, 1)
+    stage.policy.turn(stage.sessions[0], paused=True)
+    stage.policy.changed = True
+    assert stage.rounds(8, 1) == [0]
+
+
+def test_verdicts_of_other_loads_hold_nobody() -> None:
+    stage = Stage({FEW: Mode.SPECULATE})
+    stage.known.contests[MANY] = Contest.beside(_left())
+    stage.rounds(64, 1)
+    stage.policy.turn(stage.sessions[0], paused=True)
+    stage.policy.changed = True
+    assert stage.rounds(8, 2)[-1] == 0
+
+
+def _left() -> Contest:
+    contest = Contest(in_force=Mode.PLAIN)
+    contest._decided = contest._found = True
+    return contest
 
 
 def test_a_planner_that_decides_nothing_holds_nobody() -> None:
