@@ -19,6 +19,7 @@ from outrider.spec.behind import LEAST_ROUNDS, Behind
 from outrider.spec.evidence import SURE, Emitted, RoundTimes, Seen, Stalls
 from outrider.spec.gathering import ABLE, LEAST_ABLE, Gathering
 from outrider.spec.modes import Mode, Reason
+from outrider.spec.prices import Prices
 from outrider.spec.probe import CHECK_ROUNDS, DOUBT_ROUNDS, LOSS_LIMIT, PROBE_ROUNDS, Probe
 from outrider.spec.winnings import Winnings
 
@@ -44,11 +45,6 @@ LEAST_PRICE: Final = 0.5
 """Rounds of the mode in force that any probe counts as."""
 WORTHLESS_PRICE: Final = 4.0
 """Plain rounds that another look at such drafts counts as: it loses little that is measured."""
-FIRST_PRICE: Final = 2.0
-"""Rounds of the mode in force that a probe counts as which was never made,"""
-COMING_BACK: Final = 0.15
-"""and with drafts, for each session that comes back to them, what its drafter has to read (64 at an
-8B's cost: .1 to .25 s, 20 to 50 rounds)."""
 ENOUGH_ROUNDS: Final = 3.0
 """Rounds of speculation before its rate may end plain decoding."""
 MARGIN: Final = 1.03
@@ -96,10 +92,7 @@ class Contest:
     """Whether bad luck may have ended speculation."""
     _gathering: Gathering = field(default_factory=Gathering)
     _credit_s: float = 0.0
-    _cost_s: dict[Mode, float] = field(default_factory=dict)
-    """What the last probe of a mode lost,"""
-    _likely_cost_s: float = 0.0
-    """and what one of speculation lost at a higher load, the sessions that there were aside."""
+    _prices: Prices = field(default_factory=Prices)
     _found: bool = False
     """Whether plain decoding was found to be faster here, and not only at another load."""
 
@@ -115,10 +108,7 @@ class Contest:
         if halvings > 0 and new._thought > 1.0 and stood.mean > EASY_TOKENS:
             new.in_force = Mode.SPECULATE
         new._winnings = Winnings.beside(other._winnings, plain=new.in_force is Mode.PLAIN)
-        if halvings > 0:
-            # The fewer sessions, the less their drafter has to read.
-            lost_s = other._cost_s.get(Mode.SPECULATE, other._likely_cost_s)
-            new._likely_cost_s = lost_s * 0.5**halvings
+        new._prices = Prices.beside(other._prices, halvings)
         return new
 
     @property
@@ -333,11 +323,7 @@ class Contest:
         usual_s = self._usual_s
         if math.isnan(usual_s):
             return math.inf
-        lost_s = self._cost_s.get(mode, math.nan)
-        if math.isnan(lost_s):
-            coming = seen.sessions if mode is Mode.SPECULATE else 0
-            likely_s = self._likely_cost_s if mode is Mode.SPECULATE else 0.0
-            lost_s = max(likely_s, (FIRST_PRICE + COMING_BACK * coming) * usual_s)
+        lost_s = self._prices.of(mode, usual_s=usual_s, sessions=seen.sessions)
         if mode is Mode.SPECULATE and not math.isnan(self.gain):
             # What the drafts were when they were left tells it before the first probe does.
             lost_s = max(lost_s, ENOUGH_ROUNDS * self._drafts.mean_s * (1.0 - self.gain))
@@ -380,7 +366,7 @@ class Contest:
     def _end(self, probe: Probe, broken: bool) -> None:
         self._probe = None
         lost = max(0.0, probe.lost_s)
-        self._cost_s[probe.mode] = lost
+        self._prices.learn(probe.mode, lost)
         self._credit_s = min(0.0, self._credit_s - lost)
         if probe.mode is Mode.SPECULATE:
             if not broken and self._succeeded(probe):

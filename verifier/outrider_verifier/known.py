@@ -257,12 +257,6 @@ def begun_contest(known: Known, others: Iterable[Known], load: int) -> Contest:
     return held.get(load) or Contest()
 
 
-def plain_within(known: Known, above: int, most: float) -> bool:
-    """Whether plain decoding was found to be faster at a load above one, and up to another."""
-    held = known.contests
-    return any(above < load <= most and held[load].found_plain for load in held)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Mark:
     """The end of a round."""

@@ -25,17 +25,9 @@ from outrider.spec.modes import Mode, Reason
 from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
 from outrider_verifier import lean
+from outrider_verifier.holds import hold
 from outrider_verifier.kinds import Kinds
-from outrider_verifier.known import (
-    Kind,
-    Known,
-    Mark,
-    Pace,
-    Tally,
-    begun_contest,
-    named_gain,
-    plain_within,
-)
+from outrider_verifier.known import Kind, Known, Mark, Pace, Tally, begun_contest, named_gain
 from outrider_verifier.lengths import Lengths
 from outrider_verifier.loads import Loads, Ran, Times
 from outrider_verifier.observing import observe_plain, observe_row
@@ -155,12 +147,7 @@ class Policy:
             self.changed = self._automatic
 
     def pauses(self, session: Session) -> bool:
-        """Whether the session should decode plainly now, whatever its plan wishes for.
-
-        A drafter has much to catch up with for sessions that were paused, so a lower load than one
-        at which they are must last before they resume; and in a burst those that begin would soon
-        be paused.
-        """
+        """Whether the session should decode plainly now, whatever its plan wishes for."""
         pace = session.pace
         if not self._automatic or pace is None:
             return False
@@ -383,7 +370,7 @@ class Policy:
             )
             contest = self._contest(known)
             known.plain = contest.mode is Mode.PLAIN
-            self._hold(known, contest)
+            hold(known, contest, self._loads)
             lets_go = lean.lets_go(known, contest, self._loads)
             if lets_go and not known.lets_go:
                 # Whoever is paused already was not asked about it.
@@ -391,15 +378,6 @@ class Policy:
             known.lets_go = lets_go
             known.why = REASON_FLAGS[contest.reason]
         return known
-
-    def _hold(self, known: Known, contest: Contest) -> None:
-        """Whether sessions go on plainly, or begin so, until the load has lasted: it has fallen
-        from one at which they were paused, or rises to one."""
-        loads, waits = self._loads, not (self._settled or contest.trying)
-        known.held = waits and plain_within(known, loads.load, loads.fell_from)
-        known.begins_plainly = known.held or (
-            waits and loads.bursts and plain_within(known, loads.load, math.inf)
-        )
 
     def _contest(self, known: Known) -> Contest:
         load = self._loads.load

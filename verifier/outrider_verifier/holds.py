@@ -1,0 +1,29 @@
+"""Which sessions go on plainly for now, though drafts are in force at the load of now (pure).
+
+A drafter has much to catch up with for sessions that were paused: a lower load than one at which
+they are must last before they resume, for at the end of a wave few tokens are left. And in a burst
+the first sessions, drafted for, would hold up those that follow, and soon be paused with them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from outrider.spec.contest import Contest
+from outrider_verifier.known import Known
+from outrider_verifier.loads import Loads
+
+
+def hold(known: Known, contest: Contest, loads: Loads) -> None:
+    """Say of a kind whether its sessions wait until the load has lasted; `contest`: that of the
+    load."""
+    waits = not (loads.settled or contest.trying)
+    known.held = waits and plain_within(known, loads.load, loads.fell_from)
+    bursts = waits and loads.bursts
+    known.begins_plainly = known.held or (bursts and plain_within(known, loads.load, math.inf))
+
+
+def plain_within(known: Known, above: int, most: float) -> bool:
+    """Whether plain decoding was found to be faster at a load above one, and up to another."""
+    held = known.contests
+    return any(above < load <= most and held[load].found_plain for load in held)
