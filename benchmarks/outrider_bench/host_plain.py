@@ -61,7 +61,7 @@ class PlainSide(AheadSide):
         for known in policy._kinds.values():
             contest: Any = Contest(in_force=Mode.PLAIN)
             contest._decided = True
-            contest._cost_s[Mode.SPECULATE] = float("inf")
+            contest._prices.learn(Mode.SPECULATE, float("inf"))
             known.contests = {load: contest for load in range(10)}
         policy.changed = True
 
