@@ -18,6 +18,8 @@ from outrider_bench.serve.lab import FORWARD, Lab, LabRound, efficiency
 from outrider_bench.serve.loads import Size, make_load
 from outrider_bench.serve.waves import Wave, rounded
 
+IN_TURN = ("steady_tokens_per_s", "round_ms", "ttft_ms", "itl_ms", "per_token_ms")
+"""What is said of the last of the plain waves, to tell where the others lose."""
 START_S = 30.0
 """What starting services takes at least: with less of the budget left none are started."""
 
@@ -106,12 +108,14 @@ def compare_in_turn(waves: Sequence[Wave], beside: Sequence[Wave]) -> dict[str, 
     without `beside`."""
     if not beside:
         return {}
+    last = beside[-1].figures()
     ratios = [
         one.tokens_per_s / other.tokens_per_s for one, other in zip(waves, beside, strict=True)
     ]
     return {
         "over_plain_in_turn": rounded(median(ratios[1:] or ratios), 4),
         "plain_waves_tokens_per_s": [rounded(wave.tokens_per_s, 2) for wave in beside],
+        "plain_in_turn": {name: last[name] for name in IN_TURN},
     }
 
 

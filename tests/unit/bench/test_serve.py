@@ -334,6 +334,9 @@ class TestInTurn:
         found = compare_in_turn(waves, plain)
         assert found["over_plain_in_turn"] == pytest.approx(1.25)
         assert len(found["plain_waves_tokens_per_s"]) == 3
+        last = plain[-1].figures()
+        assert found["plain_in_turn"]["ttft_ms"] == last["ttft_ms"]
+        assert found["plain_in_turn"]["round_ms"] == last["round_ms"]
         assert compare_in_turn(waves[:1], plain[:1])["over_plain_in_turn"] == pytest.approx(4.0)
         assert compare_in_turn(waves, []) == {}
 
