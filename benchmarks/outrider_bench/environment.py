@@ -8,11 +8,12 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "ray", "numpy", "triton")
 
 
-def describe() -> dict[str, object]:
+def describe() -> dict[str, Any]:
     """Commit, date, versions and processor; what is not known is left out."""
     versions = {}
     for name in PACKAGES:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
-from outrider.client import Client, user
-from outrider.client.local import LocalConfig
+from outrider.client import Client, GenerateOptions, user
+from outrider.client.local import CPU, LocalConfig
 from outrider.client.local_cluster import LocalCluster
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.grpc import GrpcDialer
@@ -65,17 +65,21 @@ def run(args: argparse.Namespace) -> None:
     baseline = TransformersBaseline(config.model, dtype=config.element_type, threads=args.threads)
     tokenizer = Tokenizer.load(config.model)
     with LocalCluster(config) as cluster, Client(cluster.address, timeout_s=600.0) as client:
-        drafts = {
+        asked: GenerateOptions = {"max_tokens": args.max_tokens, "temperature": 0.0}
+        drafts: GenerateOptions = {
+            **asked,
+            "drafter": "eagle3",
             "draft_tokens": args.draft_tokens,
             "draft_top_k": args.draft_topk,
             "look_ahead": _look_ahead(config),
         }
+        none: GenerateOptions = {**asked, "drafter": "none"}
 
         def speculative(prompt: BenchPrompt) -> tuple[tuple[int, ...], float]:
-            return _timed(client, prompt, args.max_tokens, drafter="eagle3", **drafts)
+            return _timed(client, prompt, drafts)
 
         def plain(prompt: BenchPrompt) -> tuple[tuple[int, ...], float]:
-            return _timed(client, prompt, args.max_tokens, drafter="none")
+            return _timed(client, prompt, none)
 
         def transformers(prompt: BenchPrompt) -> tuple[tuple[int, ...], float]:
             ids = tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
@@ -94,19 +98,14 @@ def run(args: argparse.Namespace) -> None:
 
 def _look_ahead(config: LocalConfig) -> int:
     """As the automatic planner begins: in lock-step where drafter and target share their cores."""
-    return int(config.device != "cpu")
+    return int(config.device != CPU)
 
 
 def _timed(
-    client: Client, prompt: BenchPrompt, max_tokens: int, **options: object
+    client: Client, prompt: BenchPrompt, options: GenerateOptions
 ) -> tuple[tuple[int, ...], float]:
     began = time.perf_counter()
-    result = client.generate(
-        [user(prompt.text)],
-        max_tokens=max_tokens,
-        temperature=0.0,
-        **options,  # type: ignore[arg-type]
-    )
+    result = client.generate([user(prompt.text)], **options)
     return result.token_ids, time.perf_counter() - began
 
 

@@ -73,7 +73,7 @@ class OwnDrafts:
         tokens: float,
         squares: float,
         *,
-        load: int = 0,
+        load: int,
         host_s: float | None = None,
     ) -> None:
         """In a round `rows` sessions verified own drafts and emitted `tokens`, the sum of their
@@ -94,7 +94,7 @@ class OwnDrafts:
         own_s: float,
         now: float,
         *,
-        nodes: int = 1,
+        nodes: int,
         seen_s: float | None = None,
     ) -> None:
         """Give drafts up at this load if the device's times for a round of its sessions, without
@@ -112,15 +112,18 @@ class OwnDrafts:
             return
         if now < self._until.get(load, -math.inf):
             return
-        if not self._short_of(needed):
-            if self._gain >= 1.0:
-                self._hold_s.pop(load, None)
-            trials = self._trials.get(load, 0)
-            unsure = seen_s is None and self._gain < CLEAR_GAIN and trials < MOST_TRIALS
-            if unsure and self._short_of(round_s / (plain_s + host_s / (1 + nodes))):
-                self._trials[load] = trials + 1
-                self._until[load] = now + max(TRIAL_S, TRIAL_ROUNDS * round_s)
+        if self._short_of(needed):
+            self._give_up(load, now)
             return
+        if self._gain >= 1.0:
+            self._hold_s.pop(load, None)
+        trials = self._trials.get(load, 0)
+        unsure = seen_s is None and self._gain < CLEAR_GAIN and trials < MOST_TRIALS
+        if unsure and self._short_of(round_s / (plain_s + host_s / (1 + nodes))):
+            self._trials[load] = trials + 1
+            self._until[load] = now + max(TRIAL_S, TRIAL_ROUNDS * round_s)
+
+    def _give_up(self, load: int, now: float) -> None:
         hold_s = self._hold_s.get(load, FIRST_HOLD_S)
         self._until[load] = now + hold_s
         self._hold_s[load] = min(2.0 * hold_s, LONGEST_HOLD_S)

@@ -104,8 +104,6 @@ class Service:
     drift: float = 0.0
     """By how much they do within an answer: the amplitude of slow waves of their logarithm."""
     waves: int = 2
-    apart_s: float = 1e-5
-    """Between the first arrivals."""
     seed: int = 0
     noise: float = 0.08
     stalls: float = 0.001
@@ -137,7 +135,7 @@ class Service:
         self._phases = texts.uniform(0.0, 2.0 * math.pi, count).tolist()
         self._live: dict[SessionId, Session] = {}
         self._left = list(range(count))
-        self._arrivals: list[float] = [self.now + self.apart_s * i for i in range(self.sessions)]
+        self._arrivals: list[float] = [self.now + 1e-5 * i for i in range(self.sessions)]
         self._proposals: list[tuple[float, int, SessionId, int]] = []
         self._ready: dict[SessionId, float] = {}
         self._hits: set[SessionId] = set()

@@ -8,22 +8,26 @@ the first sessions, drafted for, would hold up those that follow, and soon be pa
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from outrider.spec.contest import Contest
 from outrider_verifier.known import Known
 from outrider_verifier.loads import Loads
+
+BURST: Final = 2
+"""Doublings that make many sessions that come a burst: more are likely to."""
 
 
 def hold(known: Known, contest: Contest, loads: Loads) -> None:
     """Say of a kind whether its sessions wait until the load has lasted; `contest`: that of the
     load."""
     waits = not (loads.settled or contest.trying)
-    known.held = waits and plain_within(known, loads.load, loads.fell_from)
-    bursts = waits and loads.bursts
+    known.held = waits and plain_within(known, loads.load, loads.peak)
+    bursts = waits and loads.risen >= BURST
     known.begins_plainly = known.held or (bursts and plain_within(known, loads.load, math.inf))
 
 
 def plain_within(known: Known, above: int, most: float) -> bool:
     """Whether plain decoding was found to be faster at a load above one, and up to another."""
-    held = known.contests
-    return any(above < load <= most and held[load].found_plain for load in held)
+    contests = known.contests.items()
+    return any(above < load <= most and contest.found_plain for load, contest in contests)

@@ -21,9 +21,8 @@ FULL: Final = 0.75
 LASTING: Final = 16
 """Rounds that fewer sessions must last for the load to be a lower one: of a wave that ends, many
 are about to be followed by others."""
-BURST: Final = 2
 RISING: Final = 8
-"""Doublings, and rounds from one to the next, that make many sessions that come a burst."""
+"""Rounds from one rise to the next that make them one."""
 AT_ONCE: Final = 1.5
 """Doublings of difference that need not last."""
 PLAIN_WINDOW: Final = 48
@@ -89,9 +88,10 @@ class Loads:
         not."""
         self._changed_at = 0
         """The round since which the load is what it is."""
-        self._base = self._peak = 0
-        """The load that this one has risen from within some rounds, and the highest since one was
-        settled."""
+        self._base = 0
+        """The load that this one has risen from."""
+        self.peak = 0
+        """The highest load since one was `settled`."""
         self.load = 0
         self.sessions = 1
         """Sessions being served, at least 1."""
@@ -114,19 +114,14 @@ class Loads:
         if self.rounds - self._changed_at > RISING:
             self._base = before
         self._base = min(self._base, self.load)
-        self._peak = max(before if self.settled else self._peak, self.load)
+        self.peak = max(before if self.settled else self.peak, self.load)
         self._changed_at = self.rounds
         return True
 
     @property
-    def bursts(self) -> bool:
-        """Whether sessions have just come so fast that more of them are likely to."""
-        return not self.settled and self.load - self._base >= BURST
-
-    @property
-    def fell_from(self) -> int:
-        """The highest load since one was settled; the present one where it is."""
-        return self.load if self.settled else self._peak
+    def risen(self) -> int:
+        """Doublings by which the load has risen at once, or nearly so, when it last did."""
+        return self.load - self._base
 
     @property
     def steady(self) -> bool:
@@ -159,10 +154,10 @@ class Loads:
     def seen_plain_s(self, rows: int) -> float | None:
         """A plain round of so many sessions, as such rounds were seen at this load; None: they were
         not, or too few."""
-        seen, device_s = self._plain.get(self.load), self.times(rows, own=False)
+        seen = self._plain.get(self.load)
         if seen is None or seen.rounds < LEAST_SEEN:
             return None
-        return seen.mean_s * (device_s or 1.0)
+        return seen.mean_s * (self.times(rows, own=False) or 1.0)
 
     def _find_ratio(self, timed: bool) -> float:
         """What plain rounds take in the device's times, or in seconds where it has none."""

@@ -93,7 +93,8 @@ class Policy:
             self.changed = self._automatic
             return
         session.draft_limit = self.limit(session)
-        if not session.paused and self._begins_plainly(session):
+        held = self._automatic and not pace.own and self._fresh(pace.known).begins_plainly
+        if not session.paused and (held or self.pauses(session)):
             self.turn(session, paused=True)
         if self.lets_go(session):
             self.let_go(session)
@@ -155,13 +156,6 @@ class Policy:
             return session.paused or self._own.plain(self._now)
         known = self._fresh(pace.known)
         return pace.lean or known.plain or (known.held and session.paused)
-
-    def _begins_plainly(self, session: Session) -> bool:
-        """Whether the session decodes plainly from its first round on."""
-        pace = session.pace
-        if not self._automatic or pace is None or pace.own:
-            return self.pauses(session)
-        return self._fresh(pace.known).begins_plainly or self.pauses(session)
 
     def lets_go(self, session: Session) -> bool:
         """Whether a paused session should keep no features any more: see `lean`."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from outrider.client.status_command import simulation_note
 from outrider.errors import InternalError
@@ -18,7 +18,7 @@ from outrider_bench.serve.lab import FORWARD, Lab, LabRound, efficiency
 from outrider_bench.serve.loads import Size, make_load
 from outrider_bench.serve.waves import Wave, rounded
 
-IN_TURN = ("steady_tokens_per_s", "round_ms", "ttft_ms", "itl_ms", "per_token_ms")
+IN_TURN: Final = ("steady_tokens_per_s", "round_ms", "ttft_ms", "itl_ms", "per_token_ms")
 """What is said of the last of the plain waves, to tell where the others lose."""
 START_S = 30.0
 """What starting services takes at least: with less of the budget left none are started."""

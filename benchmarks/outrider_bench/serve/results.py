@@ -31,7 +31,7 @@ ROUND_COST_SESSIONS: Final = 32
 def about() -> dict[str, Any]:
     """Commit, date, device and versions of this run."""
     facts = describe()
-    versions = dict(facts["versions"])  # type: ignore[call-overload]
+    versions = dict(facts["versions"])
     versions |= {name: facts[name] for name in ("python", "driver", "cuda") if name in facts}
     device = facts.get("gpu", facts["cpu"])
     return {**{name: facts[name] for name in ("commit", "date")}, "device": device} | {

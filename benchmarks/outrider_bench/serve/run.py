@@ -168,8 +168,8 @@ class Run:
         plain = Service(placement=PLAIN, drafts=(Drafts(),), awake_cores=awake)
         drafts = drafts_at(placement, self._drafts)
         drafted = Service(placement=placement, drafts=drafts, awake_cores=awake)
-        services = {PLAIN: plain, placement: plain if placement == PLAIN else drafted}
-        for service in map(services.__getitem__, places_of((placement,), self._args.in_turn)):
+        for name in places_of((placement,), self._args.in_turn):
+            service = plain if name == PLAIN else drafted
             self._measure_cells(meter, nullcontext(fleet), list(self._cells(service, model, fleet)))
 
     def _measure_service(self, meter: Meter, machine: Machine, service: Service) -> None:

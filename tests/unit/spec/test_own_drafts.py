@@ -82,16 +82,16 @@ def test_what_one_load_found_is_no_verdict_at_another_but_evidence() -> None:
     assert own.mode(0, now) is Mode.SPECULATE
     # At a load where drafts cost little the same tokens are worth it.
     for _ in range(20):
-        own.observe(8, 10.0, 14.0, host_s=0.0)
-        own.judge(0, PLAIN_S, 1.05 * PLAIN_S, now)
+        own.observe(8, 10.0, 14.0, load=0, host_s=0.0)
+        own.judge(0, PLAIN_S, 1.05 * PLAIN_S, now, nodes=4)
     assert own.mode(0, now) is Mode.SPECULATE
     assert own.gain > 1.1
 
 
 def test_rounds_without_rows_tell_nothing() -> None:
     own = OwnDrafts()
-    own.observe(0, 0.0, 0.0)
-    own.judge(LOAD, PLAIN_S, PLAIN_S, 0.0)
+    own.observe(0, 0.0, 0.0, load=LOAD)
+    own.judge(LOAD, PLAIN_S, PLAIN_S, 0.0, nodes=4)
     assert math.isnan(own.gain)
     assert own.mode(LOAD, 0.0) is Mode.SPECULATE
 

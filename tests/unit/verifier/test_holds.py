@@ -16,6 +16,13 @@ MANY, FEW = 6, 3
 """Loads: 64 sessions and 8."""
 
 
+def judged(mode: Mode) -> Contest:
+    """A contest that ended so at its load."""
+    contest = Contest(in_force=mode)
+    contest._decided = contest._found = True
+    return contest
+
+
 class Stage:
     """A planner that has found plain decoding to be faster under many sessions, and drafts under
     few."""
@@ -24,10 +31,7 @@ class Stage:
         self.policy: Any = Policy(automatic=True, ceiling_s=0.04)
         self.sessions: list[Session] = []
         self.open()
-        for load, mode in found.items():
-            contest = Contest(in_force=mode)
-            contest._decided = contest._found = True
-            self.known.contests[load] = contest
+        self.known.contests |= {load: judged(mode) for load, mode in found.items()}
 
     @property
     def known(self) -> Any:
@@ -107,17 +111,11 @@ def test_a_trial_of_plain_rounds_holds_nobody_afterwards() -> None:
 
 def test_verdicts_of_other_loads_hold_nobody() -> None:
     stage = Stage({FEW: Mode.SPECULATE})
-    stage.known.contests[MANY] = Contest.beside(_left())
+    stage.known.contests[MANY] = Contest.beside(judged(Mode.PLAIN))
     stage.rounds(64, 1)
     stage.policy.turn(stage.sessions[0], paused=True)
     stage.policy.changed = True
     assert stage.rounds(8, 2)[-1] == 0
-
-
-def _left() -> Contest:
-    contest = Contest(in_force=Mode.PLAIN)
-    contest._decided = contest._found = True
-    return contest
 
 
 def test_a_planner_that_decides_nothing_holds_nobody() -> None:

@@ -76,8 +76,7 @@ def service(costs: Costs, sessions: int, temperature: float, *, waves: int = 2) 
         # Two answers take .2 s there, and to learn what an exchange takes takes three of them.
         (SMALL, 0.94),
         thorough(replace(SMALL, exchange=HOPED), 0.95),
-        # Once at each load the host's share of plain rounds is looked at, for an answer.
-        (SMALL_OWN, 0.94),
+        (SMALL_OWN, 0.95),
     ],
     ids=["8B", "8B-hoped", "8B-own", "135M", "135M-hoped", "135M-own"],
 )
