@@ -28,6 +28,8 @@ TIME_NOISE: Final = 0.05
 """Deviation of one round's time: the device's are known."""
 SURE: Final = 2.5
 """Standard errors by which they must be worth too little."""
+MARGIN: Final = 1.03
+"""What they must gain over plain rounds that were seen: prompts wait longer beside drafts."""
 CLEAR_GAIN: Final = 2.0
 """What drafts seem to gain, if the host's share is the same, beyond which it decides nothing."""
 HOST_ROUNDS: Final = 4.0
@@ -96,14 +98,17 @@ class OwnDrafts:
         *,
         nodes: int,
         seen_s: float | None = None,
+        lasting: bool = True,
     ) -> None:
         """Give drafts up at this load if the device's times for a round of its sessions, without
         drafts and with them, leave them no chance; `seen_s`: what such plain rounds were seen to
-        take, the host's share included, and `nodes` of a draft what else is known of that."""
+        take, the host's share included, and `nodes` of a draft what else is known of that.
+        `lasting`: whether the load has been what it is for long enough to try anything."""
         host = self._host.get(load)
         # Rounds of both kinds are in flight: until others are seen the device alone tells.
         host_s = 0.0 if host is None else host.mean_s
-        if host is None or host.rounds < HOST_ROUNDS:
+        known = host is not None and host.rounds >= HOST_ROUNDS
+        if not known:
             seen_s = None
         round_s = own_s + host_s
         needed = round_s / (seen_s or plain_s + host_s)
@@ -112,14 +117,18 @@ class OwnDrafts:
             return
         if now < self._until.get(load, -math.inf):
             return
-        if self._short_of(needed):
+        if self._short_of(needed if seen_s is None else MARGIN * needed):
             self._give_up(load, now)
             return
         if self._gain >= 1.0:
             self._hold_s.pop(load, None)
-        trials = self._trials.get(load, 0)
-        unsure = seen_s is None and self._gain < CLEAR_GAIN and trials < MOST_TRIALS
+        unsure = known and lasting and seen_s is None and self._gain < CLEAR_GAIN
         if unsure and self._short_of(round_s / (plain_s + host_s / (1 + nodes))):
+            self._try_plain(load, now, round_s)
+
+    def _try_plain(self, load: int, now: float, round_s: float) -> None:
+        trials = self._trials.get(load, 0)
+        if trials < MOST_TRIALS:
             self._trials[load] = trials + 1
             self._until[load] = now + max(TRIAL_S, TRIAL_ROUNDS * round_s)
 

@@ -118,6 +118,11 @@ class Loads:
         self._changed_at = self.rounds
         return True
 
+    def rest(self, sessions: int) -> None:
+        """Nothing ran for a while, and now there are so many sessions: what was before is over."""
+        self.load = self.peak = self._base = round(math.log2(max(1, sessions)))
+        self._changed_at, self._fewer_since = self.rounds - LASTING - max(1, sessions), None
+
     @property
     def risen(self) -> int:
         """Doublings by which the load has risen at once, or nearly so, when it last did."""

@@ -62,8 +62,13 @@ class OwnVerdicts:
             del self._sessions[kind]
 
     def plain(self, now: float) -> bool:
-        """Whether the sessions that are being followed are to decode plainly."""
-        load = self._loads.load
+        """Whether the sessions that are being followed are to decode plainly.
+
+        A lower load has to last before it decides: at one that many sessions leave at once, to be
+        followed by others, all would lose their drafts or none be without, and rows without drafts
+        wait for those with them.
+        """
+        load = self._loads.load if self._loads.settled else self._loads.peak
         return any(own.mode(load, now) is Mode.PLAIN for _, own in self._concerned())
 
     def observe(
@@ -72,7 +77,9 @@ class OwnVerdicts:
         """`rows` verified own drafts, beside `pieces` of prompts, in a round that took `seconds`;
         None: rows without drafts took part."""
         loads, count = self._loads, len(rows)
-        plain_s, own_s = loads.times(count, own=False), loads.times(count, own=True)
+        # Where others have no drafts, too, it is asked what all would get if they had.
+        judged = count if seconds is not None else max(count, loads.sessions)
+        plain_s, own_s = loads.times(judged, own=False), loads.times(judged, own=True)
         if not plain_s or not own_s:
             return
         took_s = loads.times(count, own=True, pieces=pieces)
@@ -85,8 +92,15 @@ class OwnVerdicts:
         squares = sum([n * n for n in emitted])
         drafts.observe(count, sum(emitted), squares, load=loads.load, host_s=host_s)
         nodes = max([each.kind.draft_tokens for each in known.values()], default=1)
-        seen_s = loads.seen_plain_s(count)
-        drafts.judge(loads.load, plain_s, own_s, now, nodes=nodes, seen_s=seen_s)
+        drafts.judge(
+            loads.load,
+            plain_s,
+            own_s,
+            now,
+            nodes=nodes,
+            seen_s=loads.seen_plain_s(judged),
+            lasting=loads.settled,
+        )
 
     def summaries(self, now: float) -> Iterator[tuple[str, Mode, float]]:
         """Of each kind being served: its name, what it is to do, and what drafts gain."""

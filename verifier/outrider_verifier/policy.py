@@ -39,6 +39,10 @@ MOST_ALONE: Final = 0.5
 """Share of a row's time that rounds of nothing but prompts may have taken for it to count."""
 STARVED_ROUNDS: Final = 16
 """Rounds in a row that did not count after which such ones do: both modes meet prompts."""
+IDLE_S: Final = 0.25
+IDLE_ROUNDS: Final = 16
+"""Time, and plain rounds, without any round after which what the load was before is over: whoever
+comes then is not one of those who were left."""
 
 
 class Policy:
@@ -75,6 +79,8 @@ class Policy:
         self._round_s = 0.0
         """A plain round at this load; 0: not known."""
         self._now = 0.0
+        self._ended_at = math.inf
+        """Clock time of the end of the last round; infinite before there was one."""
         self.changed = False
         """Whether `pauses`, `limit` or `looks_ahead` may answer differently than before; for the
         caller to reset."""
@@ -85,6 +91,7 @@ class Policy:
         """A session begins. No round has it yet, so what is in force for its kind holds for it at
         once."""
         self._now = max(self._now, session.since)
+        self._rest(1)
         pace = self._join(session)
         if pace is None:
             return
@@ -140,11 +147,20 @@ class Policy:
         """A round is about to be planned while so many sessions are being served."""
         self._round += 1
         self._now = now
+        self._rest(sessions)
         if self._loads.begin_round(sessions):
             self.changed = self._automatic
             self._round_s = self._loads.round_s
         if self._settled is not self._loads.settled:
             self._settled = self._loads.settled
+            self.changed = self._automatic
+
+    def _rest(self, sessions: int) -> None:
+        """Begin anew with so many sessions if nothing has run for a while."""
+        if self._now - self._ended_at > max(IDLE_S, IDLE_ROUNDS * self._round_s):
+            self._ended_at = self._now
+            self._loads.rest(sessions)
+            self._round_s = self._loads.round_s
             self.changed = self._automatic
 
     def pauses(self, session: Session) -> bool:
@@ -259,6 +275,7 @@ class Policy:
         """A round ended that took `seconds` without waiting, `forward_s` of them for the target's
         forward: `rows` and those that were `alike`. `prompts`: the tokens of each prompt that it
         took."""
+        self._ended_at = now
         apart = [row for row in rows if row.verified is not None]
         count, nodes = len(apart) + len(alike), sum([row.nodes for row in apart])
         own = own_rows(apart, alike)

@@ -104,16 +104,23 @@ class Meter:
 
 def compare_in_turn(waves: Sequence[Wave], beside: Sequence[Wave]) -> dict[str, Any]:
     """Waves over those without drafts that each came after, `beside`: the median of the ratios of
-    tokens/s, the first pair, in which much is met for the first time, left out of several; nothing
-    without `beside`."""
+    tokens/s, of whole waves and of their steady parts, the first pair, in which much is met for the
+    first time, left out of several; nothing without `beside`."""
     if not beside:
         return {}
     last = beside[-1].figures()
-    ratios = [
-        one.tokens_per_s / other.tokens_per_s for one, other in zip(waves, beside, strict=True)
+    pairs = list(zip(waves, beside, strict=True))
+    pairs = pairs[1:] or pairs
+    steady = [
+        ours / theirs
+        for one, other in pairs
+        if (ours := one.steady_tokens_per_s) and (theirs := other.steady_tokens_per_s)
     ]
     return {
-        "over_plain_in_turn": rounded(median(ratios[1:] or ratios), 4),
+        "over_plain_in_turn": rounded(
+            median(one.tokens_per_s / other.tokens_per_s for one, other in pairs), 4
+        ),
+        "steady_over_plain_in_turn": rounded(median(steady) if steady else None, 4),
         "plain_waves_tokens_per_s": [rounded(wave.tokens_per_s, 2) for wave in beside],
         "plain_in_turn": {name: last[name] for name in IN_TURN},
     }

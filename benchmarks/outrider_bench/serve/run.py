@@ -256,7 +256,8 @@ class Run:
         self._content = results.merge(self._content, {**self._about, "cells": [facts]})
         say(
             f"{cell}: {facts['tokens_per_s']} tokens/s, steady {facts['steady_tokens_per_s']}, "
-            f"{results.over_plain(facts)} of plain, {facts['emitted_per_round']} a round, "
+            f"{results.over_plain(facts)} of plain"
+            f"{named_steady(facts)}, {facts['emitted_per_round']} a round, "
             f"hit rate {facts['hit_rate']}, "
             f"first wave {facts['first_wave_ratio']}"
         )
@@ -361,3 +362,10 @@ def samplings_of(args: argparse.Namespace) -> tuple[Sampling, ...]:
 def _check_files(files: ModelFiles, drafts: tuple[Drafts, ...]) -> None:
     if files.head is None and any(draft.method is DraftMethod.EAGLE3 for draft in drafts):
         raise InvalidRequestError(f"no head ships for {files.name}: give --head DIR or --drafts")
+
+
+def named_steady(facts: dict[str, Any]) -> str:
+    """What of plain decoding the steady parts of waves in turn are, as the line of a cell has it;
+    "" without any."""
+    found = facts.get("steady_over_plain_in_turn")
+    return "" if found is None else f" (steady {found})"

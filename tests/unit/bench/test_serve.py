@@ -340,6 +340,14 @@ class TestInTurn:
         assert compare_in_turn(waves[:1], plain[:1])["over_plain_in_turn"] == pytest.approx(4.0)
         assert compare_in_turn(waves, []) == {}
 
+    def test_steady_parts_of_pairs_are_compared_too(self) -> None:
+        def wave(tail_s: float) -> Wave:
+            return Wave((answer(0, 0.1, 1), answer(0, 0.1, 2), answer(1, 1.1, 2 + tail_s)), 2)
+
+        found = compare_in_turn([wave(1.0), wave(4.0)], [wave(1.0), wave(2.0)])
+        assert found["over_plain_in_turn"] < 0.7
+        assert found["steady_over_plain_in_turn"] == pytest.approx(1.0)
+
     def test_plain_requests_differ_in_their_drafts_alone(self) -> None:
         plain = CELL.plain
         assert plain.placement == PLAIN and plain.drafts.options() == {"speculate": False}

@@ -98,8 +98,25 @@ def test_rounds_without_rows_tell_nothing() -> None:
 
 def test_a_host_that_is_slow_makes_drafts_worth_more() -> None:
     slow, fast = OwnDrafts(), OwnDrafts()
-    assert run(fast, tokens=1.3, cost=1.6, host_s=0.0) is not None
-    assert run(slow, tokens=1.3, cost=1.6, host_s=0.02, seen_s=PLAIN_S + 0.02) is None
+    assert run(fast, tokens=1.4, cost=1.6, host_s=0.0) is not None
+    assert run(slow, tokens=1.4, cost=1.6, host_s=0.02, seen_s=PLAIN_S + 0.02) is None
+
+
+def test_drafts_that_gain_next_to_nothing_over_plain_rounds_that_were_seen_are_given_up() -> None:
+    equal = OwnDrafts()
+    assert run(equal, tokens=1.6, cost=1.6, rows=64, seen_s=PLAIN_S + 0.001) is not None
+
+
+def test_nothing_is_tried_at_a_load_that_has_not_lasted_or_before_rounds_have_told() -> None:
+    passing, unheard, lasting = OwnDrafts(), OwnDrafts(), OwnDrafts()
+    for own, host_s in ((passing, 0.003), (unheard, None), (lasting, 0.003)):
+        for _ in range(20):
+            own.observe(64, 90.0, 150.0, load=LOAD, host_s=host_s)
+            keeps = own is not passing
+            own.judge(LOAD, PLAIN_S, 1.3 * PLAIN_S, 1.0, nodes=16, lasting=keeps)
+    assert passing.mode(LOAD, 1.1) is Mode.SPECULATE
+    assert unheard.mode(LOAD, 1.1) is Mode.SPECULATE
+    assert lasting.mode(LOAD, 1.1) is Mode.PLAIN
 
 
 def test_a_host_whose_work_plain_rounds_hide_makes_them_worth_less() -> None:

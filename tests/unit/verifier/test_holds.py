@@ -123,3 +123,14 @@ def test_a_planner_that_decides_nothing_holds_nobody() -> None:
     stage.policy._automatic = False
     stage.rounds(8, 1)
     assert not stage.open().paused
+
+
+def test_who_comes_after_a_rest_is_not_one_of_those_who_were_left() -> None:
+    stage = Stage({MANY: Mode.PLAIN, 0: Mode.SPECULATE})
+    stage.rounds(64, 40)
+    policy, loads = stage.policy, stage.policy._loads
+    policy._ended_at = 10.0
+    for now, rested in ((10.1, False), (12.0, True)):
+        policy.begin_round(1, now)
+        assert loads.load == 0
+        assert (loads.settled and loads.peak == 0) is rested

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider_verifier.known import Kind, Known, Pace
-from outrider_verifier.loads import Loads
+from outrider_verifier.loads import Loads, Ran
 from outrider_verifier.own_verdicts import MAX_KINDS, OwnRow, OwnVerdicts
 
 from outrider.spec.costs import CostTable
@@ -72,6 +72,35 @@ def test_kinds_that_share_rounds_are_judged_by_what_these_give() -> None:
     assert own.plain(1.0)
     own.leave(HOT)
     assert not own.plain(1.0)
+
+
+def test_a_load_that_is_left_for_a_moment_goes_on_deciding() -> None:
+    own = verdicts(HOT)
+    loads = own._loads
+    for _ in range(100):
+        loads.begin_round(64)
+        loads.observe(Ran(64, 0, 0, 0.004))
+    rounds(own, [row(HOT, 1)] * 64)
+    assert own.plain(1.0)
+    loads.begin_round(20)
+    assert loads.load < 6 and own.plain(1.0)
+    for _ in range(100):
+        loads.begin_round(20)
+        loads.observe(Ran(20, 0, 0, 0.004))
+    assert not own.plain(1.0)
+
+
+def test_beside_sessions_without_drafts_it_is_asked_what_all_would_get_with_them() -> None:
+    def dear(rows: int, *, own: bool, pieces: int = 0, featured: bool = False) -> float:
+        return 0.002 + 0.0001 * rows if own else 0.002
+
+    loads = Loads(dear, CostTable())
+    loads.begin_round(64)
+    own = OwnVerdicts(loads)
+    own.follow(HOT)
+    for _ in range(40):
+        own.observe([row(HOT, 2)] * 4, None, 0, 0.0)
+    assert own.plain(1.0)
 
 
 def test_rounds_with_others_tell_of_tokens_and_no_more_kinds_are_kept_than_fit() -> None:
