@@ -69,6 +69,11 @@ class OwnDrafts:
         """How sessions are to decode; a verdict for plain decoding holds for a while."""
         return Mode.PLAIN if now < self._until.get(load, -math.inf) else Mode.SPECULATE
 
+    def above(self, load: int, now: float) -> bool:
+        """Whether drafts were made at a higher load, and are in force there."""
+        held = [other for other in self._host if other > load]
+        return any(self.mode(other, now) is Mode.SPECULATE for other in held)
+
     def observe(
         self,
         rows: int,

@@ -64,12 +64,17 @@ class OwnVerdicts:
     def plain(self, now: float) -> bool:
         """Whether the sessions that are being followed are to decode plainly.
 
-        A lower load has to last before it decides: at one that many sessions leave at once, to be
-        followed by others, all would lose their drafts or none be without, and rows without drafts
-        wait for those with them.
+        For good, so a load has to last before it decides. At a lower one many sessions may have
+        left at once, to be followed by others: of these none would have drafts, or of those none be
+        without, and rows without drafts wait for those with them. At a higher one more may come, to
+        where drafts win.
         """
-        load = self._loads.load if self._loads.settled else self._loads.peak
-        return any(own.mode(load, now) is Mode.PLAIN for _, own in self._concerned())
+        loads = self._loads
+        load = loads.load if loads.settled else loads.peak
+        return any(
+            own.mode(load, now) is Mode.PLAIN and (loads.settled or not own.above(load, now))
+            for _, own in self._concerned()
+        )
 
     def observe(
         self, rows: Sequence[OwnRow], seconds: float | None, pieces: int, now: float

@@ -90,6 +90,22 @@ def test_a_load_that_is_left_for_a_moment_goes_on_deciding() -> None:
     assert not own.plain(1.0)
 
 
+def test_a_load_that_is_passed_on_the_way_to_one_where_drafts_win_pauses_nobody() -> None:
+    own = verdicts(HOT)
+    loads = own._loads
+    rounds(own, [row(HOT, 1)] * 8)
+    assert own.plain(1.0)
+    loads.rest(1)
+    loads.begin_round(64)
+    rounds(own, [row(HOT, 4)] * 64)
+    loads.rest(1)
+    loads.begin_round(8)
+    assert not own.plain(1.0)
+    for _ in range(100):
+        loads.observe(Ran(8, 0, 0, 0.004))
+    assert own.plain(1.0)
+
+
 def test_beside_sessions_without_drafts_it_is_asked_what_all_would_get_with_them() -> None:
     def dear(rows: int, *, own: bool, pieces: int = 0, featured: bool = False) -> float:
         return 0.002 + 0.0001 * rows if own else 0.002
