@@ -384,8 +384,9 @@ def family_of(config: VerifierConfig, *, own_nodes: int, features: bool) -> Shap
     """The shapes of a verifier's rounds; as `ShapeFamily`."""
     return ShapeFamily(
         max_rows=config.max_sessions,
-        # Beside a head of this process, too: a lookup drafts for whom its plan says so.
-        max_nodes=1 + config.max_tree_nodes,
+        # Beside a head of this process, too: a lookup drafts for whom its plan says so. Unless it
+        # is simulated what stands, which is for that head's chains.
+        max_nodes=1 if own_nodes and config.simulated_acceptance else 1 + config.max_tree_nodes,
         own_nodes=own_nodes,
         features=features,
         judges=not config.simulated_acceptance,

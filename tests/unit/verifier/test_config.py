@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from outrider_verifier.__main__ import parse_args
 from outrider_verifier.config import VerifierConfig
+from outrider_verifier.device_engine import family_of
 
 from outrider.config import load_config
+from outrider.engine.device.shapes import Drafts
 from outrider.errors import InvalidRequestError
 
 
@@ -91,3 +94,14 @@ def test_parsing_flags_imports_no_torch() -> None:
         "parse_args(['--model', 'm']); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_where_it_is_simulated_what_stands_no_shape_is_of_trees() -> None:
+    settings: dict[str, Any] = {"placement": "fused", "draft_length": 3, "draft_topk": 1}
+    simulated = VerifierConfig(model="m", head="h", simulated_acceptance="2.6", **settings)
+    usual = VerifierConfig(model="m", head="h", **settings)
+    found = [
+        {shape.drafts for shape in family_of(config, own_nodes=4, features=False).shapes()}
+        for config in (simulated, usual)
+    ]
+    assert found == [{Drafts.NONE, Drafts.OWN}, set(Drafts)]
