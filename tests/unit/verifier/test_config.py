@@ -97,9 +97,9 @@ def test_parsing_flags_imports_no_torch() -> None:
 
 
 def test_where_it_is_simulated_what_stands_no_shape_is_of_trees() -> None:
-    settings: dict[str, Any] = {"placement": "fused", "draft_length": 3, "draft_topk": 1}
-    simulated = VerifierConfig(model="m", head="h", simulated_acceptance="2.6", **settings)
-    usual = VerifierConfig(model="m", head="h", **settings)
+    settings: dict[str, Any] = {"placement": "fused", "features_from": "h", "draft_length": 3}
+    simulated = VerifierConfig(model="m", simulated_acceptance="2.6", **settings)
+    usual = VerifierConfig(model="m", **settings)
     found = [
         {shape.drafts for shape in family_of(config, own_nodes=4, features=False).shapes()}
         for config in (simulated, usual)
