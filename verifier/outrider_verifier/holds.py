@@ -13,9 +13,13 @@ from typing import Final
 from outrider.spec.contest import Contest
 from outrider_verifier.known import Known
 from outrider_verifier.loads import Loads
+from outrider_verifier.sessions import Session
 
 BURST: Final = 2
 """Doublings that make many sessions that come a burst: more are likely to."""
+LEAST_LEFT: Final = 32
+"""Tokens that a paused session may yet emit without which it does not resume: its drafter has to
+read what it missed, and the first rounds are out of step."""
 
 
 def hold(known: Known, contest: Contest, loads: Loads) -> None:
@@ -24,7 +28,14 @@ def hold(known: Known, contest: Contest, loads: Loads) -> None:
     waits = not (loads.settled or contest.trying)
     known.held = waits and plain_within(known, loads.load, loads.peak)
     bursts = waits and loads.risen >= BURST
+    known.spares = not contest.trying
     known.begins_plainly = known.held or (bursts and plain_within(known, loads.load, math.inf))
+
+
+def stays(known: Known, session: Session) -> bool:
+    """Whether a session that is paused stays so whatever is in force."""
+    few_left = known.spares and session.remaining < LEAST_LEFT
+    return session.paused and (known.held or few_left)
 
 
 def plain_within(known: Known, above: int, most: float) -> bool:

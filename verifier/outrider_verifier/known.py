@@ -163,13 +163,15 @@ class Known:
     tallies: tuple[Tally, ...] = ()
     """Of lock-step, look-ahead and plain decoding, unsettled and settled: see `tally`."""
     fresh_at: int = -1
-    """The round for which the next five were looked up."""
+    """The round for which the next ones were looked up."""
     ahead: bool = False
     """Whether look-ahead is in force."""
     plain: bool = False
     """Whether its sessions are to decode plainly."""
     held: bool = False
     """Whether those that are paused stay so until the load has lasted,"""
+    spares: bool = False
+    """and those that are about to end do for good: what is tried, all have to try,"""
     begins_plainly: bool = False
     """and those that begin do so without drafts."""
     lets_go: bool = False

@@ -25,7 +25,7 @@ from outrider.spec.modes import Mode, Reason
 from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
 from outrider_verifier import lean
-from outrider_verifier.holds import hold
+from outrider_verifier.holds import hold, stays
 from outrider_verifier.kinds import Kinds
 from outrider_verifier.known import Kind, Known, Mark, Pace, Tally, begun_contest, named_gain
 from outrider_verifier.lengths import Lengths
@@ -171,7 +171,7 @@ class Policy:
         if pace.own:
             return session.paused or self._own.plain(self._now)
         known = self._fresh(pace.known)
-        return pace.lean or known.plain or (known.held and session.paused)
+        return pace.lean or known.plain or stays(known, session)
 
     def lets_go(self, session: Session) -> bool:
         """Whether a paused session should keep no features any more: see `lean`."""

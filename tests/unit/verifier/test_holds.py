@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider_verifier.holds import LEAST_LEFT
 from outrider_verifier.loads import LASTING, Ran
 from outrider_verifier.policy import Policy
 from outrider_verifier.sessions import Session
@@ -42,7 +43,7 @@ class Stage:
     def open(self) -> Session:
         kv: Any = None
         session = Session.create(
-            make_spec(plan=LONG), ticket=1, kv=kv, now=0.0, keeps_features=False
+            make_spec(plan=LONG, max_new_tokens=256), ticket=1, kv=kv, now=0.0, keeps_features=False
         )
         session.link_id = 1
         self.policy.opened(session)
@@ -123,6 +124,15 @@ def test_a_planner_that_decides_nothing_holds_nobody() -> None:
     stage.policy._automatic = False
     stage.rounds(8, 1)
     assert not stage.open().paused
+
+
+def test_who_is_about_to_end_stays_as_it_is() -> None:
+    stage = Stage({MANY: Mode.PLAIN, FEW: Mode.SPECULATE})
+    last = stage.open()
+    assert stage.rounds(64, 40)[-1] == 2
+    last.emitted = last.spec.max_new_tokens - LEAST_LEFT + 1
+    stage.rounds(8, 60)
+    assert [session.paused for session in stage.sessions] == [False, True]
 
 
 def test_who_comes_after_a_rest_is_not_one_of_those_who_were_left() -> None:
