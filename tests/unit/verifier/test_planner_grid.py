@@ -97,6 +97,29 @@ def test_own_drafts_that_lose_by_what_the_host_has_to_do_are_given_up(
     assert run.paused > 0.9 * run.decoded
 
 
+@pytest.mark.parametrize("extra", [0.4, 1.7, 3.0])
+def test_own_drafts_are_made_at_the_loads_where_they_win_whatever_load_was_before(
+    extra: float,
+) -> None:
+    costs = replace(TREES_OWN, verify=(1.2, 1.7, 2.6, 3.9), own_host=0.0)
+    policy, now = planner(costs), 0.0
+    for seed, sessions in enumerate((1, 64, 8, 64, 1)):
+        run = Service(
+            costs=costs,
+            sessions=sessions,
+            extra_tokens=extra,
+            policy=None,
+            own=True,
+            waves=4,
+            seed=seed,
+        )
+        plain_s = run.run()
+        always_s = replace(run, policy=planner(costs, automatic=False)).run()
+        run = replace(run, policy=policy, now=now)
+        assert run.run() < 1.06 * min(plain_s, always_s)
+        now = run.now + 0.05
+
+
 @pytest.mark.parametrize("temperature", [thorough(1.5), 2.0])  # at 2 drafts lose most
 @pytest.mark.parametrize("sessions", ROWS)
 @pytest.mark.parametrize("costs", [LARGE, SMALL, LARGE_OWN], ids=["8B", "135M", "8B-own"])
