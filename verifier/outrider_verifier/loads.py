@@ -120,8 +120,9 @@ class Loads:
 
     def rest(self, sessions: int) -> None:
         """Nothing ran for a while, and now there are so many sessions: what was before is over."""
-        self.load = self.peak = self._base = round(math.log2(max(1, sessions)))
-        self._changed_at, self._fewer_since = self.rounds - LASTING - max(1, sessions), None
+        self.sessions = max(1, sessions)
+        self.load = self.peak = self._base = round(math.log2(self.sessions))
+        self._changed_at, self._fewer_since = self.rounds - LASTING - self.sessions, None
 
     @property
     def risen(self) -> int:

@@ -144,3 +144,13 @@ def test_who_comes_after_a_rest_is_not_one_of_those_who_were_left() -> None:
         policy.begin_round(1, now)
         assert loads.load == 0
         assert (loads.settled and loads.peak == 0) is rested
+
+
+def test_a_session_that_opens_after_a_rest_finds_a_load_that_has_lasted() -> None:
+    stage = Stage({MANY: Mode.PLAIN, 0: Mode.SPECULATE})
+    stage.rounds(64, 40)
+    policy, loads = stage.policy, stage.policy._loads
+    policy._now = 12.0
+    policy._ended_at = 10.0
+    stage.open()
+    assert (loads.load, loads.peak, loads.settled) == (0, 0, True)
