@@ -32,6 +32,8 @@ MARGIN: Final = 1.03
 """What they must gain over plain rounds that were seen: prompts wait longer beside drafts."""
 CLEAR_GAIN: Final = 2.0
 """What drafts seem to gain, if the host's share is the same, beyond which it decides nothing."""
+HOST_WINDOW: Final = 32
+"""Rounds that tell it: of fewer, a burst of sessions that begin would be most."""
 HOST_ROUNDS: Final = 4.0
 """Rounds that tell the host's share at a load."""
 MOST_TRIALS: Final = 3
@@ -82,17 +84,20 @@ class OwnDrafts:
         *,
         load: int,
         host_s: float | None = None,
+        weight: float = 1.0,
     ) -> None:
         """In a round `rows` sessions verified own drafts and emitted `tokens`, the sum of their
-        squares being `squares`; it took `host_s` longer than the device was measured to: None if
-        rows without drafts took part, who tell nothing of times."""
+        squares being `squares`; it took `host_s` longer than the device was measured to, and counts
+        `weight` for that: None if it tells nothing of times, as where rows without drafts took
+        part."""
         if rows < 1:
             return
         self._stood.fade(1.0 / HALF_LIFE)
         self._stood.observe(rows, tokens, squares, 1.0)
         self._new.observe(rows, tokens, squares, 1.0)
         if host_s is not None:
-            self._host.setdefault(load, RoundTimes()).observe(max(0.0, host_s))
+            seen = self._host.setdefault(load, RoundTimes(HOST_WINDOW))
+            seen.observe(max(0.0, host_s), weight)
 
     def judge(
         self,
@@ -113,7 +118,8 @@ class OwnDrafts:
         # Rounds of both kinds are in flight: until others are seen the device alone tells.
         host_s = 0.0 if host is None else host.mean_s
         known = host is not None and host.rounds >= HOST_ROUNDS
-        if not known:
+        if not (known and lasting):
+            # Of sessions that begin together all have to be opened, and drafts pay for that.
             seen_s = None
         round_s = own_s + host_s
         needed = round_s / (seen_s or plain_s + host_s)

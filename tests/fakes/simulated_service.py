@@ -55,6 +55,8 @@ class Costs:
     """What keeping features adds to a plain round."""
     reading: float = 0.2
     """What the drafter takes for a prompt, or for what was missed in a pause."""
+    opening: float = 0.0
+    """What a session that is opened takes the host, before the next round."""
     queued: float = 0.0
     """Share of an exchange in which the drafter works, and takes up no other batch."""
 
@@ -95,6 +97,8 @@ class Service:
     """Draft tokens that stand in a round, in the mean."""
     policy: Policy | None
     """None: no session speculates."""
+    speculative: bool = True
+    """Whether sessions ask for drafts, where there is a policy."""
     own: bool = False
     ahead: Ahead | None = None
     """None: plans are of lock-step."""
@@ -104,6 +108,8 @@ class Service:
     drift: float = 0.0
     """By how much they do within an answer: the amplitude of slow waves of their logarithm."""
     waves: int = 2
+    spread_s: float = 1e-5
+    """From one of the first arrivals to the next."""
     seed: int = 0
     noise: float = 0.08
     stalls: float = 0.001
@@ -135,7 +141,7 @@ class Service:
         self._phases = texts.uniform(0.0, 2.0 * math.pi, count).tolist()
         self._live: dict[SessionId, Session] = {}
         self._left = list(range(count))
-        self._arrivals: list[float] = [self.now + 1e-5 * i for i in range(self.sessions)]
+        self._arrivals: list[float] = [self.now + self.spread_s * i for i in range(self.sessions)]
         self._proposals: list[tuple[float, int, SessionId, int]] = []
         self._ready: dict[SessionId, float] = {}
         self._hits: set[SessionId] = set()
@@ -144,7 +150,7 @@ class Service:
         """Those for whose present drafts the drafter drafts ahead."""
         self._drafter_busy = self.now
         self._idle_since = began = self.now
-        self._round_s = 0.0
+        self._round_s = self._opening_s = 0.0
         while self._left or self._live:
             self._step()
         return self.now - began
@@ -183,6 +189,7 @@ class Service:
         while self._left and self._arrivals and self._arrivals[0] <= self.now:
             heapq.heappop(self._arrivals)
             self._open(self._left.pop(0))
+            self._opening_s += self.costs.opening / 1000.0
         while self._proposals and self._proposals[0][0] <= self.now:
             _, _, name, length = heapq.heappop(self._proposals)
             session = self._live.get(name)
@@ -194,7 +201,7 @@ class Service:
                 self._ready[name] = session.proposal_at = self.now
 
     def _open(self, index: int) -> None:
-        name, speculative = SessionId(f"s{index}"), self.policy is not None
+        name, speculative = SessionId(f"s{index}"), self.policy is not None and self.speculative
         plan = Plan(
             method=DraftMethod.EAGLE3,
             draft_tokens=DRAFT,
@@ -217,7 +224,7 @@ class Service:
         session.handle = self._answers[index]
         if self.policy is not None:
             session.link_id = None if self.own else 1
-            session.own_draft = DRAFT if self.own else 0
+            session.own_draft = DRAFT if self.own and speculative else 0
             self.policy.opened(session)
         self._live[name] = session
 
@@ -311,7 +318,7 @@ class Service:
 
     def _took(self, rows: int, drafted: bool, pieces: int, *, stretches: bool) -> float:
         costs = self.costs
-        seconds = pieces * costs.piece / 1000.0
+        seconds, self._opening_s = self._opening_s + pieces * costs.piece / 1000.0, 0.0
         if rows:
             seconds += costs.of(costs.verify if drafted else costs.plain, rows)
             seconds += costs.own_host / 1000.0 * drafted

@@ -39,6 +39,11 @@ BESIDE_PROMPTS: Final = 0.25
 """What one with prompts counts: what these added is known no better than that."""
 
 
+def beside(pieces: int) -> float:
+    """What a round with so many pieces of prompts counts."""
+    return BESIDE_PROMPTS if pieces else 1.0
+
+
 class Times(Protocol):
     """What the device was measured to take for a round in which so many sessions decode, with or
     without own drafts, beside so many pieces of prompts; None: not known."""
@@ -220,14 +225,18 @@ class Loads:
         self.rounds += 1
         if not ran.rows:
             self.alone_s += ran.seconds
-        elif not ran.nodes and not ran.own and ran.rows >= FULL * self.sessions:
+        elif not ran.nodes and not ran.own and self.tells(ran.rows):
             self._observe_plain(ran, ran.seconds - added_s)
 
     def _observe_plain(self, ran: Ran, seconds: float) -> None:
         device_s = self.times(ran.rows, own=False)
         seconds /= self.stretch(featured=ran.featured)
         seen = self._plain.setdefault(self.load, RoundTimes(PLAIN_WINDOW))
-        seen.observe(seconds / (device_s or 1.0), BESIDE_PROMPTS if ran.pieces else 1.0)
+        seen.observe(seconds / (device_s or 1.0), beside(ran.pieces))
+
+    def tells(self, rows: int) -> bool:
+        """Whether a round in which so many sessions decode tells what one takes at this load."""
+        return rows >= FULL * self.sessions
 
     def _added_s(self, ran: Ran) -> float:
         if not ran.pieces:

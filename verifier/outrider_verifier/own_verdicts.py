@@ -9,7 +9,7 @@ from typing import Final
 from outrider.spec.modes import Mode
 from outrider.spec.own_drafts import OwnDrafts
 from outrider_verifier.known import Kind, Pace
-from outrider_verifier.loads import Loads
+from outrider_verifier.loads import Loads, beside
 from outrider_verifier.settled import Alike, Settled
 
 MAX_KINDS: Final = 256
@@ -87,15 +87,17 @@ class OwnVerdicts:
         plain_s, own_s = loads.times(judged, own=False), loads.times(judged, own=True)
         if not plain_s or not own_s:
             return
-        took_s = loads.times(count, own=True, pieces=pieces)
-        host_s = None if seconds is None or not took_s else seconds - took_s
+        took_s, host_s = loads.times(count, own=True, pieces=pieces), None
+        if seconds is not None and took_s and loads.tells(count):
+            host_s = seconds - took_s
         # There are few, and a name is told apart faster than a kind.
         known = {id(pace.known): pace.known for pace, _ in rows if pace is not None}
         kinds = {each.kind for each in known.values()}
         drafts = self._drafts.setdefault(kinds.pop() if len(kinds) == 1 else None, OwnDrafts())
         emitted = [tokens for _, tokens in rows]
         squares = sum([n * n for n in emitted])
-        drafts.observe(count, sum(emitted), squares, load=loads.load, host_s=host_s)
+        weight = beside(pieces)
+        drafts.observe(count, sum(emitted), squares, load=loads.load, host_s=host_s, weight=weight)
         nodes = max([each.kind.draft_tokens for each in known.values()], default=1)
         drafts.judge(
             loads.load,

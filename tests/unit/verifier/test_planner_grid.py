@@ -42,6 +42,16 @@ BURST = Costs(
 """As LARGE, of another day; the drafter takes up one batch after the other."""
 TREES_OWN = replace(SMALL_OWN, plain=(0.75, 0.8, 1.0, 1.2), host=0.05, own_host=1.2)
 """A small model's trees, of which the host has more to do than of plain rounds."""
+CHAINS_OWN = replace(
+    SMALL_OWN,
+    plain=(0.9, 1.0, 1.5, 2.1),
+    verify=(1.2, 1.3, 1.8, 2.9),
+    host=0.7,
+    own_host=-0.4,
+    opening=1.0,
+)
+"""A small model's chains, whose rounds hide the host's share; each session takes it as long to
+open as many of a verifier with hundreds of sessions."""
 SEEDS = {1: 16, 8: 4, 32: 4, 64: 2}
 """A single session's whole run is two answers, of which one may have three tokens."""
 
@@ -109,6 +119,20 @@ def test_own_drafts_are_made_at_the_loads_where_they_win_whatever_load_was_befor
         run = replace(run, policy=policy, now=now)
         assert run.run() < 1.06 * min(plain_s(costs, sessions, 4, seed), always_s)
         now = run.now + 0.05
+
+
+def test_own_drafts_that_win_are_not_charged_for_sessions_that_begin_in_bursts() -> None:
+    first = replace(service(CHAINS_OWN, 64, 0.0, waves=4), extra_tokens=1.6, spread_s=0.003)
+    policy = planner(CHAINS_OWN)
+    plain = replace(first, policy=policy, speculative=False)
+    plain.run()
+    now = plain.now
+    for seed in range(3):
+        run = replace(first, policy=policy, seed=seed, now=now + 0.6)
+        always = replace(first, policy=planner(CHAINS_OWN, automatic=False), seed=seed)
+        assert run.run() < 1.06 * always.run()
+        now = run.now
+    assert plain_s(CHAINS_OWN, 64, 4, 0) > 1.5 * always.now
 
 
 @pytest.mark.parametrize("temperature", [thorough(1.5), 2.0])  # at 2 drafts lose most
