@@ -45,9 +45,11 @@ def test_a_burst_of_sessions_on_a_busy_stream_is_told_of_each() -> None:
     woken.record()
     for number, (place, sequence) in enumerate(zip(places, sequences, strict=True)):
         slots.begin(place, sequence, SamplingParams(seed=number), length=5, root=number)
+    slots.tell()
     for number in range(0, SESSIONS, 2):
         again = SamplingParams(seed=number)
         slots.begin(places[number], sequences[number], again, length=9, root=1000 + number // 2)
+        slots.tell()
     assert not woken.query(), "nothing waited for the device"
     torch.cuda.synchronize()
     assert slots.sequence.tables[places].tolist() == [list(s.blocks) for s in sequences]

@@ -242,7 +242,7 @@ class DeviceRoundEngine:
 
     def tell_grown(self) -> None:
         """See `RoundRunner`."""
-        self._seats.tell_grown()
+        self._seats.tell()
 
     def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
         """See `RoundRunner`."""
@@ -264,7 +264,7 @@ class DeviceRoundEngine:
 
     def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> DeviceFlight:
         """Launch the round."""
-        self._seats.tell_grown()
+        self._seats.tell()
         seats = self._seats.of_all([row.session for row in verify])
         groups = group_rows(verify, seats, self.rounds.family.most_rows)
         add_prompts(

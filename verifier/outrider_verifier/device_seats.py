@@ -50,7 +50,7 @@ class Seat:
 
 class Seats:
     """Gives seats to sessions and takes them back. All that the device is told, it is told in the
-    order of the stream, without waiting."""
+    order of the stream, without waiting; what can be told at once waits for `tell`."""
 
     def __init__(self, slots: SessionSlots, own_head: OwnHead | None) -> None:
         self._slots, self._own_head = slots, own_head
@@ -157,13 +157,11 @@ class Seats:
         self._slots.check_blocks(session.kv.num_blocks)
         self._grown[session.ticket] = session
 
-    def tell_grown(self) -> None:
-        """Tell the device of all blocks that were added, at once."""
-        if not self._grown:
-            return
+    def tell(self) -> None:
+        """Tell the device of all sessions that began, and of blocks that were added, at once."""
         grown = [(self.of(session), session.kv.blocks) for session in self._grown.values()]
         added = [(s.slot, s.told, blocks[s.told :]) for s, blocks in grown if len(blocks) > s.told]
-        self._slots.grow(added)
+        self._slots.tell(added)
         # Only now: what the device was not told of is told again.
         for seat, blocks in grown:
             seat.told = max(seat.told, len(blocks))

@@ -73,6 +73,18 @@ class Emits:
             self._before = [np.concatenate([np.empty((0, EVENT_FIELDS), np.int64), *self._before])]
         return self._before[0].T
 
+    @property
+    def tickets(self) -> NDArray[np.int64]:
+        """[n]."""
+        tickets: NDArray[np.int64] = self.columns()[0]
+        return tickets
+
+    @property
+    def reasons(self) -> NDArray[np.int64]:
+        """[n] codes of `REASON_CODES`, 0 for a session that goes on."""
+        reasons: NDArray[np.int64] = self.columns()[3]
+        return reasons
+
     def _seal(self) -> None:
         if self._words:
             self._before.append(np.array(self._words, np.int64).reshape(-1, EVENT_FIELDS))

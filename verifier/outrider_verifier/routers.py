@@ -15,10 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
-
-from outrider.engine.logprobs import PathLogprobs
 from outrider.errors import (
     AlreadyExistsError,
     InternalError,
@@ -26,12 +22,11 @@ from outrider.errors import (
     OutriderError,
     ResourceExhaustedError,
 )
-from outrider.ids import DrafterId, SessionId
+from outrider.ids import DrafterId
 from outrider.transport.base import ServingConnection
 from outrider.transport.outgoing import Outgoing
 from outrider.transport.sessions import failure_of
 from outrider.wire.messages import (
-    EventLogprobs,
     Heartbeat,
     MalformedOpen,
     SessionEvents,
@@ -47,7 +42,9 @@ from outrider.wire.messages import (
 from outrider_verifier.commands import Close, Command, Open, SetDrafter
 from outrider_verifier.effects import Emits
 from outrider_verifier.forms import Forms
+from outrider_verifier.served import Served, ServedSessions
 from outrider_verifier.session_spans import SessionSpans
+from outrider_verifier.shares import shares
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +67,7 @@ def _size(message: SessionsMessage) -> int:
 class _Router:
     """One connected router, its sessions and its unsent messages."""
 
+    number: int
     connection: ServingConnection
     outgoing: Outgoing[SessionsMessage]
     tickets: dict[int, int] = field(default_factory=dict)
@@ -77,15 +75,6 @@ class _Router:
     opening: int = 0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to end the connection: it does not read."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """Whose session it is."""
-
-    router: _Router
-    handle: int
-    session_id: SessionId
 
 
 class RouterHub:
@@ -107,11 +96,12 @@ class RouterHub:
         self._post = post
         self._admit = admit
         self._on_change = on_change
-        self._served: dict[int, _Served] = {}
+        self._served = ServedSessions()
         self._moving: dict[int, tuple[DrafterId | None] | None] = {}
         """Sessions that the engine is moving, and where each is to go after that."""
-        self._tickets = itertools.count(1)
-        self._routers: set[_Router] = set()
+        self._numbers = itertools.count()
+        self._routers: dict[int, _Router] = {}
+        """By number."""
         self._spans = SessionSpans()
         self._drains_until: float | None = None
         """Time of the event loop at which the sessions must be gone; None: they may stay."""
@@ -125,8 +115,8 @@ class RouterHub:
 
     async def serve(self, connection: ServingConnection) -> None:
         """Serve one router until its stream ends, then free its sessions."""
-        router = _Router(connection, Outgoing(connection, size_of=_size))
-        self._routers.add(router)
+        router = _Router(next(self._numbers), connection, Outgoing(connection, size_of=_size))
+        self._routers[router.number] = router
         if self._drains_until is not None:
             self._tell_of_drain(router, self._drains_until)
         tasks = [
@@ -138,11 +128,11 @@ class RouterHub:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             router.lost.set()
-            self._routers.discard(router)
             for task in tasks:
                 task.cancel()
             for handle in list(router.tickets):
                 self._leave(router, handle)
+            del self._routers[router.number]
             results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
             if isinstance(result, Exception) and not isinstance(result, OutriderError):
@@ -151,12 +141,12 @@ class RouterHub:
     def drain(self, seconds: float) -> None:
         """Tell all routers, also those to come, that sessions are served for so long yet."""
         self._drains_until = asyncio.get_running_loop().time() + seconds
-        for router in self._routers:
+        for router in self._routers.values():
             self._tell_of_drain(router, self._drains_until)
 
     def end_all(self, error: OutriderError) -> None:
         """Fail every session that is left."""
-        for ticket, served in list(self._served.items()):
+        for ticket, served in self._served.items():
             self.fail(ticket, error)
             self._post(Close(served.session_id, ticket))
 
@@ -164,19 +154,12 @@ class RouterHub:
         """Send the events of a round: one message to each router that has sessions in it."""
         if self._spans:  # some session is traced
             self._spans.emitted(batch)
-        tickets, events = _events(batch)
-        rows: dict[_Router, list[int]] = {}
-        handles: dict[_Router, list[int]] = {}
-        for row, ticket in enumerate(tickets):
-            # A session that its router has left is gone from the table; its Close is on the way.
-            served = self._served.get(ticket)
-            if served is not None:
-                rows.setdefault(served.router, []).append(row)
-                handles.setdefault(served.router, []).append(served.handle)
-        for router, mine in rows.items():
-            self._tell(router, _only(events, mine, handles[router], batch.logprobs))
-        for row in events.finish_reasons.nonzero()[0].tolist():
-            self._forget(tickets[row])
+        tickets, reasons = batch.tickets, batch.reasons
+        # A session that its router has left is nobody's; its Close is on the way.
+        for number, events in shares(batch, *self._served.owners(tickets)):
+            self._tell(self._routers[number], events)
+        for ticket in tickets[reasons > 0].tolist():
+            self._forget(ticket)
 
     def fail(self, ticket: int, error: OutriderError) -> None:
         """Tell a session's router that the session was refused or failed."""
@@ -184,18 +167,20 @@ class RouterHub:
         served = self._forget(ticket)
         if served is not None:
             facts = {"session_id": served.session_id, "reason": error.reason}
-            logger.info("session refused or failed", extra=facts | _facts(served.router))
-            self._tell(served.router, failure_of(served.handle, error))
+            router = self._routers[served.router]
+            logger.info("session refused or failed", extra=facts | _facts(router))
+            self._tell(router, failure_of(served.handle, error))
 
     def moved(self, ticket: int, drafter_id: DrafterId | None) -> None:
         """Tell a session's router which drafter it has now that it was to be moved."""
         served, wish = self._served.get(ticket), self._moving.pop(ticket, None)
         if served is None:
             return
+        router = self._routers[served.router]
         if wish is not None:
-            self._move(served.router, served.handle, *wish)
+            self._move(router, served.handle, *wish)
         else:
-            self._tell(served.router, SessionMoved(served.handle, drafter_id))
+            self._tell(router, SessionMoved(served.handle, drafter_id))
 
     async def _receive_all(self, router: _Router) -> None:
         while True:
@@ -233,11 +218,10 @@ class RouterHub:
             raise ResourceExhaustedError(
                 f"{MAX_OPENING} sessions are being opened", reason="OPENING_EXHAUSTED"
             )
-        ticket = next(self._tickets)
+        ticket = self._served.add(Served(router.number, handle, spec.session_id))
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         router.tickets[handle] = ticket
         router.opening += 1
-        self._served[ticket] = _Served(router, handle, spec.session_id)
         self._on_change(len(self._served))
         self._spans.opened(ticket, spec)
         answer.add_done_callback(partial(self._answered, router, ticket))
@@ -270,7 +254,7 @@ class RouterHub:
         del self._compiling[ticket]
         wish = self._moving.pop(ticket, None)
         if wish is not None:
-            self._move(served.router, served.handle, *wish)
+            self._move(self._routers[served.router], served.handle, *wish)
 
     def _answered(self, router: _Router, ticket: int, answer: asyncio.Future[None]) -> None:
         router.opening -= 1
@@ -295,12 +279,12 @@ class RouterHub:
         if ticket is not None and served is not None:
             self._post(Close(served.session_id, ticket))
 
-    def _forget(self, ticket: int) -> _Served | None:
-        served = self._served.pop(ticket, None)
+    def _forget(self, ticket: int) -> Served | None:
+        served = self._served.pop(ticket)
         self._moving.pop(ticket, None)
         self._spans.ended(ticket)
         if served is not None:
-            del served.router.tickets[served.handle]
+            del self._routers[served.router].tickets[served.handle]
             self._on_change(len(self._served))
         return served
 
@@ -317,58 +301,6 @@ class RouterHub:
             self.counters["routers_overflowed"] += 1
             logger.warning("router does not read; disconnecting", extra=_facts(router))
             router.lost.set()
-
-
-def _events(batch: Emits) -> tuple[list[int], SessionEvents]:
-    """The tickets of all rows of a round; and the rows as one message, but for handles and
-    log-probabilities."""
-    tickets, round_ids, counts, reasons, flags, proposed, accepted = batch.columns()
-    return tickets.tolist(), SessionEvents(
-        handles=np.empty(len(counts), np.uint32),
-        round_ids=round_ids.astype(np.uint32),
-        counts=counts.astype(np.uint32),
-        tokens=np.array(batch.tokens, np.int32),
-        finish_reasons=reasons.astype(np.uint8),
-        flags=flags.astype(np.uint8),
-        proposed=proposed.astype(np.uint16),
-        accepted=accepted.astype(np.uint16),
-    )
-
-
-def _only(
-    events: SessionEvents, rows: list[int], handles: list[int], told: dict[int, PathLogprobs]
-) -> SessionEvents:
-    """The rows of one router, of sessions with these handles."""
-    mine: NDArray[np.bool_] | slice = slice(None)
-    tokens = events.tokens
-    if len(rows) < len(events.counts):
-        mine = np.zeros(len(events.counts), np.bool_)
-        mine[rows] = True
-        tokens = tokens[mine.repeat(events.counts)]
-    return SessionEvents(
-        handles=np.array(handles, np.uint32),
-        round_ids=events.round_ids[mine],
-        counts=events.counts[mine],
-        tokens=tokens,
-        finish_reasons=events.finish_reasons[mine],
-        flags=events.flags[mine],
-        proposed=events.proposed[mine],
-        accepted=events.accepted[mine],
-        logprobs=_event_logprobs(told, rows),
-    )
-
-
-def _event_logprobs(told: dict[int, PathLogprobs], rows: list[int]) -> EventLogprobs | None:
-    """The columns of these rows; None where none of them has any."""
-    mine = [told.get(row) for row in rows] if told else []
-    entries = [entry for entry in mine if entry is not None]
-    if not entries:
-        return None
-    return EventLogprobs(
-        widths=np.array([0 if e is None else e.values.shape[1] for e in mine], np.uint8),
-        values=np.concatenate([entry.values.ravel() for entry in entries]),
-        top_ids=np.concatenate([entry.top_ids.ravel() for entry in entries]),
-    )
 
 
 def _facts(router: _Router) -> dict[str, object]:

@@ -183,8 +183,8 @@ class RoundRunner(Protocol):
         ...
 
     def tell_grown(self) -> None:
-        """Tell the device of what has grown, behind the round in flight; else the next submit does
-        so."""
+        """Tell the device of what has grown and who has begun, behind the round in flight; else the
+        next submit does so."""
         ...
 
     def suspend(self, session: Session, swap: SwapSpace | None) -> bool:

@@ -125,6 +125,7 @@ class VerifyBench:
         try:
             for place, sequence in zip(places, sequences, strict=True):
                 slots.begin(place, sequence, SamplingParams(), length=context + 1, root=5)
+            slots.tell()
             inputs = RoundRows.of([RowInput(place, self._tree(nodes)) for place in places])
             drafts = Drafts.NONE if nodes == 1 else Drafts.CHAIN
             if nodes > _CHAIN_NODES:
@@ -240,6 +241,7 @@ class DraftBench:
         self._sequences = [target.pool.allocate(self._max_tokens) for _ in range(rows)]
         for place, sequence in enumerate(self._sequences):
             slots.begin(place, sequence, SamplingParams(), length=context + new_rows + 1, root=5)
+        slots.tell()
         generator = torch.Generator(target.device).manual_seed(0)
 
         def integers(low: int, high: int, *shape: int) -> Tensor:

@@ -33,12 +33,18 @@ _KEY_WORDS = 2 * NUM_STREAMS
 _FIELDS = _KEY_WORDS + 6
 """Words of a slot beside its table: stream keys, its number (2), temperature, rule, length, root.
 Numbers of 64 bits lie at even places."""
+_BEGUN: Final = 8
+"""Slots that one launch writes."""
 _GROWN: Final = 64
 """Blocks that one launch adds to tables."""
 
 
 class SessionSlots:
-    """Allocates slots and writes their state, in the order of the stream."""
+    """Allocates slots and writes their state, in the order of the stream.
+
+    What is said of slots reaches the device with `tell`, many of them with one copy and one launch:
+    where hundreds of sessions are served, several begin in every round.
+    """
 
     def __init__(
         self,
@@ -84,13 +90,19 @@ class SessionSlots:
         )
         """What their grammars allow, launch by launch."""
         self._pool, self._device, self._blocks = pool, device, blocks
-        self._staged = zeros(_FIELDS + blocks)
-        self._added = zeros(3 * _GROWN)
+        # An even number of words: those of 64 bits are to be aligned in every row.
+        self._width = _FIELDS + blocks + blocks % 2
+        self._staged = zeros(_BEGUN * self._width + 3 * _GROWN)
+        """What a launch writes: rows of slots, then the places of added blocks and these."""
+        self._begun: dict[int, NDArray[np.int32]] = {}
+        """The rows of slots that the device was not told of, [width] each."""
         # One launch for all fields: a session waits for every one of them before its first round.
         self._graphs = GraphCache(device, enabled=graphs)
-        self._write(self.padding, self._padding_kv.blocks, SamplingParams(), length=1, root=0)
+        padding, held = SamplingParams(), self._padding_kv.blocks
+        self._nobody = self._row(self.padding, held, padding, length=1, root=0)
         # Captured now: no session is to wait for it later.
-        self._add([], [])
+        self._write([self._nobody], [], [])
+        self._write([], [], [])
 
     def check_blocks(self, count: int) -> None:
         """Raises ResourceExhaustedError for more K/V blocks than a slot's table holds."""
@@ -125,36 +137,29 @@ class SessionSlots:
         root: int = 0,
     ) -> None:
         """The host's word on a slot's session: `length` committed tokens, the last one `root`."""
-        self._write(slot, kv.blocks, sampling, length=length, root=root)
+        self._begun[slot] = self._row(slot, kv.blocks, sampling, length=length, root=root)
 
-    def grow(self, added: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Sessions hold more blocks: of each the slot, how many of them the slot's table has, and
-        the others."""
+    def tell(self, added: Sequence[tuple[int, int, Sequence[int]]] = ()) -> None:
+        """Write what was said of slots that begin, and that sessions hold more blocks, `added`: of
+        each the slot, how many of them the slot's table has, and the others."""
         places: list[int] = []
         held: list[int] = []
         for slot, known, blocks in added:
             first = slot * self._blocks + known
             places.extend(range(first, first + len(blocks)))
             held.extend(blocks)
-        for start in range(0, len(held), _GROWN):
-            self._add(places[start : start + _GROWN], held[start : start + _GROWN])
+        rows = list(self._begun.values())
+        # Blocks are added to what was written before.
+        while len(rows) > _BEGUN:
+            self._write(rows[:_BEGUN], [], [])
+            del rows[:_BEGUN]
+        while rows or held:
+            self._write(rows, places[:_GROWN], held[:_GROWN])
+            rows = []
+            del places[:_GROWN], held[:_GROWN]
+        self._begun.clear()
 
-    def _add(self, places: list[int], held: list[int]) -> None:
-        """Write blocks to these places of all tables, at most _GROWN."""
-        # What is left of the launch says again where the padding slot begins.
-        left = _GROWN - len(held)
-        where = np.array(places + [self.padding * self._blocks] * left, np.int64)
-        numbers = np.array(held + [self._padding_kv.blocks[0]] * left, np.int32)
-        # Places are of 64 bits, as the copy wants them: in front, where they are aligned.
-        upload(self._added, where.view(np.int32), numbers)
-        self._graphs.run("grow", self._extend)
-
-    def _extend(self) -> None:
-        """From the added words to the tables."""
-        where, numbers = self._added[: 2 * _GROWN].view(torch.int64), self._added[2 * _GROWN :]
-        self.sequence.tables.view(-1).index_copy_(0, where, numbers)
-
-    def _write(
+    def _row(
         self,
         slot: int,
         blocks: Sequence[int],
@@ -162,8 +167,8 @@ class SessionSlots:
         *,
         length: int,
         root: int,
-    ) -> None:
-        words: NDArray[np.int32] = np.zeros(_FIELDS + self._blocks, dtype=np.int32)
+    ) -> NDArray[np.int32]:
+        words: NDArray[np.int32] = np.empty(self._width, dtype=np.int32)
         words[:_KEY_WORDS] = stream_keys(sampling).view(np.int32)
         words[_KEY_WORDS : _KEY_WORDS + 2] = np.array([slot], dtype=np.int64).view(np.int32)
         words[_KEY_WORDS + 2] = np.array([sampling.temperature], dtype=np.float32).view(np.int32)[0]
@@ -172,17 +177,39 @@ class SessionSlots:
         # A row is padded to the nodes of its launch. What those write past the session's blocks
         # goes where the padding slot's goes; the blocks of a table's past may be others' by now.
         words[_FIELDS + len(blocks) :] = self._padding_kv.blocks[0]
-        upload(self._staged, words)
+        return words
+
+    def _write(self, rows: list[NDArray[np.int32]], places: list[int], held: list[int]) -> None:
+        """Write at most _BEGUN slots, then at most _GROWN blocks to these places of all tables."""
+        # What is left of the launch says again where the padding slot begins.
+        left = _GROWN - len(held)
+        where = np.array(places + [self.padding * self._blocks] * left, np.int64)
+        numbers = np.array(held + [self._padding_kv.blocks[0]] * left, np.int32)
+        # Places are of 64 bits, as the copy wants them: in front, where they are aligned.
+        grown = (where.view(np.int32), numbers)
+        if not rows:
+            upload(self._staged[_BEGUN * self._width :], *grown)
+            self._graphs.run("grow", self._extend)
+            return
+        upload(self._staged, *rows, *[self._nobody] * (_BEGUN - len(rows)), *grown)
         self._graphs.run("write", self._spread)
 
     def _spread(self) -> None:
-        """From the staged words to where the slot that they name keeps them."""
+        """From the staged rows to where the slots that they name keep them; then `_extend`."""
         staged, sampling, sequence = self._staged, self.sampling, self.sequence
-        keys, fields = staged[:_KEY_WORDS].view(torch.int64), staged[_KEY_WORDS:_FIELDS]
-        slot = fields[0:2].view(torch.int64)
-        sampling.stream_keys.index_copy_(0, slot, keys[None])
-        sampling.temperatures.index_copy_(0, slot, fields[2:3].view(torch.float32))
-        sampling.rules.index_copy_(0, slot, fields[3:4])
-        sequence.lengths.index_copy_(0, slot, fields[4:5])
-        sequence.roots.index_copy_(0, slot, fields[5:6])
-        sequence.tables.index_copy_(0, slot, staged[None, _FIELDS:])
+        rows = staged[: _BEGUN * self._width].view(_BEGUN, self._width)
+        keys, fields = rows[:, :_KEY_WORDS].view(torch.int64), rows[:, _KEY_WORDS:_FIELDS]
+        slots = fields[:, 0:2].view(torch.int64)[:, 0]
+        sampling.stream_keys.index_copy_(0, slots, keys)
+        sampling.temperatures.index_copy_(0, slots, fields[:, 2:3].view(torch.float32)[:, 0])
+        sampling.rules.index_copy_(0, slots, fields[:, 3])
+        sequence.lengths.index_copy_(0, slots, fields[:, 4])
+        sequence.roots.index_copy_(0, slots, fields[:, 5])
+        sequence.tables.index_copy_(0, slots, rows[:, _FIELDS : _FIELDS + self._blocks])
+        self._extend()
+
+    def _extend(self) -> None:
+        """From the staged additions to the tables."""
+        added = self._staged[_BEGUN * self._width :]
+        where, numbers = added[: 2 * _GROWN].view(torch.int64), added[2 * _GROWN :]
+        self.sequence.tables.view(-1).index_copy_(0, where, numbers)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.device.slots import _GROWN, SessionSlots
+from outrider.engine.device.slots import _BEGUN, _GROWN, SessionSlots
 from outrider.engine.device.uploads import upload
 from outrider.engine.kernels.state import RULE_NUMBERS
 from outrider.engine.kvcache import KVPool
@@ -30,9 +30,9 @@ def make_pool(num_blocks: int = 16) -> KVPool:
     )
 
 
-def make_slots(pool: KVPool, max_len: int = 16) -> SessionSlots:
+def make_slots(pool: KVPool, max_len: int = 16, sessions: int = 2) -> SessionSlots:
     return SessionSlots(
-        pool, max_sessions=2, max_len=max_len, max_nodes=3, vocab_size=9, device=CPU
+        pool, max_sessions=sessions, max_len=max_len, max_nodes=3, vocab_size=9, device=CPU
     )
 
 
@@ -42,6 +42,7 @@ def test_a_slot_holds_its_sessions_blocks_rule_and_prefix() -> None:
     kv = pool.allocate(13)
     slot = slots.open(kv)
     slots.begin(slot, kv, SAMPLING, length=5, root=17)
+    slots.tell()
     assert slots.sequence.tables[slot].tolist() == list(kv.blocks)
     assert (int(slots.sequence.lengths[slot]), int(slots.sequence.roots[slot])) == (5, 17)
     keys = slots.sampling.stream_keys.numpy().view(np.uint64)[slot]
@@ -56,7 +57,9 @@ def test_the_hosts_word_moves_one_session_and_no_other() -> None:
     first, second = (slots.open(pool.allocate(8)) for _ in range(2))
     for slot in (first, second):
         slots.begin(slot, pool.allocate(8), SAMPLING, length=3, root=slot)
+    slots.tell()
     slots.begin(first, pool.allocate(8), SAMPLING, length=9, root=40)
+    slots.tell()
     assert slots.sequence.lengths[[first, second]].tolist() == [9, 3]
     assert slots.sequence.roots[[first, second]].tolist() == [40, second]
 
@@ -74,6 +77,7 @@ def test_a_tables_end_is_nobodys() -> None:
     second = pool.allocate(5)
     assert slots.open(second) == slot
     slots.begin(slot, second, SAMPLING)
+    slots.tell()
     assert slots.sequence.tables[slot].tolist() == [*second.blocks, spare, spare]
     assert spare not in second.blocks
 
@@ -88,7 +92,7 @@ def test_blocks_that_are_added_are_told_of_at_once() -> None:
     for slot, kv in zip(places, held, strict=True):
         slots.begin(slot, kv, SAMPLING, length=3, root=slot)
     assert held[0].reserve(12) and held[1].reserve(8)
-    slots.grow([(slot, 1, kv.blocks[1:]) for slot, kv in zip(places, held, strict=True)])
+    slots.tell([(slot, 1, kv.blocks[1:]) for slot, kv in zip(places, held, strict=True)])
     tables = slots.sequence.tables[places].tolist()
     assert tables == [[*held[0].blocks, spare], [*held[1].blocks, spare, spare]]
     assert slots.sequence.roots[places].tolist() == places
@@ -103,11 +107,35 @@ def test_more_blocks_than_a_launch_adds_are_told_of_all_the_same() -> None:
     slot = slots.open(before)
     slots.begin(slot, before, SAMPLING)
     assert before.reserve(longest)
-    slots.grow([(slot, 1, before.blocks[1:])])
+    slots.tell([(slot, 1, before.blocks[1:])])
     assert slots.sequence.tables[slot].tolist() == list(before.blocks)
     assert slots.sequence.tables[slots.padding].tolist() == padding
-    slots.grow([])
+    slots.tell([])
     assert slots.sequence.tables[slot].tolist() == list(before.blocks)
+
+
+def test_sessions_that_begin_are_told_of_at_once_with_what_they_were_given_since() -> None:
+    many, longest = 2 * _BEGUN + 3, 4 * 5
+    pool = make_pool(8 * many)
+    slots = make_slots(pool, longest, many)
+    spare = int(slots.sequence.tables[slots.padding, 0])
+    held = [pool.sequence() for _ in range(many)]
+    assert all(kv.reserve(4 + 4 * (n % 3)) for n, kv in enumerate(held))
+    places = [slots.open(kv) for kv in held]
+    for number, (slot, kv) in enumerate(zip(places, held, strict=True)):
+        # The first word of a slot's next session is not the last one.
+        slots.begin(slot, kv, SAMPLING, length=99, root=99)
+        slots.begin(slot, kv, SAMPLING, length=1 + number, root=70 + number)
+    assert not slots.sequence.lengths[places].any()
+    told = [kv.num_blocks for kv in held]
+    assert all(kv.reserve(longest) for kv in held[::2])
+    slots.tell([(s, n, kv.blocks[n:]) for s, n, kv in zip(places, told, held, strict=True)])
+    assert slots.sequence.tables[places].tolist() == [
+        [*kv.blocks, *[spare] * (5 - kv.num_blocks)] for kv in held
+    ]
+    assert slots.sequence.lengths[places].tolist() == list(range(1, 1 + many))
+    assert slots.sequence.roots[places].tolist() == list(range(70, 70 + many))
+    assert int(slots.sequence.lengths[slots.padding]) == 1
 
 
 def test_what_is_uploaded_may_change_at_once() -> None:
