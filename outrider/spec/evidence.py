@@ -18,8 +18,8 @@ WINDOW: Final = 16
 """Rounds that tell what one takes."""
 OUTLIER: Final = 3.0
 """Usual rounds that one round counts as at most: a stall says nothing of a mode."""
-STALLS: Final = 2.0
-"""Rounds of the last ones that may be stalls, each of which every session meets once. What is as
+STALLED: Final = 1.0 / 8.0
+"""Share of the last rounds that may be stalls, each of which every session meets once. What is as
 long more often is of the mode: drafts that were not made ahead can take several times as long as
 those that were."""
 HELD_UP: Final = 2.0
@@ -100,7 +100,7 @@ class RoundTimes:
         """The longest that is no stall, and at least the median."""
         lasted = sorted(zip(self._seconds, self._weights, strict=True))
         place, above = len(lasted) - 1, 0.0
-        while place > (len(lasted) - 1) // 2 and above + lasted[place][1] <= STALLS:
+        while place > (len(lasted) - 1) // 2 and above + lasted[place][1] <= STALLED * self.window:
             above += lasted[place][1]
             place -= 1
         return lasted[place][0]
@@ -154,8 +154,8 @@ class Stalls:
         if not known or seen.round_s <= HELD_UP * usual.mean_s:
             self._met = max(0.0, self._met - FORGOTTEN * seen.rounds)
             return False
-        self._met = min(self._met + seen.rounds, STALLS + 1.0)
-        return self._met <= STALLS
+        self._met = min(self._met + seen.rounds, STALLED * WINDOW + 1.0)
+        return self._met <= STALLED * WINDOW
 
 
 @dataclass(slots=True)
@@ -200,10 +200,17 @@ class Emitted:
         return (self.squares / self.rows - mean * mean + UNSEEN / self.rows) / self.rows
 
     def short_of(
-        self, needed: float, *, sure: float = SURE, time_noise: float = TIME_NOISE
+        self,
+        needed: float,
+        *,
+        sure: float = SURE,
+        time_noise: float = TIME_NOISE,
+        unsure: float = 0.0,
     ) -> bool:
-        """Whether rows emit fewer than `needed` tokens, chance and the noise of times aside."""
+        """Whether rows emit fewer than `needed` tokens, chance and the noise of times aside;
+        `unsure`: the standard error of what is needed, as a share of it, besides."""
         if not self.rounds > 0.0:
             return False
-        error = math.sqrt(self.variance + (time_noise * needed) ** 2 / self.rounds)
+        noise = time_noise**2 / self.rounds + unsure**2
+        error = math.sqrt(self.variance + noise * needed * needed)
         return self.mean + sure * error < needed

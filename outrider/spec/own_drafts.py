@@ -28,11 +28,13 @@ TIME_NOISE: Final = 0.05
 """Deviation of one round's time: the device's are known."""
 SURE: Final = 2.5
 """Standard errors by which they must be worth too little."""
+TIMES_SURE: Final = 1.5
+"""The same of what rounds were seen to take: what is in doubt for long costs more than an error."""
 MARGIN: Final = 1.03
 """What they must gain over plain rounds that were seen: prompts wait longer beside drafts."""
 CLEAR_GAIN: Final = 2.0
 """What drafts seem to gain, if the host's share is the same, beyond which it decides nothing."""
-HOST_WINDOW: Final = 32
+HOST_WINDOW: Final = 48
 """Rounds that tell it: of fewer, a burst of sessions that begin would be most."""
 HOST_ROUNDS: Final = 4.0
 """Rounds that tell the host's share at a load."""
@@ -108,11 +110,13 @@ class OwnDrafts:
         *,
         nodes: int,
         seen_s: float | None = None,
+        seen_error: float = 0.0,
         lasting: bool = True,
     ) -> None:
         """Give drafts up at this load if the device's times for a round of its sessions, without
         drafts and with them, leave them no chance; `seen_s`: what such plain rounds were seen to
-        take, the host's share included, and `nodes` of a draft what else is known of that.
+        take, the host's share included, give or take a share `seen_error` of it, and `nodes` of a
+        draft what else is known of that.
         `lasting`: whether the load has been what it is for long enough to try anything."""
         host = self._host.get(load)
         # Rounds of both kinds are in flight: until others are seen the device alone tells.
@@ -128,7 +132,14 @@ class OwnDrafts:
             return
         if now < self._until.get(load, -math.inf):
             return
-        if self._short_of(needed if seen_s is None else MARGIN * needed):
+        if seen_s is None:
+            lose = self._short_of(needed)
+        else:
+            # Rounds with prompts take now this, now that: a few of them prove nothing.
+            host_error = host_s * host.error / round_s if host is not None and host_s else 0.0
+            unsure = TIMES_SURE / SURE * math.hypot(host_error, seen_error)
+            lose = self._short_of(MARGIN * needed, unsure)
+        if lose:
             self._give_up(load, now)
             return
         if self._gain >= 1.0:
@@ -149,5 +160,5 @@ class OwnDrafts:
         self._hold_s[load] = min(2.0 * hold_s, LONGEST_HOLD_S)
         self._new = Emitted()
 
-    def _short_of(self, needed: float) -> bool:
-        return self._stood.short_of(needed, sure=SURE, time_noise=TIME_NOISE)
+    def _short_of(self, needed: float, unsure: float = 0.0) -> bool:
+        return self._stood.short_of(needed, sure=SURE, time_noise=TIME_NOISE, unsure=unsure)

@@ -162,13 +162,13 @@ class Loads:
             self._asked, self._ratio = asked, self._find_ratio(device_s is not None)
         return self._ratio * (device_s or 1.0)
 
-    def seen_plain_s(self, rows: int) -> float | None:
-        """A plain round of so many sessions, as such rounds were seen at this load; None: they were
-        not, or too few."""
+    def seen_plain(self, rows: int) -> tuple[float | None, float]:
+        """A plain round of so many sessions, as such rounds were seen at this load, and the
+        standard error of that as a share of it; None: they were not, or too few."""
         seen = self._plain.get(self.load)
         if seen is None or seen.rounds < LEAST_SEEN:
-            return None
-        return seen.mean_s * (self.times(rows, own=False) or 1.0)
+            return None, math.inf
+        return seen.mean_s * (self.times(rows, own=False) or 1.0), seen.error
 
     def _find_ratio(self, timed: bool) -> float:
         """What plain rounds take in the device's times, or in seconds where it has none."""

@@ -99,13 +99,15 @@ class OwnVerdicts:
         weight = beside(pieces)
         drafts.observe(count, sum(emitted), squares, load=loads.load, host_s=host_s, weight=weight)
         nodes = max([each.kind.draft_tokens for each in known.values()], default=1)
+        seen_s, seen_error = loads.seen_plain(judged)
         drafts.judge(
             loads.load,
             plain_s,
             own_s,
             now,
             nodes=nodes,
-            seen_s=loads.seen_plain_s(judged),
+            seen_s=seen_s,
+            seen_error=seen_error,
             lasting=loads.settled,
         )
 

@@ -121,18 +121,20 @@ def test_own_drafts_are_made_at_the_loads_where_they_win_whatever_load_was_befor
         now = run.now + 0.05
 
 
-def test_own_drafts_that_win_are_not_charged_for_sessions_that_begin_in_bursts() -> None:
-    first = replace(service(CHAINS_OWN, 64, 0.0, waves=4), extra_tokens=1.6, spread_s=0.003)
-    policy = planner(CHAINS_OWN)
+@pytest.mark.parametrize("opening", [1.0, 2.0])
+def test_own_drafts_that_win_are_not_charged_for_sessions_that_begin(opening: float) -> None:
+    costs = replace(CHAINS_OWN, opening=opening)
+    first = replace(service(costs, 64, 0.0, waves=4), extra_tokens=1.6, spread_s=0.003)
+    policy = planner(costs)
     plain = replace(first, policy=policy, speculative=False)
     plain.run()
     now = plain.now
     for seed in range(3):
         run = replace(first, policy=policy, seed=seed, now=now + 0.6)
-        always = replace(first, policy=planner(CHAINS_OWN, automatic=False), seed=seed)
+        always = replace(first, policy=planner(costs, automatic=False), seed=seed)
         assert run.run() < 1.06 * always.run()
         now = run.now
-    assert plain_s(CHAINS_OWN, 64, 4, 0) > 1.5 * always.now
+    assert plain_s(costs, 64, 4, 0) > 1.3 * always.now
 
 
 @pytest.mark.parametrize("temperature", [thorough(1.5), 2.0])  # at 2 drafts lose most
