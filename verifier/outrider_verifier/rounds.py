@@ -248,11 +248,13 @@ class Rounds:
 
     def _collect(self, flying: InFlight) -> RoundOutcome:
         """Wait for a round, and note when it ended, as far as can be told."""
-        ended_at = time.perf_counter() if self._engine.landed(flying.flight) else 0.0
+        landed = self._engine.landed(flying.flight)
+        ended_at = time.perf_counter() if landed else 0.0
         began = trace.now()
         outcome = self._engine.collect(flying.flight)
         self._ended_at = ended = ended_at or time.perf_counter()
-        trace.span("wait for the device", began)
+        # 1: it was still at work.
+        trace.span("wait for the device", began, int(not landed))
         rows = len(flying.verify)
         trace.span("forward", ended - outcome.forward_s, rows, ended=ended, track="forward")
         self._idle_since = self._clock()
