@@ -41,7 +41,7 @@ class Channel(Protocol):
         """Hand a frame to the other end."""
         ...
 
-    def receive(self) -> bytes:
+    def receive(self) -> bytes | memoryview:
         """Wait for a frame."""
         ...
 
@@ -146,16 +146,16 @@ class LaneChannel:
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._letterbox: Letterbox[None] = Letterbox()
-        self._frames: list[bytes] = []
+        self._frames: list[bytes | memoryview] = []
 
     def send(self, frame: Frame) -> None:
         self._lane.send(frame)
 
-    def receive(self) -> bytes:
+    def receive(self) -> bytes | memoryview:
         while not self._frames:
             if not self._letterbox.wait(_WAIT_S, [self._lane.fileno()]):
                 raise TimeoutError("no frame came by the lane")
-            self._frames = self._lane.receive()
+            self._frames = self._lane.borrow()
         return self._frames.pop(0)
 
 

@@ -56,7 +56,7 @@ class DrafterSide:
         """Take in what was told, draft; the proposals."""
         steps, engine = self._steps, self._engine
         steps.begin()
-        while frames := told.receive():
+        while frames := told.borrow():
             steps.mark("drafter: verdicts received")
             for message in [each for frame in frames for each in decode_verifier_messages(frame)]:
                 steps.mark("drafter: verdicts decoded")

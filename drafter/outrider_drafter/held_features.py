@@ -1,7 +1,8 @@
 """Features that arrived and were not used yet, where they lie in the messages that brought them.
 
 X session slots; H feature width. A draft batch reads its rows straight from the messages; a message
-is let go when all its rows were used.
+is let go when all its rows were used. One that lies in a lane's memory is copied if that has not
+happened until the next one comes: what comes after it needs that memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.transport.lane import is_lent
 from outrider.wire.messages import WireTensor
 from outrider.wire.rounds import parts
 
@@ -33,6 +35,11 @@ class _Message:
     """Position of each entry's first row in its session."""
     counts: Indices
     offsets: Indices
+
+    def own(self) -> None:
+        """See to it that nobody waits for where the rows lie."""
+        if is_lent(self.rows):
+            self.rows = self.rows.copy()
 
     def entries(self, chosen: Indices) -> _Message:
         """Some entries, in this order."""
@@ -86,6 +93,8 @@ class HeldFeatures:
     ) -> None:
         """Keep a message's rows: entry e brings counts[e] of them, from row offsets[e] on, for
         the positions from firsts[e] on of the session in slots[e]; all [E]."""
+        for message in self._messages:
+            message.own()
         wanted = (self._used[slots] < _NOBODY) & (counts > 0)
         if not bool(wanted.any()):
             return

@@ -22,7 +22,8 @@ class Lanes(LaneSet):
         self, metrics: Metrics, *, max_unsent: int, on_lost: Callable[[int], None]
     ) -> None:
         """`max_unsent` bounds the answers that wait for a verifier that does not read."""
-        super().__init__(on_lost)
+        # Features go from there to where the device reads them.
+        super().__init__(on_lost, borrows=True)
         self._metrics = metrics
         self._max_unsent = max_unsent
 

@@ -117,11 +117,13 @@ def _decode_all(
     round_field: int,
     decode_round: Callable[[memoryview], MessageT],
 ) -> list[MessageT | InvalidMessageError]:
-    """`decode_round` is for a frame that is its `round_field` and nothing else."""
+    """`decode_round` is for a frame that is its `round_field` and nothing else. It reads the frame
+    where it lies; everything else reads what nobody changes any more."""
     try:
         content = sole_content(frame, round_field)
         if content is not None:
             return [decode_round(content)]
+        frame = bytes(frame)
         members = split(frame)
     except InvalidMessageError as error:
         return [error]

@@ -152,12 +152,16 @@ def only_member(data: Encoded, field: int) -> memoryview | None:
 
 
 def decode_verdicts(data: memoryview) -> Verdicts:
-    """Verdicts out of their submessage. Raises InvalidMessageError unless all lengths agree."""
+    """Verdicts out of their submessage. Raises InvalidMessageError unless all lengths agree.
+
+    Features are looked at where they lie; all that is checked is copied before, so that it does not
+    matter if `data` lies in memory that its writer can change (`Lane.borrow`).
+    """
     content = _contents(data)
     columns = _columns(content, pb.Verdicts.COLUMNS_FIELD_NUMBER, _VERDICT_COLUMNS, "verdicts")
     handles, starts, token_counts, feature_starts, feature_counts, wanted = columns
-    digests = _read(content, pb.Verdicts.DIGESTS_FIELD_NUMBER, _UINT64, "digests")
-    tokens = _read(content, pb.Verdicts.TOKENS_FIELD_NUMBER, _INT32, "tokens")
+    digests = _read(content, pb.Verdicts.DIGESTS_FIELD_NUMBER, _UINT64, "digests").copy()
+    tokens = _read(content, pb.Verdicts.TOKENS_FIELD_NUMBER, _INT32, "tokens").copy()
     if int(wanted.max()) > 1:
         fail("draft_wanted must be 0 or 1")
     return Verdicts(

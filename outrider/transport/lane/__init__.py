@@ -15,6 +15,7 @@ from outrider.transport.lane.join import (
 )
 from outrider.transport.lane.lane import INLINE_BYTES, RING_LOOK_S, Frame, Lane
 from outrider.transport.lane.lane_set import LaneSet
+from outrider.transport.lane.ring import is_lent
 
 __all__ = [
     "INLINE_BYTES",
@@ -24,6 +25,7 @@ __all__ = [
     "Lane",
     "LaneListener",
     "LaneSet",
+    "is_lent",
     "join_lane",
     "join_lane_soon",
     "lane_pair",

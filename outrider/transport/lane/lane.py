@@ -6,8 +6,8 @@ import contextlib
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 from outrider.errors import ConnectionLostError, InvalidMessageError, OutriderError
 from outrider.transport.lane.ring import RING_BYTES, Ring
@@ -17,6 +17,8 @@ from outrider.wire.messages import Encoded
 
 Frame = bytes | Encoded
 """Encoded: one that may lie in pieces, which are copied before `Lane.send` returns."""
+
+FrameT = TypeVar("FrameT", bytes, bytes | memoryview)
 
 PART_BYTES: Final = RING_BYTES // 4
 """Larger frames cross in parts of this size: for these a ring has room again and again."""
@@ -97,12 +99,20 @@ class Lane:
     def receive(self) -> list[bytes]:
         """The frames that have arrived. Raises ConnectionLostError at the end, and at a packet of
         no known form, behind which nothing counts: once the frames before it were given."""
-        frames: list[bytes] = []
+        return self._receive(self._incoming.read)
+
+    def borrow(self) -> list[bytes | memoryview]:
+        """As `receive`, but what crossed in the ring as a whole is given where it lies: its sender
+        may change it at any time, and finds no room while it is kept (`Ring.lend`)."""
+        return self._receive(self._incoming.lend)
+
+    def _receive(self, take: Callable[[int, int], FrameT]) -> list[bytes | FrameT]:
+        frames: list[bytes | FrameT] = []
         size = 0
         try:
             for _ in range(_MOST_READ):
                 packet = self._next_packet()
-                frame = None if packet is None else self._frame(packet)
+                frame = None if packet is None else self._frame(packet, take)
                 if frame is not None:
                     frames.append(frame)
                     size += len(frame)
@@ -184,7 +194,7 @@ class Lane:
             raise _lost(str(error)) from None
         return True
 
-    def _frame(self, packet: bytes) -> bytes | None:
+    def _frame(self, packet: bytes, take: Callable[[int, int], FrameT]) -> bytes | FrameT | None:
         """The frame that a packet completes."""
         kind, parts = packet[:1], self._parts
         if kind == _INLINE and not parts:
@@ -193,11 +203,11 @@ class Lane:
             raise _lost("a packet of no known form")
         offset, size = _PLACE.unpack_from(packet, 1)
         try:
+            if kind == _IN_RING and not parts:
+                return take(offset, size)
             part = self._incoming.read(offset, size)
         except OutriderError as error:
             raise _lost(error.message) from None
-        if kind == _IN_RING and not parts:
-            return part
         if kind == _GOES_ON and size != PART_BYTES:
             raise _lost("a part of another size than parts have")
         if len(parts) * PART_BYTES + size > MAX_MESSAGE_BYTES:

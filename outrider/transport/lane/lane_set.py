@@ -15,9 +15,11 @@ class LaneSet:
     """Used by one thread. A lane that is lost takes its connection along: `on_lost` is told, which
     ends it; until then what is meant for it is dropped, for nothing may overtake it elsewhere."""
 
-    def __init__(self, on_lost: Callable[[int], None]) -> None:
-        """`on_lost` is told of the connection, on the thread that uses the lanes."""
+    def __init__(self, on_lost: Callable[[int], None], *, borrows: bool = False) -> None:
+        """`on_lost` is told of the connection, on the thread that uses the lanes. `borrows`: frames
+        are received where they lie, if that can be (`Lane.borrow`)."""
         self._on_lost = on_lost
+        self._borrows = borrows
         self._lanes: dict[int, Lane | None] = {}
         """None: lost, while its connection still stands."""
 
@@ -79,15 +81,16 @@ class LaneSet:
                 except OutriderError as error:
                     self.lose(number, error.message)
 
-    def receive(self, ready: Iterable[int]) -> list[tuple[int, bytes]]:
+    def receive(self, ready: Iterable[int]) -> list[tuple[int, bytes | memoryview]]:
         """(connection, frame) of all that has come by the lanes with these file descriptors."""
         ready = set(ready)
-        found: list[tuple[int, bytes]] = []
+        found: list[tuple[int, bytes | memoryview]] = []
         for number, lane in list(self._lanes.items()):
             if lane is None or lane.fileno() not in ready:
                 continue
             try:
-                found += [(number, frame) for frame in lane.receive()]
+                frames = lane.borrow() if self._borrows else lane.receive()
+                found += [(number, frame) for frame in frames]
             except OutriderError as error:
                 self.lose(number, error.message)
         return found

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from outrider_drafter.held_features import HeldFeatures
 
+from outrider.transport.lane import is_lent
 from outrider.wire.messages import TensorDtype, WireTensor
+from tests.fakes.lanes import lane_pair
 
 SESSIONS, WIDTH, MOST = 3, 2, 4
 
@@ -98,3 +100,25 @@ def test_a_message_is_let_go_when_its_last_session_needs_it_no_more() -> None:
     assert len(script.held) == 0
     script.tell([0, 0, 3])
     assert len(script.held) == 0, "nobody reads them"
+
+
+def test_what_lies_in_a_lane_is_copied_if_it_is_not_used_until_the_next_message() -> None:
+    scripted = Scripted()
+    with lane_pair() as (left, right):
+        for _ in range(3):
+            data = np.zeros((SESSIONS * 8_000, WIDTH), np.float32)
+            left.send(data.tobytes())
+            (frame,) = right.borrow()
+            rows = np.frombuffer(frame, np.float32).reshape(-1, WIDTH)
+            counts = np.full(SESSIONS, 8_000)
+            scripted.held.add(
+                WireTensor(dtype=TensorDtype.FLOAT32, data=rows),
+                np.arange(SESSIONS),
+                np.array(scripted.ends),
+                counts,
+                np.cumsum(counts) - counts,
+            )
+            scripted.ends = [end + 8_000 for end in scripted.ends]
+            del frame, rows
+        messages = scripted.held._messages
+        assert [is_lent(message.rows) for message in messages] == [False, False, True]

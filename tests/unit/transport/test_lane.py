@@ -8,11 +8,13 @@ import os
 import random
 import secrets
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from outrider.errors import ConnectionLostError, InvalidMessageError, UnavailableError
-from outrider.transport.lane import LaneListener, join_lane
+from outrider.transport.lane import LaneListener, is_lent, join_lane
 from outrider.transport.lane.lane import PART_BYTES
 from outrider.transport.lane.ring import RING_BYTES, Ring
 from outrider.wire.limits import MAX_MESSAGE_BYTES
@@ -86,6 +88,89 @@ def test_a_frame_in_pieces_crosses_as_one_whether_there_is_room_or_not() -> None
             left.flush()
         assert found == whole
         assert left.unsent_bytes == 0
+
+
+def test_what_is_borrowed_stays_as_long_as_anybody_looks_at_it() -> None:
+    rng = random.Random(4)
+    frames = [rng.randbytes(rng.choice([100, 40_000, 900_000])) for _ in range(300)]
+    kept: list[tuple[int, bytes | memoryview]] = []
+    count = borrowed = 0
+    with lane_pair() as (left, right):
+        left.send(*frames)
+        while count < len(frames) or kept:
+            found = right.borrow()
+            kept += enumerate(found, count)
+            count += len(found)
+            borrowed += sum(isinstance(frame, memoryview) for frame in found)
+            found.clear()
+            # Some are let go later than those that came behind them.
+            rng.shuffle(kept)
+            for _ in range(rng.randrange(8)):
+                if kept:
+                    number, frame = kept.pop()
+                    assert bytes(frame) == frames[number]
+                    del frame
+            left.flush()
+    assert borrowed > 50
+
+
+@pytest.mark.parametrize("size", [40_000, 1_000_000, PART_BYTES])
+def test_borrowing_never_takes_more_than_half_of_the_room(size: int) -> None:
+    frames = [bytes([n % 256]) * size for n in range(RING_BYTES // size * 2)]
+    kept: list[bytes | memoryview] = []
+    with lane_pair() as (left, right):
+        left.send(*frames)
+        for _ in range(len(frames)):
+            kept += right.borrow()
+            left.flush()
+        lent = [frame for frame in kept if isinstance(frame, memoryview)]
+        assert 0 < sum(map(len, lent)) <= RING_BYTES // 2
+        # What is behind waits for the oldest of them, and for nothing else.
+        kept = [bytes(frame) for frame in kept]
+        lent.clear()
+        while len(kept) < len(frames):
+            left.flush()
+            kept += map(bytes, right.borrow())
+        assert kept == frames
+        assert left.unsent == 0
+
+
+def test_arrays_of_a_borrowed_frame_know_it_and_outlive_the_lane() -> None:
+    values = np.arange(20_000, dtype=np.int32)
+    with lane_pair() as (left, right):
+        left.send(values.tobytes(), values[:9].tobytes())
+        large, small = right.borrow()
+    array = np.frombuffer(large[4:], np.int32).reshape(-1, 1)[1:]
+    del large
+    assert is_lent(array) and not is_lent(array.copy())
+    assert not is_lent(np.frombuffer(small, np.int32)) and not array.flags.writeable
+    assert array[:, 0].tolist() == values[2:].tolist()
+
+
+def test_frames_are_given_back_by_many_threads_in_any_order() -> None:
+    rng = random.Random(5)
+    with lane_pair() as (left, right), ThreadPoolExecutor(4) as pool:
+        for _ in range(40):
+            frames = [rng.randbytes(200_000) for _ in range(20)]
+            left.send(*frames)
+            found: list[bytes | memoryview] = []
+            while len(found) < len(frames):
+                found += right.borrow()
+                left.flush()
+            rng.shuffle(found)
+            shares = [found[place::4] for place in range(4)]
+            found.clear()
+            assert sum(pool.map(_drop, shares)) == 20
+            del shares
+        left.send(b"x" * 100_000)
+        assert left.unsent == 0
+
+
+def _drop(frames: list[bytes | memoryview]) -> int:
+    count = len(frames)
+    while frames:
+        frames.pop()
+    return count
 
 
 def test_a_reader_that_stopped_costs_its_sender_nothing_but_memory() -> None:
