@@ -75,6 +75,8 @@ class RoundTimes:
     _seconds: deque[float] = field(default_factory=deque)
     _weights: deque[float] = field(default_factory=deque)
     _mean: float = math.nan
+    _error: float = math.nan
+    """nan: yet to be worked out."""
     _stale: bool = False
     """Whether `_mean` is yet to be worked out: most rounds tell what nobody asks."""
 
@@ -85,7 +87,7 @@ class RoundTimes:
         if len(self._seconds) > self.window:
             self._seconds.popleft()
             self._weights.popleft()
-        self._stale = True
+        self._stale, self._error = True, math.nan
 
     def _work_out(self) -> float:
         lasted: Iterable[float] = self._seconds
@@ -109,7 +111,7 @@ class RoundTimes:
         """Begin anew."""
         self._seconds.clear()
         self._weights.clear()
-        self._mean, self._stale = math.nan, False
+        self._mean, self._error, self._stale = math.nan, math.nan, False
 
     @property
     def rounds(self) -> float:
@@ -128,6 +130,11 @@ class RoundTimes:
         """Standard error of `mean_s` as a share of it, infinite while nothing is known."""
         if not self._seconds:
             return math.inf
+        if math.isnan(self._error):
+            self._error = self._work_out_error()
+        return self._error
+
+    def _work_out_error(self) -> float:
         rounds = self.rounds
         mean = self.mean_s
         off = [self.clipped(value) / mean - 1.0 for value in self._seconds]

@@ -35,9 +35,10 @@ MARGIN: Final = 1.03
 CLEAR_GAIN: Final = 2.0
 """What drafts seem to gain, if the host's share is the same, beyond which it decides nothing."""
 HOST_WINDOW: Final = 48
-"""Rounds that tell it: of fewer, a burst of sessions that begin would be most."""
+"""Rounds that tell the host's share at a load: of fewer, a burst of sessions that begin would be
+most."""
 HOST_ROUNDS: Final = 4.0
-"""Rounds that tell the host's share at a load."""
+"""How many of them it takes."""
 MOST_TRIALS: Final = 3
 """Of which nothing was seen, because the load changed meanwhile."""
 TRIAL_S: Final = 0.25
@@ -116,8 +117,8 @@ class OwnDrafts:
         """Give drafts up at this load if the device's times for a round of its sessions, without
         drafts and with them, leave them no chance; `seen_s`: what such plain rounds were seen to
         take, the host's share included, give or take a share `seen_error` of it, and `nodes` of a
-        draft what else is known of that.
-        `lasting`: whether the load has been what it is for long enough to try anything."""
+        draft what else is known of that. `lasting`: whether the load has been what it is for long
+        enough to try anything."""
         host = self._host.get(load)
         # Rounds of both kinds are in flight: until others are seen the device alone tells.
         host_s = 0.0 if host is None else host.mean_s
@@ -132,9 +133,8 @@ class OwnDrafts:
             return
         if now < self._until.get(load, -math.inf):
             return
-        if seen_s is None:
-            lose = self._short_of(needed)
-        else:
+        lose = self._short_of(needed if seen_s is None else MARGIN * needed)
+        if lose and seen_s is not None:
             # Rounds with prompts take now this, now that: a few of them prove nothing.
             host_error = host_s * host.error / round_s if host is not None and host_s else 0.0
             unsure = TIMES_SURE / SURE * math.hypot(host_error, seen_error)

@@ -186,7 +186,7 @@ class Proposals:
         """The entries at `chosen`, in that order."""
         if len(chosen) == len(self) and bool((chosen == np.arange(len(self))).all()):
             return self
-        nodes = _owned(self.node_counts, chosen)
+        nodes = owned(self.node_counts, chosen)
         return Proposals(
             handles=self.handles[chosen],
             digests=self.digests[chosen],
@@ -203,8 +203,8 @@ class Proposals:
         given = laws.given[chosen]
         if not given.any():
             return None
-        slots = _owned(np.where(laws.given, self.node_counts + 1, 0), chosen)
-        pairs = _owned(laws.sizes, slots)
+        slots = owned(np.where(laws.given, self.node_counts + 1, 0), chosen)
+        pairs = owned(laws.sizes, slots)
         return Laws(
             given=given, sizes=laws.sizes[slots], ids=laws.ids[pairs], counts=laws.counts[pairs]
         )
@@ -325,7 +325,7 @@ def parts(counts: Indices) -> tuple[Indices, Indices]:
     return owners, np.arange(len(owners)) - firsts[owners]
 
 
-def _owned(counts: Indices, chosen: Indices) -> Indices:
+def owned(counts: Indices, chosen: Indices) -> Indices:
     """Places in flat arrays of what the entries at `chosen` own, in that order."""
     owners, places = parts(counts[chosen])
     firsts = (np.cumsum(counts) - counts)[chosen]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,10 +12,8 @@ from outrider.wire.messages import Verdicts
 from tests.wire.samples import SAMPLES
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)  # type: ignore[arg-type]
-    return one == other
+def same(one: Any, other: Any) -> bool:
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from outrider.wire.messages import Proposal, Proposals
 from outrider_verifier.kept import Kept, KeptMessages, Message
 
 Handles = NDArray[np.int64]
+_Entry = tuple[int, int, int, int]
+"""Handle, digest, length of the prefix, nodes."""
 _NONE: Final = -1
 _NEVER: Final = 1 << 62
 """Length of a prefix that no draft continues."""
@@ -178,13 +180,15 @@ class Inbox:
         """Store the entries at `places`, whose handles are known and may repeat."""
         offers = Offers([], [], [], Counter())
         message = Message(proposals)
-        if self._took_all(message, places):
+        columns = proposals.handles, proposals.digests, proposals.prefix_lens, proposals.node_counts
+        entries = list(zip(*(column.tolist() for column in columns), strict=True))
+        if self._took_all(message, entries, places):
             offers.current.extend(places)
             offers.results[Offer.STORED] = len(places)
             self._keep(message)
             return offers
         fresh: list[Kept] = []
-        for kept in self._best(message, places, offers):
+        for kept in self._best(message, entries, places, offers):
             seat = self._seats[kept.handle]
             held = seat.usable if kept.digest == seat.digest else seat.later.get(kept.digest)
             if held is None:
@@ -203,19 +207,17 @@ class Inbox:
         self._keep(message)
         return offers
 
-    def _took_all(self, message: Message, places: Sequence[int]) -> bool:
+    def _took_all(self, message: Message, entries: Sequence[_Entry], places: Sequence[int]) -> bool:
         """Store the entries at `places` if each is for the current prefix of another session, of
         which no draft is held for it, as in lock-step: nothing is to be weighed."""
-        proposals, seats = message.proposals, self._seats
-        handles, digests = proposals.handles.tolist(), proposals.digests.tolist()
-        lengths, counts = proposals.prefix_lens.tolist(), proposals.node_counts.tolist()
+        seats = self._seats
         found: list[tuple[_Seat, Kept]] = []
         for place in places:
-            handle, digest, length = handles[place], digests[place], lengths[place]
+            handle, digest, length, nodes = entries[place]
             seat = seats[handle]
             if seat.digest != digest or seat.length != length or seat.usable is not None:
                 return False
-            found.append((seat, Kept(message, place, handle, digest, length, counts[place])))
+            found.append((seat, Kept(message, place, handle, digest, length, nodes)))
         if not found or len(found) != len({kept.handle for _, kept in found}):
             return False
         for seat, kept in found:
@@ -252,17 +254,17 @@ class Inbox:
         self._messages.drop_all(taken)
         return result if len(result) < 2 else _collected(result)
 
-    def _best(self, message: Message, places: Sequence[int], offers: Offers) -> list[Kept]:
+    def _best(
+        self, message: Message, entries: Sequence[_Entry], places: Sequence[int], offers: Offers
+    ) -> list[Kept]:
         """Of the entries at `places` that are of use the best for each prefix of each session, in
         order. Where the first one has a draft law it stands, and one with a law never takes
         another's place; notes in `offers` what becomes of the others."""
-        proposals, reach, seats = message.proposals, self._reach, self._seats
-        handles, digests = proposals.handles.tolist(), proposals.digests.tolist()
-        lengths, counts = proposals.prefix_lens.tolist(), proposals.node_counts.tolist()
+        reach, seats = self._reach, self._seats
         chosen: dict[tuple[int, int], Kept] = {}
         later: dict[int, int] = {}
         for place in places:
-            handle, digest, length = handles[place], digests[place], lengths[place]
+            handle, digest, length, nodes = entries[place]
             seat = seats[handle]
             further = length - seat.length
             if digest == seat.digest and further == 0:
@@ -278,7 +280,7 @@ class Inbox:
                     offers.results[Offer.FULL] += 1
                     continue
                 later[handle] = rank + 1
-            kept = Kept(message, place, handle, digest, length, counts[place])
+            kept = Kept(message, place, handle, digest, length, nodes)
             rival = chosen.get((handle, digest))
             if rival is not None:
                 offers.results[Offer.DUPLICATE] += 1

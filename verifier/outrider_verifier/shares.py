@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.logprobs import PathLogprobs
 from outrider.wire.messages import EventLogprobs, SessionEvents
+from outrider.wire.rounds import owned
 from outrider_verifier.effects import Emits
 
 
@@ -23,7 +24,7 @@ def shares(
     edges = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
     columns, tokens = batch.columns(), np.array(batch.tokens, np.int32)
     if len(edges) > 2:
-        tokens = tokens[_moved(columns[2], order)]
+        tokens = tokens[owned(columns[2], order)]
         columns, handles = columns[:, order], handles[order]
     _, round_ids, counts, reasons, flags, proposed, accepted = columns
     round_ids, counts = round_ids.astype(np.uint32), counts.astype(np.uint32)
@@ -50,20 +51,9 @@ def shares(
         )
 
 
-def _moved(counts: NDArray[np.int64], order: NDArray[np.intp]) -> NDArray[np.int64]:
-    """Where each token of the rows in this order lies; rows have `counts` tokens each."""
-    begins = np.cumsum(counts, dtype=np.int64) - counts
-    sizes = counts[order]
-    places = np.repeat(begins[order] - (np.cumsum(sizes, dtype=np.int64) - sizes), sizes)
-    places += np.arange(len(places), dtype=np.int64)
-    return places
-
-
-def _logprobs(
-    told: dict[int, PathLogprobs], rows: Sequence[int] | NDArray[np.intp]
-) -> EventLogprobs | None:
+def _logprobs(told: dict[int, PathLogprobs], rows: NDArray[np.intp]) -> EventLogprobs | None:
     """The columns of these rows; None where none of them has any."""
-    mine = [told.get(int(row)) for row in rows]
+    mine = [told.get(row) for row in rows.tolist()]
     entries = [entry for entry in mine if entry is not None]
     if not entries:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from outrider_drafter.held_features import HeldFeatures
 
 from outrider.transport.lane import is_lent
@@ -36,7 +37,10 @@ class Scripted:
             for slot, count in enumerate(counts)
             for place in range(count)
         ]
-        data = np.array(rows, dtype=np.float32).reshape(len(rows), WIDTH)
+        self.take_in(np.array(rows, dtype=np.float32).reshape(len(rows), WIDTH), counts)
+
+    def take_in(self, data: NDArray[np.float32], counts: list[int]) -> None:
+        """Rows of a message, counts[s] of each session in turn."""
         sizes = np.array(counts)
         self.held.add(
             WireTensor(dtype=TensorDtype.FLOAT32, data=data),
@@ -110,15 +114,7 @@ def test_what_lies_in_a_lane_is_copied_if_it_is_not_used_until_the_next_message(
             left.send(data.tobytes())
             (frame,) = right.borrow()
             rows = np.frombuffer(frame, np.float32).reshape(-1, WIDTH)
-            counts = np.full(SESSIONS, 8_000)
-            scripted.held.add(
-                WireTensor(dtype=TensorDtype.FLOAT32, data=rows),
-                np.arange(SESSIONS),
-                np.array(scripted.ends),
-                counts,
-                np.cumsum(counts) - counts,
-            )
-            scripted.ends = [end + 8_000 for end in scripted.ends]
+            scripted.take_in(rows, [8_000] * SESSIONS)
             del frame, rows
         messages = scripted.held._messages
         assert [is_lent(message.rows) for message in messages] == [False, False, True]
