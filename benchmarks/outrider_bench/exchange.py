@@ -3,8 +3,9 @@
 A working thread encodes a round's verdicts, the other process's working thread decodes them and
 answers with proposals, which the first one decodes: what a round waits for beside the models.
 `grpc.aio` is what pairs on different hosts use, with its event loop on either side, `lane` what
-pairs on one host use; `grpc` has the working threads read and write a synchronous stream
-themselves, `socket` a Unix socket; `socket.aio` leaves the socket to the loops.
+pairs on one host use, `lane.placed` the same where a device has put the features into its memory;
+`grpc` has the working threads read and write a synchronous stream themselves, `socket` a Unix
+socket; `socket.aio` leaves the socket to the loops.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import multiprocessing
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,7 @@ from outrider.wire.messages import (
     TensorDtype,
     Verdicts,
 )
-from outrider_bench.exchange_ways import ROWS, WAYS, Channel
+from outrider_bench.exchange_ways import ROWS, WAYS, Channel, PlacedChannel
 
 WIDTH = 4096
 
@@ -58,12 +60,28 @@ def measure(channel: Channel, sessions: int, *, rounds: int, idle_s: float) -> l
     taken: list[float] = []
     for _ in range(rounds):
         time.sleep(idle_s)
+        round_told = _placed(told, channel)
         began = time.perf_counter()
-        channel.send(Encoded(encode_verdicts(told)))
+        channel.send(Encoded(encode_verdicts(round_told)))
+        del round_told
         (drafts,) = decode_drafter_messages(channel.receive())
         taken.append((time.perf_counter() - began) * 1e6)
         assert isinstance(drafts, Proposals) and len(drafts) == sessions
     return taken[rounds // 10 :]
+
+
+def _placed(told: Verdicts, channel: Channel) -> Verdicts:
+    """The same with its features where they are sent from, if the way has such places: there a
+    device would have put them."""
+    features = told.features
+    if not isinstance(channel, PlacedChannel) or features is None:
+        return told
+    place = channel.reserve(features.nbytes)
+    if place is None:
+        return told
+    rows = place.view(np.uint16).reshape(features.count, features.width)
+    np.concatenate(features.pieces, out=rows)
+    return replace(told, features=replace(features, pieces=(rows,)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

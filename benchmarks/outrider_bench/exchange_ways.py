@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.process import keep_freed_memory
 from outrider.spec.tree import DraftTree
@@ -159,6 +161,18 @@ class LaneChannel:
         return self._frames.pop(0)
 
 
+class PlacedChannel(LaneChannel):
+    """The same, of features that a device has put into the lane's memory."""
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__(lane)
+        lane.open_for(lambda memory: True)
+
+    def reserve(self, size: int) -> NDArray[np.uint8] | None:
+        """See `Lane.reserve`."""
+        return self._lane.reserve(size)
+
+
 class LoopSocket:
     """Frames of a Unix socket that an event loop reads and writes."""
 
@@ -286,12 +300,16 @@ def _await_file(address: str) -> None:
         time.sleep(0.01)
 
 
-def _through_lane(address: str, work: Callable[[Channel], None]) -> None:
+def _through_lane(
+    address: str,
+    work: Callable[[Channel], None],
+    channel: Callable[[Lane], Channel] = LaneChannel,
+) -> None:
     _await_file(address)
     name, token = Path(address).read_text().split()
     lane = join_lane(LaneOffer(name=name, token=bytes.fromhex(token)))
     try:
-        work(LaneChannel(lane))
+        work(channel(lane))
     finally:
         lane.close()
 
@@ -323,6 +341,7 @@ def _through_socket_aio(address: str, work: Callable[[Channel], None]) -> None:
 WAYS: dict[str, tuple[Callable[[str], None], Callable[[str, Callable[[Channel], None]], None]]] = {
     "grpc.aio": (_serve_aio, _through_aio),
     "lane": (_serve_lane, _through_lane),
+    "lane.placed": (_serve_lane, partial(_through_lane, channel=PlacedChannel)),
     "grpc": (_serve_grpc, _through_grpc),
     "socket.aio": (_serve_socket_aio, _through_socket_aio),
     "socket": (_serve_socket, _through_socket),

@@ -220,7 +220,7 @@ class SessionTable:
         if verdicts.features is not None and self._limits.feature_size:
             rows, firsts = verdicts.feature_counts, verdicts.feature_starts
             wire = WireTensor(dtype=verdicts.features.dtype, data=verdicts.features.joined())
-            self.features.add(wire, slots, firsts, rows, rows.cumsum() - rows)
+            self.features.add(wire, slots, firsts, rows, verdicts.first_rows())
             self.feature_ends[slots] = firsts + rows
         told = verdicts.draft_wanted | (counts > 0)
         self.wanting[slots[told]] = verdicts.draft_wanted[told]
@@ -385,6 +385,6 @@ class _Step:
         self._refuse(some & (firsts > ends), "feature_gap")
         self._refuse(some & (firsts + rows > last), "feature_range")
         skipped = np.minimum(np.maximum(ends - firsts, 0), rows)
-        offsets = (np.cumsum(verdicts.feature_counts) - verdicts.feature_counts)[entries]
+        offsets = verdicts.first_rows()[entries]
         self.feature_rows = rows - skipped
         self.feature_offsets = offsets + skipped

@@ -89,6 +89,9 @@ def encode_verdicts(verdicts: Verdicts) -> tuple[Buffer, ...]:
             _Field(pb.Verdicts.FEATURE_DTYPE_FIELD_NUMBER, int(DTYPES_TO_PB[rows.dtype])),
             _Field(pb.Verdicts.FEATURE_WIDTH_FIELD_NUMBER, rows.width),
         ]
+        if verdicts.feature_offsets is not None:
+            offsets = verdicts.feature_offsets
+            written.append(_array(pb.Verdicts.FEATURE_OFFSETS_FIELD_NUMBER, offsets, _UINT32))
         pieces = tuple([_raw(piece) for piece in rows.pieces])
         features = _Pieces(pb.Verdicts.FEATURES_FIELD_NUMBER, pieces)
     return _message(VERDICTS_FIELD, written, features)
@@ -164,6 +167,7 @@ def decode_verdicts(data: memoryview) -> Verdicts:
     tokens = _read(content, pb.Verdicts.TOKENS_FIELD_NUMBER, _INT32, "tokens").copy()
     if int(wanted.max()) > 1:
         fail("draft_wanted must be 0 or 1")
+    offsets = _indices(content, pb.Verdicts.FEATURE_OFFSETS_FIELD_NUMBER, "feature_offsets")
     return Verdicts(
         handles=handles,
         starts=starts,
@@ -173,7 +177,8 @@ def decode_verdicts(data: memoryview) -> Verdicts:
         feature_starts=feature_starts,
         feature_counts=feature_counts,
         draft_wanted=wanted.astype(np.bool_),
-        features=_features(content, int(feature_counts.sum())),
+        features=_features(content, feature_counts, offsets),
+        feature_offsets=offsets if len(offsets) else None,
     )
 
 
@@ -245,21 +250,27 @@ def _laws(content: _Contents, node_counts: Indices) -> Laws | None:
     )
 
 
-def _features(content: _Contents, rows: int) -> FeatureRows | None:
+def _features(content: _Contents, counts: Indices, offsets: Indices) -> FeatureRows | None:
+    """Rows of which entry e has counts[e], from offsets[e] on; without offsets, in turn."""
     data = content.get(pb.Verdicts.FEATURES_FIELD_NUMBER, b"")
     width = content.get(pb.Verdicts.FEATURE_WIDTH_FIELD_NUMBER, 0)
     tag = content.get(pb.Verdicts.FEATURE_DTYPE_FIELD_NUMBER, 0)
     if isinstance(data, int) or not isinstance(width, int) or not isinstance(tag, int):
         fail("features must be bytes with a width and an element type")
-    if not rows and not len(data):
+    if len(offsets):
+        _sized(offsets, len(counts), "feature_offsets")
+    if not len(offsets) and not counts.any() and not len(data):
         return None
     dtype = DTYPES_FROM_PB.get(tag)
     if dtype is None or dtype not in _FEATURE_DTYPES:
         fail(f"features must be floating point, got element type {tag}")
     number(width, "feature_width", low=1, high=MAX_FEATURE_WIDTH)
     held = NUMPY_DTYPES[dtype]
-    if rows * width * held.itemsize != len(data):
-        fail(f"{rows} rows of {width} {dtype} features are not {len(data)} bytes")
+    rows, rest = divmod(len(data), width * held.itemsize)
+    if rest or (not len(offsets) and rows != int(counts.sum())):
+        fail(f"{int(counts.sum())} rows of {width} {dtype} features are not {len(data)} bytes")
+    if len(offsets) and int((offsets + counts).max()) > rows:
+        fail(f"feature_offsets beyond the {rows} rows")
     array = np.frombuffer(data, dtype=held).reshape(rows, width)
     return FeatureRows(dtype=dtype, pieces=(array,))
 

@@ -65,6 +65,9 @@ class Verdicts:
     draft_wanted: NDArray[np.bool_]
     features: FeatureRows | None
     """[F, H]; None if no entry has any."""
+    feature_offsets: Indices | None = None
+    """Each entry's first row of the features, which may hold others as well; None: they are in
+    turn, and nothing else is there."""
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -95,16 +98,23 @@ class Verdicts:
             features=rows,
         )
 
+    def first_rows(self) -> Indices:
+        """[S]: each entry's first row of the features."""
+        if self.feature_offsets is not None:
+            return self.feature_offsets
+        first: Indices = np.cumsum(self.feature_counts) - self.feature_counts
+        return first
+
     def entries(self) -> list[Verdict]:
         """Each session's verdict alone; features are None where there are no rows."""
-        ends, feature_ends = np.cumsum(self.token_counts), np.cumsum(self.feature_counts)
+        ends, firsts = np.cumsum(self.token_counts), self.first_rows()
         rows = None if self.features is None else self.features.joined()
         result: list[Verdict] = []
         for i in range(len(self)):
-            count, end = int(self.feature_counts[i]), int(feature_ends[i])
+            count, first = int(self.feature_counts[i]), int(firsts[i])
             wire = None
             if count and rows is not None and self.features is not None:
-                wire = WireTensor(dtype=self.features.dtype, data=rows[end - count : end])
+                wire = WireTensor(dtype=self.features.dtype, data=rows[first : first + count])
             result.append(
                 Verdict(
                     handle=int(self.handles[i]),

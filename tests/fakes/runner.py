@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.placed import Reserve
 from outrider_verifier.runner import Decoded, Flight, RoundOutcome, RowOutcome
 from outrider_verifier.sessions import Session
 from outrider_verifier.slack import Slack
@@ -105,6 +107,14 @@ class FakeRunner:
     def prompt_tokens_beside(rows: int, crowded: bool = False) -> int | None:
         """Less than alone."""
         return 8
+
+    @staticmethod
+    def pin(memory: NDArray[np.uint8]) -> bool:
+        """There are no features."""
+        return False
+
+    def land_in(self, reserve: Reserve) -> None:
+        """The same."""
 
     @staticmethod
     def swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:

@@ -105,6 +105,14 @@ VERDICTS = m.Verdicts.of(
         ),
     ]
 )
+VERDICTS_IN_PLACE = replace(
+    VERDICTS,
+    features=m.FeatureRows(
+        dtype=m.TensorDtype.BFLOAT16,
+        pieces=(np.arange(10, dtype=np.uint16).reshape(5, 2),),
+    ),
+    feature_offsets=np.array([2, 0]),
+)
 PROPOSAL = m.Proposal(
     handle=70000, prefix_digest=0x0123456789ABCDEF, prefix_len=100, tree=TREE, law=LAW
 )
@@ -154,6 +162,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "sessions_lost": ("drafter", m.SessionsLost((3, 70000))),
     "drafter_heartbeat": ("drafter", m.Heartbeat(7)),
     "verdicts": ("verifier", VERDICTS),
+    "verdicts_in_place": ("verifier", VERDICTS_IN_PLACE),
     "welcome": (
         "verifier",
         m.Welcome(protocol_version=1, verifier_id=VerifierId("verifier-a"), incarnation="9a8b"),

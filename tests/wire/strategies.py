@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -168,7 +169,15 @@ def verdicts(draw: st.DrawFn) -> messages.Verdicts:
                 draft_wanted=draw(st.booleans()),
             )
         )
-    return messages.Verdicts.of(told)
+    whole = messages.Verdicts.of(told)
+    if whole.features is None or not draw(st.booleans()):
+        return whole
+    # Rows that nobody is told of lie before those of the entries.
+    before = draw(st.integers(1, 3))
+    rows = whole.features.joined()
+    memory = np.concatenate((np.ones((before, width), rows.dtype), rows))
+    features = messages.FeatureRows(dtype=dtype, pieces=(memory,))
+    return replace(whole, features=features, feature_offsets=whole.first_rows() + before)
 
 
 HELLOS = st.builds(

@@ -121,6 +121,18 @@ BAD_VERDICTS: dict[str, tuple[Change, str]] = {
     "size": (lambda v: setattr(v, "features", b"\0" * 7), "are not 7 bytes"),
     "rows": (lambda v: column(v, 4, int32(2, 1)), "3 rows of 2 bfloat16"),
     "no rows": (lambda v: column(v, 4, int32(0, 0)), "0 rows of 2 bfloat16"),
+    "offsets": (lambda v: setattr(v, "feature_offsets", int32(0)), "must have 2 entries, got 1"),
+    "odd offsets": (lambda v: setattr(v, "feature_offsets", b"\0" * 6), "6 bytes are not a"),
+    "beyond": (lambda v: setattr(v, "feature_offsets", int32(1, 0)), "beyond the 2 rows"),
+    "far beyond": (lambda v: setattr(v, "feature_offsets", int32(-1, 0)), "beyond the 2 rows"),
+    "beyond, of none": (lambda v: setattr(v, "feature_offsets", int32(0, 3)), "beyond the 2 rows"),
+    "half a row": (
+        lambda v: (
+            setattr(v, "feature_offsets", int32(0, 0)),
+            setattr(v, "features", b"\0" * 11),
+        ),
+        "are not 11 bytes",
+    ),
 }
 
 

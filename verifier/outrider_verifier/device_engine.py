@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from outrider.engine.device.current import enter_launching_thread
 from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.health import device_works
 from outrider.engine.device.own_head import OwnHead, OwnShape
+from outrider.engine.device.pinned import pin
 from outrider.engine.device.recorder import Recorder
 from outrider.engine.device.rounds import DeviceRounds, Launched
 from outrider.engine.device.shapes import (
@@ -48,9 +50,11 @@ from outrider_verifier.form_drafts import (
 )
 from outrider_verifier.judged import Judged, decoded, read_logprobs
 from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.placed import Reserve
 from outrider_verifier.round_times import RoundTimes
 from outrider_verifier.runner import Flight, RoundOutcome, RowOutcome
 from outrider_verifier.sessions import Session
+from outrider_verifier.settled import is_told
 from outrider_verifier.slack import Slack
 
 logger = logging.getLogger(__name__)
@@ -100,6 +104,8 @@ class DeviceRoundEngine:
         self.slack = slack
         self._seats = Seats(slots, own_head)
         self._as_of = as_of
+        self._reserve: Reserve | None = None
+        """Places for features; None: there are none."""
         self._asking: set[int] = set()
         """Tickets of sessions that ask for log-probabilities."""
         self._collected = 0.0
@@ -217,6 +223,14 @@ class DeviceRoundEngine:
         """To be called once by the thread that will run the rounds."""
         enter_launching_thread(self._device)
 
+    def pin(self, memory: NDArray[np.uint8]) -> bool:
+        """See `RoundRunner`."""
+        return pin(memory, self._device)
+
+    def land_in(self, reserve: Reserve) -> None:
+        """See `RoundRunner`."""
+        self._reserve = reserve
+
     def swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
         """Room for the K/V of the target, and of the head in this process."""
         storages = [pool.storage]
@@ -288,8 +302,16 @@ class DeviceRoundEngine:
                 asked=asked_of(group) if self._asking else None,
                 undrafted=leaves_drafts_out(group),
                 part=part,
+                place=self._place_of(group),
             )
         return DeviceFlight(prefill, verify, groups, submitted)
+
+    def _place_of(self, group: Group) -> Callable[[int], NDArray[np.uint8] | None] | None:
+        """Where a launch's features may be put for the drafter that will hear of them."""
+        link_id = group.link_id
+        if self._reserve is None or link_id is None or not is_told(group.rows[0].session):
+            return None
+        return partial(self._reserve, link_id)
 
     # ---- collecting ----------------------------------------------------------------------------
 
@@ -356,7 +378,10 @@ class DeviceRoundEngine:
             if not row.session.ended:
                 row.session.kv.advance(count)
         drafted = self.drafts_itself if group.own else 0
-        return Judged(group, words, counts, self._wire_features(launched), drafted, logprobs)
+        features = self._wire_features(launched)
+        # Features that had to be converted lie elsewhere.
+        in_place = launched.in_place and features is launched.read_features()
+        return Judged(group, words, counts, features, drafted, logprobs, in_place)
 
     def _read_chunk(self, chunk: Chunk, launched: Launched) -> RowOutcome:
         """The outcome of prompt tokens that ran as pieces."""
@@ -371,13 +396,11 @@ class DeviceRoundEngine:
         return RowOutcome((launched.first(chunk.last),) if row.last else (), mine)
 
     def _wire_features(self, launched: Launched) -> NDArray[np.generic] | None:
-        features = launched.features
-        if features is None:
-            return None
-        array = features.wait_array()
-        if array.dtype == self._wire_dtype:
+        array = launched.read_features()
+        if array is None or array.dtype == self._wire_dtype:
             return array
-        return wire_array(features.wait(), self._feature_dtype)
+        assert launched.features is not None
+        return wire_array(launched.features.wait(), self._feature_dtype)
 
 
 def family_of(config: VerifierConfig, *, own_nodes: int, features: bool) -> ShapeFamily:

@@ -68,6 +68,13 @@ class Group:
         )
 
     @property
+    def link_id(self) -> int | None:
+        """The one drafter's that hears of the features of all rows that decode; None: there is no
+        such."""
+        links = {row.session.link_id for row in self.rows}
+        return links.pop() if len(links) == 1 else None
+
+    @property
     def own(self) -> bool:
         """Whether the rows verify drafts of this process's own head."""
         return self.drafts is Drafts.OWN

@@ -25,6 +25,7 @@ from outrider.engine.target import ForwardBatch, ForwardOutput, Segment
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.packing import Packed, PrefillRow, VerifyRow, pack
+from outrider_verifier.placed import Reserve
 from outrider_verifier.runner import Decoded, Flight, RoundOutcome, RowOutcome
 from outrider_verifier.sessions import Session
 from outrider_verifier.slack import Slack
@@ -128,6 +129,14 @@ class RoundEngine:
     def verify_s(rows: int, nodes: int) -> float | None:
         """Not measured."""
         return None
+
+    @staticmethod
+    def pin(memory: NDArray[np.uint8]) -> bool:
+        """Features are made where a forward wants them."""
+        return False
+
+    def land_in(self, reserve: Reserve) -> None:
+        """The same."""
 
     @staticmethod
     def swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:

@@ -28,6 +28,7 @@ from outrider.wire.messages import (
 from outrider_verifier.commands import Link
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.inbox import Inbox
+from outrider_verifier.placed import Placed
 from outrider_verifier.sessions import Session
 
 NO_LINK = 0
@@ -53,7 +54,7 @@ class Told:
     """Whether the prompt is done."""
     wanted: NDArray[np.bool_]
     """Whether a draft is."""
-    features: Sequence[NDArray[np.generic] | None]
+    features: Sequence[NDArray[np.generic] | None] | Placed
     """[n]: rows [m, H] of the positions that the round wrote."""
 
     @classmethod
@@ -79,7 +80,7 @@ class Told:
 
     def only(self, chosen: NDArray[np.bool_]) -> Told:
         """Some of the sessions; chosen [n]."""
-        kept = np.flatnonzero(chosen).tolist()
+        kept, features = np.flatnonzero(chosen).tolist(), self.features
         return Told(
             sessions=[self.sessions[place] for place in kept],
             handles=self.handles[chosen],
@@ -89,7 +90,9 @@ class Told:
             written=self.written[chosen],
             whole=self.whole[chosen],
             wanted=self.wanted[chosen],
-            features=[self.features[place] for place in kept],
+            features=features.only(chosen)
+            if isinstance(features, Placed)
+            else [features[place] for place in kept],
         )
 
     def news(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -126,6 +129,18 @@ class Followed(NamedTuple):
     digests: NDArray[np.uint64]
     """Of the prefixes."""
     feature_starts: NDArray[np.int64]
+
+
+class _Features(NamedTuple):
+    """What verdicts say of n sessions' features."""
+
+    counts: NDArray[np.int64]
+    """[n]: rows of each."""
+    rows: FeatureRows | None
+    offsets: NDArray[np.int64] | None = None
+    """[n]; see `Verdicts.feature_offsets`."""
+    pieces: Sequence[NDArray[np.generic] | None] = ()
+    """[n]: each one's, where they are in pieces."""
 
 
 class Handover:
@@ -283,9 +298,14 @@ class Handover:
         if not len(told):
             return []
         handles = told.handles
-        links, fed = self._links[handles], self._with_features[handles].tolist()
-        rows = [piece if wanted else None for piece, wanted in zip(told.features, fed, strict=True)]
-        held = tuple([piece for piece in rows if piece is not None])
+        links, fed = self._links[handles], self._with_features[handles]
+        concerned = set(links.tolist())
+        shared = len(concerned) > 1
+        features: _Features
+        if isinstance(told.features, Placed) and not shared:
+            features = self._in_place(told.features, fed)
+        else:
+            features = self._in_pieces(told.features, fed)
         verdicts = Verdicts(
             handles=handles,
             starts=starts,
@@ -293,17 +313,43 @@ class Handover:
             tokens=tokens,
             digests=digests,
             feature_starts=feature_starts,
-            feature_counts=_column([0 if piece is None else len(piece) for piece in rows]),
+            feature_counts=features.counts,
             draft_wanted=told.wanted,
-            features=FeatureRows(dtype=self._dtype, pieces=held) if held else None,
+            features=features.rows,
+            feature_offsets=features.offsets,
         )
-        concerned = set(links.tolist())
-        if len(concerned) == 1:
+        if not shared:
             (link,) = concerned
             return [] if link == NO_LINK else [(link, verdicts)]
         return [
-            (link, _part(verdicts, links == link, rows)) for link in sorted(concerned - {NO_LINK})
+            (link, _part(verdicts, links == link, features.pieces))
+            for link in sorted(concerned - {NO_LINK})
         ]
+
+    def _in_place(self, placed: Placed, fed: NDArray[np.bool_]) -> _Features:
+        """What is told of features that lie where their drafter reads them; fed [n]."""
+        counts = np.where(fed, placed.counts, 0)
+        offsets = np.where(counts > 0, placed.offsets, 0)
+        used = int((offsets + counts).max())
+        if not used:
+            return _Features(counts, None)
+        rows = FeatureRows(dtype=self._dtype, pieces=(placed.memory[:used],))
+        return _Features(counts, rows, offsets)
+
+    def _in_pieces(
+        self, features: Sequence[NDArray[np.generic] | None] | Placed, fed: NDArray[np.bool_]
+    ) -> _Features:
+        """What is told of features that lie anywhere; fed [n]."""
+        found = features.pieces() if isinstance(features, Placed) else features
+        rows = [
+            piece if wanted else None for piece, wanted in zip(found, fed.tolist(), strict=True)
+        ]
+        held = tuple([piece for piece in rows if piece is not None])
+        return _Features(
+            _column([0 if piece is None else len(piece) for piece in rows]),
+            FeatureRows(dtype=self._dtype, pieces=held) if held else None,
+            pieces=rows,
+        )
 
     def forget(self, session: Session) -> None:
         """The session is no longer announced."""

@@ -17,6 +17,7 @@ from outrider.engine.device.rounds import Launched
 from outrider.engine.kernels.acceptance.matching import FALLBACK
 from outrider.engine.logprobs import PathLogprobs
 from outrider_verifier.device_groups import Group
+from outrider_verifier.placed import Placed
 from outrider_verifier.runner import Decoded, RowOutcome
 
 
@@ -34,6 +35,8 @@ class Judged(NamedTuple):
     """Nodes of own drafts of each row."""
     logprobs: dict[int, PathLogprobs]
     """Of the tokens of rows whose sessions ask, by row."""
+    in_place: bool = False
+    """Whether the features lie where the rows' drafter reads them."""
 
     @property
     def nodes(self) -> int:
@@ -62,6 +65,14 @@ class Judged(NamedTuple):
                 strict=True,
             )
         ]
+
+    def placed(self) -> Placed | None:
+        """The same, if they lie where the rows' drafter reads them."""
+        if self.features is None or not self.in_place:
+            return None
+        keeps = np.array([row.session.keeps_features for row in self.group.rows])
+        offsets = np.arange(0, self.nodes * len(keeps), self.nodes)
+        return Placed(self.features, offsets, np.where(keeps, self.words[:, 0], 0))
 
     def own_nodes(self) -> list[int]:
         """[n]: nodes of its own draft that each row verified."""
@@ -134,6 +145,7 @@ def decoded(judged: Sequence[Judged], rows: int) -> Decoded:
             outcomes=partial(all_rows.outcomes, with_features=block is None),
             drafted=all_rows.own_nodes,
             apart=all_rows.apart,
+            placed=all_rows.placed(),
             block=block,
         )
     return Decoded.of(_placed(judged, rows))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.errors import InvalidMessageError
-from outrider.transport.lane import INLINE_BYTES, Frame, LaneSet
+from outrider.transport.lane import INLINE_BYTES, Frame, Lane, LaneSet
 from outrider.wire.codec import decode_drafter_messages, encode_verifier_messages
 from outrider.wire.messages import Encoded, VerifierMessage
 from outrider_verifier.checks import DrafterChecks
@@ -17,13 +20,25 @@ class Lanes(LaneSet):
     """Engine thread only, but for `counters`, which is read anywhere."""
 
     def __init__(
-        self, checks: DrafterChecks, *, queue_bytes: int, on_lost: Callable[[int], None]
+        self,
+        checks: DrafterChecks,
+        *,
+        queue_bytes: int,
+        on_lost: Callable[[int], None],
+        pin: Callable[[NDArray[np.uint8]], bool],
     ) -> None:
-        """`queue_bytes` bounds what may wait for a drafter that does not read."""
+        """`queue_bytes` bounds what may wait for a drafter that does not read; `pin`: as
+        `RoundRunner.pin`."""
         super().__init__(on_lost)
+        self._pin = pin
         self._checks = checks
         self._queue_bytes = queue_bytes
         self.counters: Counter[str] = checks.counters
+
+    def attach(self, number: int, lane: Lane) -> None:
+        """From here on a drafter is told by this lane, of features where rounds put them."""
+        lane.open_for(self._pin)
+        super().attach(number, lane)
 
     def tell(self, link_id: int, messages: Sequence[VerifierMessage]) -> None:
         """Send messages together."""

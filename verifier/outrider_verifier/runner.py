@@ -16,6 +16,7 @@ from outrider.engine.kvcache import KVPool
 from outrider.engine.logprobs import PathLogprobs
 from outrider.engine.swap import SwapSpace
 from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.placed import Placed, Reserve
 from outrider_verifier.sessions import Session
 from outrider_verifier.slack import Slack
 
@@ -52,6 +53,8 @@ class Decoded:
     """[n]: as `RowOutcome.drafted`."""
     apart: Callable[[], Container[int]]
     """The rows of which more is to be said than the columns do, features aside."""
+    placed: Placed | None = None
+    """The same features where their drafter reads them, if it is one for all rows."""
     block: NDArray[np.generic] | None = None
     """[n, H]: their features, if any keeps them and all emitted one token each; then `outcomes`
     have none."""
@@ -162,6 +165,15 @@ class RoundRunner(Protocol):
 
     def enter_thread(self) -> None:
         """To be called once by the thread that will run the rounds."""
+        ...
+
+    def pin(self, memory: NDArray[np.uint8]) -> bool:
+        """Whether features can be put into memory that a lane shares, from here on until nobody
+        looks at it any more."""
+        ...
+
+    def land_in(self, reserve: Reserve) -> None:
+        """From here on `reserve` says where to put the features of rows with one drafter."""
         ...
 
     def swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:

@@ -125,7 +125,9 @@ class VerifierService(SessionIterators):
             DrafterChecks(self._identity()),
             queue_bytes=config.drafter_queue_mb << 20,
             on_lost=self._on_lane_lost,
+            pin=runner.pin,
         )
+        runner.land_in(self._lanes.reserve)
         self._routers = RouterHub(
             post=self._post,
             admit=self._check_draining,

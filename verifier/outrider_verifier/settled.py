@@ -170,7 +170,7 @@ class Sheet:
             whole=np.ones(len(counts), dtype=np.bool_),
             # One token beyond the draft is emitted.
             wanted=self.wishes & (counts + 1 < self.most),
-            features=decoded.features(),
+            features=decoded.placed or decoded.features(),
         )
         return told if going.all() else told.only(going)
 

@@ -190,9 +190,21 @@ class Downloader:
         """Begin to copy `tensor`, in the order of the stream."""
         return self.start_all((tensor,), part)[0]
 
-    def start_all(self, tensors: tuple[Tensor, ...], part: int = 0) -> list[Readback]:
-        """Begin to copy all of these; they are waited for together."""
-        buffers = [self._copy(tensor, part) for tensor in tensors]
+    def start_all(
+        self,
+        tensors: tuple[Tensor, ...],
+        part: int = 0,
+        *,
+        last_into: NDArray[np.uint8] | None = None,
+    ) -> list[Readback]:
+        """Begin to copy all of these; they are waited for together. `last_into`: where the last of
+        several goes, as many bytes of pinned memory, which nobody else writes to as long as anybody
+        looks at the array."""
+        among = tensors if last_into is None else tensors[:-1]
+        buffers = [self._copy(tensor, part) for tensor in among]
+        if last_into is not None:
+            buffers.append(_over(last_into, tensors[-1]))
+            self._calls.copy(buffers[-1].tensor, tensors[-1])
         landed = buffers[0].landed
         arrival = None if landed is None else _Arrival(landed)
         return [Readback(buffer, arrival) for buffer in buffers]
@@ -209,11 +221,20 @@ class Downloader:
         return buffer
 
 
+def _over(memory: NDArray[np.uint8], like: Tensor) -> _Buffer:
+    """`memory` as a buffer for tensors like this one."""
+    return _in(torch.from_numpy(memory).view(like.dtype).view(like.shape), None)
+
+
 def _buffer(
     shape: tuple[int, ...], dtype: torch.dtype, landed: Mark | None, *, pinned: bool
 ) -> _Buffer:
     # A tensor made in inference mode could be written in that mode only.
     with torch.inference_mode(False):
         tensor = torch.empty(shape, dtype=dtype, pin_memory=pinned)
-    bits = tensor.view(torch.uint16) if dtype is torch.bfloat16 else tensor
+    return _in(tensor, landed)
+
+
+def _in(tensor: Tensor, landed: Mark | None) -> _Buffer:
+    bits = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
     return _Buffer(tensor, bits.numpy(), {}, landed)

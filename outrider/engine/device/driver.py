@@ -22,6 +22,8 @@ from torch import Tensor
 _LIBRARY: Final = "libcuda.so.1"
 _NO_TIMING: Final = 2
 """CU_EVENT_DISABLE_TIMING."""
+_PORTABLE: Final = 1
+"""CU_MEMHOSTREGISTER_PORTABLE."""
 _NOT_READY: Final = 600
 """CUDA_ERROR_NOT_READY."""
 
@@ -57,6 +59,10 @@ class Calls(Protocol):
 
     def mark(self) -> Mark:
         """A new one."""
+        ...
+
+    def pin(self, address: int, size: int) -> bool:
+        """Whether `size` bytes of whole pages are pinned memory from here on."""
         ...
 
 
@@ -104,6 +110,7 @@ class DriverCalls:
         pointer, words = ctypes.c_void_p, ctypes.c_size_t
         self.under_lock.cuGraphLaunch.argtypes = (pointer, pointer)
         self.under_lock.cuMemcpyAsync.argtypes = (pointer, pointer, words, pointer)
+        self.without_lock.cuMemHostRegister_v2.argtypes = (pointer, words, ctypes.c_uint)
         self.under_lock.cuEventCreate.argtypes = (pointer, ctypes.c_uint)
         self.under_lock.cuEventRecord.argtypes = (pointer, pointer)
         for library, name in (
@@ -142,6 +149,10 @@ class DriverCalls:
         """See `Calls`."""
         return _DriverMark(self)
 
+    def pin(self, address: int, size: int) -> bool:
+        """See `Calls`. By the runtime a failure would be found by whatever it launches next."""
+        return not self.without_lock.cuMemHostRegister_v2(address, size, _PORTABLE)
+
 
 class _TorchMark:
     __slots__ = ("_event",)
@@ -178,6 +189,10 @@ class TorchCalls:
     def mark(self) -> Mark:
         """See `Calls`."""
         return _TorchMark()
+
+    def pin(self, address: int, size: int) -> bool:
+        """See `Calls`: torch pins what it made itself."""
+        return False
 
 
 def calls_of(device: torch.device) -> Calls:

@@ -10,7 +10,7 @@ the host has seen the outcome of this one.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,8 @@ class Launched(NamedTuple):
     """The same."""
     at: float = 0.0
     """When the device had all that it computes, on the clock of `time.perf_counter`."""
+    in_place: bool = False
+    """Whether the features come down where `place` said."""
     undrafted: bool = False
     """Whether own drafts that are due were left to `FormDrafts.begin`."""
 
@@ -61,6 +63,10 @@ class Launched(NamedTuple):
         start = 2 + self.shape.nodes
         tokens: list[int] = words[start : start + words[0]].tolist()
         return tokens
+
+    def read_features(self) -> NDArray[np.generic] | None:
+        """Waits: the features of all rows, those of the bucket, then those of the pieces."""
+        return None if self.features is None else self.features.wait_array()
 
     def first(self, piece: int) -> int:
         """Waits: the token behind a piece with which a prompt ends."""
@@ -123,11 +129,13 @@ class DeviceRounds:
         asked: Asked | None = None,
         undrafted: bool = False,
         part: int = 0,
+        place: Callable[[int], NDArray[np.uint8] | None] | None = None,
     ) -> Launched:
         """Start a round of rows of one kind, and of pieces; nothing waits for the device. `asked`:
         whose log-probabilities are wanted, if anybody's. `undrafted`: where own drafts are due and
         the shape allows it, leave them to `FormDrafts.begin`, which must follow for every row.
-        `part`: which launch of its round it is."""
+        `part`: which launch of its round it is. `place`: memory of so many bytes for features to
+        come down to, pinned, that stays as long as anybody looks at it; or None."""
         shape = self.family.fit(
             rows=len(rows.slots),
             nodes=1 + rows.most_nodes,
@@ -155,8 +163,11 @@ class DeviceRounds:
         if not features or verified.features is None:
             launched = Launched(shape, self._downloads.start(verified.result, part), None, at=at)
         else:
-            result, sent = self._downloads.start_all((verified.result, verified.features), part)
-            launched = Launched(shape, result, sent, at=at)
+            memory = None if place is None else place(verified.features.nbytes)
+            result, sent = self._downloads.start_all(
+                (verified.result, verified.features), part, last_into=memory
+            )
+            launched = Launched(shape, result, sent, at=at, in_place=memory is not None)
         if alone:
             self._draft(shape, inputs, added, verified, undrafted=undrafted)
         if undrafted:

@@ -9,6 +9,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.errors import ConnectionLostError, InvalidMessageError, OutriderError
 from outrider.transport.lane.ring import RING_BYTES, Ring
 from outrider.transport.status import copy_of
@@ -81,6 +84,17 @@ class Lane:
                 self._unsent.append(frame.data if isinstance(frame, Encoded) else frame)
                 self.unsent_bytes += size
         self.flush()
+
+    def open_for(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
+        """See `Ring.open_for`."""
+        self._outgoing.open_for(pin)
+
+    def reserve(self, size: int) -> NDArray[np.uint8] | None:
+        """A place for what others write into a frame, which is then sent as it lies there
+        (`Ring.reserve`); None where copying is as good, or nothing else."""
+        if size <= 2 * INLINE_BYTES or self._unsent or self.closed:
+            return None
+        return self._outgoing.reserve(size)
 
     def flush(self) -> None:
         """Send what there is room for by now. Raises ConnectionLostError."""
@@ -157,7 +171,8 @@ class Lane:
         """Whether a frame needs no parts, and there was room for it."""
         if size <= INLINE_BYTES:
             return self._posted(b"".join((_INLINE, *pieces)))
-        return size <= PART_BYTES and self._through_ring(_IN_RING, pieces, size)
+        whole = size <= PART_BYTES or self._outgoing.holds(pieces)
+        return whole and self._through_ring(_IN_RING, pieces, size)
 
     def _left_in_part(self, frame: bytes) -> bool:
         """Whether there was room for a frame, or its next part."""

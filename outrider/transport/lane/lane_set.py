@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.errors import OutriderError
 from outrider.transport.lane.lane import RING_LOOK_S, Frame, Lane
 
@@ -71,6 +74,11 @@ class LaneSet:
                 self.lose(number, error.message)
                 return None
         return lane
+
+    def reserve(self, number: int, size: int) -> NDArray[np.uint8] | None:
+        """A place for what others write into a frame for this connection (`Lane.reserve`)."""
+        lane = self._lanes.get(number)
+        return None if lane is None else lane.reserve(size)
 
     def flush(self) -> None:
         """Send on what found no room before."""

@@ -2,6 +2,9 @@
 
 Where a frame lies is said elsewhere (`Lane`); the ring only knows what may be written over. Its
 first word is the reader's: how many frames, from the first on, it is done with.
+
+What others are to write into a frame, a device above all, can have its place before it is there
+(`Ring.reserve`); what is then sent is what lies there, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -22,7 +26,12 @@ from outrider.errors import InvalidMessageError
 
 RING_BYTES: Final = 16 << 20
 """Size of a ring: some rounds of the largest batch, features included."""
+MOST_RESERVED: Final = RING_BYTES // 3
+"""Bytes of a place, at most: two rounds are on their way while a third one is read."""
+HEAD_BYTES: Final = 32 << 10
+"""Room before a place, for what is said of what lies there."""
 _HEADER: Final = 4096
+_ALIGNMENT: Final = 64
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -32,6 +41,23 @@ def is_lent(values: NDArray[np.generic]) -> bool:
     while isinstance(base, np.ndarray):
         base = base.base
     return isinstance(base, memoryview) and isinstance(base.obj, np.ndarray)
+
+
+@dataclass(slots=True, eq=False)
+class _Frame:
+    """A part of a writer's ring that must not be written over yet."""
+
+    start: int
+    number: int = 0
+    """Frames that the reader is done with, this one being the last of them; 0: it was not sent."""
+    place: weakref.ref[NDArray[np.uint8]] | None = None
+    """Where others write its content: theirs as long as anybody looks at it."""
+    address: int = 0
+    """Of the place."""
+
+    def is_over(self, done: int) -> bool:
+        """Whether nobody needs it, if the reader is done with so many."""
+        return self.number <= done and (self.place is None or self.place() is None)
 
 
 class Ring:
@@ -47,8 +73,14 @@ class Ring:
         """Where the next frame goes, if there is room."""
         self._written = 0
         """Frames written, of a writer; taken out, of a reader."""
-        self._unread: deque[tuple[int, int]] = deque()
-        """(number, start) of the frames that the reader may not be done with."""
+        self._unread: deque[_Frame] = deque()
+        """Of a writer, in the order in which they got their room."""
+        self._reserved: dict[int, _Frame] = {}
+        """Those with places, by the address of the place."""
+        self._last: _Frame | None = None
+        """The frame that was written last."""
+        self._memory_array: NDArray[np.uint8] | None = None
+        """The memory as those who write into places see it; None: nobody may."""
         self._closed = False
         self._lent: deque[int] = deque()
         """Of a reader: numbers of the frames that were lent, but for the first of them that were
@@ -93,22 +125,75 @@ class Ring:
 
     def write(self, pieces: Sequence[bytes | memoryview], size: int) -> int | None:
         """Copy a frame of `size` bytes in; its offset, or None while there is no room for it."""
-        start = self._room(size)
-        if start is None:
-            return None
+        frame = self._in_place(pieces)
+        if frame is not None:
+            start = _place_of(frame.start) - len(pieces[0])
+            self._copy(start, pieces[:1])
+        else:
+            found = self._room(size)
+            if found is None:
+                return None
+            self._copy(found, pieces)
+            frame = _Frame(start := found)
+            self._head = start + size
+            self._unread.append(frame)
+        self._written += 1
+        frame.number, self._last = self._written, frame
+        return start
+
+    def _copy(self, start: int, pieces: Sequence[bytes | memoryview]) -> None:
         memory, end = self._bytes, _HEADER + start
         for piece in pieces:
             begin, end = end, end + len(piece)
             memory[begin:end] = piece
-        self._head = start + size
-        self._written += 1
-        self._unread.append((self._written, start))
-        return start
 
     def take_back(self) -> None:
         """Forget the frame that was written last; nobody was told of it."""
-        _, self._head = self._unread.pop()
+        frame, self._last = self._last, None
+        assert frame is not None
         self._written -= 1
+        frame.number = 0
+        if frame.place is None:
+            self._head = self._unread.pop().start
+
+    def open_for(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
+        """From here on places can be reserved, if `pin` can have the memory written to by whoever
+        will write into them."""
+        memory = np.frombuffer(self._memory, np.uint8)
+        self._memory_array = memory if pin(memory) else None
+
+    def reserve(self, size: int) -> NDArray[np.uint8] | None:
+        """A place of `size` bytes, for others to write into: what lies there can then be the second
+        piece of a frame of two (`write`), from its first byte on, and is sent without being copied.
+        The place is used again once nobody looks at the array any more, and the reader is done with
+        the frame. None while there is no room, or where there are no places."""
+        if self._memory_array is None or size > MOST_RESERVED:
+            return None
+        whole = HEAD_BYTES + _ALIGNMENT + size
+        start = self._room(whole)
+        if start is None:
+            return None
+        begin = _HEADER + _place_of(start)
+        place = np.frombuffer(self._memory_array.data[begin : begin + size], np.uint8)
+        frame = _Frame(start, place=weakref.ref(place), address=place.ctypes.data)
+        self._reserved[frame.address] = frame
+        self._head = start + whole
+        self._unread.append(frame)
+        return place
+
+    def holds(self, pieces: Sequence[bytes | memoryview]) -> bool:
+        """Whether a frame in these pieces lies here already, but for its first piece."""
+        return self._in_place(pieces) is not None
+
+    def _in_place(self, pieces: Sequence[bytes | memoryview]) -> _Frame | None:
+        """The frame with the place in which the second of two pieces lies, if there is one."""
+        if not self._reserved or len(pieces) != 2 or not pieces[1]:
+            return None
+        if len(pieces[0]) > HEAD_BYTES:
+            return None
+        frame = self._reserved.get(np.frombuffer(pieces[1], np.uint8).ctypes.data)
+        # A place is sent once.
+        return None if frame is None or frame.number else frame
 
     def read(self, offset: int, size: int) -> bytes:
         """Copy the next frame out: its writer may change it until then, and may use its place
@@ -161,6 +246,7 @@ class Ring:
         with self._lending:
             self._closed = True
             self._done.release()
+        self._memory_array = None
         try:
             self._bytes.release()
             self._memory.close()
@@ -170,14 +256,19 @@ class Ring:
 
     def _room(self, size: int) -> int | None:
         done = self._done[0]
-        while self._unread and self._unread[0][0] <= done:
-            self._unread.popleft()
+        while self._unread and self._unread[0].is_over(done):
+            self._reserved.pop(self._unread.popleft().address, None)
         if not self._unread:
             # From the start again: memory that was used a moment ago is in the caches.
             return 0 if size <= self._size else None
-        oldest = self._unread[0][1]
+        oldest = self._unread[0].start
         if self._head <= oldest:
             return self._head if self._head + size <= oldest else None
         if self._head + size <= self._size:
             return self._head
         return 0 if size <= oldest else None
+
+
+def _place_of(start: int) -> int:
+    """Where the place of a frame begins that has its room from `start` on."""
+    return -(-(start + HEAD_BYTES) // _ALIGNMENT) * _ALIGNMENT

@@ -146,20 +146,22 @@ class SessionStart(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_len: _Optional[int] = ..., prompt_len: _Optional[int] = ..., handle: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutput, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., token_limits: _Optional[_Union[_common_pb2.TokenLimits, _Mapping]] = ...) -> None: ...
 
 class Verdicts(_message.Message):
-    __slots__ = ("columns", "digests", "tokens", "feature_dtype", "feature_width", "features")
+    __slots__ = ("columns", "digests", "tokens", "feature_dtype", "feature_width", "features", "feature_offsets")
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FEATURE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     FEATURE_WIDTH_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     columns: bytes
     digests: bytes
     tokens: bytes
     feature_dtype: _common_pb2.TensorDtype
     feature_width: int
     features: bytes
-    def __init__(self, columns: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., feature_dtype: _Optional[_Union[_common_pb2.TensorDtype, str]] = ..., feature_width: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
+    feature_offsets: bytes
+    def __init__(self, columns: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., feature_dtype: _Optional[_Union[_common_pb2.TensorDtype, str]] = ..., feature_width: _Optional[int] = ..., features: _Optional[bytes] = ..., feature_offsets: _Optional[bytes] = ...) -> None: ...
 
 class PlanChange(_message.Message):
     __slots__ = ("handle", "plan")

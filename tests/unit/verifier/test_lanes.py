@@ -52,7 +52,9 @@ class Rig:
             max_tree_nodes=64,
         )
         checks = DrafterChecks(identity)
-        self.lanes = Lanes(checks, queue_bytes=1 << 20, on_lost=self.lost.append)
+        self.lanes = Lanes(
+            checks, queue_bytes=1 << 20, on_lost=self.lost.append, pin=lambda memory: True
+        )
         self.lanes.attach(LINK, ours)
 
     @property

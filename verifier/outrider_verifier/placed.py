@@ -1,0 +1,39 @@
+"""Features where the device left them: in memory of a lane, from which they are sent as they lie.
+
+n rows of a round, R rows of the memory, H feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Reserve = Callable[[int, int], NDArray[np.uint8] | None]
+"""A place of so many bytes in what the drafter on a link reads, or None (`LaneSet.reserve`)."""
+Pieces = list[NDArray[np.generic] | None]
+
+
+@dataclass(slots=True, eq=False)
+class Placed:
+    """Of n rows, each its own part."""
+
+    memory: NDArray[np.generic]
+    """[R, H] in the wire's element type, from where the place begins."""
+    offsets: NDArray[np.int64]
+    """[n]: the first row of each."""
+    counts: NDArray[np.int64]
+    """[n]; 0: it has none."""
+
+    def only(self, chosen: NDArray[np.bool_]) -> Placed:
+        """Some of the rows; chosen [n]."""
+        return Placed(self.memory, self.offsets[chosen], self.counts[chosen])
+
+    def pieces(self) -> Pieces:
+        """[n] of rows [m, H]; None where there are none."""
+        return [
+            self.memory[offset : offset + count] if count else None
+            for offset, count in zip(self.offsets.tolist(), self.counts.tolist(), strict=True)
+        ]
