@@ -8,8 +8,8 @@ with their variance, so that 64 sessions know after a few rounds what a single o
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import mul
 from typing import Final
@@ -69,11 +69,14 @@ class Seen:
 
 @dataclass(slots=True)
 class RoundTimes:
-    """What the last `window` rounds took."""
+    """What the last `window` rounds took. Kept in order of their length, too: it is asked for after
+    nearly every round, by whoever looks whether something is worth trying."""
 
     window: int = WINDOW
-    _seconds: deque[float] = field(default_factory=deque)
-    _weights: deque[float] = field(default_factory=deque)
+    _last: deque[tuple[float, float]] = field(default_factory=deque)
+    """(seconds, weight) of each, the oldest one first."""
+    _ranked: list[tuple[float, float]] = field(default_factory=list)
+    """The same, the shortest one first."""
     _mean: float = math.nan
     _error: float = math.nan
     """nan: yet to be worked out."""
@@ -82,41 +85,43 @@ class RoundTimes:
 
     def observe(self, seconds: float, rounds: float = 1.0) -> None:
         """A round took `seconds`; one of a part of the sessions counts as a part of a round."""
-        self._seconds.append(seconds)
-        self._weights.append(rounds)
-        if len(self._seconds) > self.window:
-            self._seconds.popleft()
-            self._weights.popleft()
+        ranked, seen = self._ranked, (seconds, rounds)
+        self._last.append(seen)
+        insort(ranked, seen)
+        if len(ranked) > self.window:
+            del ranked[bisect_left(ranked, self._last.popleft())]
         self._stale, self._error = True, math.nan
 
     def _work_out(self) -> float:
-        lasted: Iterable[float] = self._seconds
+        ranked = self._ranked
+        lasted, weights = zip(*ranked, strict=True)
         # Mostly none can be a stall.
-        if max(lasted) > OUTLIER * min(lasted):
+        if lasted[-1] > OUTLIER * lasted[0]:
             most = OUTLIER * self._longest_usual()
-            lasted = [min(value, most) for value in self._seconds]
-        mean: float = sum(map(mul, lasted, self._weights)) / sum(self._weights)
+            usual = bisect_right(lasted, most)
+            lasted = (*lasted[:usual], *[most] * (len(lasted) - usual))
+        mean: float = sum(map(mul, lasted, weights)) / sum(weights)
         return mean
 
     def _longest_usual(self) -> float:
         """The longest that is no stall, and at least the median."""
-        lasted = sorted(zip(self._seconds, self._weights, strict=True))
-        place, above = len(lasted) - 1, 0.0
-        while place > (len(lasted) - 1) // 2 and above + lasted[place][1] <= STALLED * self.window:
-            above += lasted[place][1]
+        ranked = self._ranked
+        place, above = len(ranked) - 1, 0.0
+        while place > (len(ranked) - 1) // 2 and above + ranked[place][1] <= STALLED * self.window:
+            above += ranked[place][1]
             place -= 1
-        return lasted[place][0]
+        return ranked[place][0]
 
     def forget(self) -> None:
         """Begin anew."""
-        self._seconds.clear()
-        self._weights.clear()
+        self._last.clear()
+        self._ranked.clear()
         self._mean, self._error, self._stale = math.nan, math.nan, False
 
     @property
     def rounds(self) -> float:
         """How many rounds these are."""
-        return sum(self._weights)
+        return sum([weight for _, weight in self._ranked])
 
     @property
     def mean_s(self) -> float:
@@ -128,7 +133,7 @@ class RoundTimes:
     @property
     def error(self) -> float:
         """Standard error of `mean_s` as a share of it, infinite while nothing is known."""
-        if not self._seconds:
+        if not self._ranked:
             return math.inf
         if math.isnan(self._error):
             self._error = self._work_out_error()
@@ -137,13 +142,13 @@ class RoundTimes:
     def _work_out_error(self) -> float:
         rounds = self.rounds
         mean = self.mean_s
-        off = [self.clipped(value) / mean - 1.0 for value in self._seconds]
-        spread = sum(w * o * o for w, o in zip(self._weights, off, strict=True)) / rounds
+        off = [(weight, self.clipped(value) / mean - 1.0) for value, weight in self._ranked]
+        spread = sum([weight * value * value for weight, value in off]) / rounds
         return math.sqrt((spread + TIME_NOISE**2 / rounds) / rounds)
 
     def clipped(self, seconds: float) -> float:
         """`seconds` of one more round, or as much as a stall counts as."""
-        return min(seconds, OUTLIER * self.mean_s) if len(self._seconds) > 2 else seconds
+        return min(seconds, OUTLIER * self.mean_s) if len(self._ranked) > 2 else seconds
 
 
 @dataclass(slots=True)

@@ -231,7 +231,9 @@ class Loads:
     def _observe_plain(self, ran: Ran, seconds: float) -> None:
         device_s = self.times(ran.rows, own=False)
         seconds /= self.stretch(featured=ran.featured)
-        seen = self._plain.setdefault(self.load, RoundTimes(PLAIN_WINDOW))
+        seen = self._plain.get(self.load)
+        if seen is None:
+            seen = self._plain[self.load] = RoundTimes(PLAIN_WINDOW)
         seen.observe(seconds / (device_s or 1.0), beside(ran.pieces))
 
     def tells(self, rows: int) -> bool:

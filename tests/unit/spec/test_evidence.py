@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from outrider.spec.evidence import OUTLIER, WINDOW, Emitted, RoundTimes
+from outrider.spec.evidence import OUTLIER, STALLED, WINDOW, Emitted, RoundTimes
 
 
 def test_times_are_those_of_the_last_rounds_and_stalls_count_a_few_rounds() -> None:
@@ -84,3 +84,31 @@ def test_a_stall_that_all_sessions_met_in_parts_of_a_round_is_cut_off() -> None:
     for count in range(12):
         times.observe(0.1 if count in (5, 6, 7) else 0.004, rounds=0.4)
     assert times.mean_s < 0.0065
+
+
+def test_what_rounds_take_is_what_a_slow_look_at_the_last_of_them_finds() -> None:
+    rng = np.random.default_rng(5)
+    times, kept = RoundTimes(), list[tuple[float, float]]()
+    for count in range(400):
+        seen = (float(rng.choice([0.004, 0.005, 0.02, 0.3])), float(rng.choice([0.25, 1.0])))
+        times.observe(*seen)
+        kept = [*kept, seen][-WINDOW:]
+        if count % 3 == 0:
+            assert times.mean_s == pytest.approx(slow_mean(kept))
+        assert times.rounds == pytest.approx(sum(weight for _, weight in kept))
+    times.forget()
+    assert math.isnan(times.mean_s)
+
+
+def slow_mean(kept: list[tuple[float, float]]) -> float:
+    """The mean of rounds of which the longest, an eighth of a window at most, may be stalls."""
+    longest_first = sorted(kept, reverse=True)
+    above = 0.0
+    while len(longest_first) > (len(kept) + 1) // 2:
+        above += longest_first[0][1]
+        if above > WINDOW * STALLED:
+            break
+        longest_first.pop(0)
+    most = OUTLIER * longest_first[0][0]
+    total = sum(min(seconds, most) * weight for seconds, weight in kept)
+    return total / sum(weight for _, weight in kept)
