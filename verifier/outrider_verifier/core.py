@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from heapq import heappop, heappush
 from typing import assert_never
 
 from outrider.engine.kvcache import KVPool
@@ -103,6 +104,8 @@ class Core:
         self.sessions: dict[SessionId, Session] = {}
         """Sessions being served, in order of opening."""
         self._by_handle: list[Session | None] = [None] * max_sessions
+        self._free_handles = list(range(max_sessions))
+        """A heap: the lowest is the next to be given."""
         self.touched = 0
         """Grows when sessions may have changed otherwise than by a round's outcome."""
         self.counters = counters
@@ -224,7 +227,7 @@ class Core:
         self.sessions[spec.session_id] = session
         try:
             self.room.enter(session)
-            session.handle = self._free_handle()
+            session.handle = heappop(self._free_handles)
             self._by_handle[session.handle] = session
             self.handover.open(session)
             self.policy.opened(session)
@@ -315,10 +318,6 @@ class Core:
         self.emit(session, (), FinishReason.CANCELLED)
         self.free(session)
 
-    def _free_handle(self) -> int:
-        held = enumerate(self._by_handle)
-        return next(handle for handle, owner in held if owner is None or owner.ended)
-
     def _of_handle(self, handle: int) -> Session:
         session = self._by_handle[handle]
         assert session is not None, handle
@@ -379,6 +378,7 @@ class Core:
                 self.store.close(session.handle)
             self.inbox.drop(session.handle)
             self._by_handle[session.handle] = None
+            heappush(self._free_handles, session.handle)
             session.handle = -1
         session.ended = True
         self.touched += 1
@@ -399,6 +399,8 @@ class Core:
         """Forget all sessions where not even failing them works; what they held is lost."""
         for session in self.sessions.values():
             session.ended, session.handle = True, -1
+        self._by_handle = [None] * len(self._by_handle)
+        self._free_handles = list(range(len(self._by_handle)))
         self.touched += 1
         for held in (self.sessions, self.room.running, self.room.waiting):
             held.clear()

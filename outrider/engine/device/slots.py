@@ -6,6 +6,7 @@ X slots, the last one for padding; T blocks of the longest sequence; K own draft
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -101,8 +102,8 @@ class SessionSlots:
         padding, held = SamplingParams(), self._padding_kv.blocks
         self._nobody = self._row(self.padding, held, padding, length=1, root=0)
         # Captured now: no session is to wait for it later.
-        self._write([self._nobody], [], [])
-        self._write([], [], [])
+        for rows in ([], [self._nobody], [self._nobody] * _BEGUN):
+            self._write(rows, [], [])
 
     def check_blocks(self, count: int) -> None:
         """Raises ResourceExhaustedError for more K/V blocks than a slot's table holds."""
@@ -187,17 +188,24 @@ class SessionSlots:
         numbers = np.array(held + [self._padding_kv.blocks[0]] * left, np.int32)
         # Places are of 64 bits, as the copy wants them: in front, where they are aligned.
         grown = (where.view(np.int32), numbers)
-        if not rows:
-            upload(self._staged[_BEGUN * self._width :], *grown)
-            self._graphs.run("grow", self._extend)
-            return
-        upload(self._staged, *rows, *[self._nobody] * (_BEGUN - len(rows)), *grown)
-        self._graphs.run("write", self._spread)
+        # Where few are served they begin one by one, and their tables may be long.
+        count = len(rows) if len(rows) < 2 else _BEGUN
+        staged = self._staged[: count * self._width + 3 * _GROWN]
+        upload(staged, *rows, *[self._nobody] * (count - len(rows)), *grown)
+        self._graphs.run(count, partial(self._spread, staged, count))
 
-    def _spread(self) -> None:
-        """From the staged rows to where the slots that they name keep them; then `_extend`."""
-        staged, sampling, sequence = self._staged, self.sampling, self.sequence
-        rows = staged[: _BEGUN * self._width].view(_BEGUN, self._width)
+    def _spread(self, staged: Tensor, count: int) -> None:
+        """From `count` staged rows to where the slots that they name keep them; then what follows
+        them to the tables."""
+        if count:
+            self._begin(staged[: count * self._width].view(count, self._width))
+        added = staged[count * self._width :]
+        where, numbers = added[: 2 * _GROWN].view(torch.int64), added[2 * _GROWN :]
+        self.sequence.tables.view(-1).index_copy_(0, where, numbers)
+
+    def _begin(self, rows: Tensor) -> None:
+        """Rows [n, width] of slots that begin."""
+        sampling, sequence = self.sampling, self.sequence
         keys, fields = rows[:, :_KEY_WORDS].view(torch.int64), rows[:, _KEY_WORDS:_FIELDS]
         slots = fields[:, 0:2].view(torch.int64)[:, 0]
         sampling.stream_keys.index_copy_(0, slots, keys)
@@ -206,10 +214,3 @@ class SessionSlots:
         sequence.lengths.index_copy_(0, slots, fields[:, 4])
         sequence.roots.index_copy_(0, slots, fields[:, 5])
         sequence.tables.index_copy_(0, slots, rows[:, _FIELDS : _FIELDS + self._blocks])
-        self._extend()
-
-    def _extend(self) -> None:
-        """From the staged additions to the tables."""
-        added = self._staged[_BEGUN * self._width :]
-        where, numbers = added[: 2 * _GROWN].view(torch.int64), added[2 * _GROWN :]
-        self.sequence.tables.view(-1).index_copy_(0, where, numbers)

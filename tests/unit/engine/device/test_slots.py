@@ -114,8 +114,11 @@ def test_more_blocks_than_a_launch_adds_are_told_of_all_the_same() -> None:
     assert slots.sequence.tables[slot].tolist() == list(before.blocks)
 
 
-def test_sessions_that_begin_are_told_of_at_once_with_what_they_were_given_since() -> None:
-    many, longest = 2 * _BEGUN + 3, 4 * 5
+@pytest.mark.parametrize("many", [1, 2, _BEGUN, _BEGUN + 1, 2 * _BEGUN + 3])
+def test_sessions_that_begin_are_told_of_at_once_with_what_they_were_given_since(
+    many: int,
+) -> None:
+    longest = 4 * 5
     pool = make_pool(8 * many)
     slots = make_slots(pool, longest, many)
     spare = int(slots.sequence.tables[slots.padding, 0])
