@@ -39,6 +39,14 @@ SHAPE: Final = replace(
 """Of the target."""
 _LINK: Final = 1
 _NAME: Final = DrafterId("bench")
+_DRAFTER: Final = Link(
+    link_id=_LINK,
+    drafter_id=_NAME,
+    incarnation="",
+    methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
+    feature_layout=FeatureLayout.PROJECTED,
+    places=True,
+)
 
 
 def spec_of(
@@ -146,7 +154,7 @@ class VerifierSide:
         self._outbox = self.service._outbox
         self._lanes = self.service._lanes
         if lane is not None:
-            self._lanes.attach(_LINK, lane)
+            self._lanes.attach_drafter(_DRAFTER, lane)
         self._waiting = self._unsaid = False
         self._rounds.flush = self._flushed
         handover: Any = self._core.handover
@@ -174,14 +182,7 @@ class VerifierSide:
     def open(self, sessions: int, max_new_tokens: int, plan: Plan, *, drafted: bool = True) -> None:
         """Attach a drafter, open sessions, which it is to follow if `drafted`, and run their
         prompts."""
-        link = Link(
-            link_id=_LINK,
-            drafter_id=_NAME,
-            incarnation="",
-            methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
-            feature_layout=FeatureLayout.PROJECTED,
-        )
-        self._core.handle(Attached(link), time.monotonic())
+        self._core.handle(Attached(_DRAFTER), time.monotonic())
         for ticket in range(sessions):
             self.open_one(ticket, PROMPT, max_new_tokens, plan, drafted=drafted)
         while any(not session.prefilled for session in self._core.sessions.values()):

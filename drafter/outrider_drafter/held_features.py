@@ -37,9 +37,11 @@ class _Message:
     offsets: Indices
 
     def own(self) -> None:
-        """See to it that nobody waits for where the rows lie."""
+        """See to it that nobody waits for where the rows lie; between them others may."""
         if is_lent(self.rows):
-            self.rows = self.rows.copy()
+            owners, places = parts(self.counts)
+            self.rows = self.rows[self.offsets[owners] + places]
+            self.offsets = self.counts.cumsum() - self.counts
 
     def entries(self, chosen: Indices) -> _Message:
         """Some entries, in this order."""

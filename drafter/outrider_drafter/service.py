@@ -329,6 +329,7 @@ class DrafterService:
             feature_layout=self._feature_layout,
             feature_fingerprint=self._fingerprint,
             lanes=self._config.lanes and lanes_exist(),
+            feature_offsets=True,
         )
 
     async def _read(self, connection: DrafterConnection, number: int) -> None:

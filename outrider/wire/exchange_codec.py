@@ -251,6 +251,7 @@ def _hello_to_pb(hello: Hello) -> pb.Hello:
         feature_layout=LAYOUTS[hello.feature_layout],
         feature_fingerprint=hello.feature_fingerprint,
         lanes=hello.lanes,
+        feature_offsets=hello.feature_offsets,
     )
 
 
@@ -265,6 +266,7 @@ def _hello_from_pb(message: pb.Hello) -> Hello:
         feature_layout=known(LAYOUTS_FROM_PB, message.feature_layout, "feature_layout"),
         feature_fingerprint=text(message.feature_fingerprint, "feature_fingerprint", empty=True),
         lanes=message.lanes,
+        feature_offsets=message.feature_offsets,
     )
 
 

@@ -59,6 +59,8 @@ class Hello:
     """Fingerprint of the head's feature projection; must equal the verifier's unless NONE."""
     lanes: bool = False
     """Whether the drafter can have a lane (`outrider.transport.lane`)."""
+    feature_offsets: bool = False
+    """Whether it knows `Verdicts.feature_offsets`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,9 @@ class LaneAnswer:
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A message that is encoded already, so that the thread that made it also does that; only
-    sending knows this form. Features may lie where their round left them, and what carries them to
-    their reader's memory copies them from there; `owned` is for what is sent later."""
+    sending knows this form. Features may lie where their round left them; what carries them to the
+    memory of their reader copies them from there, unless that is where they are. `owned` is for
+    what is sent later."""
 
     pieces: tuple[bytes | memoryview, ...]
 

@@ -1,7 +1,8 @@
 """`Verdicts` and `Proposals` to bytes and back, by protobuf's outermost layers alone.
 
 They are protobuf messages (`exchange.proto`) whose arrays are `bytes` fields. Written and read here
-field by field: an array is copied once on its way out, and what arrives is looked at where it lies.
+field by field: an array but for features is copied once on its way out, and what arrives is looked
+at where it lies.
 S entries. Decoding checks that all lengths agree, nothing else: what single entries say is for
 their reader, who knows its vocabulary, and who knows the session that an entry costs.
 """

@@ -144,6 +144,21 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             feature_fingerprint="cd" * 8,
         ),
     ),
+    "hello_offsets": (
+        "drafter",
+        m.Hello(
+            protocol_version=1,
+            drafter_id=DrafterId("drafter-a"),
+            incarnation="1f2e",
+            vocab_size=49152,
+            tokenizer_hash="",
+            methods=(DraftMethod.EAGLE3,),
+            feature_layout=m.FeatureLayout.PROJECTED,
+            feature_fingerprint="cd" * 8,
+            lanes=True,
+            feature_offsets=True,
+        ),
+    ),
     "hello_lanes": (
         "drafter",
         m.Hello(

@@ -191,6 +191,7 @@ HELLOS = st.builds(
     feature_layout=st.sampled_from(messages.FeatureLayout),
     feature_fingerprint=MAYBE_NAMES,
     lanes=st.booleans(),
+    feature_offsets=st.booleans(),
 )
 LANE_ANSWERS = st.builds(messages.LaneAnswer, st.booleans())
 LANES = st.builds(

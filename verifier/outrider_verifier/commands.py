@@ -27,6 +27,8 @@ class Link:
     feature_layout: FeatureLayout
     same_host: bool = False
     """Whether it has a lane, which is possible on one host alone."""
+    places: bool = False
+    """Whether it reads features where a device has put them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,7 +225,7 @@ class DeviceRoundEngine:
 
     def pin(self, memory: NDArray[np.uint8]) -> bool:
         """See `RoundRunner`."""
-        return pin(memory, self._device)
+        return self.rounds.makes_features and pin(memory, self._device)
 
     def land_in(self, reserve: Reserve) -> None:
         """See `RoundRunner`."""
@@ -302,16 +302,17 @@ class DeviceRoundEngine:
                 asked=asked_of(group) if self._asking else None,
                 undrafted=leaves_drafts_out(group),
                 part=part,
-                place=self._place_of(group),
+                place=self._place_of(group) if len(groups) == 1 else None,
             )
         return DeviceFlight(prefill, verify, groups, submitted)
 
     def _place_of(self, group: Group) -> Callable[[int], NDArray[np.uint8] | None] | None:
-        """Where a launch's features may be put for the drafter that will hear of them."""
-        link_id = group.link_id
-        if self._reserve is None or link_id is None or not is_told(group.rows[0].session):
+        """Where the features of a round of one launch may be put for the drafter that will hear of
+        them."""
+        if self._reserve is None or not (group.rows and is_told(group.rows[0].session)):
             return None
-        return partial(self._reserve, link_id)
+        group.placed_for = group.link_id
+        return None if group.placed_for is None else partial(self._reserve, group.placed_for)
 
     # ---- collecting ----------------------------------------------------------------------------
 

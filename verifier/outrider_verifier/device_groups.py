@@ -50,6 +50,8 @@ class Group:
     judge: Judge = Judge.SAMPLED
     chunks: list[Chunk] = field(default_factory=list)
     launched: Launched | None = None
+    placed_for: int | None = None
+    """The link to whose drafter its features may be sent as they lie."""
     blank: frozenset[int] = frozenset()
     """Which of the rows, of own drafts, have none yet."""
     cut: dict[int, int] = field(default_factory=dict)
@@ -69,9 +71,10 @@ class Group:
 
     @property
     def link_id(self) -> int | None:
-        """The one drafter's that hears of the features of all rows that decode; None: there is no
-        such."""
+        """That of the one drafter that may hear of all features that the launch makes; None: there
+        is no such."""
         links = {row.session.link_id for row in self.rows}
+        links |= {chunk.row.session.link_id for chunk in self.chunks}
         return links.pop() if len(links) == 1 else None
 
     @property

@@ -20,6 +20,7 @@ from outrider.transport.lane import Lane, LaneListener
 from outrider.transport.outgoing import Outgoing
 from outrider.wire.messages import (
     Encoded,
+    FeatureLayout,
     Hello,
     LaneAnswer,
     VerifierMessage,
@@ -158,6 +159,7 @@ class DrafterHub:
             methods=hello.methods,
             feature_layout=hello.feature_layout,
             same_host=lane is not None,
+            places=hello.feature_offsets and hello.feature_layout is FeatureLayout.PROJECTED,
         )
         return link, lane
 

@@ -302,7 +302,7 @@ class Handover:
         concerned = set(links.tolist())
         shared = len(concerned) > 1
         features: _Features
-        if isinstance(told.features, Placed) and not shared:
+        if isinstance(told.features, Placed) and concerned == {told.features.link_id}:
             features = self._in_place(told.features, fed)
         else:
             features = self._in_pieces(told.features, fed)

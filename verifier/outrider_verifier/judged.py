@@ -68,11 +68,13 @@ class Judged(NamedTuple):
 
     def placed(self) -> Placed | None:
         """The same, if they lie where the rows' drafter reads them."""
-        if self.features is None or not self.in_place:
+        link_id = self.group.placed_for
+        if self.features is None or link_id is None or not self.in_place:
             return None
         keeps = np.array([row.session.keeps_features for row in self.group.rows])
         offsets = np.arange(0, self.nodes * len(keeps), self.nodes)
-        return Placed(self.features, offsets, np.where(keeps, self.words[:, 0], 0))
+        counts = np.where(keeps, self.words[:, 0], 0).astype(np.int64)
+        return Placed(link_id, self.features, offsets, counts)
 
     def own_nodes(self) -> list[int]:
         """[n]: nodes of its own draft that each row verified."""
@@ -148,10 +150,10 @@ def decoded(judged: Sequence[Judged], rows: int) -> Decoded:
             placed=all_rows.placed(),
             block=block,
         )
-    return Decoded.of(_placed(judged, rows))
+    return Decoded.of(_in_order(judged, rows))
 
 
-def _placed(judged: Sequence[Judged], rows: int) -> list[RowOutcome]:
+def _in_order(judged: Sequence[Judged], rows: int) -> list[RowOutcome]:
     """Rows of several launches in the order of the round."""
     outcomes = {
         place: outcome

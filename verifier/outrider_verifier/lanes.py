@@ -13,7 +13,7 @@ from outrider.transport.lane import INLINE_BYTES, Frame, Lane, LaneSet
 from outrider.wire.codec import decode_drafter_messages, encode_verifier_messages
 from outrider.wire.messages import Encoded, VerifierMessage
 from outrider_verifier.checks import DrafterChecks
-from outrider_verifier.commands import Command, Garbled
+from outrider_verifier.commands import Command, Garbled, Link
 
 
 class Lanes(LaneSet):
@@ -35,10 +35,12 @@ class Lanes(LaneSet):
         self._queue_bytes = queue_bytes
         self.counters: Counter[str] = checks.counters
 
-    def attach(self, number: int, lane: Lane) -> None:
-        """From here on a drafter is told by this lane, of features where rounds put them."""
-        lane.open_for(self._pin)
-        super().attach(number, lane)
+    def attach_drafter(self, link: Link, lane: Lane) -> None:
+        """From here on a drafter is told by this lane, of features where rounds put them if it
+        reads them there."""
+        if link.places:
+            lane.open_for(self._pin)
+        self.attach(link.link_id, lane)
 
     def tell(self, link_id: int, messages: Sequence[VerifierMessage]) -> None:
         """Send messages together."""

@@ -171,7 +171,7 @@ class EngineLoop:
             case Stop():
                 self._stopping = True
             case Attached(link=link, lane=lane) if lane is not None:
-                self._lanes.attach(link.link_id, lane)
+                self._lanes.attach_drafter(link, lane)
             case Detached(link_id=link_id):
                 self._lanes.detach(link_id)
         told = len(self._outbox)

@@ -20,6 +20,8 @@ Pieces = list[NDArray[np.generic] | None]
 class Placed:
     """Of n rows, each its own part."""
 
+    link_id: int
+    """The drafter's that may see all of the memory."""
     memory: NDArray[np.generic]
     """[R, H] in the wire's element type, from where the place begins."""
     offsets: NDArray[np.int64]
@@ -29,7 +31,7 @@ class Placed:
 
     def only(self, chosen: NDArray[np.bool_]) -> Placed:
         """Some of the rows; chosen [n]."""
-        return Placed(self.memory, self.offsets[chosen], self.counts[chosen])
+        return Placed(self.link_id, self.memory, self.offsets[chosen], self.counts[chosen])
 
     def pieces(self) -> Pieces:
         """[n] of rows [m, H]; None where there are none."""

@@ -123,7 +123,8 @@ class Readback:
         return self._arrival is None or self._arrival.over
 
     def wait(self) -> Tensor:
-        """The host copy; it is overwritten RING launches of the same part and shape later."""
+        """The host copy; it is overwritten RING launches of the same part and shape later, unless
+        it lies in memory of its own (`last_into`)."""
         if self._arrival is not None:
             self._arrival.wait()
         return self._buffer.tensor

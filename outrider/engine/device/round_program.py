@@ -80,6 +80,8 @@ class RoundProgram:
         self._pool = target.pool
         self._projection = projection
         self._own_head = own_head
+        self.projects = projection is not None
+        """Whether rounds can make features."""
         taps = projection.tap_layers if projection is not None else ()
         # One for all shapes: a round's is looked at before the next one is launched.
         hidden = _hidden_states(target, max_token_rows)

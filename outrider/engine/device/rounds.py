@@ -118,6 +118,11 @@ class DeviceRounds:
         self.brake: Brake | None = None
         """Benchmarks only: what makes rounds last longer."""
 
+    @property
+    def makes_features(self) -> bool:
+        """Whether any round does."""
+        return self._program.projects
+
     def launch(
         self,
         rows: RoundRows,

@@ -192,7 +192,7 @@ class SessionSlots:
         count = len(rows) if len(rows) < 2 else _BEGUN
         staged = self._staged[: count * self._width + 3 * _GROWN]
         upload(staged, *rows, *[self._nobody] * (count - len(rows)), *grown)
-        self._graphs.run(count, partial(self._spread, staged, count))
+        self._graphs.run(("slots", count), partial(self._spread, staged, count))
 
     def _spread(self, staged: Tensor, count: int) -> None:
         """From `count` staged rows to where the slots that they name keep them; then what follows

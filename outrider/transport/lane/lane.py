@@ -19,7 +19,8 @@ from outrider.wire.limits import MAX_MESSAGE_BYTES
 from outrider.wire.messages import Encoded
 
 Frame = bytes | Encoded
-"""Encoded: one that may lie in pieces, which are copied before `Lane.send` returns."""
+"""Encoded: one that may lie in pieces, which are copied before `Lane.send` returns, but for what
+lies in the lane's own memory (`Lane.reserve`)."""
 
 FrameT = TypeVar("FrameT", bytes, bytes | memoryview)
 
@@ -91,7 +92,7 @@ class Lane:
 
     def reserve(self, size: int) -> NDArray[np.uint8] | None:
         """A place for what others write into a frame, which is then sent as it lies there
-        (`Ring.reserve`); None where copying is as good, or nothing else."""
+        (`Ring.reserve`); None where there is none, or copying is as good."""
         if size <= 2 * INLINE_BYTES or self._unsent or self.closed:
             return None
         return self._outgoing.reserve(size)
@@ -171,8 +172,7 @@ class Lane:
         """Whether a frame needs no parts, and there was room for it."""
         if size <= INLINE_BYTES:
             return self._posted(b"".join((_INLINE, *pieces)))
-        whole = size <= PART_BYTES or self._outgoing.holds(pieces)
-        return whole and self._through_ring(_IN_RING, pieces, size)
+        return size <= PART_BYTES and self._through_ring(_IN_RING, pieces, size)
 
     def _left_in_part(self, frame: bytes) -> bool:
         """Whether there was room for a frame, or its next part."""

@@ -26,10 +26,10 @@ from outrider.errors import InvalidMessageError
 
 RING_BYTES: Final = 16 << 20
 """Size of a ring: some rounds of the largest batch, features included."""
-MOST_RESERVED: Final = RING_BYTES // 3
-"""Bytes of a place, at most: two rounds are on their way while a third one is read."""
 HEAD_BYTES: Final = 32 << 10
 """Room before a place, for what is said of what lies there."""
+MOST_RESERVED: Final = RING_BYTES // 4 - HEAD_BYTES
+"""Bytes of a place, at most: two rounds are on their way while a third one is read."""
 _HEADER: Final = 4096
 _ALIGNMENT: Final = 64
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -124,7 +124,8 @@ class Ring:
         return cls(descriptor, size)
 
     def write(self, pieces: Sequence[bytes | memoryview], size: int) -> int | None:
-        """Copy a frame of `size` bytes in; its offset, or None while there is no room for it."""
+        """Copy a frame of `size` bytes in, or of one that lies in a place what is before that; its
+        offset, or None while there is no room for it."""
         frame = self._in_place(pieces)
         if frame is not None:
             start = _place_of(frame.start) - len(pieces[0])
@@ -181,10 +182,6 @@ class Ring:
         self._unread.append(frame)
         return place
 
-    def holds(self, pieces: Sequence[bytes | memoryview]) -> bool:
-        """Whether a frame in these pieces lies here already, but for its first piece."""
-        return self._in_place(pieces) is not None
-
     def _in_place(self, pieces: Sequence[bytes | memoryview]) -> _Frame | None:
         """The frame with the place in which the second of two pieces lies, if there is one."""
         if not self._reserved or len(pieces) != 2 or not pieces[1]:
@@ -198,7 +195,7 @@ class Ring:
     def read(self, offset: int, size: int) -> bytes:
         """Copy the next frame out: its writer may change it until then, and may use its place
         again from here on. Raises InvalidMessageError for a place outside."""
-        frame = bytes(self._place(offset, size))
+        frame = bytes(self._frame(offset, size))
         with self._lending:
             self._written += 1
             self._tell_done()
@@ -208,7 +205,7 @@ class Ring:
         """The next frame where it lies: its writer may change it at any time, so that what is
         checked has to be copied before. Its place is used again once nothing refers to it any more;
         while half of the ring is lent, a copy. Raises as `read`."""
-        place = self._place(offset, size)
+        place = self._frame(offset, size)
         if self._lent_bytes + size > self._size // 2:
             return self.read(offset, size)
         held = np.frombuffer(place, np.uint8)
@@ -219,7 +216,7 @@ class Ring:
         weakref.finalize(held, self._give_back, self._written, size).atexit = False
         return held.data.toreadonly()
 
-    def _place(self, offset: int, size: int) -> memoryview:
+    def _frame(self, offset: int, size: int) -> memoryview:
         if size > self._size or offset > self._size - size:
             raise InvalidMessageError(f"{size} bytes at {offset} of a lane", reason="LANE_FRAME")
         return self._bytes[_HEADER + offset : _HEADER + offset + size]

@@ -118,3 +118,26 @@ def test_what_lies_in_a_lane_is_copied_if_it_is_not_used_until_the_next_message(
             del frame, rows
         messages = scripted.held._messages
         assert [is_lent(message.rows) for message in messages] == [False, False, True]
+
+
+def test_what_is_copied_out_of_a_lane_is_what_somebody_waits_for() -> None:
+    scripted = Scripted()
+    gap, rows = 3, 20_000
+    with lane_pair() as (left, right):
+        memory = np.zeros((SESSIONS * (rows + gap), WIDTH), np.float32)
+        offsets = np.arange(SESSIONS) * (rows + gap)
+        for number in range(SESSIONS):
+            memory[offsets[number] : offsets[number] + rows] = number
+        left.send(memory.tobytes())
+        (frame,) = right.borrow()
+        lying = np.frombuffer(frame, np.float32).reshape(-1, WIDTH)
+        counts = np.full(SESSIONS, rows)
+        slots, firsts = np.arange(SESSIONS), np.zeros(SESSIONS, dtype=np.int64)
+        wire = WireTensor(dtype=TensorDtype.FLOAT32, data=lying)
+        scripted.held.add(wire, slots, firsts, counts, offsets)
+        (message,) = scripted.held._messages
+        assert is_lent(message.rows)
+        message.own()
+        assert not is_lent(message.rows) and len(message.rows) == SESSIONS * rows
+        for number in range(SESSIONS):
+            assert (scripted.held.read(number, 0, rows) == number).all()

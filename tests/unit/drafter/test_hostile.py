@@ -64,7 +64,11 @@ def verdicts(draw: st.DrawFn) -> Verdicts:
             part = tokens[ends[index] - token_counts[index] : ends[index]]
             digests[index] = extend_digest(EMPTY_DIGEST, part.clip(0).tolist())
             starts[index] = 0
-    rows = sum(feature_counts)
+    rows, offsets = sum(feature_counts), None
+    if draw(st.booleans()):
+        # Anywhere, one over the other, or with a gap.
+        rows += draw(st.integers(0, 3))
+        offsets = np.array([draw(st.integers(0, rows - count)) for count in feature_counts])
     fill = draw(st.sampled_from([0.0, 1.0, 60000.0]))
     features = None
     if rows:
@@ -80,6 +84,7 @@ def verdicts(draw: st.DrawFn) -> Verdicts:
         feature_counts=np.array(feature_counts),
         draft_wanted=np.array(draw(st.lists(st.booleans(), min_size=count, max_size=count))),
         features=features,
+        feature_offsets=None if features is None else offsets,
     )
 
 

@@ -45,6 +45,38 @@ def row(
     return VerifyRow(session, draft=draft, own_depth=own_depth)
 
 
+def on_link(link_id: int | None) -> VerifyRow:
+    found = row()
+    found.session.link_id = link_id
+    return found
+
+
+@pytest.mark.parametrize(
+    ("links", "prompt", "expected"),
+    [
+        ([1, 1], "nobody", 1),
+        ([1, 1], 1, 1),
+        ([1, 2], "nobody", None),
+        ([1, None], "nobody", None),
+        ([1, 1], 2, None),
+        ([1, 1], None, None),
+        ([None], "nobody", None),
+    ],
+)
+def test_only_a_launch_of_one_drafters_sessions_may_be_seen_by_it(
+    links: list[int | None], prompt: int | str | None, expected: int | None
+) -> None:
+    rows = [on_link(link_id) for link_id in links]
+    groups = group_rows(rows, seats(rows), any_number)
+    if prompt != "nobody":
+        session = on_link(prompt if isinstance(prompt, int) else None).session
+        chunk = PrefillRow(session=session, start=0, num_tokens=3, last=False)
+        mine = Seat.of(session, len(rows), warped=False)
+        add_prompts(groups, [(0, chunk, mine)], own_head=False, mixes=lambda drafts: True)
+    (group,) = groups
+    assert group.link_id == expected
+
+
 def any_number(nodes: int) -> int:
     """Rows that a launch may have."""
     return 256

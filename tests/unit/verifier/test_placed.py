@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,14 +13,20 @@ from numpy.typing import NDArray
 from outrider_bench import host_verifier
 from outrider_bench.host_canned import Steps
 from outrider_bench.host_verifier import LENGTH, VerifierSide
+from outrider_verifier.features import FeatureStore
+from outrider_verifier.handover import Handover, Told
+from outrider_verifier.inbox import Inbox
 from outrider_verifier.placed import Placed
+from outrider_verifier.sessions import Session
 
 from outrider.engine.device.buffers import Downloader
 from outrider.spec.flat_trees import chain_parents
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.transport.lane import Lane, is_lent, lane_pair
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
-from outrider.wire.messages import Proposals, Verdicts
+from outrider.wire.messages import Proposals, TensorDtype, Verdicts
+from tests.fakes.target import FakeTarget
+from tests.unit.verifier.harness import make_spec
 
 SESSIONS, WIDTH = 16, 4096
 
@@ -74,11 +80,22 @@ def proposals_for(told: Verdicts) -> bytes:
     return encode_drafter_message(proposals)
 
 
-def verified_round(*, places: bool) -> tuple[list[Verdicts], NDArray[np.generic]]:
-    """What a drafter hears of a round that verified chains, and where the features lie."""
+class Round(NamedTuple):
+    """A round that verified chains."""
+
+    told: list[Verdicts]
+    memory: NDArray[np.generic]
+    """Where the drafter finds the features."""
+    kept: list[list[list[int]]]
+    """Of each session, what the verifier keeps of every row of them."""
+
+
+def verified_round(*, places: bool, stranger: bool = False) -> Round:
+    """What a drafter hears of a round; `stranger`: in which the prompt of a session without a
+    drafter is read."""
     ours, theirs = lane_pair()
     with torch.inference_mode(), closing(ours), closing(theirs):
-        verifier = VerifierSide(SESSIONS, Steps(), planner="fixed", width=WIDTH, lane=ours)
+        verifier = VerifierSide(SESSIONS + 1, Steps(), planner="fixed", width=WIDTH, lane=ours)
         runner: Any = verifier.service._rounds._engine
         runner.rounds._downloads = Downloader(torch.device("cpu"))
         if not places:
@@ -88,16 +105,25 @@ def verified_round(*, places: bool) -> tuple[list[Verdicts], NDArray[np.generic]
         *_, prompts = told_by(theirs)
         assert len(prompts) == SESSIONS
         verifier.offer([proposals_for(prompts)])
+        if stranger:
+            verifier.open_one(SESSIONS, 40, 40, Plan(), drafted=False)
         verifier.round()
         told = told_by(theirs)
-        assert told[-1].features is not None
-        return told, told[-1].features.joined()
+        store = verifier.service._core.store
+        assert told[-1].features is not None and store is not None
+        sessions = list(verifier.service._core.sessions.values())[:SESSIONS]
+        kept = [
+            [row[:2].tolist() for piece in pieces for row in piece]
+            for pieces in (store.read(s.handle, 0, store.held(s.handle)) for s in sessions)
+        ]
+        return Round(told, told[-1].features.joined(), kept)
 
 
 @pytest.mark.usefixtures("numbered")
 def test_a_round_is_told_from_where_it_came_down_and_as_before() -> None:
-    placed, memory = verified_round(places=True)
-    copied, packed = verified_round(places=False)
+    placed, memory, kept = verified_round(places=True)
+    copied, packed, before = verified_round(places=False)
+    assert kept == before and all(len(rows) > LENGTH for rows in kept)
     assert placed[-1].feature_offsets is not None and copied[-1].feature_offsets is None
     assert is_lent(memory) and memory.nbytes > 0
     assert memory.flags.aligned
@@ -111,9 +137,49 @@ def test_a_round_is_told_from_where_it_came_down_and_as_before() -> None:
     assert len(memory) == SESSIONS * nodes - 1 and len(packed) == SESSIONS * LENGTH
 
 
+@pytest.mark.usefixtures("numbered")
+def test_a_drafter_finds_nothing_of_a_session_that_is_not_its_own() -> None:
+    beside = verified_round(places=True, stranger=True)
+    assert beside.told[-1].feature_offsets is None
+    assert len(beside.memory) == SESSIONS * LENGTH
+    assert rows_told(beside.told) == rows_told(verified_round(places=False).told)
+
+
+def test_what_was_put_for_another_drafter_is_copied_out_of_there() -> None:
+    store = FeatureStore(width=2, dtype=np.uint16, budget_bytes=1 << 16, max_sessions=4)
+    handover = Handover(
+        inbox=Inbox(max_sessions=4, per_session=2, reach=4, budget_bytes=1 << 16),
+        store=store,
+        dtype=TensorDtype.BFLOAT16,
+        chunk_tokens=8,
+        max_sessions=4,
+    )
+    session = Session.create(
+        make_spec(prompt=(5, 6)),
+        ticket=1,
+        kv=FakeTarget(num_blocks=8).pool.allocate(8),
+        now=0.0,
+        keeps_features=True,
+    )
+    session.handle = 2
+    handover.open(session)
+    handover._links[2], handover._with_features[2] = 7, True
+    memory = np.arange(20, dtype=np.uint16).reshape(10, 2)
+    for link_id, offsets, rows in ((7, [3], 5), (8, None, 2)):
+        told = Told.present([session], [None])
+        told.features = Placed(link_id, memory, np.array([3]), np.array([2]))
+        ((link, verdicts),) = handover.verdicts(handover.follow(told))
+        assert link == 7 and verdicts.features is not None
+        found = verdicts.feature_offsets
+        assert (None if found is None else found.tolist()) == offsets
+        assert len(verdicts.features.joined()) == rows
+        (entry,) = verdicts.entries()
+        assert entry.features is not None and entry.features.data.tolist() == memory[3:5].tolist()
+
+
 def test_rows_without_features_have_none_wherever_they_lie() -> None:
     memory = np.arange(20, dtype=np.uint16).reshape(10, 2)
-    placed = Placed(memory, np.array([0, 3, 6]), np.array([2, 0, 3]))
+    placed = Placed(1, memory, np.array([0, 3, 6]), np.array([2, 0, 3]))
     first, none, last = placed.pieces()
     assert none is None and first is not None and last is not None
     assert first.tolist() == memory[:2].tolist() and last.tolist() == memory[6:9].tolist()
