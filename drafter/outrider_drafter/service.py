@@ -23,7 +23,6 @@ from outrider.errors import (
 )
 from outrider.grammar.grammars import Grammars
 from outrider.ids import DrafterId
-from outrider.spec.plan import DraftMethod
 from outrider.transport.base import Dialer, DrafterConnection
 from outrider.transport.lane import JoinLane, join_lane, lanes_exist
 from outrider.transport.outgoing import Outgoing
@@ -94,14 +93,20 @@ class DrafterService:
         """`awake` is kept while there are sessions; `join` is called on a thread of its own."""
         kept = awake or AwakeCores.claim(0)
         self.metrics = metrics or Metrics()
-        self._config, self._dialer = config, dialer
-        self._join_lane = join
-        self._identity = identity
-        self._incarnation = secrets.token_hex(8)
-        self._methods: tuple[DraftMethod, ...] = tuple(s.method for s in sources)
+        self._config, self._dialer, self._join_lane = config, dialer, join
         fed = [s for s in sources if s.feature_layout is not FeatureLayout.NONE]
-        self._feature_layout = fed[0].feature_layout if fed else FeatureLayout.NONE
-        self._fingerprint = fed[0].feature_fingerprint if fed else ""
+        self._hello = Hello(
+            protocol_version=PROTOCOL_VERSION,
+            drafter_id=DrafterId(config.drafter_id),
+            incarnation=secrets.token_hex(8),
+            vocab_size=identity.vocab_size,
+            tokenizer_hash=identity.tokenizer_hash,
+            methods=tuple(source.method for source in sources),
+            feature_layout=fed[0].feature_layout if fed else FeatureLayout.NONE,
+            feature_fingerprint=fed[0].feature_fingerprint if fed else "",
+            lanes=config.lanes and lanes_exist(),
+            feature_offsets=True,
+        )
         limits = Limits(
             vocab_size=identity.vocab_size,
             feature_size=fed[0].feature_size if fed else 0,
@@ -157,13 +162,13 @@ class DrafterService:
         self._heard = self._ending
         return DrafterInfo(
             protocol_version=PROTOCOL_VERSION,
-            drafter_id=DrafterId(self._config.drafter_id),
-            incarnation=self._incarnation,
-            vocab_size=self._identity.vocab_size,
-            tokenizer_hash=self._identity.tokenizer_hash,
-            methods=self._methods,
-            feature_layout=self._feature_layout,
-            feature_fingerprint=self._fingerprint,
+            drafter_id=self._hello.drafter_id,
+            incarnation=self._hello.incarnation,
+            vocab_size=self._hello.vocab_size,
+            tokenizer_hash=self._hello.tokenizer_hash,
+            methods=self._hello.methods,
+            feature_layout=self._hello.feature_layout,
+            feature_fingerprint=self._hello.feature_fingerprint,
             sessions=self._worker.num_sessions,
             verifiers=tuple(a for a, link in self._links.items() if link.connected),
             draft_ms_p50=self.metrics.draft_ms_p50,
@@ -278,7 +283,7 @@ class DrafterService:
         try:
             timeout_s = self._config.reconnect.handshake_timeout_s
             lane = await shake_hands(
-                connection, self._hello(), timeout_s=timeout_s, join=self._join_lane
+                connection, self._hello, timeout_s=timeout_s, join=self._join_lane
             )
             if lane is not None:
                 self._worker.submit_lane(number, lane)
@@ -317,20 +322,6 @@ class DrafterService:
             self._lost_lanes.discard(number)
             del self._readers[number]
             reader.cancel()
-
-    def _hello(self) -> Hello:
-        return Hello(
-            protocol_version=PROTOCOL_VERSION,
-            drafter_id=DrafterId(self._config.drafter_id),
-            incarnation=self._incarnation,
-            vocab_size=self._identity.vocab_size,
-            tokenizer_hash=self._identity.tokenizer_hash,
-            methods=self._methods,
-            feature_layout=self._feature_layout,
-            feature_fingerprint=self._fingerprint,
-            lanes=self._config.lanes and lanes_exist(),
-            feature_offsets=True,
-        )
 
     async def _read(self, connection: DrafterConnection, number: int) -> None:
         while True:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from heapq import heappop, heappush
 from typing import assert_never
 
 from outrider.engine.kvcache import KVPool
@@ -49,6 +48,7 @@ from outrider_verifier.conduct import Conduct
 from outrider_verifier.effects import Answer, Effect, Emits, Fail, Moved, Post
 from outrider_verifier.features import FeatureStore
 from outrider_verifier.forms import begin_constraint
+from outrider_verifier.handles import Handles
 from outrider_verifier.handover import Handover, may_need_features
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.incoming import Incoming
@@ -103,9 +103,7 @@ class Core:
         """Where the next event goes; None: what was posted is handed over."""
         self.sessions: dict[SessionId, Session] = {}
         """Sessions being served, in order of opening."""
-        self._by_handle: list[Session | None] = [None] * max_sessions
-        self._free_handles = list(range(max_sessions))
-        """A heap: the lowest is the next to be given."""
+        self._handles = Handles(max_sessions)
         self.touched = 0
         """Grows when sessions may have changed otherwise than by a round's outcome."""
         self.counters = counters
@@ -119,7 +117,7 @@ class Core:
             handover=handover,
             drafters=self.drafters,
             policy=policy,
-            of_handle=self._of_handle,
+            of_handle=self._handles.owner,
             counters=self.counters,
             post=post,
         )
@@ -227,8 +225,7 @@ class Core:
         self.sessions[spec.session_id] = session
         try:
             self.room.enter(session)
-            session.handle = heappop(self._free_handles)
-            self._by_handle[session.handle] = session
+            self._handles.give(session)
             self.handover.open(session)
             self.policy.opened(session)
             if session.keeps_features and self.store is not None:
@@ -246,9 +243,9 @@ class Core:
     def _check_places(self, old: Session | None) -> None:
         """Refuse a session for which there is no place, `old` being gone: it goes on if this
         raises."""
-        if len(self.sessions) - int(old is not None) >= len(self._by_handle):
+        if len(self.sessions) - int(old is not None) >= self._handles.count:
             raise ResourceExhaustedError(
-                f"{len(self._by_handle)} sessions are being served, those that wait included",
+                f"{self._handles.count} sessions are being served, those that wait included",
                 reason="SESSIONS_EXHAUSTED",
             )
 
@@ -318,11 +315,6 @@ class Core:
         self.emit(session, (), FinishReason.CANCELLED)
         self.free(session)
 
-    def _of_handle(self, handle: int) -> Session:
-        session = self._by_handle[handle]
-        assert session is not None, handle
-        return session
-
     # ---- what rounds and commands share --------------------------------------------------------
 
     def emit(
@@ -377,9 +369,7 @@ class Core:
             if self.store is not None:
                 self.store.close(session.handle)
             self.inbox.drop(session.handle)
-            self._by_handle[session.handle] = None
-            heappush(self._free_handles, session.handle)
-            session.handle = -1
+            self._handles.take_back(session)
         session.ended = True
         self.touched += 1
         self.room.leave(session)
@@ -399,8 +389,7 @@ class Core:
         """Forget all sessions where not even failing them works; what they held is lost."""
         for session in self.sessions.values():
             session.ended, session.handle = True, -1
-        self._by_handle = [None] * len(self._by_handle)
-        self._free_handles = list(range(len(self._by_handle)))
+        self._handles.clear()
         self.touched += 1
         for held in (self.sessions, self.room.running, self.room.waiting):
             held.clear()
